@@ -1,0 +1,3 @@
+"""Algorithms: rollouts -> updates of a policy."""
+
+ALGORITHMS = {"ppo": "sparring.algorithms.ppo:PPO"}

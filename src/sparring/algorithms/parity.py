@@ -1,0 +1,64 @@
+"""The parity gate (formulas.md, section 1): is what we score what we did?
+
+Before the first gradient step of an update the stored decisions are scored again with unchanged weights. The gate
+compares unreduced terms, so that no sum can hide an error or blow it up.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+CAUSES = (
+    "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, "
+    "or its normaliser or weights changed between acting and scoring"
+)
+
+
+class ParityError(RuntimeError):
+    """Scoring disagrees with acting: training on such numbers would go wrong silently."""
+
+
+@dataclass
+class Parity:
+    # max |mean_replay - mean_rollout| / sigma over steps, positions and dims
+    drift: float
+    # max |z2_replay - z2_rollout|, relative to the number of scored dims; catches a sample that was changed
+    sample: float
+    # max difference of the number of scored dims; catches counted padding
+    dims: float
+    # max |probability ratio - 1|, for the log only
+    ratio: float
+
+    def check(self, tolerance: float) -> None:
+        # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2
+        limits = {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0}
+        # `not <=` also catches NaN
+        wrong = [f"{name} {getattr(self, name):.3g} > {limit:g}" for name, limit in limits.items()
+                 if not getattr(self, name) <= limit]
+        if wrong:
+            raise ParityError(
+                f"the parity gate refuses to train: {', '.join(wrong)}. Scoring the stored actions with unchanged "
+                f"weights does not give back what acting gave. Likely causes: {CAUSES}."
+            )
+
+
+@torch.no_grad()
+def measure_parity(acted: TensorDict, scored: TensorDict) -> Parity:
+    """`acted [B]` is what the collector stored, `scored [B]` is evaluate() of it."""
+    old, new = acted["trace"], scored["trace"]
+    # [B, C]: positions that were executed
+    positions = torch.arange(old["z2"].shape[1], device=old["z2"].device)
+    mask = positions < acted["next", "executed"][:, None]
+    drift = ((new["mean"] - old["mean"]).abs() / new["std"]).flatten(2).amax(-1)
+    sample = (new["z2"] - old["z2"]).abs() / old["dims"].clamp_min(1)
+    # what was counted, not only where
+    dims = (new["dims"] - old["dims"]).abs()
+    ratio = ((scored["log_prob"].double() - acted["log_prob"].double()).exp() - 1).abs()
+    return Parity(*(float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims)), float(ratio.max()))
+
+
+def worst(parities: list[Parity]) -> Parity:
+    # a tensor's max passes NaN on, Python's does not
+    table = torch.tensor([[p.drift, p.sample, p.dims, p.ratio] for p in parities], dtype=torch.float64)
+    return Parity(*table.amax(0).tolist())

@@ -1,0 +1,82 @@
+"""The Python API: the same code that the command line runs.
+
+    config = load_config("run.yaml")
+    env = make_env(config.env, num_envs=16)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=2048, buffer_type="standard", batch_size=64)
+    trainer.train(total_timesteps=100_000)
+"""
+
+from pathlib import Path
+
+from sparring.checkpoint import find_checkpoint, load_spec, load_weights
+from sparring.distributed import Distributed
+from sparring.envs.env import Env
+from sparring.evaluate import Evaluation
+from sparring.phases.finetune import Finetune
+from sparring.policies.make import make_policy
+from sparring.policies.policy import Policy
+from sparring.run import Run
+from sparring.tree import Config, load_config
+
+
+class Trainer:
+    """An env, a policy and an algorithm, put into THE loop. Without `output` nothing is written to disk."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        env: Env,
+        algorithm,
+        buffer_size: int = 2048,
+        buffer_type: str = "standard",
+        batch_size: int | None = None,
+        output: str | Path | None = None,
+        seed: int = 0,
+        quiet: bool = False,
+    ):
+        self.policy, self.env, self.algorithm = policy, env, algorithm
+        if batch_size is not None:
+            algorithm.config = algorithm.config.model_copy(update={"mini_batch_size": batch_size})
+        self.quiet = quiet
+        self.settings = {
+            "seed": seed,
+            "device": str(env.device),
+            "output": None if output is None else str(output),
+            "buffer": {"size": buffer_size, "type": buffer_type},
+            "rollout": {"n_envs": env.num_envs, "action_steps": policy.chunk},
+            "env": _section(env),
+            "policy": _section(policy),
+            "ppo": algorithm.config.model_dump(),
+        }
+        self.phase: Finetune | None = None
+
+    def train(self, total_timesteps: int) -> Evaluation | None:
+        """Train until `total_timesteps` env steps, then evaluate on held-out episodes. Can be called again with more."""
+        config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}})
+        if self.phase is None:
+            distributed = getattr(self.algorithm, "distributed", None) or Distributed(config.device)
+            self.phase = Finetune(
+                self.env, self.policy, self.algorithm, config.rollout_steps, distributed, config.seed, self.policy.chunk
+            )
+        run = Run(config, self.phase, folder=config.output is not None, quiet=self.quiet)
+        return run.evaluate() if run.run() else None
+
+
+def load_policy(path: str | Path, device: str = "cpu") -> Policy:
+    """The trained policy of a run folder or checkpoint, ready to act; strict about every weight."""
+    checkpoint = find_checkpoint(path)
+    config = load_run_config(checkpoint)
+    policy = make_policy(config.policy, load_spec(checkpoint), config.rollout.action_steps)
+    load_weights(policy, checkpoint)
+    return policy.to(device).eval()
+
+
+def load_run_config(checkpoint: Path) -> Config:
+    """The resolved config a checkpoint was trained with."""
+    return load_config(checkpoint / "config.yaml")
+
+
+def _section(thing) -> dict:
+    config = getattr(thing, "config", None)
+    return {} if config is None else config.model_dump()

@@ -1,0 +1,146 @@
+"""Checkpoints: written whole or not at all, read strictly.
+
+    checkpoint-<n>/
+      model.safetensors     weights and normaliser statistics
+      training_state.pt     optimiser, counters, random states, where the robots are (tensors and plain values only)
+      config.yaml           the resolved config of the run
+      spec.json             what the env showed and accepted, so that the policy can be rebuilt without it
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sparring.envs.backend import EnvSpec
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used, and why."""
+
+
+def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, config_yaml: str, spec: EnvSpec) -> Path:
+    """Write `folder/checkpoint-<update>`. Killed at any moment, it leaves the earlier ones as they were."""
+    target = folder / f"checkpoint-{update}"
+    partial = folder / f".partial-checkpoint-{update}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, partial / "model.safetensors")
+    torch.save(state, partial / "training_state.pt")
+    (partial / "config.yaml").write_text(config_yaml)
+    (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    if target.exists():  # the same update saved twice holds the same
+        shutil.rmtree(target)
+    partial.rename(target)
+    _flush(folder)
+    return target
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first."""
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Keep the newest checkpoints, and none of what an interrupted save left behind."""
+    for path in [*checkpoints(folder)[:-keep], *folder.glob(".partial-checkpoint-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint folder itself, or the newest one of a run folder."""
+    path = Path(path)
+    if weights_file(path):
+        return path
+    if not path.exists():
+        raise CheckpointError(f"'{path}' does not exist; give a run folder or a checkpoint folder")
+    found = checkpoints(path) if path.is_dir() else []
+    if not found:
+        raise CheckpointError(f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)")
+    return found[-1]
+
+
+def weights_file(path: Path) -> Path | None:
+    if path.is_file():
+        return path
+    return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told."""
+    file = weights_file(Path(path))
+    if file is None:
+        raise CheckpointError(f"'{path}' has neither model.safetensors nor model.pt")
+    given, expected = read_weights(file), model.state_dict()
+    missing = [key for key in expected if key not in given]
+    unexpected = [key for key in given if key not in expected]
+    reshaped = [
+        f"{key} {list(given[key].shape)} instead of {list(expected[key].shape)}"
+        for key in expected
+        if key in given and given[key].shape != expected[key].shape
+    ]
+    problems = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    told = "; ".join(f"{len(keys)} {what}: {_some(keys)}" for what, keys in problems.items() if keys)
+    if told:
+        raise CheckpointError(
+            f"'{file}' does not fit this model: {told}. Use the config it was trained with (config.yaml beside it)"
+        )
+    model.load_state_dict(given)
+
+
+def read_weights(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        return loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
+    except (OSError, RuntimeError, ValueError, AttributeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"'{file}' cannot be read as weights: {_first_line(error)}") from None
+
+
+def load_training_state(checkpoint: Path) -> dict:
+    file = checkpoint / "training_state.pt"
+    if not file.is_file():
+        raise CheckpointError(f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; "
+                              f"to start from its weights alone: pretrained={checkpoint}")
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def load_spec(checkpoint: Path) -> EnvSpec:
+    file = checkpoint / "spec.json"
+    if not file.is_file():
+        raise CheckpointError(f"'{checkpoint}' has no spec.json; it was not written by this library")
+    values = json.loads(file.read_text())
+    values["observation"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["observation"].items()}
+    for name in ("task_names", "instructions"):
+        values[name] = tuple(values[name])
+    return EnvSpec(**values)
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk, so that the rename never points at an empty file after a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _some(keys: list[str], most: int = 6) -> str:
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

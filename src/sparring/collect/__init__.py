@@ -1,0 +1,1 @@
+"""Collecting: the only place where an env meets a policy."""

@@ -1,0 +1,87 @@
+"""The one data contract: what crosses a boundary is a TensorDict with these keys.
+
+Batch `[N]` for a decision, `[T, N]` for a rollout, `[B]` for a minibatch. Scalars have no trailing 1. Each key has one
+writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A action dims, S state dims.
+
+    observation/image/<camera>   uint8 [3, H, W]      Env
+    observation/state            float32 [S]          Env
+    observation/task             int64                Env; indexes env.tasks
+    is_first                     bool                 Env
+    noise                        float32 [Z] in (0,1) Collector; what the policy may be random with; absent: act greedily
+    action                       float32 [C, A]       Policy; in [-1, 1] nominally, as sampled (discrete: A=1, an index)
+    log_prob, value              float32              Policy (log_prob: of the executed part, see Collector)
+    trace/*                      what re-scoring and the parity gate need: log_prob [C], mean [C, ...], z2 [C], dims [C]
+    version                      int64                Collector; which weights acted
+    next/observation/*           the true next one, before any auto-reset (Env)
+    next/reward                  float32 [C]          Env; one per executed step, 0 after the episode's end
+    next/executed                int64                Env; steps of the chunk that were executed
+    next/terminated, next/truncated, next/success  bool  Env
+    next/value                   float32              Collector; V of the true next observation
+    advantage, return            float32              returns
+"""
+
+import torch
+from tensordict import TensorDict
+
+STEP_KEYS = {
+    ("next", "reward"): torch.float32,
+    ("next", "executed"): torch.int64,
+    ("next", "terminated"): torch.bool,
+    ("next", "truncated"): torch.bool,
+    ("next", "success"): torch.bool,
+    "is_first": torch.bool,
+}
+
+
+class ContractError(ValueError):
+    """A TensorDict that is not what the contract says."""
+
+
+def check_observation(td: TensorDict, spec, where: str) -> None:
+    """`td/observation/*` has exactly the entries, shapes and dtypes of an EnvSpec, and no NaN."""
+    observation = td.get("observation", None)
+    if observation is None:
+        raise ContractError(f"{where}: has no 'observation'; got {list(td.keys())}")
+    for name, (shape, dtype) in spec.observation.items():
+        value = observation.get(tuple(name.split("/")), None)
+        if value is None:
+            raise ContractError(f"{where}: observation/{name} is missing; got {_names(observation)}")
+        _check_tensor(value, (*td.batch_size, *shape), getattr(torch, dtype), f"{where}: observation/{name}")
+
+
+def check_step(td: TensorDict, spec, chunk: int, where: str) -> None:
+    """What `Env.step` returns: the root observation, and `next/*` with one reward per step of the chunk."""
+    check_observation(td, spec, where)
+    check_observation(td["next"], spec, f"{where}: next")
+    for key, dtype in STEP_KEYS.items():
+        name = key if isinstance(key, str) else "/".join(key)
+        value = td.get(key, None)
+        if value is None:
+            raise ContractError(f"{where}: {name} is missing")
+        shape = (*td.batch_size, chunk) if name == "next/reward" else tuple(td.batch_size)
+        _check_tensor(value, shape, dtype, f"{where}: {name}")
+    executed = td["next", "executed"]
+    if ((executed < 1) | (executed > chunk)).any():
+        raise ContractError(f"{where}: next/executed must be in 1..{chunk}, got {executed.tolist()}")
+
+
+def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> None:
+    """What `Policy.act` returns."""
+    for key, shape in (("action", (chunk, action_dim)), ("log_prob", ()), ("value", ())):
+        value = td.get(key, None)
+        if value is None:
+            raise ContractError(f"{where}: act() did not write '{key}'")
+        _check_tensor(value, (*td.batch_size, *shape), torch.float32, f"{where}: {key}")
+
+
+def _check_tensor(value, shape, dtype, where):
+    if tuple(value.shape) != shape:
+        raise ContractError(f"{where} has shape {list(value.shape)}, expected {list(shape)}")
+    if value.dtype != dtype:
+        raise ContractError(f"{where} is {value.dtype}, expected {dtype}")
+    if value.is_floating_point() and not value.isfinite().all():
+        raise ContractError(f"{where} holds NaN or infinity")
+
+
+def _names(observation) -> list[str]:
+    return ["/".join(k) if isinstance(k, tuple) else k for k in observation.keys(True, True)]

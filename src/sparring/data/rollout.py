@@ -1,0 +1,82 @@
+"""RolloutBuffer: one rollout [T, N], used once.
+
+Every image is kept once: `observation` is [T+1, N] (the last row is where the next rollout begins), and the true last
+observations of episodes that ended on the way sit in a compact list beside it. Memory is allocated on the first add
+and written in place from then on.
+"""
+
+import torch
+from tensordict import TensorDict
+
+
+class RolloutBuffer:
+    """`add` T transitions [N], then `get` them, then `clear`."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.position = 0
+        self._observation: TensorDict | None = None
+        self._transition: TensorDict | None = None
+        # (key, its T rows) pairs: views into the two above, so that `add` is a handful of plain copies
+        self._rows: list[tuple[tuple[str, ...] | str, tuple[torch.Tensor, ...]]] = []
+        self.final_at: list[torch.Tensor] = []
+        self.final: list[TensorDict] = []
+
+    def is_full(self) -> bool:
+        return self.position == self.steps
+
+    def add(self, td: TensorDict) -> None:
+        """One decision of every env, with `next/*`; of `next/observation` only what no other row holds is kept."""
+        if self.is_full():
+            raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
+        if self._transition is None:
+            self._allocate(td)
+        for key, rows in self._rows:
+            rows[self.position].copy_(td.get(key))
+        ended = (td["next", "terminated"] | td["next", "truncated"]).nonzero()[:, 0]
+        if len(ended):
+            self.final_at.append(torch.stack([torch.full_like(ended, self.position), ended]))
+            self.final.append(td["next", "observation"][ended])
+        self.position += 1
+
+    def close(self, td: TensorDict) -> None:
+        """The observation after the last transition: row T."""
+        self._observation[self.steps] = td["observation"]
+
+    def set(self, key, value: torch.Tensor) -> None:
+        """Attach a column [T, N] that is computed after the fact."""
+        self._transition.set(key, value)
+
+    @property
+    def last(self) -> TensorDict:
+        """`observation` after the last transition, [N]."""
+        return TensorDict({"observation": self._observation[self.steps]}, self._observation.batch_size[1:])
+
+    def get(self, flatten: bool = True) -> TensorDict:
+        """`[T, N]`, or `[T*N]` in time order; views, not copies."""
+        if not self.is_full():
+            raise RuntimeError(f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first")
+        rollout = self._transition.copy().set("observation", self._observation[:-1])
+        return rollout.flatten(0, 1) if flatten else rollout
+
+    def clear(self) -> None:
+        self.position = 0
+        self.final_at, self.final = [], []
+
+    def bytes(self) -> int:
+        stores = [s for s in (self._observation, self._transition) if s is not None]
+        return sum(tensor.nbytes for store in stores for tensor in store.values(True, True))
+
+    def _allocate(self, td: TensorDict) -> None:
+        transition = td.exclude("observation", ("next", "observation"), "noise").clone(recurse=False)
+        self._transition = _zeros(transition, self.steps)
+        self._observation = _zeros(td.select("observation"), self.steps + 1)["observation"]
+        self._rows = [(key, value.unbind(0)) for key, value in self._transition.items(True, True)]
+        for key, value in self._observation.items(True, True):
+            key = key if isinstance(key, tuple) else (key,)
+            self._rows.append((("observation", *key), value.unbind(0)))
+
+
+def _zeros(td: TensorDict, rows: int) -> TensorDict:
+    # [N, ...] -> [rows, N, ...]
+    return td.apply(lambda x: x.new_zeros(rows, *x.shape), batch_size=[rows, *td.batch_size])

@@ -1,0 +1,134 @@
+"""Several processes as one: rank, device, sums and waits. The only file that imports accelerate.
+
+Alone (the usual case on a laptop) everything here is free: no process group, no wrapper, no import.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+# set for the processes that `launch` starts
+LAUNCHED = "SPARRING_LAUNCHED"
+
+
+class DeviceError(ValueError):
+    """A device that is not there."""
+
+
+class Distributed:
+    """This process among `world_size`."""
+
+    def __init__(self, device: str = "auto"):
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.accelerator = _accelerator(device) if self.world_size > 1 else None
+        self.rank = self.accelerator.process_index if self.accelerator else 0
+        self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """A module whose backward averages gradients over the processes; the module itself when alone."""
+        return self.accelerator.prepare_model(module) if self.accelerator else module
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, "sum") if self.accelerator else tensor
+
+    def mean(self, values: dict[str, float]) -> dict[str, float]:
+        """Each value averaged over the processes; all of them must bring the same keys."""
+        if not self.accelerator:
+            return values
+        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))
+        return dict(zip(values, (total / self.world_size).tolist(), strict=True))
+
+    def max(self, value: float) -> float:
+        if not self.accelerator:
+            return value
+        return float(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.device)).max())
+
+    def gather_objects(self, values: list) -> list:
+        """The lists of all processes, joined in order of rank."""
+        if not self.accelerator:
+            return values
+        from accelerate.utils import gather_object
+
+        return gather_object(values)
+
+    def barrier(self) -> None:
+        if self.accelerator:
+            self.accelerator.wait_for_everyone()
+
+
+def pick_device(name: str) -> str:
+    """'auto' is the first visible GPU, else the CPU."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count()
+        index = int(name.partition(":")[2] or 0)
+        if index >= count:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise DeviceError(
+                f"device={name}: this process sees {count} CUDA devices (CUDA_VISIBLE_DEVICES is {visible}); "
+                f"set device={'cuda:' + str(count - 1) if count else 'cpu'}"
+            )
+    return name
+
+
+def launch(processes: int, arguments: list[str]) -> int:
+    """Run `sparring ARGUMENTS` in `processes` processes of this machine; the first failure ends them all."""
+    environment = os.environ | {
+        LAUNCHED: "1",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "sparring", *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+    return _wait_for_all(workers)
+
+
+def _wait_for_all(workers: list[subprocess.Popen]) -> int:
+    code = 0
+    while workers:
+        for worker in list(workers):
+            try:
+                worker.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            except KeyboardInterrupt:
+                continue  # the terminal told the workers too; they save and leave on their own
+            workers.remove(worker)
+            if worker.returncode and not code:
+                code = worker.returncode
+                for other in workers:
+                    other.terminate()
+    return code
+
+
+def _accelerator(device: str):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    # normaliser statistics are summed exactly over processes, so buffers need no broadcast
+    options = DistributedDataParallelKwargs(broadcast_buffers=False)
+    use_cpu = device == "cpu" or not torch.cuda.is_available()
+    return Accelerator(cpu=use_cpu, kwargs_handlers=[options])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

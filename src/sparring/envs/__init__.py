@@ -1,0 +1,4 @@
+"""Envs: N robots in a simulator, stepped together."""
+
+ENVS = {"tabletop": "sparring.envs.tabletop.backend:Tabletop"}
+CONFIGS = {"tabletop": "sparring.envs.configs:TabletopConfig"}

@@ -1,0 +1,105 @@
+"""What every simulator looks like from inside the library: a batch of robots that speaks numpy.
+
+`Env` (env.py) turns these arrays into TensorDicts. Nothing in this file, nor in any backend, imports torch:
+backends also run in worker processes, which stay small and start fast.
+
+Letters: N robots, C steps of an action chunk, A action dims, K episodes that ended in this call.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What an env shows and accepts."""
+
+    # "state", "image/head", ... -> (shape without N, numpy dtype name)
+    observation: dict[str, tuple[tuple[int, ...], str]]
+    action_dim: int
+    # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
+    discrete_actions: int = 0
+    # `observation/task` indexes both
+    task_names: tuple[str, ...] = ("",)
+    instructions: tuple[str, ...] = ("",)
+    max_episode_steps: int = 0
+    # False where nothing tells success from failure; evaluations then show rewards only
+    reports_success: bool = True
+    # control steps per simulated second; the pace of its videos
+    control_hz: float = 30.0
+
+
+@dataclass
+class Step:
+    """What one call of `Backend.step` did. Arrays are fresh: the backend keeps no reference to them."""
+
+    # [N, ...] each; of the new episode where one ended
+    observation: Arrays
+    # [N, C] one per executed step, 0 after the episode's end
+    reward: np.ndarray
+    # [N] int64: steps of the chunk that were executed, >= 1
+    executed: np.ndarray
+    # [N] bool
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+    # [K] int64 ascending: robots whose episode ended here (terminated | truncated), already reset
+    ended: np.ndarray
+    # [K, ...] each: the true last observation of those episodes
+    final: Arrays
+    # robot -> one [H, W, 3] uint8 picture per executed step, for the robots given to `record`
+    frames: dict[int, list[np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpisodeSeeds:
+    """Which seed each episode starts from: a function of (seed, split, episode), never of timing.
+
+    Episode e of robot i is number `first_env + i + e * total_envs`, so M evaluation episodes start from the same
+    M states however many robots share them. The top bit of a seed is the split: training and evaluation never meet.
+    """
+
+    seed: int
+    split: str = "train"
+    first_env: int = 0
+    total_envs: int = 1
+
+    def __call__(self, env: int, episode: int) -> int:
+        number = self.first_env + env + episode * self.total_envs
+        low = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0]) & 0x7FFFFFFF
+        return low | (0x80000000 if self.split == "eval" else 0)
+
+
+class Backend(Protocol):
+    """N robots stepped together, with auto-reset. Constructed as `Class(config, num_envs, max_episode_steps)`."""
+
+    num_envs: int
+    spec: EnvSpec
+
+    def reset(self, seeds: EpisodeSeeds) -> Arrays:
+        """Start episode 0 of every robot; `[N, ...]` observations."""
+
+    def step(self, action: np.ndarray) -> Step:
+        """Execute chunks `[N, C, A]` (clipped to [-1, 1] here), observing only at their end.
+
+        A robot whose episode ends mid-chunk skips the rest of its chunk and is reset at once: the k-th episode of
+        robot i starts from `seeds(i, k)`.
+        """
+
+    def record(self, envs: list[int]) -> None:
+        """From now on `Step.frames` carries a picture of every executed step of these robots ([] stops it)."""
+
+    def render(self, env: int) -> np.ndarray | None:
+        """A `[H, W, 3]` uint8 picture of robot `env` as it is now; None where there is nothing to draw."""
+
+    def state(self) -> Arrays | None:
+        """All that the future depends on, or None where the simulator cannot tell."""
+
+    def set_state(self, state: Arrays) -> None:
+        """Go back to a `state()`; the next `step` then gives bit-identical results."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,94 @@
+"""Env: a backend's numpy arrays as TensorDicts of the contract."""
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from sparring.envs.backend import Arrays, Backend, EpisodeSeeds
+
+
+class Env:
+    """N robots in a simulator, stepped together."""
+
+    def __init__(self, backend: Backend, device: str | torch.device = "cpu", first_env: int = 0, total_envs: int = 0):
+        self.backend = backend
+        self.device = torch.device(device)
+        self.first_env = first_env
+        self.total_envs = total_envs or backend.num_envs
+        # the `env` section it was made from, where there is one
+        self.config = None
+        # robot -> pictures of the steps of the last `step`, for robots being recorded
+        self.frames: dict[int, list[np.ndarray]] = {}
+
+    @property
+    def num_envs(self) -> int:
+        return self.backend.num_envs
+
+    @property
+    def spec(self):
+        return self.backend.spec
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The instructions that `observation/task` indexes."""
+        return self.spec.instructions
+
+    def reset(self, seed: int, split: str = "train") -> TensorDict:
+        seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs)
+        return self._root(self.backend.reset(seeds), np.ones(self.num_envs, bool))
+
+    def step(self, td: TensorDict) -> TensorDict:
+        """`next/*` is what the action led to; the root is where the next decision is taken, after auto-reset."""
+        step = self.backend.step(td["action"].numpy(force=True))
+        is_first = np.zeros(self.num_envs, bool)
+        is_first[step.ended] = True
+        root = self._root(step.observation, is_first)
+        following = TensorDict(
+            {
+                "observation": self._true_next(root["observation"], step.ended, step.final),
+                "reward": self._tensor(step.reward),
+                "executed": self._tensor(step.executed),
+                "terminated": self._tensor(step.terminated),
+                "truncated": self._tensor(step.truncated),
+                "success": self._tensor(step.success),
+            },
+            [self.num_envs],
+        )
+        self.frames = step.frames
+        return root.set("next", following)
+
+    def state(self) -> Arrays | None:
+        return self.backend.state()
+
+    def set_state(self, state: Arrays) -> None:
+        self.backend.set_state(state)
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def _root(self, observation: Arrays, is_first: np.ndarray) -> TensorDict:
+        return TensorDict(
+            {"observation": self._observation(observation, self.num_envs), "is_first": self._tensor(is_first)},
+            [self.num_envs],
+        )
+
+    def _observation(self, arrays: Arrays, rows: int) -> TensorDict:
+        nested: dict = {}
+        for name, value in arrays.items():
+            group, _, leaf = name.partition("/")
+            if leaf:
+                nested.setdefault(group, {})[leaf] = self._tensor(value)
+            else:
+                nested[name] = self._tensor(value)
+        return TensorDict(nested, [rows])
+
+    def _true_next(self, observation: TensorDict, ended: np.ndarray, final: Arrays) -> TensorDict:
+        """The root observation itself where no episode ended (no copy), else one with the true last ones put back."""
+        if not len(ended):
+            return observation
+        observation = observation.clone()
+        observation[self._tensor(ended)] = self._observation(final, len(ended))
+        return observation
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,30 @@
+"""From the `env` section of a config to an Env."""
+
+from sparring.config import Section
+from sparring.envs import ENVS
+from sparring.envs.configs import GymConfig
+from sparring.envs.env import Env
+from sparring.resolve import import_path, resolve
+
+GYM_BACKENDS = {
+    "serial": "sparring.envs.serial:SerialBackend",
+    "process": "sparring.envs.process:ProcessBackend",
+}
+
+
+def make_env(
+    config: Section,
+    num_envs: int,
+    max_episode_steps: int | None = None,
+    device="cpu",
+    first_env: int = 0,
+    total_envs: int = 0,
+) -> Env:
+    """`num_envs` robots of this process; they are numbers `first_env`.. of `total_envs` over all processes."""
+    if isinstance(config, GymConfig):
+        backend_class = import_path(GYM_BACKENDS[config.vectorize], "env backend")
+    else:
+        backend_class = resolve(config.name, ENVS, "env")
+    env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs)
+    env.config = config
+    return env

@@ -1,0 +1,231 @@
+"""The built-in simulator: N arms at a table, stepped together. See scene.py, tasks.py, control.py and observe.py.
+
+`step` runs no Python per robot: physics, kinematics and drawing are each one call for all of them. Only a reset draws
+the random start of each ended robot in turn.
+"""
+
+import os
+
+import numpy as np
+
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.control import DeltaEePos, DeltaQpos
+from sparring.envs.tabletop.kinematics import Kinematics, select
+from sparring.envs.tabletop.physics import Physics
+from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
+from sparring.envs.tabletop.tasks import find
+
+DEFAULT_EPISODE_STEPS = 50
+_SPLITS = ("train", "eval")
+
+
+class Tabletop:
+    """A `Backend` (see envs/backend.py)."""
+
+    def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
+        self.num_envs = num_envs
+        self._config = config
+        self._tasks = [find(name) for name in config.task]
+        self._threads = config.threads or os.cpu_count() or 1
+        model = compile_scene()
+        self._physics = Physics(model, num_envs, self._threads)
+        self._kinematics = Kinematics(model)
+        site = model.site(HAND_SITE).id
+        self._hand_frame = select(self._kinematics.sites, [site])
+        if config.control_mode == "delta_qpos":
+            self._control = DeltaQpos(model, config.action_scale)
+        else:
+            self._control = DeltaEePos(model, config.action_scale, self._kinematics, site)
+        self._renderer = None
+        self._recorded: list[int] = []
+
+        self.spec = self._make_spec(max_episode_steps or DEFAULT_EPISODE_STEPS)
+        self._state_scale = observe.scales(config.object_state)
+        # tasks are dealt out in turn: robot i has task i modulo their number
+        self._task = np.arange(num_envs) % len(self._tasks)
+        self._hold = np.array([task.hold for task in self._tasks])[self._task]
+        self._all = np.arange(num_envs)
+
+        self._seeds: EpisodeSeeds | None = None
+        self._command = np.zeros((num_envs, ARM_JOINTS + 1))
+        self._goal = np.zeros((num_envs, 3))
+        # steps since the episode began, and how many of the last ones in a row satisfied the task
+        self._elapsed = np.zeros(num_envs, np.int64)
+        self._streak = np.zeros(num_envs, np.int64)
+        self._episode = np.zeros(num_envs, np.int64)
+        # follow from the physics state
+        self._hand = np.zeros((num_envs, 3))
+        self._hand_axis = np.zeros((num_envs, 3))
+
+    def reset(self, seeds: EpisodeSeeds) -> Arrays:
+        self._seeds = seeds
+        self._episode[:] = 0
+        self._begin(self._all)
+        return self._observe(self._all)
+
+    def step(self, action: np.ndarray) -> Step:
+        action = self._checked(action)
+        chunk = action.shape[1]
+        reward = np.zeros((self.num_envs, chunk), np.float32)
+        executed = np.zeros(self.num_envs, np.int64)
+        truncated = np.zeros(self.num_envs, bool)
+        frames = {env: [] for env in self._recorded}
+        rows = self._all
+        for c in range(chunk):
+            reward[rows, c] = self._advance(rows, action[rows, c])
+            executed[rows] += 1
+            for env in np.intersect1d(self._recorded, rows) if self._recorded else ():
+                frames[int(env)].append(self.render(int(env)))
+            truncated[rows] = self._elapsed[rows] >= self.spec.max_episode_steps
+            rows = np.flatnonzero(~truncated)
+            if not len(rows):
+                break
+        success = truncated & (self._streak >= self._hold)
+        observation, ended = self._observe(self._all), np.flatnonzero(truncated)
+        final = {key: value[ended] for key, value in observation.items()}
+        if len(ended):
+            self._episode[ended] += 1
+            self._begin(ended)
+            for key, value in self._observe(ended).items():
+                observation[key][ended] = value
+        terminated = np.zeros(self.num_envs, bool)
+        return Step(observation, reward, executed, terminated, truncated, success, ended, final, frames)
+
+    def record(self, envs: list[int]) -> None:
+        self._recorded = sorted(envs)
+
+    def render(self, env: int) -> np.ndarray:
+        return self._drawing().picture(self._physics.qpos([env]), self._goal[[env]])
+
+    def state(self) -> Arrays:
+        seeds = self._started()
+        return {
+            "physics": self._physics.state.copy(),
+            "command": self._command.copy(),
+            "goal": self._goal.copy(),
+            "elapsed": self._elapsed.copy(),
+            "streak": self._streak.copy(),
+            "episode": self._episode.copy(),
+            "seeds": np.array([seeds.seed, _SPLITS.index(seeds.split), seeds.first_env, seeds.total_envs]),
+        }
+
+    def set_state(self, state: Arrays) -> None:
+        if state["physics"].shape != self._physics.state.shape:
+            raise ValueError(
+                f"this state is of {state['physics'].shape[0]} robots with {state['physics'].shape[1]} numbers each, "
+                f"but this env has {self.num_envs} with {self._physics.state.shape[1]}; "
+                "build the env with the config and num_envs that the state was saved from"
+            )
+        self._physics.state[:] = state["physics"]
+        self._command[:] = state["command"]
+        self._goal[:] = state["goal"]
+        self._elapsed[:] = state["elapsed"]
+        self._streak[:] = state["streak"]
+        self._episode[:] = state["episode"]
+        seed, split, first_env, total_envs = (int(v) for v in state["seeds"])
+        self._seeds = EpisodeSeeds(seed, _SPLITS[split], first_env, total_envs)
+        self._locate_hand(self._all)
+
+    def close(self) -> None:
+        self._physics.close()
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+    def _make_spec(self, max_episode_steps: int) -> EnvSpec:
+        size = self._config.image_size
+        images = {f"image/{camera}": ((3, size, size), "uint8") for camera in self._config.cameras}
+        state = len(observe.scales(self._config.object_state))
+        return EnvSpec(
+            observation={"state": ((state,), "float32"), **images, "task": ((), "int64")},
+            action_dim=self._control.action_dim,
+            task_names=tuple(task.name for task in self._tasks),
+            instructions=tuple(task.instruction for task in self._tasks),
+            max_episode_steps=max_episode_steps,
+            control_hz=CONTROL_HZ,
+        )
+
+    def _started(self) -> EpisodeSeeds:
+        if self._seeds is None:
+            raise RuntimeError("no episode has begun; call reset(seeds) or set_state(state) first")
+        return self._seeds
+
+    def _checked(self, action: np.ndarray) -> np.ndarray:
+        self._started()
+        action = np.asarray(action, np.float64)
+        expected = (self.num_envs, self.spec.action_dim)
+        if action.ndim != 3 or action.shape[1] < 1 or (action.shape[0], action.shape[2]) != expected:
+            raise ValueError(
+                f"action has shape {action.shape}, but {self._config.control_mode} takes "
+                f"[N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
+            )
+        # a sum of finite numbers is finite: one cheap look, and a close one only where it fails
+        if not np.isfinite(action.sum()) and np.isnan(action).any():
+            broken = np.flatnonzero(np.isnan(action).any(axis=(1, 2)))
+            raise ValueError(f"actions of robots {broken.tolist()} hold NaN; the policy that made them has diverged")
+        return np.clip(action, -1.0, 1.0)
+
+    def _begin(self, rows: np.ndarray) -> None:
+        """Start the current episode of these robots."""
+        seeds = self._started()
+        for row in rows:
+            rng = np.random.default_rng(seeds(int(row), int(self._episode[row])))
+            start = self._tasks[self._task[row]].start(rng)
+            self._physics.place(row, start.qpos)
+            self._goal[row] = start.goal
+            # the motors hold the arm where it starts
+            self._command[row] = start.qpos[: ARM_JOINTS + 1]
+        self._elapsed[rows] = 0
+        self._streak[rows] = 0
+        self._locate_hand(rows)
+
+    def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
+        """One control step under actions `[n, A]`; rewards `[n]`."""
+        command = self._control(self._command[rows], action, self._physics.qpos(rows))
+        self._command[rows] = command
+        # both fingers follow one command
+        self._physics.advance(rows, np.concatenate([command, command[:, -1:]], axis=1))
+        self._locate_hand(rows)
+        reward, satisfied = self._score(rows)
+        self._elapsed[rows] += 1
+        self._streak[rows] = (self._streak[rows] + 1) * satisfied
+        return reward
+
+    def _score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(self._tasks) == 1:
+            return self._tasks[0].score(self._hand[rows], self._goal[rows])
+        reward, satisfied = np.zeros(len(rows)), np.zeros(len(rows), bool)
+        for index, task in enumerate(self._tasks):
+            mine = self._task[rows] == index
+            reward[mine], satisfied[mine] = task.score(self._hand[rows[mine]], self._goal[rows[mine]])
+        return reward, satisfied
+
+    def _locate_hand(self, rows: np.ndarray) -> None:
+        pos, mat = self._kinematics(self._physics.qpos(rows)).frames(self._hand_frame)
+        self._hand[rows] = pos[:, 0]
+        self._hand_axis[rows] = mat[:, 0, :, 2]
+
+    def _observe(self, rows: np.ndarray) -> Arrays:
+        """What these robots see now; image rows are drawn for them only."""
+        time_left = 1 - self._elapsed[rows, None] / self.spec.max_episode_steps
+        hand, qpos = self._hand[rows], self._physics.qpos(rows)
+        # in the order of observe.layout
+        blocks = [qpos[:, : ARM_JOINTS + FINGERS], self._physics.qvel(rows)[:, : ARM_JOINTS + FINGERS]]
+        blocks += [self._command[rows], hand, self._hand_axis[rows], time_left]
+        if self._config.object_state:
+            blocks += [self._goal[rows], self._goal[rows] - hand]
+        observation = {"state": (np.concatenate(blocks, axis=1) * self._state_scale).astype(np.float32)}
+        if self._config.cameras:
+            images = self._drawing().images(qpos, self._goal[rows], self._config.cameras, self._config.image_size)
+            observation |= {f"image/{camera}": pixels for camera, pixels in images.items()}
+        return observation | {"task": self._task[rows].astype(np.int64)}
+
+    def _drawing(self):
+        """The renderer, built when the first picture is asked for."""
+        if self._renderer is None:
+            from sparring.envs.tabletop.render import Renderer
+
+            self._renderer = Renderer(self._physics.model, self._kinematics, self._threads)
+        return self._renderer

@@ -1,0 +1,67 @@
+"""N copies of one MuJoCo model advanced together by `mujoco.rollout`, over threads.
+
+A row of `state` is all that a robot's future depends on: each rollout starts from it with no warm start, so the result
+is the same in any process and with any number of threads.
+"""
+
+import numpy as np
+
+from sparring.envs.tabletop.scene import SUBSTEPS, load_mujoco
+
+
+class Physics:
+    """`state` is `[N, nstate]`; `qpos(rows)` and `qvel(rows)` read from it."""
+
+    def __init__(self, model, num_envs: int, threads: int):
+        mujoco = load_mujoco()
+        full = mujoco.mjtState.mjSTATE_FULLPHYSICS.value
+        self.model = model
+        self._control_spec = mujoco.mjtState.mjSTATE_CTRL.value
+        # one thread: rollout runs on the caller's
+        threads = min(threads, num_envs)
+        self._rollout = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        self._models = [model] * num_envs
+        self._data = [mujoco.MjData(model) for _ in range(threads)]
+
+        mujoco.mj_resetData(model, self._data[0])
+        self._initial = np.empty(mujoco.mj_stateSize(model, full))
+        mujoco.mj_getState(model, self._data[0], self._initial, full)
+        self.state = np.tile(self._initial, (num_envs, 1))
+        # FULLPHYSICS begins with time, qpos, qvel
+        self._qpos = slice(1, 1 + model.nq)
+        self._qvel = slice(1 + model.nq, 1 + model.nq + model.nv)
+        self._control = np.empty((num_envs, SUBSTEPS, model.nu))
+        self._trajectory = np.empty((num_envs, SUBSTEPS, len(self._initial)))
+
+    def qpos(self, rows) -> np.ndarray:
+        return self.state[rows, self._qpos]
+
+    def qvel(self, rows) -> np.ndarray:
+        return self.state[rows, self._qvel]
+
+    def place(self, row: int, qpos: np.ndarray) -> None:
+        """Put one robot at rest in this pose."""
+        self.state[row] = self._initial
+        self.state[row, self._qpos] = qpos
+
+    def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
+        """One control step of the robots `rows` `[n]` under motor targets `[n, nu]`."""
+        n = len(rows)
+        self._control[:n] = control[:, None]
+        trajectory = self._trajectory[:n]
+        self._rollout.rollout(
+            self._models[:n],
+            self._data,
+            self.state[rows],
+            self._control[:n],
+            control_spec=self._control_spec,
+            nstep=SUBSTEPS,
+            state=trajectory,
+            skip_checks=True,
+        )
+        self.state[rows] = trajectory[:, -1]
+
+    def close(self) -> None:
+        if self._rollout is not None:
+            self._rollout.close()
+            self._rollout = None

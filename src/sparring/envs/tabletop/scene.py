@@ -1,0 +1,181 @@
+"""The scene as MJCF text: an arm with a two-finger gripper on a table, made of analytic shapes only.
+
+The world's origin is the centre of the table top, z up, in metres and radians; the arm looks along +x. A scene is a
+list of `Part`s, so another task adds a cube, or a second arm, by adding a part.
+"""
+
+import os
+from dataclasses import dataclass
+
+TIMESTEP = 0.004
+SUBSTEPS = 10
+CONTROL_HZ = 1 / (TIMESTEP * SUBSTEPS)
+
+ARM_JOINTS = 6
+FINGERS = 2
+FINGER_TRAVEL = 0.04
+ARM_BASE = (-0.38, 0.0, 0.0)
+# shoulder, elbow and wrist add up to pi: the hand points straight down
+HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
+# names that the rest of the package looks up
+HAND_SITE = "hand"
+CAMERAS = ("head", "wrist")
+
+TABLE_HEIGHT = 0.72
+GOAL_RADIUS = 0.02
+GOAL_RGB = (0.16, 0.80, 0.45)
+
+# Two collision groups: a geom touches another when one's contype meets the other's conaffinity. The arm never touches
+# itself, which halves the candidate pairs; table and arm do touch.
+_SCENERY = 'contype="1" conaffinity="2"'
+_ROBOT = 'contype="2" conaffinity="1"'
+_GHOST = 'contype="0" conaffinity="0"'
+
+_WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
+_WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing in the scene: what it adds to the world, and the motors that drive it."""
+
+    bodies: str
+    actuators: str = ""
+
+
+def load_mujoco():
+    """Import mujoco on machines without GL libraries too; drawing here needs none.
+
+    MUJOCO_GL is read once, at import, and only touched when the user left it unset.
+    """
+    unset = "MUJOCO_GL" not in os.environ
+    if unset:
+        os.environ["MUJOCO_GL"] = "disable"
+    import mujoco
+    import mujoco.rollout
+
+    if unset:
+        del os.environ["MUJOCO_GL"]
+    return mujoco
+
+
+def compile_scene(parts: list[Part] | None = None):
+    """The `mujoco.MjModel` of these parts, or of the standard scene."""
+    return load_mujoco().MjModel.from_xml_string(scene_xml(standard_parts() if parts is None else parts))
+
+
+def standard_parts() -> list[Part]:
+    return [room(), table(), head_camera(), arm()]
+
+
+def scene_xml(parts: list[Part]) -> str:
+    bodies = "".join(part.bodies for part in parts)
+    actuators = "".join(part.actuators for part in parts)
+    return f"""
+<mujoco model="tabletop">
+  <compiler angle="radian" autolimits="true"/>
+  <option timestep="{TIMESTEP}" integrator="implicitfast"/>
+  <default>
+    <joint damping="2" armature="0.05"/>
+    <position forcerange="-80 80"/>
+  </default>
+  <worldbody>{bodies}</worldbody>
+  <actuator>{actuators}</actuator>
+</mujoco>"""
+
+
+def room() -> Part:
+    return Part(
+        f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-TABLE_HEIGHT}" rgba="{_FLOOR}" {_SCENERY}/>'
+    )
+
+
+def table() -> Part:
+    top = f'<geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}" {_SCENERY}/>'
+    half = (TABLE_HEIGHT - 0.04) / 2
+    legs = "".join(
+        f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
+        for x in (-0.44, 0.44)
+        for y in (-0.49, 0.49)
+    )
+    return Part(top + legs)
+
+
+def head_camera() -> Part:
+    """In front of the arm, up and to one side: the hand seldom hides its goal."""
+    return Part(f'<camera name="head" fovy="43" {_look_at(position=(0.62, -0.52, 0.60), target=(-0.13, 0.0, 0.15))}/>')
+
+
+def arm() -> Part:
+    """Six hinges (yaw, three pitches, roll, yaw) and a gripper. Gravity is compensated, as in most real controllers."""
+    links = _link(
+        ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
+        f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {_ROBOT}/>'
+        # the motor of the shoulder: only to look at
+        f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {_ROBOT}/>'
+        f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        ("elbow", "0 1 0", "-0.1 2.8", "0 0 0.28"),
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {_ROBOT}/>'
+        f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        ("wrist_pitch", "0 1 0", "-2 2", "0 0 0.26"),
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {_ROBOT}/>',
+        ("wrist_roll", "1 0 0", "-1.6 1.6", "0 0 0.06"),
+        f'<geom type="sphere" size="0.03" rgba="{_DARK}" {_ROBOT}/>',
+        ("wrist_yaw", "0 0 1", "-3 3", "0 0 0"),
+        _hand(),
+    )
+    x, y, z = ARM_BASE
+    bodies = f"""
+    <body name="base" pos="{x} {y} {z}">
+      <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_GHOST}/>{links}
+    </body>"""
+    names = ("base_yaw", "shoulder", "elbow", "wrist_pitch", "wrist_roll", "wrist_yaw")
+    motors = "".join(f'<position name="{n}" joint="{n}" kp="400" kv="40" inheritrange="1"/>' for n in names)
+    fingers = "".join(
+        f'<position name="{n}" joint="{n}" kp="200" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-15 15"/>'
+        for n in ("left_finger", "right_finger")
+    )
+    return Part(bodies, motors + fingers)
+
+
+def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:
+    """Attributes of an upright camera at `position` that looks at `target`."""
+    x, y, z = (t - p for p, t in zip(position, target, strict=True))
+    # right = forward x up, and up again = right x forward
+    right = (y, -x, 0.0)
+    above = (-x * z, -y * z, x * x + y * y)
+    numbers = " ".join(f"{value:.6f}" for value in right + above)
+    return f'pos="{position[0]} {position[1]} {position[2]}" xyaxes="{numbers}"'
+
+
+def _link(joint: tuple[str, str, str, str], inside: str, *rest) -> str:
+    """A body with one hinge `(name, axis, range, position)`, its shapes, and the links that follow it."""
+    name, axis, limits, pos = joint
+    child = _link(*rest) if rest else ""
+    return f"""
+    <body name="{name}" pos="{pos}" gravcomp="1">
+      <joint name="{name}" axis="{axis}" range="{limits}"/>{inside}{child}
+    </body>"""
+
+
+def _hand() -> str:
+    return f"""
+      <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {_ROBOT}/>
+      <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {_ROBOT}/>
+      <camera name="wrist" pos="-0.080 0 0.040" euler="0 3.42 -1.5708" fovy="80"/>
+      <site name="{HAND_SITE}" pos="0 0 0.125"/>
+      {_finger("left", 1)}{_finger("right", -1)}"""
+
+
+def _finger(side: str, sign: int) -> str:
+    # the joint's range is wider than the motor's: an open gripper rests at its target and not against a stop,
+    # where every substep would pay for solving a constraint
+    return f"""
+      <body name="{side}_finger" pos="0 0 0.072" gravcomp="1">
+        <joint name="{side}_finger" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
+          armature="0.01"/>
+        <geom type="box" size="0.011 0.006 0.030" pos="0 {sign * 0.006} 0.030" rgba="{_STEEL}" friction="2 0.05 0.001"
+          condim="4" {_ROBOT}/>
+      </body>"""

@@ -1,0 +1,172 @@
+"""Evaluation: exactly so many episodes, from seeds that training never sees, with intervals and a baseline."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparring.collect.collector import Collector
+from sparring.collect.episodes import Episode
+from sparring.envs.env import Env
+from sparring.policies.policy import Policy
+from sparring.policies.random import RandomPolicy
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of successes with its Wilson 95 % interval."""
+
+    successes: int
+    episodes: int
+    rate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one policy did on one task."""
+
+    success: Rate
+    reward: float
+    reward_std: float
+    steps: float
+
+
+@dataclass(frozen=True)
+class Film:
+    """The pictures of one recorded episode."""
+
+    frames: list[np.ndarray]
+    episode: Episode
+
+
+def wilson(successes: int, episodes: int, z: float = 1.959964) -> Rate:
+    """Wilson's score interval (formulas.md, section 5)."""
+    if not 0 <= successes <= episodes or episodes < 1:
+        raise ValueError(f"{successes} successes of {episodes} episodes is not a rate")
+    p = successes / episodes
+    centre = p + z * z / (2 * episodes)
+    margin = z * math.sqrt(p * (1 - p) / episodes + z * z / (4 * episodes**2))
+    scale = 1 + z * z / episodes
+    return Rate(successes, episodes, p, max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale))
+
+
+def play(
+    policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, films: int = 0
+) -> tuple[list[Episode], list[Film]]:
+    """Exactly `episodes` episodes: robot i plays numbers i, i+N, i+2N, ... and those beyond the last do not count.
+
+    So no robot's short episodes crowd out another's long ones, and the same episodes are played whatever N is.
+    """
+    training = policy.training
+    policy.eval()
+    collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
+    quota = [len(range(env_index, episodes, env.num_envs)) for env_index in range(env.num_envs)]
+    camera = _Camera(env, min(films, env.num_envs, episodes))
+    counted: list[Episode] = []
+    collector.start()
+    camera.start()
+    while any(quota):
+        for _ in collector.decide(1):
+            camera.shoot()
+        for episode in collector.drain_episodes():
+            camera.episode_ended(episode)
+            if quota[episode.env]:
+                quota[episode.env] -= 1
+                counted.append(episode)
+    policy.train(training)
+    return counted, camera.films
+
+
+class _Camera:
+    """Films the first episode of the first few robots."""
+
+    def __init__(self, env: Env, robots: int):
+        self.env = env
+        self.reels: dict[int, list[np.ndarray]] = {robot: [] for robot in range(robots)}
+        self.films: list[Film] = []
+
+    def start(self) -> None:
+        self.env.backend.record(list(self.reels))
+        for robot, reel in self.reels.items():
+            picture = self.env.backend.render(robot)
+            reel += [] if picture is None else [picture]
+
+    def shoot(self) -> None:
+        for robot, frames in self.env.frames.items():
+            if robot in self.reels:
+                self.reels[robot] += frames
+
+    def episode_ended(self, episode: Episode) -> None:
+        if episode.env in self.reels:
+            frames = self.reels.pop(episode.env)
+            self.env.backend.record(list(self.reels))
+            self.films += [Film(frames, episode)] if frames else []
+
+
+def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[str, Score]:
+    """One Score per task that was played; 'all' too when there are several."""
+    played = sorted({e.task for e in episodes})
+    scores = {task_names[task] or "task": _score([e for e in episodes if e.task == task]) for task in played}
+    return scores | ({"all": _score(episodes)} if len(played) > 1 else {})
+
+
+def _score(episodes: list[Episode]) -> Score:
+    rewards = np.array([e.reward for e in episodes])
+    return Score(
+        success=wilson(sum(e.success for e in episodes), len(episodes)),
+        reward=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        steps=float(np.mean([e.steps for e in episodes])),
+    )
+
+
+@dataclass
+class Evaluation:
+    """A policy beside its baseline, on the same episodes."""
+
+    episodes: int
+    seed: int
+    # who -> task -> score
+    scores: dict[str, dict[str, Score]]
+    films: list[Film]
+    shows_success: bool = True
+
+    def table(self) -> str:
+        rows = [("policy", "task", "success", "95 % interval", "reward", "steps")]
+        for who, tasks in self.scores.items():
+            for task, score in tasks.items():
+                s = score.success
+                success = (f"{s.rate:.1%}", f"{s.low:.1%} - {s.high:.1%}") if self.shows_success else ("-", "-")
+                rows.append((who, task, *success, f"{score.reward:.2f} +- {score.reward_std:.2f}", f"{score.steps:.1f}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+    def write(self, path: Path) -> Path:
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}
+        content["scores"] = {w: {t: asdict(s) for t, s in tasks.items()} for w, tasks in self.scores.items()}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+
+def evaluate(
+    policy: Policy,
+    env: Env,
+    episodes: int,
+    seed: int = 0,
+    chunk: int = 1,
+    greedy: bool = True,
+    baseline: bool = True,
+    films: int = 0,
+) -> Evaluation:
+    """`policy` and, beside it, uniformly random actions on the same held-out episodes."""
+    played, reels = play(policy, env, episodes, seed, chunk, greedy, films)
+    scores = {"policy": score_by_task(played, env.spec.task_names)}
+    if baseline:
+        random = RandomPolicy(env.spec, chunk).to(env.device)
+        scores["random"] = score_by_task(play(random, env, episodes, seed, chunk, greedy=False)[0], env.spec.task_names)
+    return Evaluation(episodes, seed, scores, reels, env.spec.reports_success)

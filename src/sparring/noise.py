@@ -1,0 +1,28 @@
+"""Randomness keyed by (seed, env, decision), never by the order of drawing.
+
+A policy is handed uniform numbers and turns them into whatever it draws from; so a result does not depend on timing,
+on how envs are batched, or on who drew before.
+"""
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BITS = 23  # the middle of each of 2^23 cells of (0, 1) is exact in float32, and never 0 or 1
+
+
+def keyed_uniform(seed: int, envs: np.ndarray, decisions: np.ndarray, size: int) -> np.ndarray:
+    """`[T, N, size]` float32 in (0, 1) for T decisions of N envs."""
+    with np.errstate(over="ignore"):  # wrapping around is what a hash does
+        # [1, 1, 1], then [1, N, 1], [T, N, 1], [T, N, size]
+        key = _mix(np.full((1, 1, 1), seed, np.uint64) + _GOLDEN)
+        key = _mix(key ^ (np.asarray(envs, np.uint64)[None, :, None] * _GOLDEN))
+        key = _mix(key ^ (np.asarray(decisions, np.uint64)[:, None, None] * _GOLDEN))
+        key = _mix(key + np.arange(1, size + 1, dtype=np.uint64) * _GOLDEN)
+    return ((key >> np.uint64(64 - _BITS)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-_BITS)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,13 @@
+"""Phases: stages of training, each composed of the same parts."""
+
+PHASES = {"finetune": "sparring.phases.finetune:Finetune"}
+ALIASES = {
+    "phase1": "teacher",
+    "wm": "teacher",
+    "phase2": "student",
+    "explorer": "student",
+    "phase3": "adversarial",
+    "adv": "adversarial",
+}
+# named in the documents this system comes from; they arrive with the world model
+PLANNED = ("teacher", "student", "adversarial", "imitate", "all")

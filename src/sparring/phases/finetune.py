@@ -1,0 +1,93 @@
+"""`finetune`: task RL. Collect a rollout, update the policy, repeat."""
+
+import time
+from dataclasses import asdict
+
+from torch import nn
+
+from sparring.algorithms.make import make_algorithm
+from sparring.collect.collector import Collector
+from sparring.collect.episodes import Episode
+from sparring.data.rollout import RolloutBuffer
+from sparring.distributed import Distributed
+from sparring.envs.env import Env
+from sparring.envs.make import make_env
+from sparring.phases.phase import Progress
+from sparring.policies.make import make_policy
+from sparring.policies.policy import Policy
+
+
+class Finetune:
+    """An env, a policy and an algorithm, taking turns."""
+
+    def __init__(
+        self, env: Env, policy: Policy, algorithm, steps: int, distributed: Distributed, seed: int = 0, chunk: int = 1
+    ):
+        self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
+        self.buffer = RolloutBuffer(steps)
+        self.collector = Collector(env, policy, seed, chunk=chunk)
+        self.progress = Progress()
+
+    @classmethod
+    def from_config(cls, config, distributed: Distributed) -> "Finetune":
+        rollout = config.rollout
+        env = make_env(
+            config.env,
+            rollout.n_envs,
+            rollout.max_episode_steps,
+            distributed.device,
+            first_env=distributed.rank * rollout.n_envs,
+            total_envs=distributed.world_size * rollout.n_envs,
+        )
+        policy = make_policy(config.policy, env.spec, rollout.action_steps).to(distributed.device)
+        algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
+        return cls(env, policy, algorithm, config.rollout_steps, distributed, config.seed, rollout.action_steps)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.policy
+
+    def step(self, fraction: float) -> dict[str, float]:
+        started, steps_before = time.perf_counter(), self.collector.env_steps
+        self.collector.collect(self.buffer)
+        collected = time.perf_counter()
+        metrics = self.algorithm.update(self.buffer.get(flatten=False), fraction)
+        updated = time.perf_counter()
+        self.collector.version += 1
+        episodes = self.distributed.gather_objects(self.collector.drain_episodes())
+        # every process runs as many robots for as many decisions; chunks may end early, so steps are summed
+        steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
+        self.progress.updates += 1
+        self.progress.env_steps += round(steps * self.distributed.world_size)
+        self.progress.episodes += len(episodes)
+        metrics |= _episode_metrics(episodes)
+        return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
+
+    def state_dict(self) -> dict:
+        return {
+            "progress": asdict(self.progress),
+            "algorithm": self.algorithm.state_dict(),
+            "collector": self.collector.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> list[str]:
+        self.progress = Progress(**state["progress"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        restored = self.collector.load_state_dict(state["collector"])
+        if restored:
+            return []
+        # new seeds for the new episodes: the old ones were used
+        self.collector.seed += self.progress.updates
+        return ["the env cannot be put back to where it was; its robots start new episodes"]
+
+
+def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
+    """Means over the episodes that ended; nothing where none did."""
+    if not episodes:
+        return {}
+    count = len(episodes)
+    return {
+        "episode_reward": sum(e.reward for e in episodes) / count,
+        "episode_length": sum(e.steps for e in episodes) / count,
+        "success_rate": sum(e.success for e in episodes) / count,
+    }

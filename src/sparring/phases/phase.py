@@ -1,0 +1,35 @@
+"""What every phase is to the loop that runs it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from sparring.envs.env import Env
+
+
+@dataclass
+class Progress:
+    """How far a run has come, over all processes."""
+
+    updates: int = 0
+    env_steps: int = 0
+    episodes: int = 0
+
+
+class Phase(Protocol):
+    """One stage of training. Returns numbers; writing them down is the run's business."""
+
+    # what is saved as model.safetensors, and where it acts
+    model: nn.Module
+    env: Env
+    progress: Progress
+
+    def step(self, fraction: float) -> dict[str, float]:
+        """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""
+
+    def state_dict(self) -> dict:
+        """All that the next step depends on, beside the model."""
+
+    def load_state_dict(self, state: dict) -> list[str]:
+        """Go on from a state_dict; returns what could not be restored, in words."""

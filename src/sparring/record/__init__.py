@@ -1,0 +1,1 @@
+"""Recording: the only writers of numbers, pictures and progress."""

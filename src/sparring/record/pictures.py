@@ -1,0 +1,38 @@
+"""PNG and MP4 (H.264) writers. Heavy libraries are imported where used."""
+
+from pathlib import Path
+
+import numpy as np
+
+
+def write_png(path: Path, picture: np.ndarray) -> Path:
+    """`[H, W, 3]` uint8."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.ascontiguousarray(picture)).save(path)
+    return path
+
+
+def write_video(path: Path, frames: list[np.ndarray], fps: float) -> Path:
+    """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play."""
+    import imageio_ffmpeg
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # H.264 with 4:2:0 colour needs even sides
+    height, width = (side + side % 2 for side in frames[0].shape[:2])
+    writer = imageio_ffmpeg.write_frames(
+        str(path), (width, height), fps=fps, codec="libx264", macro_block_size=2, quality=8, ffmpeg_log_level="error"
+    )
+    writer.send(None)
+    for frame in frames:
+        padding = ((0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0))
+        writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
+    writer.close()
+    return path
+
+
+def filmstrip(frames: list[np.ndarray], count: int = 6) -> np.ndarray:
+    """`count` frames of an episode, first to last, side by side."""
+    picks = np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)
+    return np.concatenate([frames[i] for i in picks], axis=1)

@@ -1,0 +1,240 @@
+"""Run: THE loop. It owns the run folder, the seeds and going on after a stop; it never knows what a phase does."""
+
+import logging
+import random
+import signal
+import time
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from sparring.checkpoint import CheckpointError, load_training_state, load_weights, remove_old, save_checkpoint
+from sparring.distributed import Distributed
+from sparring.envs.make import make_env
+from sparring.evaluate import Evaluation, evaluate
+from sparring.folder import open_folder
+from sparring.phases import PHASES
+from sparring.phases.phase import Phase
+from sparring.record.console import Console
+from sparring.record.log import LOGGER, set_up_logging
+from sparring.record.pictures import filmstrip
+from sparring.record.recorder import Recorder
+from sparring.resolve import resolve
+from sparring.tree import Config
+
+log = logging.getLogger(LOGGER)
+
+
+class Run:
+    """One training run. `phase` is built from the config unless it is given; `folder=False` writes no files."""
+
+    def __init__(self, config: Config, phase: Phase | None = None, folder: bool = True, quiet: bool = False):
+        self.config = config
+        self.distributed = phase.distributed if phase else Distributed(config.device)
+        main = self.distributed.is_main
+        self.folder = config.run_folder if folder and main else None
+        quiet = quiet or not main
+        set_up_logging(config.logging, None, quiet)
+        checkpoint = open_folder(config) if self.folder else None
+        # the main process decides where to go on from; the others are told
+        checkpoint = self.distributed.gather_objects([checkpoint])[0]
+        set_up_logging(config.logging, self.folder, quiet)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        _seed_everything(config.seed + self.distributed.rank)
+        self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
+        self.recorder = Recorder(self.folder)
+        self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
+        self.pending: dict[str, list[float]] = defaultdict(list)
+        self.saved_at = -1
+        if checkpoint is not None:
+            self._go_on_from(checkpoint)
+        elif config.pretrained:
+            load_weights(self.phase.model, config.pretrained)
+            log.info("starts from the weights of %s", config.pretrained)
+
+    @property
+    def fraction(self) -> float:
+        """How much of the run is done: 1 when the first limit is reached."""
+        training, progress = self.config.training, self.phase.progress
+        limits = (
+            (progress.env_steps, training.total_timesteps),
+            (progress.episodes, training.num_episodes),
+            (progress.updates, training.iterations),
+        )
+        return min(1.0, max(done / limit for done, limit in limits if limit))
+
+    def run(self) -> bool:
+        """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
+        training, progress = self.config.training, self.phase.progress
+        with _Interrupt() as interrupt:
+            while self.fraction < 1:
+                started, steps_before = time.perf_counter(), progress.env_steps
+                metrics = self.phase.step(self.fraction)
+                speed = (progress.env_steps - steps_before) / (time.perf_counter() - started)
+                for name, value in (metrics | {"steps_per_second": speed}).items():
+                    self.pending[name].append(value)
+                self.console.progress(self.fraction, progress.env_steps, _in_words(metrics))
+                if progress.updates % training.log_every == 0 or self.fraction >= 1:
+                    self._write_line()
+                if progress.updates % training.save_every == 0:
+                    self.save()
+                if self.config.evaluation.every and progress.updates % self.config.evaluation.every == 0:
+                    self.evaluate()
+                # all processes must leave together
+                if self.distributed.max(float(interrupt.asked)):
+                    self._stop_early()
+                    return False
+        self.console.end()
+        if self.saved_at != progress.updates:
+            self.save()
+        return True
+
+    def evaluate(self) -> Evaluation | None:
+        """Held-out episodes by the main process, with videos; the others wait."""
+        evaluation = None
+        if self.distributed.is_main:
+            self.console.end()
+            evaluation = self._evaluate_here()
+            log.info("after %s env steps, %s held-out episodes:\n%s", f"{self.phase.progress.env_steps:,}",
+                     evaluation.episodes, evaluation.table())
+        self.distributed.barrier()
+        return evaluation
+
+    def save(self) -> None:
+        """Every process brings its own state, the main one writes."""
+        states = self.distributed.gather_objects([self.phase.state_dict() | {"random": _random_state()}])
+        if self.folder is not None:
+            state = {"processes": states, "recorder": self.recorder.state_dict()}
+            config_yaml = self.config.to_yaml()
+            save_checkpoint(
+                self.folder, self.phase.progress.updates, self.phase.model, state, config_yaml, self.phase.env.spec
+            )
+            remove_old(self.folder, self.config.training.keep_checkpoints)
+        self.saved_at = self.phase.progress.updates
+
+    def _write_line(self) -> None:
+        """Means over the updates since the last line."""
+        progress = self.phase.progress
+        means = {name: sum(values) / len(values) for name, values in self.pending.items()}
+        self.pending.clear()
+        line = {
+            "episode": progress.episodes,
+            "avg_loss": means.pop("loss", None),
+            "episode_reward": means.pop("episode_reward", None),
+            "success_rate": means.pop("success_rate", None),
+            "total_steps": progress.env_steps,
+            "update": progress.updates,
+        }
+        self.recorder.write(line | means)
+
+    def _evaluate_here(self) -> Evaluation:
+        config = self.config
+        env = make_env(config.env, min(config.rollout.n_envs, config.evaluation.episodes),
+                       config.rollout.max_episode_steps, self.distributed.device)
+        try:
+            evaluation = evaluate(
+                self.phase.model,
+                env,
+                config.evaluation.episodes,
+                config.seed,
+                config.rollout.action_steps,
+                baseline=config.evaluation.baseline,
+                films=config.rollout.render_episodes,
+            )
+            if self.folder is not None:
+                evaluation.write(self.folder / "evaluation.json")
+            self._show(evaluation, env.spec.control_hz)
+        finally:
+            env.close()
+        return evaluation
+
+    def _show(self, evaluation: Evaluation, fps: float) -> None:
+        for number, film in enumerate(evaluation.films):
+            name = f"episode_{self.phase.progress.episodes:06d}_{number}"
+            self.recorder.video(name, film.frames, fps)
+            self.recorder.image(name, filmstrip(film.frames))
+
+    def _stop_early(self) -> None:
+        self.console.end()
+        self.save()
+        if self.folder is not None:
+            log.warning("stopped after %s updates; saved. The same command goes on from here.",
+                        self.phase.progress.updates)
+
+    def _go_on_from(self, checkpoint) -> None:
+        load_weights(self.phase.model, checkpoint)
+        state = load_training_state(checkpoint)
+        processes = len(state["processes"])
+        if processes != self.distributed.world_size:
+            raise CheckpointError(
+                f"'{checkpoint}' was written by {processes} process(es) and {self.distributed.world_size} run now; "
+                f"use --gpus {processes}, or start a new run with --output DIR pretrained={checkpoint}"
+            )
+        own = state["processes"][self.distributed.rank]
+        lost = self.phase.load_state_dict(own)
+        _set_random_state(own["random"])
+        self.recorder.load_state_dict(state["recorder"])
+        self.saved_at = self.phase.progress.updates
+        log.info("goes on from %s (%s env steps)", checkpoint, f"{self.phase.progress.env_steps:,}")
+        for words in lost:
+            log.warning("%s", words)
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
+    return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
+
+
+class _Interrupt:
+    """The first Ctrl-C (or SIGTERM) asks the loop to stop after this update; the second stops at once."""
+
+    def __init__(self):
+        self.asked = False
+        self.before: dict = {}
+
+    def __enter__(self):
+        try:
+            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: whoever runs us there handles its own signals
+            self.before = {}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _seed_everything(seed: int) -> None:
+    """Weights of fresh networks and whatever a user's env or model draws from the global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _random_state() -> dict:
+    """In tensors and plain values, so that reading it back never runs code."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_random_state(state: dict) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,100 @@
+"""Small gymnasium envs whose every number can be told in advance."""
+
+import os
+import signal
+import time
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Counter(gymnasium.Env):
+    """Shows [steps so far, seed of the episode mod 1000, last action]; pays 10 * steps; ends at `length`."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = spaces.Box(np.array([0.0], np.float32), np.array([10.0], np.float32))
+
+    def __init__(self, length: int = 3, truncates: bool = False, render_mode: str | None = None):
+        self.length, self.truncates, self.render_mode = length, truncates, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.seed, self.action = 0, seed, -1.0
+        return self._look(), {}
+
+    def step(self, action):
+        assert action.shape == (1,) and action.dtype == np.float32
+        self.count += 1
+        self.action = float(action[0])
+        ended = self.count >= self.length
+        return self._look(), 10.0 * self.count, ended and not self.truncates, ended and self.truncates, {}
+
+    def render(self):
+        return np.full((4, 6, 3), self.count, np.uint8)
+
+    def get_state(self):
+        return {"count": self.count, "seed": self.seed, "action": np.float64(self.action)}
+
+    def set_state(self, state):
+        self.count, self.seed, self.action = state["count"], state["seed"], state["action"]
+
+    def _look(self):
+        return np.array([self.count, self.seed % 1000, self.action])
+
+
+class Succeeds(Counter):
+    """Says so in info, under the given key, from step 2 on."""
+
+    def __init__(self, key: str = "success", **kwargs):
+        super().__init__(**kwargs)
+        self.key = key
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return *rest, {self.key: self.count >= 2}
+
+
+class Breaks(Counter):
+    """In step `length`: raises, shows NaN, pays inf, or takes its whole process with it. `only_seed` picks the env."""
+
+    def __init__(self, how: str, length: int = 2, only_seed: int | None = None, **kwargs):
+        super().__init__(length=10_000, **kwargs)
+        self.how, self.moment, self.only_seed = how, length, only_seed
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        if self.count == self.moment and self.only_seed in (None, self.seed):
+            if self.how == "raise":
+                raise ZeroDivisionError("the gripper fell off")
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sleep":
+                time.sleep(60)
+            observation = observation * np.nan if self.how == "nan" else observation
+            reward = np.inf if self.how == "inf" else reward
+        return observation, reward, *rest
+
+
+class CannotDraw(Counter):
+    def render(self):
+        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
+
+
+class Shows(gymnasium.Env):
+    """An env that shows one fixed value of any space."""
+
+    action_space = spaces.Discrete(3, start=5)
+
+    def __init__(self, space: spaces.Space, value):
+        self.observation_space, self.value = space, value
+        self.actions = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.value, {}
+
+    def step(self, action):
+        self.actions.append(action)
+        return self.value, 0.0, False, False, {}

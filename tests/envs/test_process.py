@@ -1,0 +1,254 @@
+"""Worker processes: the same results as in one process, errors that say where, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.shared_memory import SharedMemory
+
+import numpy as np
+import psutil
+import pytest
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import GymConfig
+from sparring.envs.process import ProcessBackend, WorkerError, _slices
+from sparring.envs.serial import SerialBackend
+
+DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
+
+
+@pytest.fixture
+def make():
+    """Makes process backends and closes them after the test."""
+    made = []
+
+    def make(name="Counter", num_envs=2, workers=2, max_episode_steps=None, **kwargs):
+        made.append(ProcessBackend(config(name, workers, **kwargs), num_envs, max_episode_steps))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def config(name, workers=0, **kwargs):
+    return GymConfig(name=name if ":" in name else f"{DOUBLES}:{name}", workers=workers, kwargs=kwargs)
+
+
+def chunks(num_envs, steps=1):
+    return np.zeros((num_envs, steps, 1), np.float32)
+
+
+def pids(backend):
+    return [member.process.pid for member in backend._team._members]
+
+
+def assert_same(one, two):
+    for name in ("reward", "executed", "terminated", "truncated", "success", "ended"):
+        a, b = getattr(one, name), getattr(two, name)
+        assert a.dtype == b.dtype and (a == b).all(), name
+    for a, b in ((one.observation, two.observation), (one.final, two.final)):
+        assert a.keys() == b.keys() and all((a[key] == b[key]).all() for key in a)
+
+
+# --- the same as in one process
+
+
+@pytest.mark.parametrize("name", ["gym:CartPole-v1", "gym:Pendulum-v1"])
+def test_trajectories_do_not_depend_on_processes(make, name):
+    seeds = EpisodeSeeds(7, total_envs=5)
+    backends = [SerialBackend(config(name), 5, 30), make(name, 5, 1, 30), make(name, 5, 3, 30)]
+    assert backends[0].spec == backends[1].spec == backends[2].spec
+    starts = [backend.reset(seeds)["state"] for backend in backends]
+    assert (starts[0] == starts[1]).all() and (starts[0] == starts[2]).all()
+    rng = np.random.default_rng(0)
+    ended = 0
+    for step in range(60):
+        # chunks of 1, 2 and 3 steps
+        action = rng.integers(0, 2, (5, 1 + step // 20, 1)).astype(np.float32)
+        serial, one, three = (backend.step(action) for backend in backends)
+        assert_same(serial, one)
+        assert_same(serial, three)
+        ended += len(serial.ended)
+    assert ended >= 5
+
+
+def test_state_moves_between_serial_and_process(make):
+    serial, process = SerialBackend(config("gym:CartPole-v1"), 3), make("gym:CartPole-v1", 3, 2)
+    serial.reset(EpisodeSeeds(2, total_envs=3))
+    for _ in range(5):
+        serial.step(chunks(3))
+    process.set_state(serial.state())
+    for _ in range(20):
+        assert_same(serial.step(chunks(3)), process.step(chunks(3)))
+    again = process.state()
+    assert {key: value.tolist() for key, value in serial.state().items()} == {k: v.tolist() for k, v in again.items()}
+
+
+def test_results_are_copies_and_pictures_come_along(make):
+    backend = make(num_envs=3, length=3)
+    first = backend.reset(EpisodeSeeds(0))
+    backend.record([2])
+    step = backend.step(chunks(3, steps=2))
+    backend.step(chunks(3, steps=1))
+    assert first["state"][:, 0].tolist() == [0, 0, 0] and step.observation["state"][:, 0].tolist() == [2, 2, 2]
+    assert list(step.frames) == [2] and [frame[0, 0, 0] for frame in step.frames[2]] == [1, 2]
+    backend.step(chunks(3))
+    assert (backend.render(1) == 1).all() and backend.render(1).shape == (4, 6, 3)
+
+
+def test_workers_never_import_torch(make):
+    assert make()._team.call("has_imported", "torch") == [False, False]
+
+
+def test_envs_are_dealt_out_evenly():
+    assert _slices(5, 2) == [range(0, 2), range(2, 5)]
+    assert _slices(2, 8) == [range(0, 1), range(1, 2)]
+
+
+# --- what goes wrong
+
+
+def test_error_names_the_env_and_carries_the_traceback(make):
+    seeds = EpisodeSeeds(0, total_envs=4)
+    backend = make("Breaks", 4, 2, how="raise", only_seed=seeds(3, 0))
+    backend.reset(seeds)
+    backend.step(chunks(4))
+    with pytest.raises(WorkerError) as caught:
+        backend.step(chunks(4))
+    message = str(caught.value)
+    assert message.startswith("worker 1 (envs 2..3) failed: ZeroDivisionError: the gripper fell off in env 3 (")
+    assert "gym_doubles.py" in message and 'raise ZeroDivisionError("the gripper fell off")' in message
+    # the answers stay in step with the questions
+    assert backend.reset(seeds)["state"][:, 0].tolist() == [0, 0, 0, 0]
+
+
+def test_error_while_making_leaves_nothing_behind():
+    before = set(psutil.Process().children())
+    with pytest.raises(WorkerError, match=r"worker 0 \(envs 0..0\) failed: .*NoSuchEnv"):
+        ProcessBackend(config("gym:NoSuchEnv-v0", 2), 2)
+    assert not [child for child in set(psutil.Process().children()) - before if "worker" in " ".join(child.cmdline())]
+
+
+def test_death_of_a_worker_is_told_at_once(make):
+    seeds = EpisodeSeeds(0, total_envs=2)
+    backend = make("Breaks", 2, 2, how="kill", only_seed=seeds(1, 0))
+    backend.reset(seeds)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1 \(envs 1..1\) died with exit code -9"):
+        backend.step(chunks(2, steps=2))
+    assert time.monotonic() - start < 2
+    with pytest.raises(RuntimeError, match="is closed; make a new one"):
+        backend.step(chunks(2))
+
+
+def test_death_is_noticed_while_another_worker_is_busy(make):
+    seeds = EpisodeSeeds(0, total_envs=2)
+    backend = make("Breaks", 2, 2, how="sleep", only_seed=seeds(0, 0))
+    backend.reset(seeds)
+    os.kill(pids(backend)[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1 \(envs 1..1\) died with exit code -9"):
+        backend.step(chunks(2, steps=2))
+    print(time.monotonic() - start)
+    assert time.monotonic() - start < 2
+
+
+def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
+    backend = make()
+    backend.reset(EpisodeSeeds(0))
+
+    def interrupted(members):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend._team, "_gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.step(chunks(2))
+    with pytest.raises(RuntimeError, match="interrupted in the middle of a step"):
+        backend.step(chunks(2))
+
+
+def test_class_of_the_script_itself_is_refused():
+    with pytest.raises(ValueError, match="move the class to a module"):
+        ProcessBackend(GymConfig(name="__main__:MyEnv"), 1)
+
+
+# --- nothing is left behind
+
+
+def assert_gone(processes, seconds=3.0):
+    deadline = time.monotonic() + seconds
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in processes):
+        assert time.monotonic() < deadline, "a worker is still there"
+        time.sleep(0.02)
+
+
+def test_close_ends_workers_and_memory_and_may_be_repeated(make):
+    backend = make()
+    workers, memory = pids(backend), backend._team._memory.name
+    backend.close()
+    backend.close()
+    assert_gone(workers)
+    with pytest.raises(FileNotFoundError):
+        SharedMemory(memory)
+
+
+def test_garbage_is_cleaned_up_too():
+    backend = ProcessBackend(config("Counter", 1), 1)
+    workers = pids(backend)
+    del backend
+    assert_gone(workers)
+
+
+# no main guard, and no close
+SCRIPT = f"""
+import sys, numpy as np
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import GymConfig
+from sparring.envs.process import ProcessBackend
+config = GymConfig(name="{DOUBLES}:Breaks", workers=2, kwargs=dict(how=sys.argv[1], length=3))
+backend = ProcessBackend(config, 2)
+backend.reset(EpisodeSeeds(0))
+backend.step(np.zeros((2, 2, 1), np.float32))
+print(*(member.process.pid for member in backend._team._members), flush=True)
+backend.step(np.zeros((2, 1, 1), np.float32))
+"""
+
+
+def start_script(how):
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SCRIPT, how],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_script_without_main_guard_or_close_ends_silently():
+    script = start_script("nothing")
+    output, errors = script.communicate(timeout=20)
+    assert (script.returncode, errors) == (0, "")
+    assert_gone(map(int, output.split()))
+
+
+def test_ctrl_c_shows_the_parents_traceback_only():
+    script = start_script("sleep")
+    workers = [int(pid) for pid in script.stdout.readline().split()]
+    time.sleep(0.2)
+    os.killpg(script.pid, signal.SIGINT)
+    # a worker that sleeps is not waited for any longer than this
+    _, errors = script.communicate(timeout=20)
+    assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
+    assert_gone(workers)
+
+
+def test_death_of_the_parent_ends_the_workers():
+    script = start_script("nothing")
+    workers = [int(pid) for pid in script.stdout.readline().split()]
+    script.kill()
+    script.communicate(timeout=20)
+    assert_gone(workers)
