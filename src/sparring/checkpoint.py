@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.envs.backend import EnvSpec
+from sparring.errors import UserError
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used, and why."""
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pydantic
 
 from sparring.config_text import Setting
+from sparring.errors import UserError
 
 
 class Section(pydantic.BaseModel):
@@ -21,7 +22,7 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """Everything that is wrong with a config, a line each."""
 
     def __init__(self, mistakes: list[str]):
@@ -104,6 +105,8 @@ class Tree:
         homes = [k for k in keys if k.rpartition(".")[2] == key]
         if len(homes) == 1:
             return homes[0]
+        if key in self.root.model_fields and not setting.value:
+            return None  # an empty section asks for nothing
         given = f"{setting.key} (from {setting.source})"
         if homes:
             mistakes.append(f"{given}: could be any of {', '.join(homes)}; write one of them")

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from sparring.errors import UserError
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -21,7 +23,7 @@ class Setting:
     source: str
 
 
-class ConfigTextError(Exception):
+class ConfigTextError(UserError):
     """A file or an override that cannot be read at all."""
 
 

@@ -23,6 +23,8 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
 import torch
 from tensordict import TensorDict
 
+from sparring.errors import UserError
+
 STEP_KEYS = {
     ("next", "reward"): torch.float32,
     ("next", "executed"): torch.int64,
@@ -33,7 +35,7 @@ STEP_KEYS = {
 }
 
 
-class ContractError(ValueError):
+class ContractError(UserError):
     """A TensorDict that is not what the contract says."""
 
 

@@ -11,11 +11,13 @@ import sys
 import torch
 from torch import nn
 
+from sparring.errors import UserError
+
 # set for the processes that `launch` starts
 LAUNCHED = "SPARRING_LAUNCHED"
 
 
-class DeviceError(ValueError):
+class DeviceError(UserError):
     """A device that is not there."""
 
 

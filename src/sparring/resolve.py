@@ -6,6 +6,8 @@ import inspect
 import typing
 from typing import Any
 
+from sparring.errors import UserError
+
 
 def resolve(name: str, known: dict[str, str], kind: str) -> Any:
     """The object that `name` means: a short name in `known`, or an import path."""
@@ -20,7 +22,7 @@ def path_of(name: str, known: dict[str, str], kind: str) -> str:
         return name
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"nearest: {close[0]}; " if close else ""
-    raise ValueError(f"no {kind} is called '{name}'; {hint}known: {', '.join(known)}, or your.module:Class")
+    raise UserError(f"no {kind} is called '{name}'; {hint}known: {', '.join(known)}, or your.module:Class")
 
 
 def import_path(path: str, kind: str) -> Any:
@@ -35,11 +37,11 @@ def import_path(path: str, kind: str) -> Any:
             if module_name.startswith(missing)
             else f"'{module_name}' itself needs '{missing}', which is not installed"
         )
-        raise ValueError(f"{kind} '{path}': no module '{missing}'; {hint}") from None
+        raise UserError(f"{kind} '{path}': no module '{missing}'; {hint}") from None
     if not hasattr(module, attribute):
         close = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; nearest: {close[0]}" if close else ""
-        raise ValueError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
+        raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
     return getattr(module, attribute)
 
 
@@ -48,7 +50,7 @@ def config_class(cls: type, kind: str) -> type:
     parameters = list(inspect.signature(cls.__init__).parameters)[1:]
     hints = typing.get_type_hints(cls.__init__)
     if not parameters or parameters[0] not in hints:
-        raise ValueError(
+        raise UserError(
             f"{kind} '{cls.__module__}:{cls.__name__}': its first parameter must be annotated with its config class, "
             "e.g. def __init__(self, config: MyConfig, ...)"
         )

@@ -65,6 +65,16 @@ class Run:
         )
         return min(1.0, max(done / limit for done, limit in limits if limit))
 
+    def announce(self) -> None:
+        """What is about to happen, before it does."""
+        phase, config = self.phase, self.config
+        robots = phase.env.num_envs * self.distributed.world_size
+        log.info("%s with %s on %s: %s robots of %s, seed %s", config.phase, config.algorithm, self.distributed.device,
+                 robots, config.env.name, config.seed)
+        log.info("run folder: %s", self.folder)
+        if self.fraction >= 1:
+            log.info("already trained to the end (%s env steps)", f"{phase.progress.env_steps:,}")
+
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
         training, progress = self.config.training, self.phase.progress
@@ -153,8 +163,8 @@ class Run:
     def _show(self, evaluation: Evaluation, fps: float) -> None:
         for number, film in enumerate(evaluation.films):
             name = f"episode_{self.phase.progress.episodes:06d}_{number}"
-            self.recorder.video(name, film.frames, fps)
             self.recorder.image(name, filmstrip(film.frames))
+            log.info("to look at: %s", self.recorder.video(name, film.frames, fps))
 
     def _stop_early(self) -> None:
         self.console.end()

@@ -103,15 +103,16 @@ def test_box_actions_are_clipped_then_mapped_onto_the_bounds():
     actions = ActionMap(space, "test")
     # [N=1, C=3, A=3]
     ours = np.array([[[-1, 0.5, 0.25], [0, 3, 9], [1, -1, -0.5]]], np.float32)
-    assert actions.decode(ours)[0].tolist() == [[0, 1, 0.25], [5, 2, 1], [10, -2, -0.5]]
-    assert ActionMap(spaces.Box(-1, 1, (2, 3)), "test").decode(np.zeros((4, 5, 6), np.float32)).shape == (4, 5, 2, 3)
+    assert np.array(actions.decode(ours)[0]).tolist() == [[0, 1, 0.25], [5, 2, 1], [10, -2, -0.5]]
+    shaped = ActionMap(spaces.Box(-1, 1, (2, 3)), "test").decode(np.zeros((4, 5, 6), np.float32))
+    assert np.shape(shaped) == (4, 5, 2, 3) and shaped[0][0].dtype == np.float32
     with pytest.raises(ValueError, match="action for test holds NaN or inf"):
         actions.decode(ours * np.nan)
 
 
 def test_discrete_actions_are_rounded_and_checked():
     actions = ActionMap(spaces.Discrete(3, start=5), "test")
-    assert actions.decode(np.array([[[0.0], [1.6]], [[1.0], [0.4]]], np.float32)).tolist() == [[5, 7], [6, 5]]
+    assert actions.decode(np.array([[[0.0], [1.6]], [[1.0], [0.4]]], np.float32)) == [[5, 7], [6, 5]]
     for wrong in (3.0, -1.0, np.nan):
         with pytest.raises(ValueError, match=r"of test is not an index in 0\.\.2"):
             actions.decode(np.full((1, 1, 1), wrong, np.float32))
@@ -193,12 +194,15 @@ def test_limit_of_a_registered_env_is_its_own_or_ours():
 def test_success_comes_from_info(key):
     env = backend("Succeeds", key=key, length=3)
     env.reset(EpisodeSeeds(0))
+    assert not env.spec.reports_success
     assert [bool(env.step(chunks()).success[0]) for _ in range(4)] == [False, True, True, False]
+    assert env.spec.reports_success
 
 
 @pytest.mark.parametrize("wanted, expected", [(60.0, True), (60.5, False)])
 def test_success_by_return_is_judged_at_the_end_of_each_episode(wanted, expected):
     env = backend(length=3, success_return=wanted)
+    assert env.spec.reports_success
     env.reset(EpisodeSeeds(0))
     # an episode returns 10 + 20 + 30 = 60
     for _ in range(2):

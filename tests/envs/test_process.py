@@ -99,6 +99,14 @@ def test_results_are_copies_and_pictures_come_along(make):
     assert (backend.render(1) == 1).all() and backend.render(1).shape == (4, 6, 3)
 
 
+def test_spec_learns_that_an_env_reports_success(make):
+    backend = make("Succeeds")
+    backend.reset(EpisodeSeeds(0))
+    assert not backend.spec.reports_success
+    backend.step(chunks(2))
+    assert backend.spec.reports_success
+
+
 def test_workers_never_import_torch(make):
     assert make()._team.call("has_imported", "torch") == [False, False]
 
@@ -148,11 +156,11 @@ def test_death_is_noticed_while_another_worker_is_busy(make):
     seeds = EpisodeSeeds(0, total_envs=2)
     backend = make("Breaks", 2, 2, how="sleep", only_seed=seeds(0, 0))
     backend.reset(seeds)
+    backend.step(chunks(2))
     os.kill(pids(backend)[1], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 1 \(envs 1..1\) died with exit code -9"):
-        backend.step(chunks(2, steps=2))
-    print(time.monotonic() - start)
+        backend.step(chunks(2))
     assert time.monotonic() - start < 2
 
 

@@ -86,14 +86,14 @@ def test_tube_from_its_end(kind):
 
 @pytest.mark.parametrize("kind", [CYLINDER, CAPSULE])
 def test_tube_from_its_side(kind):
-    picture = _picture((kind, (0.5, 1.0), (0, 0, -3), LYING, RED))
+    picture = _picture((kind, (0.5, 1.02), (0, 0, -3), LYING, RED))
     covered = _covered(picture)
     x, y = _tangents()
-    # across: asin(r / 3). Up, in the middle column: the rim facing us at 2.5, or the ball at the end, tangent from here
+    # across: a tangent to the circle at distance 3; up: the rim facing us at 2.5, or a tangent to the ball at the end
     across = covered[32].sum()
     assert across == (np.abs(x[32]) < 0.5 / np.sqrt(3**2 - 0.5**2)).sum()
-    ball = np.tan(np.arctan2(1, 3) + np.arcsin(0.5 / np.hypot(1, 3)))
-    assert covered[:, 32].sum() == (np.abs(y[:, 32]) < (1 / 2.5 if kind == CYLINDER else ball)).sum()
+    ball = np.tan(np.arctan2(1.02, 3) + np.arcsin(0.5 / np.hypot(1.02, 3)))
+    assert covered[:, 32].sum() == (np.abs(y[:, 32]) < (1.02 / 2.5 if kind == CYLINDER else ball)).sum()
     np.testing.assert_array_equal(picture[32, 32], _colour(RED, (0, 0, 1)))
 
 

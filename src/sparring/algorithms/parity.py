@@ -9,14 +9,18 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 
+from sparring.errors import UserError
+
 CAUSES = (
     "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, "
     "or its normaliser or weights changed between acting and scoring"
 )
 
 
-class ParityError(RuntimeError):
+class ParityError(UserError):
     """Scoring disagrees with acting: training on such numbers would go wrong silently."""
+
+    exit_code = 1
 
 
 @dataclass

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -57,8 +58,10 @@ class ProcessBackend:
             self._team.share(self.spec, self.num_envs, chunk)
         self._team.block.action[:] = action
         frames = {}
-        for part in self._team.call("step"):
+        for part, reports_success in self._team.call("step"):
             frames.update(part)
+            if reports_success and not self.spec.reports_success:
+                self.spec = replace(self.spec, reports_success=True)
         return self._team.block.to_step(frames)
 
     def record(self, envs: list[int]) -> None:

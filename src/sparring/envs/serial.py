@@ -3,7 +3,8 @@
 Letters: N robots, C steps of an action chunk, A action dims.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class SerialBackend:
             self._block = Block.allocate(self.spec, self.num_envs, chunk)
         self._block.action[:] = action
         frames = self._fleet.step(self._block)
+        if self._fleet.reports_success and not self.spec.reports_success:
+            self.spec = replace(self.spec, reports_success=True)
         return self._block.to_step(frames)
 
     def record(self, envs: list[int]) -> None:
@@ -111,7 +114,7 @@ class Block:
     def to_step(self, frames: Frames) -> Step:
         """A copy of the results: the block is filled again by the next step."""
         # [N] bool -> [K]
-        ended = np.flatnonzero(self.terminated | self.truncated)
+        ended = (self.terminated | self.truncated).nonzero()[0]
         return Step(
             observation=self.observed(),
             reward=self.reward.copy(),
@@ -136,6 +139,12 @@ class Fleet:
         self._decode = self.robots[0].actions.decode
         self._seeds: EpisodeSeeds | None = None
         self._episodes = [0] * len(envs)
+        self._recorded: list[int] = []
+
+    @property
+    def reports_success(self) -> bool:
+        # they are all of one kind
+        return self.robots[0].reports_success
 
     def reset(self, seeds: EpisodeSeeds, block: Block) -> None:
         self._seeds = seeds
@@ -154,14 +163,15 @@ class Fleet:
             if self._step_robot(row, actions, block):
                 ended.append(row)
         self._check(block, ended)
-        return {env: robot.frames for env, robot in zip(self.envs, self.robots, strict=True) if robot.frames}
+        return {env: self._robot(env).frames for env in self._recorded if self._robot(env).frames}
 
     def record(self, envs: list[int]) -> None:
+        self._recorded = [env for env in envs if env in self.envs]
         for env, robot in zip(self.envs, self.robots, strict=True):
-            robot.recording, robot.frames = env in envs, []
+            robot.recording, robot.frames = env in self._recorded, []
 
     def render(self, env: int) -> np.ndarray | None:
-        return self.robots[env - self.envs.start].render()
+        return self._robot(env).render()
 
     def state(self) -> Arrays | None:
         """Keys carry the robot's number in the whole batch, so that parts of several fleets add up to one state."""
@@ -190,6 +200,9 @@ class Fleet:
         for robot in self.robots:
             robot.close()
 
+    def _robot(self, env: int) -> GymRobot:
+        return self.robots[env - self.envs.start]
+
     def _begin_episode(self, row: int, block: Block) -> None:
         robot = self.robots[row]
         try:
@@ -199,7 +212,7 @@ class Fleet:
             self._locate(error, row)
             raise
 
-    def _step_robot(self, row: int, actions: np.ndarray, block: Block) -> bool:
+    def _step_robot(self, row: int, actions: list[Any], block: Block) -> bool:
         """Whether the episode ended, and the next one has begun."""
         robot = self.robots[row]
         try:

@@ -40,8 +40,9 @@ class Worker:
     def reset(self, seeds: EpisodeSeeds) -> None:
         self.fleet.reset(seeds, self._block)
 
-    def step(self) -> Frames:
-        return self.fleet.step(self._block)
+    def step(self) -> tuple[Frames, bool]:
+        """The rest of the result is in the shared memory."""
+        return self.fleet.step(self._block), self.fleet.reports_success
 
     def record(self, envs: list[int]) -> None:
         self.fleet.record(envs)

@@ -4,6 +4,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.errors import UserError
+
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.encoders import ObservationEncoder, mlp
 from sparring.policies.heads import DiscreteHead, GaussianHead, Score, SquashedGaussianHead
@@ -71,7 +73,7 @@ def _head(config, spec, width, chunk):
         kind = "discrete" if spec.discrete_actions else "gaussian"
     if (kind == "discrete") != bool(spec.discrete_actions):
         takes = f"one of {spec.discrete_actions} choices" if spec.discrete_actions else "continuous actions"
-        raise ValueError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
+        raise UserError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
     if kind == "discrete":
         return DiscreteHead(width, chunk, spec.discrete_actions)
     head_class = SquashedGaussianHead if kind == "squashed" else GaussianHead

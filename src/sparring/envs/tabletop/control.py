@@ -1,6 +1,6 @@
 """What an action means: it moves the commanded joint positions and finger opening, which the motors then follow.
 
-A command is `[n, 7]`: six joint angles and one finger opening in metres. The last action always opens (+) or closes (-).
+A command is `[n, 7]`: six joint angles and one finger opening in metres. The last action opens (+) or closes (-).
 """
 
 import numpy as np

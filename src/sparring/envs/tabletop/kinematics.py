@@ -88,7 +88,7 @@ def select(frames: Frames, index: list[int]) -> Frames:
 
 
 def point_jacobian(poses: BodyPoses, joints: int, point: np.ndarray) -> np.ndarray:
-    """`[n, 6, joints]`: velocity (3) and angular velocity (3) of a point `[n, 3]` per unit speed of the first hinges."""
+    """`[n, 6, joints]`: velocity (3) and turning (3) of a point `[n, 3]` per unit speed of the first hinge joints."""
     return _jacobian(poses.anchor, poses.axis, joints, point)
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.raster import CAPSULE, CYLINDER, SPHERE, Shapes, draw
+from sparring.envs.tabletop.raster import BOX, CAPSULE, CYLINDER, PLANE, SPHERE, Shapes, draw
 from sparring.envs.tabletop.scene import CAMERAS, GOAL_RADIUS, GOAL_RGB
 
 PICTURE_SIZE = 256
@@ -37,7 +37,7 @@ class Renderer:
         for rows in _slices(n, self._threads):
             for name, out in images.items():
                 index, tangent = self._cameras[name]
-                camera = camera_pos[rows, index], camera_mat[rows, index]
+                camera = camera_pos[rows, index].copy(), camera_mat[rows, index].copy()
                 jobs.append((self._shapes, pos[rows], mat[rows], *camera, tangent, out[rows]))
         if self._pool is None or len(jobs) == 1:
             for job in jobs:
@@ -63,10 +63,9 @@ class Renderer:
 
 def _shapes(model) -> Shapes:
     """The model's geoms, then the goal."""
-    known = {0, SPHERE, CAPSULE, CYLINDER, 6}
-    unknown = set(model.geom_type.tolist()) - known
+    unknown = set(model.geom_type.tolist()) - {PLANE, SPHERE, CAPSULE, CYLINDER, BOX}
     if unknown:
-        raise ValueError(f"the scene has geoms of mjtGeom types {sorted(unknown)}; raster.py draws {sorted(known)} only")
+        raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, balls, tubes, boxes")
     # the arm's solid shapes and the goal; not the world's (table, legs, floor), nor decoration
     casts = np.append((model.geom_bodyid > 0) & (model.geom_contype > 0), True)
     return Shapes(

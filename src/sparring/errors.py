@@ -1,0 +1,8 @@
+"""Mistakes a person can mend: shown as a sentence, never as a traceback."""
+
+
+class UserError(ValueError):
+    """What was given, what was expected, how to fix it."""
+
+    # of the process, when nothing catches it
+    exit_code = 2

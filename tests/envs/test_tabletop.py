@@ -1,0 +1,325 @@
+import os
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.registration import register
+from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.control import DeltaEePos, DeltaQpos
+from sparring.envs.tabletop.tasks import TASKS, describe, find
+
+
+def _tabletop(num_envs=3, max_episode_steps=None, seed=0, split="train", **config):
+    env = Tabletop(TabletopConfig(**{"threads": 1, **config}), num_envs, max_episode_steps)
+    return env, env.reset(EpisodeSeeds(seed, split, total_envs=num_envs))
+
+
+def _actions(env, steps, chunk=1, seed=0):
+    return np.random.default_rng(seed).uniform(-1, 1, (steps, env.num_envs, chunk, env.spec.action_dim))
+
+
+def _assert_same(one, other):
+    assert one.keys() == other.keys()
+    for key in one:
+        np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+
+
+def _block(state, name):
+    """A block of observation/state in metres, radians and seconds."""
+    place = observe.layout()[name]
+    return state[:, place] / observe.scales()[place]
+
+
+def test_spec_matches_what_is_observed():
+    env, observation = _tabletop(cameras=("head", "wrist"), image_size=32)
+    assert list(env.spec.observation) == ["state", "image/head", "image/wrist", "task"]
+    for key, (shape, dtype) in env.spec.observation.items():
+        assert observation[key].shape == (3, *shape) and observation[key].dtype == dtype
+    assert env.spec.control_hz == 25 and env.spec.max_episode_steps == 50 and env.spec.action_dim == 7
+    step = env.step(_actions(env, 1)[0])
+    assert step.reward.dtype == np.float32 and step.executed.dtype == np.int64
+    blind, _ = _tabletop(object_state=False)
+    assert env.spec.observation["state"][0] == (36,) and blind.spec.observation["state"][0] == (30,)
+
+
+def test_state_holds_what_its_layout_says():
+    env, observation = _tabletop()
+    state = env.step(np.ones((3, 1, 7))).observation["state"]
+    qpos = env._physics.qpos(slice(None))
+    np.testing.assert_allclose(_block(state, "joints"), qpos[:, :6], rtol=1e-5)
+    np.testing.assert_allclose(_block(state, "fingers"), qpos[:, 6:], rtol=1e-5)
+    np.testing.assert_allclose(_block(state, "joint_speeds"), env._physics.qvel(slice(None))[:, :6], rtol=1e-5)
+    # one full action moves each commanded joint by 0.05 from where the arm started
+    commanded = _block(observation["state"], "joints") + 0.05
+    np.testing.assert_allclose(_block(state, "commanded_joints"), commanded, atol=1e-6)
+    np.testing.assert_allclose(_block(state, "commanded_fingers"), 0.04, rtol=1e-6)
+    goal, hand = _block(state, "goal"), _block(state, "hand")
+    np.testing.assert_allclose(_block(state, "goal_from_hand"), goal - hand, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(_block(state, "hand_axis"), axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(_block(state, "time_left"), 1 - 1 / 50, rtol=1e-6)
+
+
+def test_reward_by_hand():
+    goal = np.zeros((3, 3))
+    reward, satisfied = find("reach_d0").score(np.array([[0, 0, 0], [0, 0.03, 0], [1e3, 0, 0]]), goal)
+    np.testing.assert_allclose(reward, [1.0, 0.7 * (1 - np.tanh(0.15)), 0.0], atol=1e-12)
+    assert satisfied.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("task", ["reach_d0", "reach_d1", "reach_d2"])
+def test_walking_straight_to_the_goal_succeeds(task):
+    env, observation = _tabletop(20, task=task, control_mode="delta_ee_pos")
+    for _ in range(50):
+        towards = _block(observation["state"], "goal_from_hand") / 0.02
+        step = env.step(np.concatenate([0.7 * towards, np.zeros((20, 1))], axis=1)[:, None])
+        observation = step.observation
+    assert step.success.all() and step.truncated.all() and not step.terminated.any()
+    assert (step.reward > 0.95).all()
+    # the hand still points down
+    assert (_block(step.final["state"], "hand_axis")[:, 2] < -0.99).all()
+
+
+def test_doing_nothing_fails():
+    env, _ = _tabletop(20, task="reach_d2")
+    for _ in range(50):
+        step = env.step(np.zeros((20, 1, 7)))
+    assert step.success.mean() < 0.2
+
+
+def test_success_needs_the_last_five_steps():
+    env, _ = _tabletop(2, max_episode_steps=8)
+    near, far = env._hand.copy(), np.full((2, 3), 0.5)
+    still = np.zeros((2, 1, 7))
+    for number in range(1, 9):
+        # robot 0 is at its goal in steps 4..8, robot 1 in 5..8
+        env._goal[0] = near[0] if number >= 4 else far[0]
+        env._goal[1] = near[1] if number >= 5 else far[1]
+        step = env.step(still)
+    assert step.ended.tolist() == [0, 1] and step.success.tolist() == [True, False]
+
+
+def test_replay_is_bit_identical():
+    one, first = _tabletop(cameras=("head",), image_size=16, max_episode_steps=5)
+    other, again = _tabletop(cameras=("head",), image_size=16, max_episode_steps=5)
+    _assert_same(first, again)
+    for action in _actions(one, 12):
+        a, b = one.step(action), other.step(action)
+        _assert_same(a.observation, b.observation)
+        _assert_same(a.final, b.final)
+        np.testing.assert_array_equal(a.reward, b.reward)
+
+
+@pytest.mark.parametrize("mode", ["delta_qpos", "delta_ee_pos"])
+def test_number_of_threads_changes_nothing(mode):
+    envs = [_tabletop(5, threads=threads, control_mode=mode, max_episode_steps=6)[0] for threads in (1, 2, 3)]
+    for action in _actions(envs[0], 10, chunk=2):
+        steps = [env.step(action) for env in envs]
+        for step in steps[1:]:
+            _assert_same(steps[0].observation, step.observation)
+            np.testing.assert_array_equal(steps[0].reward, step.reward)
+
+
+def test_set_state_goes_back():
+    env, _ = _tabletop(max_episode_steps=7)
+    actions = _actions(env, 20)
+    for action in actions[:5]:
+        env.step(action)
+    state = env.state()
+    once = [env.step(action) for action in actions[5:]]
+    env.set_state(state)
+    for action, before in zip(actions[5:], once, strict=True):
+        after = env.step(action)
+        _assert_same(before.observation, after.observation)
+        np.testing.assert_array_equal(before.reward, after.reward)
+        np.testing.assert_array_equal(before.success, after.success)
+
+
+_CONTINUE = """
+import sys, numpy as np
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop.backend import Tabletop
+saved = dict(np.load(sys.argv[1]))
+env = Tabletop(TabletopConfig(threads=2, control_mode="delta_ee_pos", task=("reach_d0", "reach_d2")), 3, 7)
+env.set_state({key[6:]: value for key, value in saved.items() if key.startswith("state/")})
+steps = [env.step(action) for action in saved["actions"]]
+np.savez(sys.argv[2], state=[s.observation["state"] for s in steps], reward=[s.reward for s in steps])
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_fresh_process_continues_bit_identically(tmp_path):
+    tasks = ("reach_d0", "reach_d2")
+    env, _ = _tabletop(max_episode_steps=7, control_mode="delta_ee_pos", task=tasks, split="eval", seed=5)
+    actions = _actions(env, 15)
+    for action in actions[:4]:
+        env.step(action)
+    saved = {f"state/{key}": value for key, value in env.state().items()}
+    np.savez(tmp_path / "in.npz", actions=actions[4:], **saved)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _CONTINUE, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
+    subprocess.run(command, check=True, env=environment)
+    there, here = np.load(tmp_path / "out.npz"), [env.step(action) for action in actions[4:]]
+    np.testing.assert_array_equal(there["state"], [step.observation["state"] for step in here])
+    np.testing.assert_array_equal(there["reward"], [step.reward for step in here])
+
+
+def test_a_chunk_is_its_steps_in_turn():
+    chunked, _ = _tabletop()
+    single, _ = _tabletop()
+    chunk = _actions(chunked, 1, chunk=3)[0]
+    whole = chunked.step(chunk)
+    parts = [single.step(chunk[:, c : c + 1]) for c in range(3)]
+    np.testing.assert_array_equal(whole.reward, np.concatenate([part.reward for part in parts], axis=1))
+    _assert_same(whole.observation, parts[-1].observation)
+    _assert_same(chunked.state(), single.state())
+    assert whole.executed.tolist() == [3, 3, 3]
+
+
+def test_an_episode_that_ends_inside_a_chunk_skips_the_rest():
+    env, _ = _tabletop(max_episode_steps=5, cameras=("head",), image_size=16)
+    # robot 1 is two steps ahead
+    state = env.state()
+    state["elapsed"][1] = 2
+    env.set_state(state)
+    chunk = _actions(env, 1, chunk=4)[0]
+    step = env.step(chunk)
+    assert step.executed.tolist() == [4, 3, 4] and step.ended.tolist() == [1]
+    assert step.truncated.tolist() == [False, True, False] and not step.terminated.any()
+    assert step.reward[1, 3] == 0 and (step.reward[1, :3] > 0).all() and (step.reward[[0, 2]] > 0).all()
+
+    # its final observation is the true third one; the root is the first of its next episode
+    twin, _ = _tabletop(max_episode_steps=5, cameras=("head",), image_size=16)
+    twin.set_state(state)
+    third = twin.step(chunk[:, :2])
+    third = twin.step(chunk[:, 2:3])
+    _assert_same(third.final, step.final)
+    assert _block(step.final["state"], "time_left")[0, 0] == 0
+    assert _block(step.observation["state"], "time_left")[1, 0] == 1
+    assert (step.final["image/head"][0] != step.observation["image/head"][1]).any()
+
+
+def test_episode_k_starts_from_seed_k():
+    env, _ = _tabletop(4, max_episode_steps=2)
+    env.step(np.zeros((4, 1, 7)))
+    second = env.step(np.zeros((4, 1, 7))).observation
+    # episode 1 of robot 3 of 4 is episode number 7, so robot 7 of 8 begins with it
+    _, many = _tabletop(8)
+    np.testing.assert_array_equal(many["state"][4:], second["state"])
+
+
+def test_training_and_evaluation_never_share_a_start():
+    _, train = _tabletop(50, split="train")
+    _, held_out = _tabletop(50, split="eval")
+    goals = np.concatenate([_block(o["state"], "goal") for o in (train, held_out)])
+    assert len(np.unique(goals, axis=0)) == 100
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_goals_stay_in_their_ranges(task):
+    _, observation = _tabletop(100, task=task)
+    goal = _block(observation["state"], "goal")
+    assert (goal >= np.array(find(task).low) - 1e-6).all() and (goal <= np.array(find(task).high) + 1e-6).all()
+    # and use them
+    assert (np.ptp(goal, axis=0) > 0.9 * np.subtract(find(task).high, find(task).low)).all()
+
+
+def test_several_tasks_are_dealt_out():
+    env, observation = _tabletop(5, task=("reach_d0", "reach_d2"))
+    assert observation["task"].tolist() == [0, 1, 0, 1, 0]
+    assert env.spec.task_names == ("reach_d0", "reach_d2") and len(env.spec.instructions) == 2
+    alone, _ = _tabletop(5, task="reach_d0")
+    action = _actions(env, 1)[0]
+    np.testing.assert_array_equal(env.step(action).reward[::2], alone.step(action).reward[::2])
+
+
+def test_actions_are_clipped():
+    one, _ = _tabletop()
+    other, _ = _tabletop()
+    _assert_same(one.step(np.full((3, 1, 7), 9.0)).observation, other.step(np.ones((3, 1, 7))).observation)
+
+
+@pytest.mark.parametrize("mode", ["delta_qpos", "delta_ee_pos"])
+def test_the_arm_never_leaves_its_limits_nor_its_mind(mode):
+    env, _ = _tabletop(4, control_mode=mode, action_scale=4.0)
+    for action in np.sign(_actions(env, 100)):
+        # the same corner for ten steps on end
+        state = env.step(np.repeat(action, 10, axis=1)).observation["state"]
+        assert np.isfinite(state).all() and np.abs(state).max() < 20
+
+
+def test_control_modes_say_what_they_take():
+    assert DeltaQpos.action_dim == 7 and DeltaEePos.action_dim == 4
+
+
+def test_errors_tell_what_to_do():
+    with pytest.raises(ValueError, match="'raech_d1'.*did you mean 'reach_d1'.*there are: reach_d0, "):
+        _tabletop(task="raech_d1")
+    env, _ = _tabletop()
+    action = np.zeros((3, 2, 7))
+    action[[0, 2], 1, 3] = np.nan
+    with pytest.raises(ValueError, match=r"robots \[0, 2\] hold NaN"):
+        env.step(action)
+    with pytest.raises(ValueError, match=r"delta_qpos takes \[N, C, A\] = \[3, C >= 1, 7\]"):
+        env.step(np.zeros((3, 1, 4)))
+    with pytest.raises(ValueError, match="is of 2 robots"):
+        env.set_state(_tabletop(2)[0].state())
+    with pytest.raises(RuntimeError, match="call reset"):
+        Tabletop(TabletopConfig(threads=1), 1).step(np.zeros((1, 1, 7)))
+
+
+def test_infinite_actions_are_only_large():
+    env, _ = _tabletop()
+    other, _ = _tabletop()
+    action = np.full((3, 1, 7), np.inf)
+    action[:, :, 0] = -np.inf
+    _assert_same(env.step(action).observation, other.step(np.sign(action)).observation)
+
+
+def test_recording_gives_a_picture_per_executed_step():
+    env, _ = _tabletop(max_episode_steps=4)
+    env.record([2, 0])
+    step = env.step(_actions(env, 1, chunk=3)[0])
+    assert sorted(step.frames) == [0, 2] and [len(f) for f in step.frames.values()] == [3, 3]
+    np.testing.assert_array_equal(step.frames[2][-1], env.render(2))
+    assert env.render(0).shape == (256, 512, 3) and env.render(0).dtype == np.uint8
+    # the episode ends after one more: its last picture is not of the next episode
+    last = env.step(_actions(env, 1, chunk=3)[0])
+    assert len(last.frames[0]) == 1 and (last.frames[0][0] != env.render(0)).any()
+    env.record([])
+    assert env.step(_actions(env, 1)[0]).frames == {}
+
+
+def test_describe_lists_every_task():
+    rows = describe()
+    assert [row[0] for row in rows] == list(TASKS)
+    assert rows[0][1] == "move the hand to the green ball" and "goal x -0.16..-0.04 m" in rows[0][2]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kwargs", [{}, {"cameras": ("head", "wrist"), "image_size": 32}])
+def test_gymnasium(kwargs):
+    register()
+    register()
+    env = gymnasium.make("sparring/reach_d0", render_mode="rgb_array", **kwargs)
+    check_env(env.unwrapped)
+    first, info = env.reset(seed=7)
+    again, _ = env.reset(seed=7)
+    other, _ = env.reset()
+    if kwargs:
+        assert first["head"].shape == (32, 32, 3) and (first["head"] == again["head"]).all()
+        first, again, other = first["state"], again["state"], other["state"]
+    assert (first == again).all() and (first != other).any()
+    for number in range(1, 51):
+        observation, _, terminated, truncated, info = env.step(env.action_space.sample())
+        assert not terminated and truncated == (number == 50)
+    state = observation["state"] if kwargs else observation
+    assert state[observe.layout()["time_left"]] == 0 and info["success"] in (True, False)
+    assert env.render().shape == (256, 512, 3)
+    env.close()
