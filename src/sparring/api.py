@@ -1,10 +1,10 @@
 """The Python API: the same code that the command line runs.
 
-    config = load_config("run.yaml")
-    env = make_env(config.env, num_envs=16)
-    policy = make_policy(config.policy, env.spec, chunk=1)
-    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=2048, buffer_type="standard", batch_size=64)
-    trainer.train(total_timesteps=100_000)
+config = load_config("run.yaml")
+env = make_env(config.env, num_envs=16)
+policy = make_policy(config.policy, env.spec, chunk=1)
+trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=2048, buffer_type="standard", batch_size=64)
+trainer.train(total_timesteps=100_000)
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ class Trainer:
         self.phase: Finetune | None = None
 
     def train(self, total_timesteps: int) -> Evaluation | None:
-        """Train until `total_timesteps` env steps, then evaluate on held-out episodes. Can be called again with more."""
+        """Train until `total_timesteps` env steps, then evaluate on held-out episodes. May be called again."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}})
         if self.phase is None:
             distributed = getattr(self.algorithm, "distributed", None) or Distributed(config.device)

@@ -1,10 +1,10 @@
 """Checkpoints: written whole or not at all, read strictly.
 
-    checkpoint-<n>/
-      model.safetensors     weights and normaliser statistics
-      training_state.pt     optimiser, counters, random states, where the robots are (tensors and plain values only)
-      config.yaml           the resolved config of the run
-      spec.json             what the env showed and accepted, so that the policy can be rebuilt without it
+checkpoint-<n>/
+  model.safetensors     weights and normaliser statistics
+  training_state.pt     optimiser, counters, random states, where the robots are (tensors and plain values only)
+  config.yaml           the resolved config of the run
+  spec.json             what the env showed and accepted, so that the policy can be rebuilt without it
 """
 
 import json
@@ -69,7 +69,9 @@ def find_checkpoint(path: str | Path) -> Path:
         raise CheckpointError(f"'{path}' does not exist; give a run folder or a checkpoint folder")
     found = checkpoints(path) if path.is_dir() else []
     if not found:
-        raise CheckpointError(f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)")
+        raise CheckpointError(
+            f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)"
+        )
     return found[-1]
 
 
@@ -114,8 +116,10 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
 def load_training_state(checkpoint: Path) -> dict:
     file = checkpoint / "training_state.pt"
     if not file.is_file():
-        raise CheckpointError(f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; "
-                              f"to start from its weights alone: pretrained={checkpoint}")
+        raise CheckpointError(
+            f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; "
+            f"to start from its weights alone: pretrained={checkpoint}"
+        )
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -78,7 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(command=_evaluate, takes_overrides=True)
 
     check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **options)
-    check.add_argument("name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all")
+    check.add_argument(
+        "name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all"
+    )
     check.set_defaults(command=_check, takes_overrides=True)
 
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **options)

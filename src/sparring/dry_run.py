@@ -14,7 +14,10 @@ def dry_run(config: Config) -> str:
     metrics = phase.step(0.0)
     rollout = phase.buffer.get(flatten=False)
     steps = phase.progress.env_steps
-    lines = [f"dry run of '{config.phase}' on {run.distributed.device}: one rollout, one update, nothing written", "shapes:"]
+    lines = [
+        f"dry run of '{config.phase}' on {run.distributed.device}: one rollout, one update, nothing written",
+        "shapes:",
+    ]
     for key, value in sorted(rollout.items(True, True), key=lambda item: str(item[0])):
         name = "/".join(key) if isinstance(key, tuple) else key
         lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")

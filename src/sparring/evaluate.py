@@ -141,7 +141,9 @@ class Evaluation:
             for task, score in tasks.items():
                 s = score.success
                 success = (f"{s.rate:.1%}", f"{s.low:.1%} - {s.high:.1%}") if self.shows_success else ("-", "-")
-                rows.append((who, task, *success, f"{score.reward:.2f} +- {score.reward_std:.2f}", f"{score.steps:.1f}"))
+                rows.append(
+                    (who, task, *success, f"{score.reward:.2f} +- {score.reward_std:.2f}", f"{score.steps:.1f}")
+                )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,8 +1,8 @@
 """The run folder: starting in it, going on in it, and never mixing two runs.
 
-    outputs/<phase>_rl/
-      config.yaml  episode_metrics.jsonl  train.log  evaluation.json
-      checkpoint-<n>/  samples/*.png  videos/*.mp4
+outputs/<phase>_rl/
+  config.yaml  episode_metrics.jsonl  train.log  evaluation.json
+  checkpoint-<n>/  samples/*.png  videos/*.mp4
 """
 
 import logging

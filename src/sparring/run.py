@@ -69,8 +69,15 @@ class Run:
         """What is about to happen, before it does."""
         phase, config = self.phase, self.config
         robots = phase.env.num_envs * self.distributed.world_size
-        log.info("%s with %s on %s: %s robots of %s, seed %s", config.phase, config.algorithm, self.distributed.device,
-                 robots, config.env.name, config.seed)
+        log.info(
+            "%s with %s on %s: %s robots of %s, seed %s",
+            config.phase,
+            config.algorithm,
+            self.distributed.device,
+            robots,
+            config.env.name,
+            config.seed,
+        )
         log.info("run folder: %s", self.folder)
         if self.fraction >= 1:
             log.info("already trained to the end (%s env steps)", f"{phase.progress.env_steps:,}")
@@ -107,8 +114,12 @@ class Run:
         if self.distributed.is_main:
             self.console.end()
             evaluation = self._evaluate_here()
-            log.info("after %s env steps, %s held-out episodes:\n%s", f"{self.phase.progress.env_steps:,}",
-                     evaluation.episodes, evaluation.table())
+            log.info(
+                "after %s env steps, %s held-out episodes:\n%s",
+                f"{self.phase.progress.env_steps:,}",
+                evaluation.episodes,
+                evaluation.table(),
+            )
         self.distributed.barrier()
         return evaluation
 
@@ -141,8 +152,12 @@ class Run:
 
     def _evaluate_here(self) -> Evaluation:
         config = self.config
-        env = make_env(config.env, min(config.rollout.n_envs, config.evaluation.episodes),
-                       config.rollout.max_episode_steps, self.distributed.device)
+        env = make_env(
+            config.env,
+            min(config.rollout.n_envs, config.evaluation.episodes),
+            config.rollout.max_episode_steps,
+            self.distributed.device,
+        )
         try:
             evaluation = evaluate(
                 self.phase.model,
@@ -170,8 +185,9 @@ class Run:
         self.console.end()
         self.save()
         if self.folder is not None:
-            log.warning("stopped after %s updates; saved. The same command goes on from here.",
-                        self.phase.progress.updates)
+            log.warning(
+                "stopped after %s updates; saved. The same command goes on from here.", self.phase.progress.updates
+            )
 
     def _go_on_from(self, checkpoint) -> None:
         load_weights(self.phase.model, checkpoint)

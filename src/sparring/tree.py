@@ -48,9 +48,7 @@ class Config(Section):
         "ppo", description="what updates the policy: ppo, or your.module:Class"
     )
     seed: int = Field(0, ge=0, lt=2**31, description="of weights, episodes and noise; evaluation has its own episodes")
-    device: Annotated[str, AfterValidator(_known_device)] = Field(
-        "auto", description="auto, cpu, cuda or cuda:<index>"
-    )
+    device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
     threads: int = Field(0, ge=0, description="CPU threads of the networks, per process; 0: torch's own choice")
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")

@@ -66,9 +66,7 @@ def test_pictures_become_channels_first():
 
 
 def test_dict_is_split_into_pictures_and_one_state_in_the_order_of_its_keys():
-    space = spaces.Dict(
-        z=spaces.Box(-9, 9, (2,)), a=spaces.Discrete(2), wrist=spaces.Box(0, 255, (4, 5, 3), np.uint8)
-    )
+    space = spaces.Dict(z=spaces.Box(-9, 9, (2,)), a=spaces.Discrete(2), wrist=spaces.Box(0, 255, (4, 5, 3), np.uint8))
     value = {"z": np.array([7, 8], np.float32), "a": 1, "wrist": np.full((4, 5, 3), 9, np.uint8)}
     result = written(space, value)
     assert set(result) == {"state", "image/wrist"}

@@ -38,8 +38,11 @@ class Parity:
         # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2
         limits = {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0}
         # `not <=` also catches NaN
-        wrong = [f"{name} {getattr(self, name):.3g} > {limit:g}" for name, limit in limits.items()
-                 if not getattr(self, name) <= limit]
+        wrong = [
+            f"{name} {getattr(self, name):.3g} > {limit:g}"
+            for name, limit in limits.items()
+            if not getattr(self, name) <= limit
+        ]
         if wrong:
             raise ParityError(
                 f"the parity gate refuses to train: {', '.join(wrong)}. Scoring the stored actions with unchanged "

@@ -48,7 +48,7 @@ class PPO:
         batch_keys = flat.select(*self.policy.in_keys, *LEARNED_FROM)
         logs: dict[str, list[torch.Tensor]] = defaultdict(list)
         gradient_steps = 0
-        for epoch in range(config.ppo_epochs):
+        for _ in range(config.ppo_epochs):
             kls = []
             order = torch.randperm(len(flat), generator=self.shuffle).to(flat["action"].device)
             for index in order.split(config.mini_batch_size):

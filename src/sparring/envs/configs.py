@@ -14,7 +14,9 @@ class TabletopConfig(Section):
     """The built-in robot arm on a table."""
 
     name: str = Field("tabletop", description="which env: tabletop, gym:<gymnasium id>, or your.module:Class")
-    task: TaskList = Field(("reach_d0",), description="task and reset distribution; several are dealt out over the envs")
+    task: TaskList = Field(
+        ("reach_d0",), description="task and reset distribution; several are dealt out over the envs"
+    )
     cameras: tuple[Literal["head", "wrist"], ...] = Field((), description="cameras the policy sees; [] is state only")
     image_size: int = Field(64, ge=16, le=512, description="pixels a side of each camera image")
     object_state: bool = Field(True, description="object and goal positions are part of observation/state")

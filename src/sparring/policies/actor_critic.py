@@ -5,7 +5,6 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.encoders import ObservationEncoder, mlp
 from sparring.policies.heads import DiscreteHead, GaussianHead, Score, SquashedGaussianHead

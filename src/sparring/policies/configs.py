@@ -21,4 +21,6 @@ class ActorCriticConfig(Section):
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
     channels: tuple[PositiveInt, ...] = Field((32, 64, 64), description="channels of the image encoder's convolutions")
     image_features: int = Field(256, gt=0, description="features the image encoder gives to actor and critic")
-    normalize_observations: bool = Field(True, description="running mean/std of observation/state, kept with the weights")
+    normalize_observations: bool = Field(
+        True, description="running mean/std of observation/state, kept with the weights"
+    )

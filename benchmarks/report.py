@@ -1,0 +1,77 @@
+"""What every benchmark writes beside its numbers: when, which code, which machine, how busy it was."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "mujoco", "numba", "stable-baselines3")
+
+
+def metadata() -> dict:
+    """The circumstances of a measurement, as of now; call it once before and compare `load()` after."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "load": load(),
+    }
+
+
+def load() -> list[float]:
+    """Load averages over 1, 5 and 15 minutes: timings on a busy machine say little."""
+    return [round(x, 2) for x in os.getloadavg()]
+
+
+def commit() -> str:
+    """The commit of the working tree, marked where the library differs from it."""
+    name = _git("rev-parse", "--short=12", "HEAD") or "unknown"
+    return f"{name}-dirty" if _git("status", "--porcelain", "--", "src") else name
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def write_json(path: Path, content: dict) -> None:
+    """At once or not at all, so that an interrupted benchmark leaves the last good file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+
+
+def table(rows: list[tuple]) -> str:
+    """Rows of text, the first one a header."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
