@@ -7,7 +7,7 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     observation/state            float32 [S]          Env
     observation/task             int64                Env; indexes env.tasks
     is_first                     bool                 Env
-    noise                        float32 [Z] in (0,1) Collector; what the policy may be random with; absent: act greedily
+    noise                        float32 [Z] in (0,1) Collector; the policy's randomness; absent: act greedily
     action                       float32 [C, A]       Policy; in [-1, 1] nominally, as sampled (discrete: A=1, an index)
     log_prob, value              float32              Policy (log_prob: of the executed part, see Collector)
     trace/*                      what re-scoring and the parity gate need: log_prob [C], mean [C, ...], z2 [C], dims [C]

@@ -70,8 +70,16 @@ class EpisodeSeeds:
 
     def __call__(self, env: int, episode: int) -> int:
         number = self.first_env + env + episode * self.total_envs
-        low = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0]) & 0x7FFFFFFF
+        low = _hash(_hash(self.seed) ^ number) & 0x7FFFFFFF
         return low | (0x80000000 if self.split == "eval" else 0)
+
+
+def _hash(number: int) -> int:
+    """64 well-mixed bits (SplitMix64). Plain integers: an env with short episodes asks for a seed at every turn."""
+    number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return number ^ (number >> 31)
 
 
 class Backend(Protocol):

@@ -39,14 +39,15 @@ class GaussianHead(nn.Module):
     def act(self, features: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, Score]:
         mean = self._mean(features)
         if noise is None:
-            return self._to_action(mean), self._score(mean, mean)
+            action = self._to_action(mean)
+            return action, self._score(mean, action)
         # uniform -> normal through the inverse of its distribution function
         normal = torch.special.ndtri(noise).view_as(mean)
-        sample = mean + self.log_std.exp() * normal
-        return self._to_action(sample), self._score(mean, sample)
+        action = self._to_action(mean + self.log_std.exp() * normal)
+        return action, self._score(mean, action)
 
     def score(self, features: torch.Tensor, action: torch.Tensor) -> Score:
-        return self._score(self._mean(features), self._to_sample(action))
+        return self._score(self._mean(features), action)
 
     def _mean(self, features):
         # [B, F] -> [B, C, A]
@@ -65,9 +66,6 @@ class GaussianHead(nn.Module):
     def _to_action(self, sample):
         return sample
 
-    def _to_sample(self, action):
-        return action
-
 
 class SquashedGaussianHead(GaussianHead):
     """tanh of normals: never outside [-1, 1]. Scored in action space, i.e. with tanh's Jacobian."""
@@ -78,12 +76,9 @@ class SquashedGaussianHead(GaussianHead):
     def _to_action(self, sample):
         return torch.tanh(sample).clamp(-self.limit, self.limit)
 
-    def _to_sample(self, action):
-        return torch.atanh(action)
-
-    def _score(self, mean, sample) -> Score:
-        # the action that was emitted is what is scored, in acting and in replay alike
-        sample = self._to_sample(self._to_action(sample))
+    def _score(self, mean, action) -> Score:
+        # from the action that was emitted, in acting and in replay alike
+        sample = torch.atanh(action)
         score = super()._score(mean, sample)
         # log(1 - tanh(x)^2), in a form that neither overflows nor cancels
         log_slope = 2.0 * (math.log(2.0) - sample - nn.functional.softplus(-2.0 * sample))

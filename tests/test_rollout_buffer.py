@@ -1,0 +1,49 @@
+import pytest
+import torch
+from doubles import LinearPolicy, counting_env
+
+from sparring.collect.collector import Collector
+from sparring.data.rollout import RolloutBuffer
+
+
+def filled(steps=4):
+    collector = Collector(counting_env(), LinearPolicy(), seed=0)
+    buffer = RolloutBuffer(steps)
+    collector.collect(buffer)
+    return collector, buffer
+
+
+def test_get_before_full_and_add_after_full_say_what_is_wrong():
+    collector, buffer = filled()
+    transition = next(iter(collector.decide(1)))
+    with pytest.raises(RuntimeError, match="already holds its 4 decisions"):
+        buffer.add(transition)
+    buffer.clear()
+    assert not buffer.is_full()
+    with pytest.raises(RuntimeError, match="holds 0 of 4"):
+        buffer.get()
+
+
+def test_get_returns_views_and_observations_are_stored_once():
+    _, buffer = filled()
+    flat, again = buffer.get(), buffer.get(flatten=False)
+    assert flat["observation", "state"].data_ptr() == again["observation", "state"].data_ptr()
+    assert ("next", "observation") not in flat.keys(True)
+    # T+1 rows of 2 envs x 3 float32 numbers, not 2 T rows
+    assert buffer._observation["state"].shape == (5, 2, 3)
+
+
+def test_memory_is_reused_by_the_next_rollout():
+    collector, buffer = filled()
+    before, size = buffer.get()["action"].data_ptr(), buffer.bytes()
+    collector.collect(buffer)
+    assert buffer.get()["action"].data_ptr() == before
+    assert buffer.bytes() == size
+
+
+def test_what_is_learned_from_one_rollout_is_gone_in_the_next():
+    collector, buffer = filled()
+    rollout = buffer.get(flatten=False)
+    rollout["advantage"] = torch.ones(4, 2)
+    collector.collect(buffer)
+    assert "advantage" not in buffer.get().keys()
