@@ -5,21 +5,34 @@ and the accepted values. This file knows no section by name: the tree itself is 
 """
 
 import difflib
+import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pydantic
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from sparring.config_text import Setting
+from sparring.config_text import Setting, value_text
 from sparring.errors import UserError
 
 
 class Section(pydantic.BaseModel):
     """A part of the config tree: frozen, typed, bounded; an unknown key is an error."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """A flag that was meant to have a value (`--ppo_epochs`) must not count as 1."""
+        if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
+            raise PydanticCustomError("bool", "true or false is not a value of this field")
+        return value
 
 
 class ConfigError(UserError):
@@ -30,47 +43,44 @@ class ConfigError(UserError):
         self.mistakes = mistakes
 
 
-# given all settings by dotted key, the class that reads a section; raises ValueError for a name nobody knows
-SectionPicker = Callable[[dict[str, Any]], type[Section]]
+# given a name (None: the default one), the class that reads a section; raises ValueError for a name nobody knows
+SectionPicker = Callable[[Any], type[Section]]
 
 
 @dataclass
 class Tree:
-    """The shape of a config: a root class whose fields are values or sections.
+    """The shape of a config: a root class whose fields are values or sections of values.
 
-    `pickers` choose a section's class by its `name`; `aliases` are other spellings of a dotted key, and
-    `check` finds mistakes that span sections.
+    `pickers` choose a section's class by the value of a key; `aliases` are other spellings of a dotted key;
+    `check` finds mistakes that span sections, each a key and what is wrong with it.
     """
 
     root: type[Section]
-    pickers: dict[str, SectionPicker] = field(default_factory=dict)
+    # section -> (deciding key, picker)
+    pickers: dict[str, tuple[str, SectionPicker]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    check: Callable[[Any], list[str]] = lambda config: []
+    check: Callable[[Any], list[tuple[str, str]]] = lambda config: []
 
     def build(self, settings: list[Setting]) -> Any:
         """The config that these settings describe, later ones winning; raises ConfigError with all mistakes."""
         mistakes: list[str] = []
-        classes = self._section_classes(settings, mistakes)
-        keys = self.keys(classes)
-        # dotted key -> the last setting of it
-        placed: dict[str, Setting] = {}
-        for setting in settings:
-            key = self._place(setting, keys, mistakes)
-            if key:
-                placed[key] = setting
-        values = self._validate(classes, keys, placed, mistakes)
+        classes = self._pick_classes(settings, mistakes)
+        placed = self._place_all(settings, classes, mistakes)
+        values = self._validate(classes, placed, mistakes)
         config = None if mistakes else self.root.model_construct(**values)
-        mistakes += self.check(config) if config else []
+        if config is not None:
+            mistakes += [f"{_given(key, placed)}: {why}" for key, why in self.check(config)]
         if mistakes:
             raise ConfigError(mistakes)
         return config
 
-    def default_classes(self) -> dict[str, type[Section]]:
-        return self._section_classes([], [])
+    def classes(self, settings: Iterable[Setting] = ()) -> dict[str, type[Section]]:
+        """The class of every section whose class is known."""
+        return self._pick_classes(settings, [])
 
-    def keys(self, classes: dict[str, type[Section]]) -> dict[str, Any]:
+    def keys(self, classes: dict[str, type[Section]]) -> dict[str, FieldInfo]:
         """Every dotted key of the tree and its pydantic field."""
-        keys = {name: info for name, info in self.root.model_fields.items() if name not in classes}
+        keys = {name: info for name, info in self.root.model_fields.items() if not self._is_section(name)}
         for name, cls in classes.items():
             keys |= {f"{name}.{leaf}": info for leaf, info in cls.model_fields.items()}
         return keys
@@ -79,136 +89,165 @@ class Tree:
         """Dotted key -> its one-line meaning."""
         classes = {name: type(value) for name, value in config if isinstance(value, Section)}
         meanings = {key: info.description for key, info in self.keys(classes).items() if info.description}
-        return meanings | {name: (cls.__doc__ or "").strip().splitlines()[0] for name, cls in classes.items()}
+        return meanings | {name: cls.__doc__.strip().splitlines()[0] for name, cls in classes.items() if cls.__doc__}
 
-    def _section_classes(self, settings, mistakes):
+    def _is_section(self, name: str) -> bool:
+        annotation = self.root.model_fields[name].annotation
+        return name in self.pickers or (isinstance(annotation, type) and issubclass(annotation, Section))
+
+    def _pick_classes(self, settings, mistakes):
+        last = {self.aliases.get(s.key, s.key): s for s in settings}
         classes = {}
-        for name, info in self.root.model_fields.items():
-            if name in self.pickers:
-                try:
-                    classes[name] = self.pickers[name]({s.key: s.value for s in settings})
-                except ValueError as error:
-                    sources = {s.key: s.source for s in settings}
-                    mistakes.append(f"{name}.name (from {sources.get(f'{name}.name', 'command line')}): {error}")
-                    classes[name] = self.pickers[name]({})
-            elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-                classes[name] = info.annotation
+        for name in filter(self._is_section, self.root.model_fields):
+            if name not in self.pickers:
+                classes[name] = self.root.model_fields[name].annotation
+                continue
+            key, picker = self.pickers[name]
+            try:
+                classes[name] = picker(last[key].value if key in last else None)
+            except ValueError as error:
+                mistakes.append(f"{_given(key, last)}: {error}")
         return classes
 
-    def _place(self, setting, keys, mistakes):
-        """The dotted key a setting belongs to; None, and a mistake, where there is none."""
-        key = self.aliases.get(setting.key, setting.key)
-        # env.kwargs.gravity=1 goes into the dict-valued leaf env.kwargs
-        owner = next((k for k in keys if key.startswith(f"{k}.") and _is_dict(keys[k])), None)
-        if key in keys or owner:
+    def _place_all(self, settings, classes, mistakes):
+        """Dotted key -> the last setting of it."""
+        keys = self.keys(classes)
+        # of a section whose class is not known, no key can be judged
+        unknown = tuple(f"{name}." for name in self.pickers if name not in classes)
+        placed: dict[str, Setting] = {}
+        for setting in settings:
+            key = self.aliases.get(setting.key, setting.key)
+            if unknown and key.startswith(unknown):
+                continue
+            key = self._place(key, setting, keys, mistakes)
+            earlier = placed.get(key)
+            if earlier and earlier.line and earlier.source == setting.source:
+                mistakes.append(f"{_given(key, {key: setting})}: was given before, in line {earlier.line}; keep one")
+            if key:
+                placed.pop(key, None)  # so that it moves to the end
+                placed[key] = setting
+        return placed
+
+    def _place(self, key, setting, keys, mistakes):
+        """The dotted key a setting belongs to; None, and perhaps a mistake, where there is none."""
+        if key in keys:
             return key
         homes = [k for k in keys if k.rpartition(".")[2] == key]
         if len(homes) == 1:
             return homes[0]
-        if key in self.root.model_fields and not setting.value:
+        owner = next((k for k in keys if key.startswith(f"{k}.")), None)
+        if owner and keys[owner].annotation is dict:
+            return key  # env.kwargs.gravity=1 goes into env.kwargs
+        is_section = key in self.root.model_fields
+        if is_section and setting.value in (None, {}):
             return None  # an empty section asks for nothing
-        given = f"{setting.key} (from {setting.source})"
+        given = f"{setting.key} (from {setting.where})"
         if homes:
             mistakes.append(f"{given}: could be any of {', '.join(homes)}; write one of them")
-        elif any(k.startswith(f"{key}.") for k in keys):
-            mistakes.append(f"{given}: is a section, not a value; its keys are {', '.join(_leaves(keys, key))}")
+        elif is_section:
+            mistakes.append(f"{given}: is a section, not a value; its keys are {', '.join(_below(key, keys))}")
+        elif owner:
+            mistakes.append(f"{given}: {owner} has no keys below it; expected {accepted(keys[owner])}")
         else:
-            mistakes.append(f"{given}: unknown key; {_nearest(key, keys, self.aliases)}")
+            mistakes.append(f"{given}: unknown key; {self._nearest(key, keys)}")
         return None
 
-    def _validate(self, classes, keys, placed, mistakes):
-        nested: dict[str, dict] = {name: {} for name in ("", *classes)}
+    def _nearest(self, key, keys):
+        """Nearest by the whole dotted key, or by its last word when the section is what was mistaken."""
+        spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
+        words = {k.rpartition(".")[2]: k for k in keys}
+        whole = difflib.get_close_matches(key, spellings, n=1)
+        last = difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
+        if whole or last:
+            best = spellings[whole[0]] if whole else words[last[0]]
+            return f"nearest: {best} ({accepted(keys[best])})"
+        known = _below(key.partition(".")[0], keys) or list(self.root.model_fields)
+        return f"valid here: {', '.join(known)}"
+
+    def _validate(self, classes, placed, mistakes):
+        """Every field of the root: its own values, and the sections as instances of their classes."""
+        given: dict[str, dict] = {name: {} for name in ("", *classes)}
         for key, setting in placed.items():
             section, _, leaf = key.partition(".")
-            if section not in classes:
-                nested[""][section] = setting.value
-            elif leaf in classes[section].model_fields:
-                nested[section][leaf] = setting.value
-            else:
-                _insert(nested[section], leaf, setting.value)
-        values = {}
-        for name, cls in classes.items():
-            values[name] = _validated(cls, nested[name], f"{name}.", keys, placed, mistakes)
-        # the root's own values, with its sections left out
-        plain = pydantic.create_model(
-            "Root", __base__=Section, **{k: (i.annotation, i) for k, i in self.root.model_fields.items() if k in keys}
-        )
-        top = _validated(plain, nested[""], "", keys, placed, mistakes)
-        return values | (dict(top) if top else {})
+            _insert(*((given[section], leaf) if section in classes else (given[""], key)), setting.value)
+        values = {n: _validated(cls, given[n], f"{n}.", placed, mistakes) for n, cls in classes.items()}
+        top = _validated(self._top(), given[""], "", placed, mistakes)
+        return values | dict(top or {})
+
+    def _top(self) -> type[Section]:
+        """The root with its sections left out."""
+        plain = {k: (i.annotation, i) for k, i in self.root.model_fields.items() if not self._is_section(k)}
+        return pydantic.create_model("Top", __base__=Section, **plain)
 
 
-def accepted(info) -> str:
+def accepted(info: FieldInfo) -> str:
     """What a field takes, in words: 'a number > 0 and <= 1', 'one of: ppo, grpo'."""
-    kind, optional = _kind(info.annotation)
+    return _in_words(info.annotation, info.metadata)
+
+
+def _in_words(annotation: Any, metadata: Iterable = ()) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if arg is type(None) else _in_words(arg, metadata) for arg in args)
+    if origin is typing.Annotated:
+        return _in_words(args[0], [bound for extra in args[1:] for bound in getattr(extra, "metadata", [extra])])
+    if origin is Literal:
+        return f"one of: {', '.join(map(str, args))}"
+    if origin in (tuple, list):
+        return f"a list, each {_in_words(args[0])}"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
     bounds = [
-        f"{sign} {getattr(bound, name):g}"
-        for bound in info.metadata
+        f"{sign} {getattr(bound, name)}"
+        for bound in metadata
         for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         if hasattr(bound, name)
     ]
-    return f"{kind}{' ' + ' and '.join(bounds) if bounds else ''}{' or null' if optional else ''}"
+    return " ".join([names.get(annotation, str(annotation)), " and ".join(bounds)]).rstrip()
 
 
-def _kind(annotation) -> tuple[str, bool]:
-    args = typing.get_args(annotation)
-    if type(None) in args:
-        inner = [a for a in args if a is not type(None)]
-        return _kind(inner[0])[0], True
-    if typing.get_origin(annotation) is Literal:
-        return f"one of: {', '.join(map(str, args))}", False
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _kind(args[0])
-    if typing.get_origin(annotation) is tuple:
-        return f"a list of ({_kind(args[0])[0]})", False
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
-    return names.get(annotation, str(annotation)), False
+def _takes_bool(annotation: Any) -> bool:
+    return annotation not in (int, float) and not any(arg in (int, float) for arg in typing.get_args(annotation))
 
 
-def _is_dict(info) -> bool:
-    return info.annotation is dict
+def _below(section: str, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if key.startswith(f"{section}.")]
 
 
-def _leaves(keys, section):
-    return [k for k in keys if k.startswith(f"{section}.")]
+def _given(key: str, placed: dict[str, Setting]) -> str:
+    """'ppo.gamma = 2 (from run.yaml line 3)'."""
+    setting = placed.get(key) or next((s for k, s in placed.items() if k.startswith(f"{key}.")), None)
+    if setting is None:
+        return key
+    spelled = "" if setting.key == key else f", given as {setting.key}"
+    return f"{key} = {value_text(setting.value)} (from {setting.where}{spelled})"
 
 
-def _nearest(key, keys, aliases):
-    """Nearest by the whole dotted key, or by its last word when the section is what was mistaken."""
-    close = difflib.get_close_matches(key, [*keys, *aliases], n=1, cutoff=0.6)
-    if not close:
-        last = key.rpartition(".")[2]
-        word = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in keys], n=1, cutoff=0.6)
-        close = [k for k in keys if word and k.rpartition(".")[2] == word[0]][:1]
-    if close:
-        best = aliases.get(close[0], close[0])
-        return f"nearest: {best} ({accepted(keys[best])})"
-    section = key.partition(".")[0]
-    known = _leaves(keys, section) or sorted({k.partition(".")[0] for k in keys})
-    return f"valid here: {', '.join(known)}"
+def _insert(values: dict, dotted: str, value: Any) -> None:
+    """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; what was given before gives way."""
+    leaf, _, rest = dotted.partition(".")
+    if not rest:
+        values[leaf] = value
+        return
+    inner = values.get(leaf)
+    values[leaf] = dict(inner) if isinstance(inner, dict) else {}
+    _insert(values[leaf], rest, value)
 
 
-def _insert(values: dict, dotted: str, value):
-    *parents, leaf = dotted.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    values[leaf] = value
-
-
-def _validated(cls, values, prefix, keys, placed, mistakes):
+def _validated(cls, values, prefix, placed, mistakes):
     try:
         return cls.model_validate(values)
     except pydantic.ValidationError as error:
         for problem in error.errors():
             leaf = str(problem["loc"][0]) if problem["loc"] else ""
-            key = prefix + leaf
-            if problem["type"] == "missing":
-                mistakes.append(f"{key}: has no default and was not given; expected {accepted(keys[key])}")
-                continue
-            setting = next((s for k, s in placed.items() if k == key or k.startswith(f"{key}.")), None)
-            given = f"{key} = {setting.value!r} (from {setting.source})" if setting else key
-            why = problem["msg"].removeprefix("Value error, ") if problem["type"] == "value_error" else None
-            expected = accepted(keys[key]) if key in keys else "?"
-            line = f"{given}: {why}" if why else f"{given}: expected {expected}"
+            key = (prefix + leaf).removesuffix(".")
+            line = f"{_given(key, placed)}: {_why(problem, cls.model_fields.get(leaf))}"
             if line not in mistakes:
                 mistakes.append(line)
         return None
+
+
+def _why(problem: dict, info: FieldInfo | None) -> str:
+    if problem["type"] == "value_error" or info is None:
+        return problem["msg"].removeprefix("Value error, ")
+    missing = "has no default and was not given; " if problem["type"] == "missing" else ""
+    return f"{missing}expected {accepted(info)}"

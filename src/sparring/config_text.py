@@ -3,8 +3,9 @@
 What the values mean, and whether they are right, is decided in config.py.
 """
 
-import json
+import math
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,56 +21,119 @@ class Setting:
 
     key: str
     value: Any
+    # "command line" or the name of a file
     source: str
+    # of a file
+    line: int | None = None
+
+    @property
+    def where(self) -> str:
+        return self.source if self.line is None else f"{self.source} line {self.line}"
 
 
 class ConfigTextError(UserError):
     """A file or an override that cannot be read at all."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text."""
+
+    yaml_implicit_resolvers = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly what `_Loader` would take for something else."""
+
+    yaml_implicit_resolvers = {}
+
+    def ignore_aliases(self, data) -> bool:
+        return True
+
+    def represent_text(self, data: str):
+        # what is not printable would be spread over lines
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    "float": (r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+.0123456789")),
+}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    for _reader_or_writer in (_Loader, _Dumper):
+        _reader_or_writer.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _first)
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
 def read_settings(path: str | Path) -> list[Setting]:
     """The leaves of a YAML or JSON file (JSON may have // comments), each with its line."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigTextError(f"--config {path}: cannot read it ({error.strerror})") from None
+        raise ConfigTextError(f"config file '{path}': cannot read it ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ConfigTextError(f"--config {path}: is not text; give a YAML or JSON file") from None
-    if path.suffix == ".json":
-        text = _without_json_comments(text)
+        raise ConfigTextError(f"config file '{path}': is not text; give a YAML or JSON file") from None
+    if path.suffix.lower() == ".json":
+        text = _json_as_yaml(text)
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigTextError(f"--config {path}: expected keys with values at the top level, e.g. 'seed: 1'")
+            raise ConfigTextError(
+                f"config file '{path}' line 1: expected keys with values at the top level, e.g. 'seed: 1'"
+            )
         return list(_leaves(loader, root, "", path.name))
     except yaml.YAMLError as error:
-        where = f" line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        raise ConfigTextError(f"--config {path}{where}: not valid YAML or JSON ({_problem(error)})") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigTextError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
+    except RecursionError:
+        raise ConfigTextError(f"config file '{path}': is nested too deeply, or refers to itself") from None
 
 
 def parse_overrides(arguments: list[str]) -> list[Setting]:
     """`ppo.clip_ratio=0.1`, `--ppo.clip_ratio 0.1`, `--ppo.clip_ratio=0.1` and the bare flag `--x` (true) alike."""
-    settings, rest = [], list(arguments)
+    settings, mistakes = [], []
+    for word in join_values(arguments):
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not re.fullmatch(_KEY, key) or not (equals or word.startswith("--")):
+            mistakes.append(f"'{word}' is not an override; write key=value or --key value")
+            continue
+        try:
+            value = yaml.load(text, _Loader) if equals else True
+            settings.append(Setting(key, value, "command line"))
+        except (yaml.YAMLError, ValueError) as error:
+            mistakes.append(f"{key} = {text} (from command line): the value is not valid YAML ({_problem(error)})")
+    if mistakes:
+        raise ConfigTextError("\n".join(mistakes))
+    return settings
+
+
+def join_values(arguments: list[str], flags: Collection[str] = ()) -> list[str]:
+    """`--ppo.gamma`, `0.9` -> `--ppo.gamma=0.9`, except for the given flags (and their values)."""
+    joined, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not equals:
-            if not word.startswith("--"):
-                raise ConfigTextError(f"'{word}' is not an override; write key=value or --key value")
-            value = rest.pop(0) if rest and not _looks_like_a_key(rest[0]) else "true"
-        if not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise ConfigTextError(f"'{word}' is not an override; write key=value or --key value")
-        settings.append(Setting(key, _scalar(value, word), "command line"))
-    return settings
+        takes_value = word.startswith("--") and "=" not in word and word not in flags
+        if takes_value and rest and not _looks_like_a_key(rest[0]):
+            word += f"={rest.pop(0)}"
+        joined.append(word)
+    return joined
 
 
 def to_yaml(values: dict, comments: dict[str, str] | None = None) -> str:
     """Nested values as YAML; `comments` maps a dotted key to the words that follow it."""
     return "\n".join(_yaml_lines(values, comments or {}, "")) + "\n"
+
+
+def value_text(value: Any) -> str:
+    """One value as YAML, on one line."""
+    # a list of one, without its brackets: a lone value would come with a document end marker
+    return yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf).rstrip("\n")[1:-1]
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -79,53 +143,49 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
-def _leaves(loader, node, prefix, filename):
+_KEY = r"[A-Za-z_][\w.]*"
+
+
+def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str) -> Iterator[Setting]:
     for key_node, value_node in node.value:
-        key = f"{prefix}{loader.construct_object(key_node)}"
+        key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(loader, value_node, f"{key}.", filename)
         else:
-            line = key_node.start_mark.line + 1
-            yield Setting(key, loader.construct_object(value_node, deep=True), f"{filename} line {line}")
+            yield Setting(key, _construct(loader, value_node), filename, key_node.start_mark.line + 1)
 
 
-def _without_json_comments(text: str) -> str:
+def _construct(loader: _Loader, node: yaml.Node) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except ValueError as error:  # e.g. `!!int abc`
+        raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
+
+
+def _json_as_yaml(text: str) -> str:
+    """Without // comments, and without the tabs that YAML does not take; strings stay as they are."""
     # a string literal is matched first, so that "http://..." survives
-    return re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*', lambda match: match.group(1) or "", text)
+    return re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|\t', lambda match: match.group(1) or " ", text)
 
 
 def _looks_like_a_key(word: str) -> bool:
-    return word.startswith("--") or re.match(r"[A-Za-z_][\w.]*=", word) is not None
+    return word.startswith("--") or re.match(f"{_KEY}=", word) is not None
 
 
-def _scalar(text: str, word: str):
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigTextError(f"'{word}': the value is not valid YAML ({_problem(error)})") from None
-
-
-def _problem(error: yaml.YAMLError) -> str:
+def _problem(error: Exception) -> str:
     return getattr(error, "problem", None) or str(error).splitlines()[0]
 
 
-def _yaml_lines(values, comments, prefix, indent=""):
+def _yaml_lines(values: dict, comments: dict[str, str], prefix: str, indent: str = "") -> Iterator[str]:
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         comment = f"  # {comments[dotted]}" if dotted in comments else ""
         if isinstance(value, dict) and value:
-            yield f"{indent}{key}:{comment}"
+            yield f"{indent}{value_text(key)}:{comment}"
             yield from _yaml_lines(value, comments, f"{dotted}.", indent + "  ")
         else:
-            # JSON is YAML: one line, and `null`, `true`, "text" come out right
-            text = value if _plain(value) else json.dumps(value)
-            yield f"{indent}{key}: {text}{comment}"
-
-
-def _plain(value) -> bool:
-    """A string that YAML reads back as itself needs no quotes."""
-    return isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./-]*", value) and yaml.safe_load(value) == value
+            yield f"{indent}{value_text(key)}: {value_text(value)}{comment}"

@@ -3,7 +3,10 @@
 import difflib
 import importlib
 import inspect
+import traceback
 import typing
+from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from sparring.errors import UserError
@@ -20,38 +23,69 @@ def path_of(name: str, known: dict[str, str], kind: str) -> str:
         return known[name]
     if ":" in name:
         return name
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"nearest: {close[0]}; " if close else ""
-    raise UserError(f"no {kind} is called '{name}'; {hint}known: {', '.join(known)}, or your.module:Class")
+    raise UserError(
+        f"no {kind} is called '{name}'; {_hint(name, known)}known: {', '.join(known)}, or your.module:Class"
+    )
 
 
 def import_path(path: str, kind: str) -> Any:
     """'package.module:Thing' -> Thing."""
     module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        hint = (
-            "is it on PYTHONPATH?"
-            if module_name.startswith(missing)
-            else f"'{module_name}' itself needs '{missing}', which is not installed"
-        )
-        raise UserError(f"{kind} '{path}': no module '{missing}'; {hint}") from None
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UserError(f"{kind} '{path}': is no import path; expected your.module:Class")
+    module = import_module(module_name, f"{kind} '{path}'")
     if not hasattr(module, attribute):
-        close = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; nearest: {close[0]}" if close else ""
-        raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
+        nearest = _nearest(attribute, dir(module))
+        raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{nearest}")
     return getattr(module, attribute)
+
+
+def import_module(name: str, asked_by: str) -> ModuleType:
+    """A module of somebody else's; whatever goes wrong in it becomes a sentence."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{asked_by}: no module '{error.name}'; {_why_missing(name, error.name)}") from None
+    except Exception as error:
+        raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error
 
 
 def config_class(cls: type, kind: str) -> type:
     """The config a class reads: the annotation of its first parameter."""
+    if not isinstance(cls, type):
+        raise UserError(f"{kind} {cls!r} is not a class; expected your.module:Class")
+    where = f"{kind} '{cls.__module__}:{cls.__name__}'"
     parameters = list(inspect.signature(cls.__init__).parameters)[1:]
-    hints = typing.get_type_hints(cls.__init__)
+    try:
+        hints = typing.get_type_hints(cls.__init__)
+    except NameError as error:
+        raise UserError(
+            f"{where}: an annotation of __init__ cannot be resolved ({error}); import it at run time"
+        ) from None
     if not parameters or parameters[0] not in hints:
         raise UserError(
-            f"{kind} '{cls.__module__}:{cls.__name__}': its first parameter must be annotated with its config class, "
+            f"{where}: its first parameter must be annotated with its config class, "
             "e.g. def __init__(self, config: MyConfig, ...)"
         )
     return hints[parameters[0]]
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong in somebody else's code, and where, in one line."""
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    # frames of importlib itself say nothing
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    where = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; nearest: {close[0]}" if close else ""
+
+
+def _why_missing(module: str, missing: str) -> str:
+    if f"{module}.".startswith(f"{missing}."):
+        return "is it in this folder or on PYTHONPATH?"
+    return f"'{module}' itself needs '{missing}', which is not installed"

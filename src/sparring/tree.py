@@ -4,24 +4,27 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, SerializeAsAny
+from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
 from sparring import algorithms, envs, phases, policies
 from sparring.algorithms.configs import PPOConfig
 from sparring.collect.configs import RolloutConfig
 from sparring.config import Section, Tree
-from sparring.config_text import Setting, read_settings, to_yaml
+from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
+from sparring.envs.configs import GymConfig
+from sparring.errors import UserError
 from sparring.phases.configs import EvaluationConfig, TrainingConfig
 from sparring.record.configs import LoggingConfig
-from sparring.resolve import config_class, import_path, path_of
+from sparring.resolve import config_class, import_module, import_path, path_of
 
 
 def _known_phase(name: str) -> str:
-    if name not in phases.PHASES:
-        state = "is not built yet" if name in phases.PLANNED else "is unknown"
+    phase = phases.ALIASES.get(name, name)
+    if phase not in phases.PHASES:
+        state = "is not built yet" if phase in phases.PLANNED else "is unknown"
         raise ValueError(f"this phase {state}; one of: {', '.join(phases.PHASES)}")
-    return name
+    return phase
 
 
 def _known_algorithm(name: str) -> str:
@@ -122,72 +125,104 @@ def load_config(
 ) -> Config:
     """A file or a (nested) dict plus overrides, checked as a whole; what is not given keeps its default."""
     if isinstance(source, dict):
-        settings = [Setting(key, value, "Python") for key, value in _leaves(source)]
+        settings = [Setting(key, value, "Python") for key, value in flatten(source).items()]
     else:
         settings = read_settings(source) if source else []
     settings += overrides or []
     if phase:
         settings.append(Setting("phase", phase, "command line"))
-    return TREE.build([_canonical(s) for s in settings])
+    return TREE.build(settings)
 
 
-def env_config_class(given: dict[str, Any]) -> type[Section]:
-    name = given.get("env.name", "tabletop")
+def _env_config(name: Any) -> type[Section]:
     if isinstance(name, str) and name.startswith("gym:"):
-        return import_path("sparring.envs.configs:GymConfig", "env config")
-    return _config_of(name, envs.ENVS, envs.CONFIGS, "env")
+        _check_gym_id(name.removeprefix("gym:"))
+        return GymConfig
+    return _config_of(name, "tabletop", envs.ENVS, envs.CONFIGS, "env")
 
 
-def policy_config_class(given: dict[str, Any]) -> type[Section]:
-    return _config_of(given.get("policy.name", "actor_critic"), policies.POLICIES, policies.CONFIGS, "policy")
+def _policy_config(name: Any) -> type[Section]:
+    return _config_of(name, "actor_critic", policies.POLICIES, policies.CONFIGS, "policy")
 
 
-def algorithm_config_class(given: dict[str, Any]) -> type[Section]:
-    name = given.get("algorithm", "ppo")
-    return config_class(import_path(name, "algorithm"), "algorithm") if ":" in str(name) else NoConfig
+def _algorithm_config(name: Any) -> type[Section]:
+    return _section_of(import_path(name, "algorithm"), "algorithm") if ":" in str(name) else NoConfig
 
 
-def _config_of(name, known, configs, kind) -> type[Section]:
+def _config_of(name: Any, default: str, known: dict, configs: dict, kind: str) -> type[Section]:
     """Built-in configs come without their class, so that validation never imports torch."""
+    name = default if name is None else name
+    if not isinstance(name, str):
+        raise UserError(f"expected one of: {', '.join(known)}, or your.module:Class")
     if name in configs:
         return import_path(configs[name], f"{kind} config")
-    if not isinstance(name, str):
-        raise ValueError(f"expected text, got {name!r}")
-    cls = import_path(path_of(name, known, kind), kind)
-    if hasattr(cls, "observation_space") or any(base.__module__.startswith("gymnasium") for base in cls.__mro__):
-        return import_path("sparring.envs.configs:GymConfig", "env config")
-    return config_class(cls, kind)
+    thing = import_path(path_of(name, known, kind), kind)
+    if kind == "env" and _makes_gymnasium_envs(thing):
+        return GymConfig
+    return _named(_section_of(thing, kind))
 
 
-def _leaves(values: dict, prefix: str = ""):
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + str(key), value
+def _check_gym_id(name: str) -> None:
+    """'CartPole-v1', the unversioned 'CartPole', or 'your.module:Drawer-v0', which is registered on import."""
+    import gymnasium
+
+    module, _, env_id = name.rpartition(":")
+    if module:
+        import_module(module, f"env 'gym:{name}'")
+    if any(env_id == spec.name for spec in gymnasium.registry.values()):
+        return
+    try:
+        gymnasium.spec(env_id)
+    except gymnasium.error.Error as error:
+        raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())})") from None
 
 
-def _canonical(setting: Setting) -> Setting:
-    """Aliases are resolved before sections are picked, since `name` decides the class."""
-    key = ALIASES.get(setting.key, setting.key)
-    value = phases.ALIASES.get(setting.value, setting.value) if key == "phase" else setting.value
-    return Setting(key, value, setting.source)
+def _makes_gymnasium_envs(thing: Any) -> bool:
+    """A function, or a class that is one or looks like one; told without importing gymnasium."""
+    if not isinstance(thing, type):
+        return callable(thing)
+    return hasattr(thing, "observation_space") or any(base.__module__.startswith("gymnasium") for base in thing.__mro__)
 
 
-def _check(config: Config) -> list[str]:
-    """Mistakes that span sections."""
-    mistakes = []
-    if config.buffer.size and config.buffer.size < config.rollout.n_envs:
-        mistakes.append(
-            f"buffer.size = {config.buffer.size}: holds less than one decision of each of the {config.rollout.n_envs} "
-            f"robots; set buffer.size >= {config.rollout.n_envs} or lower rollout.n_envs"
+def _section_of(cls: Any, kind: str) -> type[Section]:
+    section = config_class(cls, kind)
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        raise UserError(
+            f"{kind} '{cls.__module__}:{cls.__name__}': its config {section} must be a sparring.config.Section, "
+            "e.g. class MyConfig(Section)"
         )
-    return mistakes
+    return section
+
+
+def _named(section: type[Section]) -> type[Section]:
+    """`name` chose the class, so its config must be able to hold it; a config of one's own need not declare it."""
+    if "name" in section.model_fields:
+        return section
+    name = Field(description="your.module:Class")
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, name=(str, name))
+
+
+def _check(config: Config) -> list[tuple[str, str]]:
+    """Mistakes that span sections."""
+    robots, size = config.rollout.n_envs, config.buffer.size
+    if size and size < robots:
+        return [
+            (
+                "buffer.size",
+                f"holds less than one decision of each of the {robots} robots; "
+                f"expected >= {robots}, or a smaller rollout.n_envs",
+            )
+        ]
+    return []
 
 
 TREE = Tree(
     root=Config,
-    pickers={"env": env_config_class, "policy": policy_config_class, "algorithm_config": algorithm_config_class},
+    pickers={
+        "env": ("env.name", _env_config),
+        "policy": ("policy.name", _policy_config),
+        "algorithm_config": ("algorithm", _algorithm_config),
+    },
     aliases=ALIASES,
     check=_check,
 )

@@ -2,12 +2,25 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from sparring.config import Section
 
+
+def _known_tasks(names: tuple[str, ...]) -> tuple[str, ...]:
+    from sparring.envs.tabletop.tasks import TASKS, find
+
+    if not names:
+        raise ValueError(f"expected at least one of: {', '.join(TASKS)}")
+    for name in names:
+        find(name)
+    return names
+
+
 # "reach_d0" and ["reach_d0"] are the same
-TaskList = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+TaskList = Annotated[
+    tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v), AfterValidator(_known_tasks)
+]
 
 
 class TabletopConfig(Section):

@@ -1,0 +1,115 @@
+"""Two gloo ranks on this CPU are one learner."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparring.distributed import DeviceError, Distributed, pick_device
+
+
+def one_update_on_this_rank(folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    from sparring.run import Run
+    from sparring.tree import load_config
+
+    run = Run(
+        load_config(
+            {
+                "device": "cpu",
+                "output": folder,
+                "rollout": {"n_envs": 2, "steps": 16, "max_episode_steps": 10},
+                "ppo": {"mini_batch_size": 8, "ppo_epochs": 2, "target_kl": 0.01},
+                "training": {"iterations": 2},
+                "logging": {"console_level": "ERROR"},
+            }
+        )
+    )
+    seen = []
+    forward = run.phase.algorithm.model.forward
+    run.phase.algorithm.model.forward = lambda td: seen.append(len(td)) or forward(td)
+    states = run.phase.collector
+    run.run()
+    rank = run.distributed.rank
+    torch.save(
+        {
+            "weights": run.phase.model.state_dict(),
+            "wrapped": type(run.phase.algorithm.model).__name__,
+            "forwards": seen,
+            "first_action": states.root["observation", "state"],
+            "progress": (run.phase.progress.updates, run.phase.progress.env_steps),
+        },
+        f"{folder}/rank{rank}.pt",
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_distributed import one_update_on_this_rank;"
+        "debug_launcher(one_update_on_this_rank, (sys.argv[1],), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, check=True)
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_weights_and_statistics_are_bit_identical(two_ranks):
+    _, (first, second) = two_ranks
+    assert first["weights"].keys() == second["weights"].keys()
+    for name in first["weights"]:
+        assert torch.equal(first["weights"][name], second["weights"][name]), name
+    # statistics of both ranks' robots: 2 updates x 2 ranks x 2 robots x 16 decisions
+    assert first["weights"]["encoder.normalizer.count"] == 128
+
+
+def test_the_forward_goes_through_the_wrapped_module(two_ranks):
+    _, ranks = two_ranks
+    for rank in ranks:
+        assert rank["wrapped"] == "DistributedDataParallel"
+        assert rank["forwards"] and max(rank["forwards"]) == 8
+
+
+def test_ranks_see_different_robots_and_count_together(two_ranks):
+    _, (first, second) = two_ranks
+    assert not torch.equal(first["first_action"], second["first_action"])
+    assert first["progress"] == second["progress"] == (2, 128)
+
+
+def test_the_main_rank_alone_logs_and_saves(two_ranks):
+    folder, _ = two_ranks
+    lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [1, 2]
+    state = torch.load(folder / "checkpoint-2" / "training_state.pt", weights_only=True)
+    assert len(state["processes"]) == 2
+
+
+def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
+    command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]
+    command += ["--envs", "2", "rollout.steps=8", "training.iterations=1", "evaluation.episodes=2", "env.threads=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--gpus", "2"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("run folder:") == 1
+    assert (tmp_path / "run" / "evaluation.json").exists()
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert alone.returncode == 2 and "use --gpus 2" in alone.stderr and "Traceback" not in alone.stderr
+
+
+def test_alone_everything_is_free():
+    alone = Distributed("cpu")
+    module = torch.nn.Linear(1, 1)
+    assert alone.wrap(module) is module and alone.is_main
+    assert alone.mean({"a": 2.0}) == {"a": 2.0} and alone.max(3.0) == 3.0 and alone.gather_objects([1]) == [1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_there_is_told():
+    assert pick_device("auto") == "cpu"
+    with pytest.raises(DeviceError, match="device=cuda:1: this process sees 0 CUDA devices.*set device=cpu"):
+        pick_device("cuda:1")

@@ -1,0 +1,78 @@
+"""Evaluation counts exactly, on seeds of its own, and knows how sure it is."""
+
+import json
+
+import pytest
+from doubles import CountingBackend, LinearPolicy
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.env import Env
+from sparring.envs.make import make_env
+from sparring.evaluate import evaluate, play, wilson
+from sparring.policies.actor_critic import ActorCritic
+from sparring.tree import load_config
+
+
+@pytest.mark.parametrize("successes, episodes, low, high", [
+    (95, 100, 0.8882, 0.9785),  # the figure of formulas.md
+    (0, 10, 0.0, 0.2775),
+    (10, 10, 0.7225, 1.0),
+    (139, 139, 0.9731, 1.0),
+])
+def test_wilson_intervals(successes, episodes, low, high):
+    rate = wilson(successes, episodes)
+    assert (round(rate.low, 4), round(rate.high, 4)) == (low, high)
+
+
+def test_wilson_refuses_what_is_no_rate():
+    for successes, episodes in ((1, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="not a rate"):
+            wilson(successes, episodes)
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 5, 7])
+def test_exactly_as_many_episodes_as_asked_and_no_favour_to_the_quick(episodes):
+    """Env 0's episodes are 10 times shorter; it may not crowd out env 1's."""
+    played, _ = play(LinearPolicy(), Env(CountingBackend((2, 20))), episodes, seed=0)
+    assert len(played) == episodes
+    assert sum(e.env == 0 for e in played) == (episodes + 1) // 2
+
+
+def test_the_same_episodes_are_played_whatever_the_number_of_robots():
+    seeds = {}
+    for robots in (1, 3, 4):
+        rule = EpisodeSeeds(seed=5, split="eval", total_envs=robots)
+        seeds[robots] = {rule(i, k) for i in range(robots) for k in range(12 // robots)}
+    assert seeds[1] == seeds[3] == seeds[4] and len(seeds[1]) == 12
+
+
+def test_training_and_evaluation_seeds_are_disjoint():
+    train, held_out = EpisodeSeeds(0, "train"), EpisodeSeeds(0, "eval")
+    a = {train(0, k) for k in range(5000)}
+    b = {held_out(0, k) for k in range(5000)}
+    assert len(a) == len(b) == 5000 and not a & b
+    assert max(a) < 2**31 <= min(b)
+
+
+def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
+    config = load_config({"env": {"task": ["reach_d0"]}})
+    env = make_env(config.env, 4, max_episode_steps=10)
+    policy = ActorCritic(config.policy, env.spec, 1)
+    evaluation = evaluate(policy, env, episodes=6, seed=1, films=1)
+    written = json.loads(evaluation.write(tmp_path / "evaluation.json").read_text())
+    assert set(written["scores"]) == {"policy", "random"}
+    score = written["scores"]["policy"]["reach_d0"]
+    assert score["success"]["episodes"] == 6 and score["steps"] == 10
+    assert "95 % interval" in evaluation.table() and "random" in evaluation.table()
+    # one film: the first picture and one per step
+    assert len(evaluation.films) == 1 and len(evaluation.films[0].frames) == 11
+    assert evaluation.films[0].frames[0].shape[2] == 3
+    again = evaluate(policy, env, episodes=6, seed=1)
+    assert again.scores == evaluation.scores
+    assert evaluate(policy, env, episodes=6, seed=2).scores != evaluation.scores
+
+
+def test_evaluation_leaves_the_policy_in_its_mode():
+    policy = LinearPolicy().train()
+    play(policy, Env(CountingBackend()), 2, seed=0)
+    assert policy.training

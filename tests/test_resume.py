@@ -1,0 +1,136 @@
+"""A run that was stopped goes on as if it had not been: update 4 is bit-equal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from sparring.checkpoint import checkpoints, find_checkpoint
+from sparring.run import Run
+from sparring.tree import load_config
+
+SMALL = {
+    "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10},
+    "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
+    "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 5},
+    "logging": {"console_level": "ERROR"},
+}
+ENVS = {
+    "tabletop": {},
+    "pendulum": {"name": "gym:Pendulum-v1"},
+    "cartpole in workers": {"name": "gym:CartPole-v1", "vectorize": "process", "workers": 2},
+}
+
+
+def config_in(folder, env=None, **more):
+    return load_config(SMALL | {"env": env or {}, "output": str(folder)} | more)
+
+
+def run_to_the_end(config) -> Run:
+    run = Run(config)
+    assert run.run()
+    run.phase.env.close()
+    return run
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.phase.model.state_dict().items()}
+
+
+def lines(folder) -> list[dict]:
+    """Without what the clock says, and the parity, which a fresh process measures on its whole first rollout."""
+    timed = ("timestamp", "collect_seconds", "update_seconds", "steps_per_second", "parity", "parity_ratio")
+    rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+@pytest.mark.parametrize("env", ENVS.values(), ids=ENVS.keys())
+def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, env):
+    straight = run_to_the_end(config_in(tmp_path / "straight", env))
+    stopped = Run(config_in(tmp_path / "stopped", env))
+    for _ in range(3):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    stopped.phase.env.close()
+    resumed = run_to_the_end(config_in(tmp_path / "stopped", env))
+    assert resumed.phase.progress == straight.phase.progress
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
+
+
+def test_kill_9_at_update_3_then_the_same_command(tmp_path):
+    """A real process, really killed; the metrics file has no line twice."""
+    straight = run_to_the_end(config_in(tmp_path / "straight"))
+    child = textwrap.dedent("""
+        import json, os, signal, sys
+        import torch
+        torch.set_num_threads(1)
+        from sparring.run import Run
+        from sparring.tree import load_config
+        run = Run(load_config(json.loads(sys.argv[1])))
+        step = run.phase.step
+        def step_until_3(fraction):
+            if run.phase.progress.updates == 3:
+                run.recorder.write({"written": "after the checkpoint"})
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(fraction)
+        run.phase.step = step_until_3
+        run.run()
+    """)
+    settings = json.dumps(SMALL | {"output": str(tmp_path / "killed")})
+    killed = subprocess.run([sys.executable, "-c", child, settings], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL
+    assert find_checkpoint(tmp_path / "killed").name == "checkpoint-3"
+    resumed = run_to_the_end(config_in(tmp_path / "killed"))
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+    assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
+
+
+def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, monkeypatch, caplog):
+    from sparring.envs.serial import SerialBackend
+
+    monkeypatch.setattr(SerialBackend, "state", lambda self: None)
+    env = {"name": "gym:Pendulum-v1"}
+    first = Run(config_in(tmp_path, env))
+    first.phase.step(0.0)
+    first.save()
+    monkeypatch.setattr("sparring.run.log.warning", lambda *words: told.append(words[-1]))
+    told = []
+    again = Run(config_in(tmp_path, env))
+    assert told == ["the env cannot be put back to where it was; its robots start new episodes"]
+    assert again.phase.progress.updates == 1
+    again.phase.step(0.2)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = run_to_the_end(config_in(tmp_path))
+    again = run_to_the_end(config_in(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(weights(first).values(), weights(again).values(), strict=True))
+    assert len(lines(tmp_path)) == 5
+
+
+def test_pretrained_starts_from_weights_alone(tmp_path):
+    first = run_to_the_end(config_in(tmp_path / "first"))
+    second = Run(config_in(tmp_path / "second", pretrained=str(tmp_path / "first" / "checkpoint-5")))
+    assert second.phase.progress.updates == 0
+    assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
+
+
+def test_old_checkpoints_go_and_the_last_state_is_saved(tmp_path):
+    training = SMALL["training"] | {"save_every": 2, "keep_checkpoints": 2}
+    run_to_the_end(config_in(tmp_path, training=training))
+    assert [c.name for c in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_limits_end_a_run(tmp_path):
+    by_steps = SMALL["training"] | {"iterations": None, "total_timesteps": 100}
+    assert run_to_the_end(config_in(tmp_path / "a", training=by_steps)).phase.progress.env_steps == 108
+    by_episodes = SMALL["training"] | {"iterations": None, "num_episodes": 6}
+    assert run_to_the_end(config_in(tmp_path / "b", training=by_episodes)).phase.progress.episodes == 6
