@@ -1,5 +1,6 @@
 """`sparring check`: is the installation, an env or a policy fit for training? Says what is wrong and how to mend it."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -12,26 +13,33 @@ import numpy as np
 
 from sparring.config_text import Setting, parse_overrides
 from sparring.errors import UserError
+from sparring.resolve import describe_error, import_path
 from sparring.tree import Config, load_config
 
+ROBOTS = 4
+# of an env that has no time limit
+PATIENCE = 1000
 # (what was looked at, whether it is right, what was seen)
 Finding = tuple[str, bool, str]
 
 
 def check(name: str | None, overrides: list[str]) -> int:
     """Print the findings about the installation, or about an env or policy by name; 1 if anything is wrong."""
-    settings = parse_overrides(overrides)
-    if name is None:
-        findings = [*installation(), *_env_findings(load_config(None, settings))]
-    elif _is_policy(name):
-        findings = policy_findings(load_config(None, [*settings, Setting("policy.name", name, "command line")]))
-    else:
-        findings = _env_findings(load_config(None, [*settings, *_env_settings(name)]))
     good = True
-    for what, fine, seen in findings:
+    for what, fine, seen in _findings(name, parse_overrides(overrides)):
         good &= fine
-        print(f"{'ok  ' if fine else 'FAIL'}  {what}: {seen}")
+        print(f"{'ok  ' if fine else 'FAIL'}  {what}: {seen}", flush=True)
     return 0 if good else 1
+
+
+def _findings(name: str | None, settings: list[Setting]) -> Iterator[Finding]:
+    if name is None:
+        yield from installation()
+        yield from env_findings(load_config(None, settings))
+    elif _is_policy(name):
+        yield from policy_findings(load_config(None, [*settings, Setting("policy.name", name, "command line")]))
+    else:
+        yield from env_findings(load_config(None, [*settings, _env_setting(name)]))
 
 
 def installation() -> Iterator[Finding]:
@@ -60,6 +68,42 @@ def torchvision_finding() -> Finding:
     return "torchvision", False, f"installed but broken ({reason}); pip uninstall torchvision"
 
 
+def env_findings(config: Config) -> Iterator[Finding]:
+    """What it shows and takes, and then whether it does so: the contract, the end of episodes, determinism, speed."""
+    from sparring.envs.make import make_env
+
+    envs = []
+    try:
+        for _ in range(2):
+            envs.append(make_env(config.env, ROBOTS, config.rollout.max_episode_steps))
+        yield from _shown_and_taken(config.env.name, envs[0].spec)
+        yield from _played(*envs, config.rollout.action_steps)
+    except Exception as error:  # an env is somebody else's code: whatever it raises is a finding
+        yield "contract", False, _in_words(error)
+    finally:
+        for env in envs:
+            env.close()
+
+
+def policy_findings(config: Config) -> Iterator[Finding]:
+    """Acts, scores what it did alike, and survives one update."""
+    from sparring.run import Run
+
+    run = None
+    try:
+        run = Run(config, folder=False, quiet=True)
+        parameters = sum(p.numel() for p in run.phase.model.parameters())
+        yield "policy", True, f"{config.policy.name}: {parameters:,} parameters"
+        metrics = run.phase.step(0.0)
+        yield "act and evaluate", True, f"parity {metrics['parity']:.3g} (limit {config.ppo.parity_tolerance:g})"
+        yield "update", bool(np.isfinite(metrics["loss"])), f"loss {metrics['loss']:.4g}"
+    except Exception as error:  # a policy is somebody else's code too
+        yield "act and evaluate", False, _in_words(error)
+    finally:
+        if run is not None:
+            run.phase.env.close()
+
+
 def _is_policy(name: str) -> bool:
     from sparring.policies import POLICIES
 
@@ -68,94 +112,72 @@ def _is_policy(name: str) -> bool:
     if ":" not in name or name.startswith("gym:"):
         return False
     from sparring.policies.policy import Policy
-    from sparring.resolve import import_path
 
     thing = import_path(name, "name")
     return isinstance(thing, type) and issubclass(thing, Policy)
 
 
-def _env_settings(name: str) -> list[Setting]:
+def _env_setting(name: str) -> Setting:
     """'sparring/reach_d1' is the built-in arm with that task."""
     if name.startswith("sparring/"):
-        return [Setting("env.task", name.removeprefix("sparring/"), "command line")]
-    return [Setting("env.name", name, "command line")]
+        return Setting("env.task", name.removeprefix("sparring/"), "command line")
+    return Setting("env.name", name, "command line")
 
 
-def _env_findings(config: Config) -> Iterator[Finding]:
-    """The contract, the end of episodes, determinism, and speed."""
+def _shown_and_taken(name: str, spec) -> Iterator[Finding]:
+    tasks = ", ".join(task for task in spec.task_names if task)
+    yield "env", True, f"{name}: {tasks or 'no named task'}"
+    for key, (shape, dtype) in spec.observation.items():
+        yield f"observation/{key}", True, f"{list(shape)} {dtype}"
+    kind = f"one of {spec.discrete_actions}" if spec.discrete_actions else "continuous in [-1, 1]"
+    yield "action", True, f"{spec.action_dim} dims, {kind}"
+
+
+def _played(env, again, chunk: int) -> Iterator[Finding]:
+    """Random actions until every robot must have ended an episode, twice from the same seed."""
     from sparring.collect.collector import Collector
-    from sparring.envs.make import make_env
     from sparring.policies.random import RandomPolicy
 
-    def new_env():
-        return make_env(config.env, 4, config.rollout.max_episode_steps)
-
-    env = new_env()
-    chunk = config.rollout.action_steps
-    yield (
-        "env",
-        True,
-        f"{config.env.name}: {', '.join(name for name in env.spec.task_names if name) or 'no named task'}",
-    )
-    for name, (shape, dtype) in env.spec.observation.items():
-        yield f"observation/{name}", True, f"{list(shape)} {dtype}"
-    kind = f"one of {env.spec.discrete_actions}" if env.spec.discrete_actions else "continuous in [-1, 1]"
-    yield "action", True, f"{env.spec.action_dim} dims, {kind}"
-    try:
-        first = Collector(env, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
-        limit = env.spec.max_episode_steps or 1000
-        started = time.perf_counter()
-        trail = [
-            td["observation", "state"].clone() if ("observation", "state") in td.keys(True) else None
-            for td in first.decide(limit + 1)
-        ]
-        seconds = time.perf_counter() - started
-    except UserError as error:
-        yield "contract", False, str(error)
-        return
+    first = Collector(env, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
+    limit = env.spec.max_episode_steps or PATIENCE
+    started = time.perf_counter()
+    trail = [_digest(td) for td in first.decide(limit + 1)]
+    seconds = time.perf_counter() - started
     yield "contract", True, "reset and step return what they should"
     ended = len(first.episodes)
-    yield "episodes end", ended > 0, f"{ended} ended in {limit + 1} decisions of 4 robots (limit: {limit} steps)"
-    again = Collector(new_env(), RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
-    repeated = [
-        td["observation", "state"] if ("observation", "state") in td.keys(True) else None
-        for td in again.decide(limit + 1)
-    ]
-    same = all(a is None or bool((a == b).all()) for a, b in zip(trail, repeated, strict=True))
-    yield (
-        "determinism",
-        same,
-        "the same seed gives the same trajectories"
-        if same
-        else ("the same seed gave another trajectory; draw all randomness from the seed that reset() is given"),
-    )
+    advice = "" if ended else "; have it return terminated or truncated, or set rollout.max_episode_steps"
+    yield "episodes end", ended > 0, f"{ended} ended in {len(trail)} decisions of {ROBOTS} robots{advice}"
+    second = Collector(again, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
+    # stops at the first difference
+    differs = next((n for n, td in enumerate(second.decide(limit + 1)) if _digest(td) != trail[n]), None)
+    yield "determinism", differs is None, _determinism(differs)
+    exact = env.state() is not None
     yield (
         "saved state",
         True,
-        "can be put back; runs resume exactly"
-        if env.state() is not None
-        else ("none; a resumed run starts new episodes"),
+        "can be put back; runs resume exactly" if exact else "none; resumed runs start episodes anew",
     )
-    yield "speed", True, f"{first.env_steps / seconds:,.0f} env steps/s with 4 robots and random actions"
+    yield "speed", True, f"{first.env_steps / seconds:,.0f} env steps/s with {ROBOTS} robots and random actions"
     picture = env.backend.render(0)
-    yield "pictures", True, "none" if picture is None else f"{list(np.asarray(picture).shape)}"
-    env.close()
-    again.env.close()
+    yield "pictures", True, "none" if picture is None else f"{list(np.shape(picture))}"
 
 
-def policy_findings(config: Config) -> Iterator[Finding]:
-    """Acts, scores what it did alike, and survives one update."""
-    from sparring.run import Run
+def _determinism(differs: int | None) -> str:
+    if differs is None:
+        return "the same seed gives the same trajectories"
+    return (
+        f"the same seed gave something else in decision {differs + 1}; "
+        "draw all randomness from the seed that reset() is given (self.np_random)"
+    )
 
-    run = Run(config, folder=False, quiet=True)
-    parameters = sum(p.numel() for p in run.phase.model.parameters())
-    yield "policy", True, f"{config.policy.name}: {parameters:,} parameters"
-    try:
-        metrics = run.phase.step(0.0)
-    except UserError as error:
-        yield "act and evaluate", False, str(error)
-        return
-    yield "act and evaluate", True, f"parity {metrics['parity']:.3g} (limit {config.ppo.parity_tolerance:g})"
-    finite = bool(np.isfinite(metrics["loss"]))
-    yield "update", finite, f"loss {metrics['loss']:.4g}"
-    run.phase.env.close()
+
+def _digest(td) -> bytes:
+    """Of all that an env decides in a step."""
+    digest = hashlib.blake2b()
+    for _, value in sorted(td.select("observation", "next").items(True, True), key=lambda item: str(item[0])):
+        digest.update(value.numpy().tobytes())
+    return digest.digest()
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else describe_error(error)

@@ -28,17 +28,11 @@ exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence)
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["__complete"]:
-        from sparring.completion import candidates
-
-        print("\n".join(candidates(argv[1:])))
-        return 0
-    parser = build_parser()
-    arguments, extra = parser.parse_known_args(argv)
-    if not getattr(arguments, "takes_overrides", False) and extra:
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
-        return arguments.command(arguments, extra) or 0
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # now, while a closed pipe can still be handled
     except UserError as error:
         print(f"sparring: {error}" if "\n" not in str(error) else f"sparring:\n{error}", file=sys.stderr)
         return error.exit_code
@@ -48,6 +42,24 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `sparring config finetune | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run(argv: list[str]) -> int:
+    from sparring.completion import TAKES_OVERRIDES, candidates, flags_of
+    from sparring.config_text import split_overrides
+
+    if argv[:1] == ["__complete"]:
+        print("\n".join(candidates(argv[1:])))
+        return 0
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # your.module:Class is found beside you, as with `python -m`
+    words, overrides = argv, []
+    # argparse would take `ppo.gamma=1` for a PHASE and knows nothing of `--ppo.gamma 1`
+    if argv[:1] and argv[0] in TAKES_OVERRIDES:
+        overrides, argv = split_overrides(argv, flags_of(argv[0]))
+    arguments = build_parser().parse_args(argv)
+    arguments.words = words
+    return arguments.command(arguments, overrides) or 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,22 +78,22 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--output", metavar="DIR", help="run folder (default: outputs/<phase>_rl)")
     train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help="default auto: go on where the folder stopped")
     train.add_argument("--dry-run", action="store_true", help="one rollout and one update, nothing written")
-    train.set_defaults(command=_train, takes_overrides=True)
+    train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **options)
     evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
     evaluate.add_argument("--episodes", type=_positive, metavar="N", help="how many (default: as configured)")
     evaluate.add_argument("--seed", type=int, metavar="S", help="of the held-out episodes (default: the run's)")
     evaluate.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
-    evaluate.add_argument("--videos", type=int, default=0, metavar="N", help="episodes to record beside the table")
+    evaluate.add_argument("--videos", type=_count, default=0, metavar="N", help="episodes to record beside the table")
     evaluate.add_argument("--json", metavar="FILE", help="where to write the numbers (default: PATH/evaluation.json)")
-    evaluate.set_defaults(command=_evaluate, takes_overrides=True)
+    evaluate.set_defaults(command=_evaluate)
 
     check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **options)
     check.add_argument(
         "name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all"
     )
-    check.set_defaults(command=_check, takes_overrides=True)
+    check.set_defaults(command=_check)
 
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **options)
     tasks.set_defaults(command=_tasks)
@@ -89,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="print the resolved config, each key with its meaning", **options)
     config.add_argument("phase", metavar="PHASE", nargs="?", default="finetune")
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
-    config.set_defaults(command=_config, takes_overrides=True)
+    config.set_defaults(command=_config)
 
     completion = commands.add_parser("completion", help="print a shell completion script", **options)
     completion.add_argument("shell", choices=["bash", "zsh", "fish"])
@@ -98,31 +110,38 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got '{text}'")
+    return _count(text, least=1)
+
+
+def _count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got '{text}'")
     return int(text)
 
 
-def _load(arguments, extra):
-    """The config of a command: its file, its flags, its overrides."""
-    from sparring.config_text import Setting, parse_overrides
+def _load(arguments, overrides):
+    """The config of a command: its file, its overrides, its flags."""
+    from sparring.config_text import parse_overrides
     from sparring.tree import load_config
 
-    flags = {"output": "output", "resume": "resume", "envs": "rollout.n_envs"}
-    settings = parse_overrides(extra)
-    for flag, key in flags.items():
-        value = getattr(arguments, flag, None)
-        if value is not None:
-            settings.append(Setting(key, value, f"--{flag}"))
-    return load_config(getattr(arguments, "config", None), settings, arguments.phase)
+    settings = parse_overrides(overrides)
+    settings += _flag_settings(arguments, {"output": "output", "resume": "resume", "envs": "rollout.n_envs"})
+    return load_config(arguments.config, settings, arguments.phase)
 
 
-def _train(arguments, extra) -> int:
-    config = _load(arguments, extra)
+def _flag_settings(arguments, keys: dict[str, str]) -> list:
+    from sparring.config_text import Setting
+
+    given = {flag: getattr(arguments, flag, None) for flag in keys}
+    return [Setting(keys[flag], value, f"--{flag}") for flag, value in given.items() if value is not None]
+
+
+def _train(arguments, overrides) -> int:
+    config = _load(arguments, overrides)
     if arguments.gpus > 1 and "WORLD_SIZE" not in os.environ:
         from sparring.distributed import launch
 
-        return launch(arguments.gpus, sys.argv[1:])
+        return launch(arguments.gpus, arguments.words)
     if arguments.dry_run:
         from sparring.dry_run import dry_run
 
@@ -138,26 +157,24 @@ def _train(arguments, extra) -> int:
     return 0
 
 
-def _evaluate(arguments, extra) -> int:
-    from sparring.config_text import Setting, parse_overrides
+def _evaluate(arguments, overrides) -> int:
+    from sparring.config_text import parse_overrides
     from sparring.evaluate_run import evaluate_checkpoint
 
-    settings = parse_overrides(extra)
-    for key, value in (("evaluation.episodes", arguments.episodes), ("seed", arguments.seed)):
-        if value is not None:
-            settings.append(Setting(key, value, "command line"))
+    settings = parse_overrides(overrides)
+    settings += _flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
     path = Path(arguments.json) if arguments.json else None
     evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path)
     return 0
 
 
-def _check(arguments, extra) -> int:
+def _check(arguments, overrides) -> int:
     from sparring.check import check
 
-    return check(arguments.name, extra)
+    return check(arguments.name, overrides)
 
 
-def _tasks(arguments, extra) -> int:
+def _tasks(arguments, overrides) -> int:
     from sparring.envs.tabletop.tasks import describe
 
     rows = [("task", "goal", "ranges"), *describe()]
@@ -167,12 +184,12 @@ def _tasks(arguments, extra) -> int:
     return 0
 
 
-def _config(arguments, extra) -> int:
-    print(_load(arguments, extra).to_yaml(), end="")
+def _config(arguments, overrides) -> int:
+    print(_load(arguments, overrides).to_yaml(), end="")
     return 0
 
 
-def _completion(arguments, extra) -> int:
+def _completion(arguments, overrides) -> int:
     from sparring.completion import SCRIPTS
 
     print(SCRIPTS[arguments.shell], end="")

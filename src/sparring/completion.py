@@ -1,7 +1,12 @@
 """Shell completion: commands, phases, flags and every config key with its accepted values."""
 
-import typing
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
+
+from sparring import algorithms, envs, phases, policies
+from sparring.config_text import ConfigTextError, parse_overrides, split_overrides
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 SCRIPTS = {
     "bash": """\
@@ -27,55 +32,104 @@ compdef _sparring sparring
 complete -c sparring -f -a '(sparring __complete (commandline -opc)[2..] (commandline -ct))'
 """,
 }
-COMMANDS = {
-    "train": ["--config", "--gpus", "--envs", "--output", "--resume", "--dry-run"],
-    "eval": ["--episodes", "--seed", "--stochastic", "--videos", "--json"],
-    "check": [],
-    "tasks": [],
-    "config": ["--config"],
-    "completion": [],
+SWITCH, FILE, NUMBER = "switch", "file", "number"
+# command -> flag -> what follows it: nothing, something of the shell's or the person's own, or one of these words
+COMMANDS: dict[str, dict[str, str | list[str]]] = {
+    "train": {
+        "--config": FILE,
+        "--gpus": NUMBER,
+        "--envs": NUMBER,
+        "--output": FILE,
+        "--resume": ["auto", "never"],
+        "--dry-run": SWITCH,
+    },
+    "eval": {"--episodes": NUMBER, "--seed": NUMBER, "--stochastic": SWITCH, "--videos": NUMBER, "--json": FILE},
+    "check": {},
+    "tasks": {},
+    "config": {"--config": FILE},
+    "completion": {},
 }
 
 
+def flags_of(command: str) -> dict[str, bool]:
+    """The flags of a command and whether a value follows each."""
+    own = {flag: follows != SWITCH for flag, follows in COMMANDS.get(command, {}).items()}
+    return own | {"--help": False, "--version": False}
+
+
 def candidates(words: list[str]) -> list[str]:
-    """What the last word could become; the words before it give the context."""
+    """What the last word could become; the words before it give the context. Nothing: the shell offers files."""
     *before, word = words or [""]
-    if not before:
-        return _starting(word, [*COMMANDS, "--help", "--version"])
-    command = before[0]
-    if command == "completion":
-        return _starting(word, SCRIPTS)
-    if command in ("train", "config") and len(before) == 1:
-        from sparring import phases
-
-        return _starting(word, [*phases.PHASES])
-    if command not in ("train", "config", "eval"):
-        return []
-    return _config_candidates(word, COMMANDS[command])
-
-
-def _config_candidates(word: str, flags: list[str]) -> list[str]:
-    from sparring.tree import ALIASES, TREE
-
-    keys = TREE.keys(TREE.default_classes())
-    key, equals, _ = word.partition("=")
-    if equals:
-        values = _values(keys[ALIASES.get(key, key)]) if ALIASES.get(key, key) in keys else []
-        return _starting(word, [f"{key}={value}" for value in values])
-    dashes = "--" if word.startswith("--") else ""
-    names = [f"{dashes}{key}{'' if dashes else '='}" for key in keys]
-    return _starting(word, [*flags, *names])
-
-
-def _values(info) -> list[str]:
-    if info.annotation is bool:
-        return ["true", "false"]
-    return [str(value) for value in typing.get_args(info.annotation)] if _is_literal(info.annotation) else []
-
-
-def _is_literal(annotation) -> bool:
-    return typing.get_origin(annotation) is Literal
-
-
-def _starting(word: str, options) -> list[str]:
+    options = _options(before, word) if before else [*COMMANDS, "--help", "--version"]
     return [option for option in options if option.startswith(word)]
+
+
+def _options(before: list[str], word: str) -> list[str]:
+    command, *given = before
+    flags = COMMANDS.get(command, {})
+    last = given[-1] if given else ""
+    if flags.get(last, SWITCH) != SWITCH:
+        return flags[last] if isinstance(flags[last], list) else []
+    if not given and not word.startswith("-"):
+        return _first_arguments(command)
+    if command not in TAKES_OVERRIDES:
+        return [*flags, "--help"]
+    keys = _keys(given)
+    if last.startswith("--") and last not in flags and "=" not in last and not word.startswith("--"):
+        return _values(last, keys)
+    name, equals, _ = word.partition("=")
+    if equals:
+        return [f"{name}={value}" for value in _values(name, keys)]
+    return [*flags, "--help", *(f"--{key}" if word.startswith("-") else f"{key}=" for key in keys)]
+
+
+TAKES_OVERRIDES = ("train", "eval", "check", "config")
+
+
+def _first_arguments(command: str) -> list[str]:
+    if command == "completion":
+        return list(SCRIPTS)
+    if command in ("train", "config"):
+        return list(phases.PHASES)
+    if command == "check":
+        return _names("env.name") + _names("policy.name") + [f"sparring/{task}" for task in _names("env.task")]
+    return []
+
+
+def _keys(given: list[str]) -> "dict[str, FieldInfo]":
+    """Every key there is; `env.name=gym:CartPole-v1` before the word decides which."""
+    from sparring.tree import TREE
+
+    try:
+        settings = parse_overrides(split_overrides(given, {})[0])
+    except ConfigTextError:  # a line is half typed
+        settings = []
+    return TREE.keys(TREE.classes(settings))
+
+
+def _values(name: str, keys: "dict[str, FieldInfo]") -> list[str]:
+    """What may follow `key=` or `--key`."""
+    from sparring.tree import ALIASES
+
+    key = ALIASES.get(name.removeprefix("--"), name.removeprefix("--"))
+    annotation = keys[key].annotation if key in keys else None
+    if annotation is bool:
+        return ["true", "false"]
+    return [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else _names(key)
+
+
+def _names(key: str) -> list[str]:
+    """What a text field is known to take."""
+    if key == "env.task":
+        from sparring.envs.tabletop.tasks import TASKS
+
+        return list(TASKS)
+    known = {
+        "phase": phases.PHASES,
+        "algorithm": algorithms.ALGORITHMS,
+        "env.name": envs.ENVS,
+        "policy.name": policies.POLICIES,
+        "device": ["auto", "cpu", "cuda"],
+        "resume": ["auto", "never"],
+    }
+    return list(known.get(key, []))

@@ -5,7 +5,7 @@ What the values mean, and whether they are right, is decided in config.py.
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,14 @@ def read_settings(path: str | Path) -> list[Setting]:
 def parse_overrides(arguments: list[str]) -> list[Setting]:
     """`ppo.clip_ratio=0.1`, `--ppo.clip_ratio 0.1`, `--ppo.clip_ratio=0.1` and the bare flag `--x` (true) alike."""
     settings, mistakes = [], []
-    for word in join_values(arguments):
+    overrides, others = split_overrides(arguments, {})
+    for word in [*others, *overrides]:
         key, equals, text = word.removeprefix("--").partition("=")
-        if not re.fullmatch(_KEY, key) or not (equals or word.startswith("--")):
+        if word in others or not re.fullmatch(_KEY, key):
             mistakes.append(f"'{word}' is not an override; write key=value or --key value")
             continue
         try:
-            value = yaml.load(text, _Loader) if equals else True
-            settings.append(Setting(key, value, "command line"))
+            settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))
         except (yaml.YAMLError, ValueError) as error:
             mistakes.append(f"{key} = {text} (from command line): the value is not valid YAML ({_problem(error)})")
     if mistakes:
@@ -113,16 +113,24 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
     return settings
 
 
-def join_values(arguments: list[str], flags: Collection[str] = ()) -> list[str]:
-    """`--ppo.gamma`, `0.9` -> `--ppo.gamma=0.9`, except for the given flags (and their values)."""
-    joined, rest = [], list(arguments)
+def split_overrides(arguments: list[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The overrides among arguments, each in one word (`--ppo.gamma=0.9`), and the others.
+
+    `flags` are not overrides; True says that the next word is the flag's value.
+    """
+    overrides, others, rest = [], [], list(arguments)
     while rest:
         word = rest.pop(0)
-        takes_value = word.startswith("--") and "=" not in word and word not in flags
-        if takes_value and rest and not _looks_like_a_key(rest[0]):
-            word += f"={rest.pop(0)}"
-        joined.append(word)
-    return joined
+        name, equals, _ = word.partition("=")
+        if name in flags:
+            others.append(word)
+            others += [rest.pop(0)] if flags[name] and not equals and rest else []
+        elif word.startswith("--"):
+            bare = not equals and (not rest or _looks_like_a_key(rest[0]))
+            overrides.append(word if equals or bare else f"{word}={rest.pop(0)}")
+        else:
+            (overrides if _looks_like_a_key(word) else others).append(word)
+    return overrides, others
 
 
 def to_yaml(values: dict, comments: dict[str, str] | None = None) -> str:

@@ -122,12 +122,8 @@ def _wait_for_all(workers: list[subprocess.Popen]) -> int:
 
 def _accelerator(device: str):
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
 
-    # normaliser statistics are summed exactly over processes, so buffers need no broadcast
-    options = DistributedDataParallelKwargs(broadcast_buffers=False)
-    use_cpu = device == "cpu" or not torch.cuda.is_available()
-    return Accelerator(cpu=use_cpu, kwargs_handlers=[options])
+    return Accelerator(cpu=device == "cpu" or not torch.cuda.is_available())
 
 
 def _free_port() -> int:

@@ -21,9 +21,9 @@ def dry_run(config: Config) -> str:
     for key, value in sorted(rollout.items(True, True), key=lambda item: str(item[0])):
         name = "/".join(key) if isinstance(key, tuple) else key
         lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")
-    parameters = sum(p.numel() for p in phase.model.parameters())
+    parameters, stored = sum(p.numel() for p in phase.model.parameters()), phase.buffer.bytes() / 2**20
     lines += [
-        f"memory: {parameters:,} parameters, {phase.buffer.bytes() / 2**20:.1f} MiB of rollout, {_peak():.0f} MiB at most",
+        f"memory: {parameters:,} parameters, {stored:.3g} MiB of rollout, {_peak():.0f} MiB at most",
         f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
         f"{metrics['update_seconds']:.2f} s for the update of {steps:,} steps (first calls, warm-up included)",
         f"parity: {metrics['parity']:.3g}",

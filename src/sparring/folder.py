@@ -7,12 +7,11 @@ outputs/<phase>_rl/
 
 import logging
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from sparring.checkpoint import CheckpointError, checkpoints, find_checkpoint
 from sparring.config import ConfigError
-from sparring.config_text import flatten
+from sparring.config_text import flatten, read_settings, value_text
 from sparring.record.log import LOGGER
 from sparring.tree import Config
 
@@ -27,56 +26,72 @@ def open_folder(config: Config) -> Path | None:
         raise ConfigError([f"output = '{folder}': is a file; give a folder"])
     if config.resume == "never":
         _move_aside(folder)
-        return _start(folder, config)
-    if config.resume == "auto":
-        _refuse_other_config(folder / "config.yaml", config)
-        found = checkpoints(folder)
-        return found[-1] if found else _start(folder, config)
+        _start(folder, config)
+        return None
+    saved = _saved_config(folder)
+    _refuse_other_config(folder, saved, config)
+    found = checkpoints(folder)
+    # a run that branched off from a checkpoint goes on by the same command
+    if config.resume == "auto" or (found and saved.get("resume") == config.resume):
+        if not found:
+            _start(folder, config)
+        return found[-1] if found else None
     checkpoint = find_checkpoint(config.resume)
-    _refuse_other_config(checkpoint / "config.yaml", config)
+    _refuse_other_config(checkpoint, _saved_config(checkpoint), config)
     _refuse_to_overtake(folder, checkpoint)
-    _start(folder, config)
+    if not found:
+        _start(folder, config)
     return checkpoint
 
 
-def differences(saved: dict, config: Config) -> list[str]:
-    """Keys whose values are not the same, in words."""
-    old, new = flatten(saved), flatten(config.dump())
-    nothing = object()
+def differences(saved: dict[str, Any], config: Config) -> list[str]:
+    """Keys whose values are not the same, in words; `saved` has dotted keys."""
+    now = flatten(config.dump())
     return [
-        f"{key}: {old.get(key, 'not there')!r} in the folder, {new.get(key, 'not there')!r} now"
-        for key in sorted(old.keys() | new.keys())
-        if not key.startswith(FREE_TO_DIFFER) and old.get(key, nothing) != new.get(key, nothing)
+        f"{key}: {_shown(saved, key)} in the folder, {_shown(now, key)} now"
+        for key in sorted(saved.keys() | now.keys())
+        if not key.startswith(FREE_TO_DIFFER) and _shown(saved, key) != _shown(now, key)
     ]
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return value_text(values[key]) if key in values else "not there"
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    """Dotted keys and values of a run folder or checkpoint; nothing where there is none."""
+    newest = checkpoints(folder)[-1:]
+    file = next((path / "config.yaml" for path in (folder, *newest) if (path / "config.yaml").exists()), None)
+    return {setting.key: setting.value for setting in read_settings(file)} if file else {}
 
 
 def _start(folder: Path, config: Config) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # lines of a run that was stopped before its first checkpoint; they will be written again
+        (folder / "episode_metrics.jsonl").unlink(missing_ok=True)
         (folder / "config.yaml").write_text(config.to_yaml())
     except OSError as error:
         raise ConfigError([f"output = '{folder}': cannot write there ({error.strerror})"]) from None
-    return None
 
 
-def _refuse_other_config(file: Path, config: Config) -> None:
-    if not file.exists():
-        return
-    changed = differences(yaml.safe_load(file.read_text()) or {}, config)
+def _refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
+    changed = differences(saved, config) if saved else []
     if changed:
         raise ConfigError(
             [
-                f"'{file.parent}' holds a run with another config:",
+                f"'{folder}' holds a run with another config:",
                 *(f"  {line}" for line in changed),
                 "give another folder (--output DIR), start anew here (--resume never; the old run is moved aside), "
-                f"or start a new run from its weights (--output DIR pretrained={file.parent})",
+                f"or start a new run from its weights (--output DIR pretrained={folder})",
             ]
         )
 
 
 def _refuse_to_overtake(folder: Path, checkpoint: Path) -> None:
     """Going back to an older checkpoint in the same folder would destroy what came after it."""
-    later = [c for c in checkpoints(folder) if c.resolve() != checkpoint.resolve()]
+    found = [path.resolve() for path in checkpoints(folder)]
+    later = found[found.index(checkpoint.resolve()) + 1 :] if checkpoint.resolve() in found else found
     if later:
         raise CheckpointError(
             f"'{folder}' also holds {', '.join(c.name for c in later)}; to branch off from '{checkpoint}', "
@@ -85,7 +100,7 @@ def _refuse_to_overtake(folder: Path, checkpoint: Path) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    if not (folder / "config.yaml").exists():
+    if not (folder / "config.yaml").exists() and not checkpoints(folder):
         return
     number = 1
     while (old := folder.with_name(f"{folder.name}-old-{number}")).exists():

@@ -23,9 +23,8 @@ def path_of(name: str, known: dict[str, str], kind: str) -> str:
         return known[name]
     if ":" in name:
         return name
-    raise UserError(
-        f"no {kind} is called '{name}'; {_hint(name, known)}known: {', '.join(known)}, or your.module:Class"
-    )
+    nearest = _nearest(name, known)
+    raise UserError(f"no {kind} is called '{name}'{nearest}; known: {', '.join(known)}, or your.module:Class")
 
 
 def import_path(path: str, kind: str) -> Any:

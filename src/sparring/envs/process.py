@@ -20,6 +20,7 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.serial import Block, check_action
+from sparring.errors import UserError
 
 # how often a parent that waits looks whether its workers still live; a normal death shows at once as a closed pipe
 LIVENESS_MS = 500
@@ -224,9 +225,9 @@ class Member:
 
 def _check_can_run(config: GymConfig) -> None:
     if sys.platform == "win32":
-        raise ValueError("env.vectorize=process needs Linux or macOS; use env.vectorize=serial")
+        raise UserError("env.vectorize=process needs Linux or macOS; use env.vectorize=serial")
     if config.name.startswith("__main__:"):
-        raise ValueError(
+        raise UserError(
             f"env.name={config.name!r} is defined in the script or notebook itself, which a worker process cannot "
             "import; move the class to a module, or use env.vectorize=serial"
         )

@@ -11,6 +11,7 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym_env import GymRobot, pack, unpack
+from sparring.errors import UserError
 
 Frames = dict[int, list[np.ndarray]]
 
@@ -192,7 +193,7 @@ class Fleet:
         for row, (env, robot) in enumerate(zip(self.envs, self.robots, strict=True)):
             if f"{env}/episode" not in state:
                 saved = sum(key.endswith("/episode") for key in state)
-                raise ValueError(f"the saved state is of {saved} envs and has no env {env}; use as many envs as it had")
+                raise UserError(f"the saved state is of {saved} envs and has no env {env}; use as many envs as it had")
             robot.set_state(_below(state, str(env)))
             self._episodes[row] = int(state[f"{env}/episode"])
 
@@ -250,7 +251,7 @@ class Fleet:
         if np.count_nonzero(finite) == finite.size:
             return
         wrong = int(np.argwhere(~finite)[0][0])
-        raise ValueError(
+        raise UserError(
             f"the {what} of env {self.envs[rows[wrong]]} ({self.name}) holds NaN or inf: {values[wrong]}; its "
             "simulation has diverged or it divides by zero: have the env end such episodes"
         )
@@ -260,7 +261,7 @@ def check_action(action: np.ndarray, num_envs: int, spec: EnvSpec) -> int:
     """C of an action chunk `[N, C, A]`."""
     shape = np.shape(action)
     if len(shape) != 3 or shape[0] != num_envs or shape[1] < 1 or shape[2] != spec.action_dim:
-        raise ValueError(
+        raise UserError(
             f"an action of shape {shape}; expected [{num_envs}, C, {spec.action_dim}]: envs, steps of the chunk "
             "(at least 1), action dims"
         )

@@ -16,6 +16,7 @@ from sparring.envs.tabletop.kinematics import Kinematics, select
 from sparring.envs.tabletop.physics import Physics
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
 from sparring.envs.tabletop.tasks import find
+from sparring.errors import UserError
 
 DEFAULT_EPISODE_STEPS = 50
 _SPLITS = ("train", "eval")
@@ -113,7 +114,7 @@ class Tabletop:
 
     def set_state(self, state: Arrays) -> None:
         if state["physics"].shape != self._physics.state.shape:
-            raise ValueError(
+            raise UserError(
                 f"this state is of {state['physics'].shape[0]} robots with {state['physics'].shape[1]} numbers each, "
                 f"but this env has {self.num_envs} with {self._physics.state.shape[1]}; "
                 "build the env with the config and num_envs that the state was saved from"
@@ -157,13 +158,13 @@ class Tabletop:
         action = np.asarray(action, np.float64)
         expected = (self.num_envs, self.spec.action_dim)
         if action.ndim != 3 or action.shape[1] < 1 or (action.shape[0], action.shape[2]) != expected:
-            raise ValueError(
+            raise UserError(
                 f"action has shape {action.shape}, but {self._config.control_mode} takes "
                 f"[N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
             )
         if np.isnan(action).any():
             broken = np.flatnonzero(np.isnan(action).any(axis=(1, 2)))
-            raise ValueError(f"actions of robots {broken.tolist()} hold NaN; the policy that made them has diverged")
+            raise UserError(f"actions of robots {broken.tolist()} hold NaN; the policy that made them has diverged")
         return np.clip(action, -1.0, 1.0)
 
     def _begin(self, rows: np.ndarray) -> None:

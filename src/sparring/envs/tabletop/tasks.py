@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, FINGERS, HOME
+from sparring.errors import UserError
 
 
 class Start(NamedTuple):
@@ -83,7 +84,7 @@ def find(name: str) -> Task:
         return TASKS[name]
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"env.task={name!r} is no tabletop task; {hint}there are: {', '.join(TASKS)}")
+    raise UserError(f"env.task={name!r} is no tabletop task; {hint}there are: {', '.join(TASKS)}")
 
 
 def describe() -> list[tuple[str, str, str]]:
