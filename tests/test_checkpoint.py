@@ -36,7 +36,12 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert torch.equal(model.weight, other.weight)
     assert load_training_state(path) == {"n": 3}
     assert load_spec(path) == SPEC
-    assert sorted(p.name for p in path.iterdir()) == ["config.yaml", "model.safetensors", "spec.json", "training_state.pt"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.yaml",
+        "model.safetensors",
+        "spec.json",
+        "training_state.pt",
+    ]
 
 
 def test_newest_is_by_number_not_by_name(tmp_path):

@@ -13,12 +13,15 @@ from sparring.policies.actor_critic import ActorCritic
 from sparring.tree import load_config
 
 
-@pytest.mark.parametrize("successes, episodes, low, high", [
-    (95, 100, 0.8882, 0.9785),  # the figure of formulas.md
-    (0, 10, 0.0, 0.2775),
-    (10, 10, 0.7225, 1.0),
-    (139, 139, 0.9731, 1.0),
-])
+@pytest.mark.parametrize(
+    "successes, episodes, low, high",
+    [
+        (95, 100, 0.8882, 0.9785),  # the figure of formulas.md
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (139, 139, 0.9731, 1.0),
+    ],
+)
 def test_wilson_intervals(successes, episodes, low, high):
     rate = wilson(successes, episodes)
     assert (round(rate.low, 4), round(rate.high, 4)) == (low, high)

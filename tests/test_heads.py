@@ -50,11 +50,14 @@ def test_discrete_choices_follow_their_probabilities():
     torch.testing.assert_close(score.log_prob[0, 0], share[action[0, 0, 0].long()].log(), atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: GaussianHead(4, 2, 3, 0.5),
-    lambda: SquashedGaussianHead(4, 2, 3, 0.5),
-    lambda: DiscreteHead(4, 2, 3),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GaussianHead(4, 2, 3, 0.5),
+        lambda: SquashedGaussianHead(4, 2, 3, 0.5),
+        lambda: DiscreteHead(4, 2, 3),
+    ],
+)
 def test_scoring_what_was_sampled_gives_the_same_numbers(make):
     head = spread_out(make())
     action, acted = head.act(features(), torch.rand(5, head.noise_size))

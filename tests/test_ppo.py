@@ -30,7 +30,8 @@ def batch(advantage, ratio, value=0.0, target=0.0, old_value=0.0):
         size,
     )
     scored = TensorDict(
-        {"log_prob": torch.tensor(ratio).log(), "value": torch.full(size, value), "entropy": torch.full(size, 2.0)}, size
+        {"log_prob": torch.tensor(ratio).log(), "value": torch.full(size, value), "entropy": torch.full(size, 2.0)},
+        size,
     )
     return acted, scored
 
@@ -89,13 +90,16 @@ class Lesson:
         return float(rollout["next", "reward"].mean())
 
 
-@pytest.mark.parametrize("options", [
-    {"policy": {"distribution": "gaussian"}},
-    {"policy": {"distribution": "squashed", "activation": "relu"}},
-    {"choices": 4},
-    {"chunk": 3, "gamma": 1.0},
-    {"value_clip": 0.2, "target_kl": 0.05, "entropy_coef": 1e-3, "critic_lr": 1e-3},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": {"distribution": "gaussian"}},
+        {"policy": {"distribution": "squashed", "activation": "relu"}},
+        {"choices": 4},
+        {"chunk": 3, "gamma": 1.0},
+        {"value_clip": 0.2, "target_kl": 0.05, "entropy_coef": 1e-3, "critic_lr": 1e-3},
+    ],
+)
 def test_it_learns_the_identity(options):
     lesson = Lesson(**options)
     start, end = lesson.learn(1), lesson.learn(25 * lesson.policy.chunk)

@@ -5,6 +5,7 @@ env = make_env(config.env, num_envs=16)
 policy = make_policy(config.policy, env.spec, chunk=1)
 trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=2048, buffer_type="standard", batch_size=64)
 trainer.train(total_timesteps=100_000)
+print(trainer.evaluate(episodes=100).table())
 """
 
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 from sparring.checkpoint import find_checkpoint, load_spec, load_weights
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
-from sparring.evaluate import Evaluation
+from sparring.envs.make import make_env
+from sparring.errors import UserError
+from sparring.evaluate import Evaluation, evaluate
 from sparring.phases.finetune import Finetune
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
@@ -51,16 +54,26 @@ class Trainer:
         }
         self.phase: Finetune | None = None
 
-    def train(self, total_timesteps: int) -> Evaluation | None:
-        """Train until `total_timesteps` env steps, then evaluate on held-out episodes. May be called again."""
+    def train(self, total_timesteps: int) -> bool:
+        """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}})
         if self.phase is None:
             distributed = getattr(self.algorithm, "distributed", None) or Distributed(config.device)
             self.phase = Finetune(
                 self.env, self.policy, self.algorithm, config.rollout_steps, distributed, config.seed, self.policy.chunk
             )
-        run = Run(config, self.phase, folder=config.output is not None, quiet=self.quiet)
-        return run.evaluate() if run.run() else None
+        return Run(config, self.phase, folder=config.output is not None, quiet=self.quiet).run()
+
+    def evaluate(self, episodes: int = 100) -> Evaluation:
+        """Held-out episodes, in an env of their own, beside random actions on the same ones."""
+        if self.env.config is None:
+            raise UserError("evaluate() needs an env that make_env() made, to make another like it")
+        limit = self.env.spec.max_episode_steps or None
+        env = make_env(self.env.config, min(self.env.num_envs, episodes), limit, self.env.device)
+        try:
+            return evaluate(self.policy, env, episodes, self.settings["seed"], self.policy.chunk)
+        finally:
+            env.close()
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:

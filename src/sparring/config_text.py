@@ -58,7 +58,10 @@ _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    "float": (r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+.0123456789")),
+    "float": (
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan",
+        list("-+.0123456789"),
+    ),
 }
 for _tag, (_pattern, _first) in _SCALARS.items():
     for _reader_or_writer in (_Loader, _Dumper):
@@ -80,7 +83,7 @@ def read_settings(path: str | Path) -> list[Setting]:
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        if root is None:
+        if root is None or root.tag == "tag:yaml.org,2002:null":
             return []
         if not isinstance(root, yaml.MappingNode):
             raise ConfigTextError(

@@ -32,7 +32,8 @@ def write_video(path: Path, frames: list[np.ndarray], fps: float) -> Path:
     return path
 
 
-def filmstrip(frames: list[np.ndarray], count: int = 6) -> np.ndarray:
-    """`count` frames of an episode, first to last, side by side."""
-    picks = np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)
-    return np.concatenate([frames[i] for i in picks], axis=1)
+def filmstrip(frames: list[np.ndarray], columns: int = 3, rows: int = 2) -> np.ndarray:
+    """Frames spread evenly over an episode, first to last, in reading order."""
+    picks = np.linspace(0, len(frames) - 1, columns * rows).round().astype(int)
+    strips = [np.concatenate([frames[i] for i in line], axis=1) for line in picks.reshape(rows, columns)]
+    return np.concatenate(strips, axis=0)

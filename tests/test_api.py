@@ -1,0 +1,81 @@
+"""The Python API is the command line's own code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparring import PPO, Trainer, load_config, load_policy, make_env, make_policy
+from sparring.run import Run
+
+SMALL = {
+    "rollout": {"n_envs": 4, "max_episode_steps": 10},
+    "buffer": {"size": 64},
+    "ppo": {"mini_batch_size": 32, "ppo_epochs": 2},
+    "training": {"total_timesteps": 192},
+    "evaluation": {"episodes": 4},
+    "logging": {"console_level": "ERROR"},
+}
+
+
+def test_trainer_and_command_line_give_bit_equal_weights(tmp_path):
+    config = load_config(SMALL | {"output": str(tmp_path / "cli")})
+    by_config = Run(config)
+    by_config.run()
+
+    torch.manual_seed(0)
+    env = make_env(config.env, 4, max_episode_steps=10)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, batch_size=32, quiet=True)
+    assert trainer.train(total_timesteps=192)
+    evaluation = trainer.evaluate(episodes=3)
+    for name, tensor in by_config.phase.model.state_dict().items():
+        assert torch.equal(tensor, policy.state_dict()[name]), name
+    assert evaluation.episodes == 3
+
+
+def test_train_again_goes_on(tmp_path):
+    config = load_config(SMALL)
+    env = make_env(config.env, 4, max_episode_steps=10)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, quiet=True)
+    trainer.train(total_timesteps=64)
+    trainer.train(total_timesteps=128)
+    assert trainer.phase.progress.updates == 2
+
+
+def test_a_saved_policy_comes_back_and_acts_the_same(tmp_path):
+    run = Run(load_config(SMALL | {"output": str(tmp_path)}))
+    run.run()
+    loaded = load_policy(tmp_path)
+    td = run.phase.env.reset(seed=9, split="eval")
+    with torch.no_grad():
+        assert torch.equal(loaded.act(td.clone())["action"], run.phase.model.act(td.clone())["action"])
+    assert not loaded.training
+
+
+def test_bad_arguments_are_told():
+    config = load_config(SMALL)
+    env = make_env(config.env, 4)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, buffer_type="ring")
+    with pytest.raises(ValueError, match="buffer.type = ring .*one of: standard"):
+        trainer.train(10)
+
+
+def test_names_are_loaded_on_use_and_unknown_ones_are_told():
+    import sparring
+
+    with pytest.raises(AttributeError, match="it offers Trainer"):
+        sparring.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("example", sorted(Path("examples").glob("*.py")), ids=lambda path: path.name)
+def test_every_example_runs(example, tmp_path):
+    command = [sys.executable, str(example), "--total-timesteps", "4096", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "first actions:" in done.stdout and (tmp_path / "out" / "config.yaml").exists()

@@ -1,0 +1,94 @@
+"""What is light stays light: imports are measured in processes of their own."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+HEAVY = ("torch", "tensordict", "mujoco", "numba", "gymnasium", "numpy", "pydantic", "yaml")
+
+
+def loaded_after(code: str) -> set[str]:
+    """Which heavy packages are loaded once `code` has run."""
+    report = f"\nimport sys; print('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code + report], env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED")]
+    return set(line.split()[1:])
+
+
+def command(*words: str, code: int = 0) -> str:
+    """A program that runs `sparring WORDS` and checks its exit code."""
+    return (
+        "from sparring.cli import main\n"
+        f"try: code = main({list(words)!r})\n"
+        "except SystemExit as stop: code = stop.code or 0\n"
+        f"assert code == {code}, code"
+    )
+
+
+def seconds(code: str) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
+    return time.perf_counter() - started
+
+
+def test_importing_the_package_is_fast_and_loads_nothing():
+    assert loaded_after("import sparring") == set()
+    bare = min(seconds("") for _ in range(3))
+    assert min(seconds("import sparring") for _ in range(3)) - bare < 0.3
+
+
+@pytest.mark.parametrize(
+    ("program", "allowed"),
+    [
+        (command("--help"), {"yaml"}),
+        (command("train", "--help"), {"yaml"}),
+        (command("completion", "bash"), {"yaml"}),
+        (command("__complete", "train", "finetune", "ppo."), {"yaml", "pydantic"}),
+        (command("config", "finetune"), {"yaml", "pydantic", "numpy"}),
+        (command("config", "phase1", code=2), {"yaml", "pydantic", "numpy"}),
+        (command("train", "finetune", "ppo.gama=1", code=2), {"yaml", "pydantic", "numpy"}),
+        (command("tasks"), {"yaml", "numpy"}),
+        (command("config", "env.name=gym:CartPole-v1"), {"yaml", "pydantic", "numpy", "gymnasium"}),
+    ],
+    ids=["help", "train help", "completion", "complete", "config", "config phase1", "mistake", "tasks", "config gym"],
+)
+def test_commands_that_only_talk_load_no_torch(program, allowed):
+    loaded = loaded_after(program)
+    assert "torch" not in loaded
+    assert loaded <= allowed
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["worker", "gym_env", "serial", "backend", "configs", "registration", "tabletop.backend", "tabletop.gym"],
+)
+def test_what_runs_in_env_workers_loads_no_torch(module):
+    assert {"torch", "tensordict"} & loaded_after(f"import sparring.envs.{module}") == set()
+
+
+def test_names_of_the_package_are_loaded_when_used():
+    code = "import sparring\nfrom sparring import load_config\nassert load_config().seed == 0\n"
+    code += "try: sparring.nothing\nexcept AttributeError as e: assert \"has no attribute 'nothing'\" in str(e)\n"
+    code += "else: raise SystemExit('no error')"
+    assert "torch" not in loaded_after(code)
+
+
+def test_every_name_of_the_package_exists():
+    import sparring
+
+    for name in sparring.__all__:
+        assert getattr(sparring, name).__name__ == name
+
+
+def test_torchvision_is_absent_or_importable():
+    from sparring.check import torchvision_finding
+
+    what, fine, seen = torchvision_finding()
+    assert (what, fine) == ("torchvision", True), seen

@@ -1,0 +1,23 @@
+"""The built-in task is learned, in seconds, by the defaults that the quickstart uses."""
+
+from sparring.run import Run
+from sparring.tree import load_config
+
+
+def test_reach_d0_is_learned_and_random_is_not(tmp_path):
+    config = load_config(
+        {
+            "output": str(tmp_path),
+            "training": {"total_timesteps": 75_000},
+            "evaluation": {"episodes": 50},
+            "rollout": {"render_episodes": 1},
+            "logging": {"console_level": "ERROR"},
+        }
+    )
+    run = Run(config)
+    assert run.run()
+    scores = run.evaluate().scores
+    assert scores["policy"]["reach_d0"].success.rate >= 0.8
+    assert scores["random"]["reach_d0"].success.rate <= 0.2
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 1
+    assert len(list((tmp_path / "samples").glob("*.png"))) == 1
