@@ -46,9 +46,8 @@ def reads() -> set[tuple[str, str, str]]:
 
 
 def _last_name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.removeprefix("_")
 
 
 READS = reads()

@@ -1,0 +1,107 @@
+"""Every documented command is run, every link and file named in the docs exists."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from sparring.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "env.threads=1"]
+
+
+def documented_commands() -> list[str]:
+    """Lines of bash blocks that begin with `sparring`, from every page, each once."""
+    found = {}
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
+            for line in block.splitlines():
+                if line.strip().startswith("sparring "):
+                    found[line.split("  #")[0].strip()] = page
+    return list(found)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run to point at, in a folder like a user's."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    output = str(folder / "outputs" / "finetune_rl")
+    assert (
+        main(
+            [
+                "train",
+                "finetune",
+                "--output",
+                output,
+                "--envs",
+                "2",
+                *TINY,
+                "training.iterations=1",
+                "rollout.render_episodes=0",
+                "evaluation.episodes=2",
+            ]
+        )
+        == 0
+    )
+    return folder
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_command(command, trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    words = shlex.split(command)[1:]
+    if words[0] == "train":
+        gym = any("gym:" in word or "cartpole" in word for word in words)
+        words += ["--dry-run", *(TINY[:-1] if gym else TINY)]
+        if "--gpus" in words:  # launched processes are tested in test_distributed.py
+            at = words.index("--gpus")
+            del words[at : at + 2]
+    if words[0] == "eval":
+        words += ["evaluation.baseline=false", "--episodes", "3"]
+    assert main(words) == 0, capsys.readouterr().err
+    if words[0] == "train":
+        assert "\nparity: " in capsys.readouterr().out
+
+
+def test_there_are_commands_to_run():
+    commands = documented_commands()
+    assert len(commands) >= 12
+    assert {command.split()[1] for command in commands} >= {"train", "eval", "config", "tasks", "check"}
+
+
+def test_embodichains_config_is_accepted_as_it_is(tmp_path, capsys):
+    (tmp_path / "my_config.json").write_text("""{
+      "trainer": {
+        "buffer_size": 2048,
+        "buffer_type": "standard",  // "standard" or "vla"
+        "iterations": 500
+      },
+      "algorithm": {
+        "name": "ppo",
+        "cfg": {"learning_rate": 3e-4, "gamma": 0.99, "n_epochs": 10, "batch_size": 64}
+      }
+    }""")
+    assert main(["config", "finetune", "--config", str(tmp_path / "my_config.json")]) == 0
+    printed = capsys.readouterr().out
+    for line in ("policy_lr: 0.0003 ", "gamma: 0.99 ", "ppo_epochs: 10 ", "mini_batch_size: 64 ", "size: 2048 "):
+        assert f"  {line}" in printed
+    assert "  iterations: 500 " in printed
+
+
+def test_links_and_pictures_exist():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_metrics_keys_are_documented(trained):
+    line = json.loads((trained / "outputs/finetune_rl/episode_metrics.jsonl").read_text().splitlines()[0])
+    page = (ROOT / "docs/outputs.md").read_text()
+    missing = [key for key in line if f"`{key}`" not in page]
+    assert not missing
