@@ -5,13 +5,16 @@ say() { printf '\n==> %s\n' "$*"; }
 fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
 
 find_python() {
+  local candidate found=""
   for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-    if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    command -v "$candidate" > /dev/null || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
       echo "$candidate"
       return
     fi
+    found="$found${found:+, }$candidate ($("$candidate" --version 2>&1))"
   done
-  fail "no Python 3.11 or newer found (python3 is $(python3 --version 2>&1 || echo missing)); install one or set PYTHON=/path/to/python3.12"
+  fail "Python 3.11 or newer is needed; found: ${found:-none}. Install one, or set PYTHON=/path/to/python3.12"
 }
 
 set_up() { # set_up EXTRAS
@@ -23,7 +26,7 @@ set_up() { # set_up EXTRAS
   else
     python="$(find_python)" || exit 1
     free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
-    [ "$free_mb" -ge 3000 ] || fail "only $free_mb MB free on this disk; the virtual environment needs 3000 MB"
+    [ "${free_mb:-0}" -ge 3000 ] || fail "only $free_mb MB free on this disk; the virtual environment needs 3000 MB"
     say "making a virtual environment in $venv with $("$python" --version)"
     "$python" -m venv "$venv" || fail "could not make it; on Debian and Ubuntu: apt install python3-venv"
     say "installing sparring and what it needs (about a minute, 1.5 GB)"

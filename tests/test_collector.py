@@ -118,6 +118,15 @@ def test_noise_depends_on_env_and_decision_not_on_batching():
     assert torch.equal(together.get(flatten=False)["action"], torch.cat(alone, 1))
 
 
+def test_noise_can_be_held_over_decisions():
+    env, policy = counting_env(), LinearPolicy()
+    policy.noise_hold = 3
+    buffer = RolloutBuffer(6)
+    Collector(env, policy, seed=0).collect(buffer)
+    action = buffer.get(flatten=False)["action"][:, 0, 0, 0]
+    assert len(action.unique()) == 2 and len(action[:3].unique()) == 1
+
+
 def test_state_dict_restores_the_collector_exactly():
     env, policy, collector, buffer = collected(steps=4)
     state = collector.state_dict()

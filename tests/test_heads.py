@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributions as D
 
-from sparring.policies.heads import DiscreteHead, GaussianHead, SquashedGaussianHead
+from sparring.policies.heads import DiscreteHead, GaussianHead, SquashedGaussianHead, StateDependentHead
 
 
 def features(batch=5, width=4):
@@ -40,6 +40,20 @@ def test_squashed_log_prob_has_the_jacobian_and_stays_inside():
     assert head.score(features(), extreme).log_prob.isfinite().all()
 
 
+def test_state_dependent_noise_has_the_spread_it_is_scored_with():
+    head = spread_out(StateDependentHead(4, chunk=1, action_dim=2, init_std=0.7))
+    one = features(1)
+    action, score = head.act(
+        one.expand(20_000, -1), torch.rand(20_000, head.noise_size, generator=torch.manual_seed(3))
+    )
+    # std = 0.7 * |features|
+    expected = 0.7 * one.norm().item()
+    assert action.std(0).flatten().tolist() == pytest.approx([expected] * 2, rel=0.02)
+    torch.testing.assert_close(
+        score.log_prob, D.Normal(score.mean, expected).log_prob(action).sum(-1), rtol=1e-3, atol=1e-3
+    )
+
+
 def test_discrete_choices_follow_their_probabilities():
     head = spread_out(DiscreteHead(4, chunk=1, choices=3))
     one = features(1)
@@ -55,6 +69,7 @@ def test_discrete_choices_follow_their_probabilities():
     [
         lambda: GaussianHead(4, 2, 3, 0.5),
         lambda: SquashedGaussianHead(4, 2, 3, 0.5),
+        lambda: StateDependentHead(4, 2, 3, 0.5),
         lambda: DiscreteHead(4, 2, 3),
     ],
 )

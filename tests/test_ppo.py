@@ -95,6 +95,7 @@ class Lesson:
     [
         {"policy": {"distribution": "gaussian"}},
         {"policy": {"distribution": "squashed", "activation": "relu"}},
+        {"policy": {"distribution": "gsde", "init_std": 0.1, "sde_sample_freq": 2}},
         {"choices": 4},
         {"chunk": 3, "gamma": 1.0},
         {"value_clip": 0.2, "target_kl": 0.05, "entropy_coef": 1e-3, "critic_lr": 1e-3},

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sparring.config_text import Setting, parse_overrides
+from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 from sparring.resolve import describe_error, import_path
 from sparring.tree import Config, load_config
@@ -77,6 +78,8 @@ def env_findings(config: Config) -> Iterator[Finding]:
         for _ in range(2):
             envs.append(make_env(config.env, ROBOTS, config.rollout.max_episode_steps))
         yield from _shown_and_taken(config.env.name, envs[0].spec)
+        if isinstance(config.env, GymConfig):
+            _check_shapes(config)
         yield from _played(*envs, config.rollout.action_steps)
     except Exception as error:  # an env is somebody else's code: whatever it raises is a finding
         yield "contract", False, _in_words(error)
@@ -133,6 +136,20 @@ def _shown_and_taken(name: str, spec) -> Iterator[Finding]:
     yield "action", True, f"{spec.action_dim} dims, {kind}"
 
 
+def _check_shapes(config: Config) -> None:
+    """In training only resets are looked at; a wrong shape of a step would be spread over the state by numpy."""
+    from sparring.envs.gym_env import GymRobot
+
+    robot = GymRobot(config.env, config.rollout.max_episode_steps)
+    robot.reset(seed=0)
+    for _ in range(20):
+        observation, _, terminated, truncated, _ = robot.env.step(robot.env.action_space.sample())
+        robot.observations.check(observation)
+        if terminated or truncated:
+            break
+    robot.close()
+
+
 def _played(env, again, chunk: int) -> Iterator[Finding]:
     """Random actions until every robot must have ended an episode, twice from the same seed."""
     from sparring.collect.collector import Collector
@@ -151,12 +168,10 @@ def _played(env, again, chunk: int) -> Iterator[Finding]:
     # stops at the first difference
     differs = next((n for n, td in enumerate(second.decide(limit + 1)) if _digest(td) != trail[n]), None)
     yield "determinism", differs is None, _determinism(differs)
-    exact = env.state() is not None
-    yield (
-        "saved state",
-        True,
-        "can be put back; runs resume exactly" if exact else "none; resumed runs start episodes anew",
+    resuming = (
+        "none; resumed runs start episodes anew" if env.state() is None else "can be put back; runs resume exactly"
     )
+    yield "saved state", True, resuming
     yield "speed", True, f"{first.env_steps / seconds:,.0f} env steps/s with {ROBOTS} robots and random actions"
     picture = env.backend.render(0)
     yield "pictures", True, "none" if picture is None else f"{list(np.shape(picture))}"

@@ -103,7 +103,7 @@ class Collector:
             return [None] * decisions
         offset = _EVAL_NOISE if self.split == "eval" else 0
         envs = np.arange(self.env.num_envs) + self.env.first_env
-        clock = np.arange(decisions) + self.decision + offset
+        clock = (np.arange(decisions) + self.decision) // self.policy.noise_hold + offset
         noise = keyed_uniform(self.seed, envs, clock, self.noise_size)
         return torch.from_numpy(noise).to(self.env.device).unbind(0)
 

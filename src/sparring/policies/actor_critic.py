@@ -7,7 +7,7 @@ from torch import nn
 from sparring.errors import UserError
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.encoders import ObservationEncoder, mlp
-from sparring.policies.heads import DiscreteHead, GaussianHead, Score, SquashedGaussianHead
+from sparring.policies.heads import DiscreteHead, GaussianHead, Score, SquashedGaussianHead, StateDependentHead
 from sparring.policies.policy import Policy, executed_mask
 
 
@@ -27,6 +27,8 @@ class ActorCritic(Policy):
         nn.init.zeros_(self.critic_output.bias)
         self.head = _head(config, spec, width, chunk)
         self.noise_size = self.head.noise_size
+        if isinstance(self.head, StateDependentHead):
+            self.noise_hold = config.sde_sample_freq
 
     def act(self, td: TensorDict) -> TensorDict:
         features = self.encoder(td)
@@ -75,7 +77,7 @@ def _head(config, spec, width, chunk):
         raise UserError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
     if kind == "discrete":
         return DiscreteHead(width, chunk, spec.discrete_actions)
-    head_class = SquashedGaussianHead if kind == "squashed" else GaussianHead
+    head_class = {"gaussian": GaussianHead, "squashed": SquashedGaussianHead, "gsde": StateDependentHead}[kind]
     return head_class(width, chunk, spec.action_dim, config.init_std)
 
 

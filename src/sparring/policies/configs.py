@@ -13,9 +13,10 @@ class ActorCriticConfig(Section):
     """MLP actor-critic on state, with a CNN in front where the env has cameras."""
 
     name: str = Field("actor_critic", description="which policy: actor_critic, or your.module:Class")
-    distribution: Literal["auto", "gaussian", "squashed", "discrete"] = Field(
-        "auto", description="auto: discrete where the env's actions are, else gaussian"
+    distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete"] = Field(
+        "auto", description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration"
     )
+    sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     hidden: tuple[PositiveInt, ...] = Field((64, 64), description="widths of the hidden layers of actor and critic")
     activation: Literal["tanh", "relu", "elu", "silu"] = Field("tanh", description="between hidden layers")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")

@@ -88,6 +88,41 @@ class SquashedGaussianHead(GaussianHead):
         return score
 
 
+class StateDependentHead(GaussianHead):
+    """Generalised state-dependent exploration (gSDE): the noise is a random linear function of the features.
+
+    The function stays the same for several decisions (the policy's `noise_hold`), so that a robot explores along
+    smooth arcs instead of trembling. Scored as the normal it is for any one decision.
+    """
+
+    def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
+        super().__init__(features, chunk, action_dim, init_std)
+        self.noise_size = features * chunk * action_dim
+        # of the weights of that function: [F, C * A]
+        self.log_std = nn.Parameter(torch.full((features, chunk * action_dim), math.log(init_std)))
+
+    def act(self, features: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, Score]:
+        mean = self._mean(features)
+        if noise is None:
+            return mean, self._score(mean, mean, features)
+        # [B, F, C * A]: each robot's own random function
+        weights = torch.special.ndtri(noise).unflatten(-1, self.log_std.shape) * self.log_std.exp()
+        action = mean + torch.einsum("bf,bfa->ba", features, weights).view_as(mean)
+        return action, self._score(mean, action, features)
+
+    def score(self, features: torch.Tensor, action: torch.Tensor) -> Score:
+        return self._score(self._mean(features), action, features)
+
+    def _score(self, mean, action, features) -> Score:
+        # the features are trained to act, not to widen the noise
+        variance = features.detach().square() @ (2 * self.log_std).exp() + 1e-6
+        std = variance.sqrt().view_as(mean)
+        z2 = ((action - mean) / std).square()
+        log_prob = (-0.5 * z2 - std.log() - LOG_SQRT_2PI).sum(-1, dtype=torch.float64).float()
+        entropy = (std.log() + 0.5 + LOG_SQRT_2PI).sum(-1)
+        return Score(log_prob, entropy, mean, std, z2.sum(-1), torch.full_like(log_prob, self.action_dim))
+
+
 class DiscreteHead(nn.Module):
     """One of n actions per step of the chunk; an action is its index."""
 

@@ -16,6 +16,8 @@ class Policy(nn.Module):
     in_keys: list[tuple[str, ...]]
     # uniform random numbers a decision takes
     noise_size: int = 0
+    # decisions over which a robot's noise stays the same
+    noise_hold: int = 1
 
     def act(self, td: TensorDict) -> TensorDict:
         """Adds action, log_prob, value and trace/* to `td [N]`. Without `noise` in it, acts greedily."""
