@@ -5,8 +5,8 @@ libraries (ours are in configs/cartpole.yaml and configs/pendulum.yaml). For Pen
 exploration (gSDE), which sparring does not have: SB3 therefore runs twice, as published and without it.
 
 Both libraries are judged on the same held-out episodes, greedily, about every 5,000 env steps:
-`steps to threshold` is the first evaluation that passes, of a run whose last one passes too; `final return` is the
-mean of 100 episodes after training.
+`final return` is the mean of 100 episodes after training; `steps to threshold` is the first evaluation (20 episodes)
+that passes, of a run whose final return passes too.
 
     python benchmarks/gym_learning.py --seeds 5 --jobs 2
 
@@ -104,13 +104,12 @@ class Judge:
             self.due = env_steps + self.every
 
     def verdict(self, threshold: float, env_steps: int) -> dict:
-        final = self.play(FINAL_EPISODES)
-        self.curve.append((env_steps, statistics.fmean(final[:EVALUATION_EPISODES])))
-        learned = self.curve[-1][1] >= threshold
+        final = statistics.fmean(self.play(FINAL_EPISODES))
+        self.curve.append((env_steps, final))
         first = next((steps for steps, score in self.curve if score >= threshold), None)
         return {
-            "steps_to_threshold": first if learned else None,
-            "final_return": statistics.fmean(final),
+            "steps_to_threshold": first if final >= threshold else None,
+            "final_return": final,
             "curve": self.curve,
         }
 
@@ -227,9 +226,11 @@ def run_missing(runs: dict[str, dict], wanted: list[tuple[str, str, int]], args)
             runs[_key(outcome["library"], outcome["env"], outcome["seed"])] = outcome
             if args.output is not None:
                 report.write_json(args.output, {"about": report.metadata(), "runs": runs})
-            print(f"{outcome['env']}, {outcome['library']}, seed {outcome['seed']}: threshold after "
-                  f"{_count(_steps(outcome))} steps, final {outcome['final_return']:.1f}, {outcome['seconds']:.0f} s",
-                  flush=True)
+            print(
+                f"{outcome['env']}, {outcome['library']}, seed {outcome['seed']}: threshold after "
+                f"{_count(_steps(outcome))} steps, final {outcome['final_return']:.1f}, {outcome['seconds']:.0f} s",
+                flush=True,
+            )
 
 
 def summary(runs: dict[str, dict]) -> str:
@@ -244,10 +245,21 @@ def summary(runs: dict[str, dict]) -> str:
             if done:
                 learned = sum(run["steps_to_threshold"] is not None for run in done)
                 finals = [run["final_return"] for run in done]
-                rows.append((env_id, library, len(done), f"{learned}/{len(done)}",
-                             _spread([_steps(run) for run in done], _count), _spread(finals, "{:.1f}".format)))
-        verdicts += [_verdict(env_id, by_library["sparring"], by_library[peer], peer)
-                     for peer in problem.libraries[1:] if by_library["sparring"] and by_library[peer]]
+                rows.append(
+                    (
+                        env_id,
+                        library,
+                        len(done),
+                        f"{learned}/{len(done)}",
+                        _spread([_steps(run) for run in done], _count),
+                        _spread(finals, "{:.1f}".format),
+                    )
+                )
+        verdicts += [
+            _verdict(env_id, by_library["sparring"], by_library[peer], peer)
+            for peer in problem.libraries[1:]
+            if by_library["sparring"] and by_library[peer]
+        ]
     return "\n".join([report.table(rows), "", *verdicts])
 
 
@@ -256,8 +268,10 @@ def _verdict(env_id: str, ours: list[dict], theirs: list[dict], peer: str) -> st
     steps, final = statistics.median(map(_steps, ours)), statistics.median(run["final_return"] for run in ours)
     slowest, worst = max(map(_steps, theirs)), min(run["final_return"] for run in theirs)
     within = steps <= slowest and final >= worst
-    return (f"{env_id}: sparring is {'within' if within else 'OUTSIDE'} the spread of {peer} "
-            f"(steps {_count(steps)}, theirs up to {_count(slowest)}; final {final:.1f}, theirs from {worst:.1f})")
+    return (
+        f"{env_id}: sparring is {'within' if within else 'OUTSIDE'} the spread of {peer} "
+        f"(steps {_count(steps)}, theirs up to {_count(slowest)}; final {final:.1f}, theirs from {worst:.1f})"
+    )
 
 
 def _steps(run: dict) -> float:

@@ -125,15 +125,17 @@ def collection_beside_bare_loop(args) -> list[dict]:
         ours.close()
         backend.close()
         mine, loop = (side.numbers(work.env_steps) for side in sides)
-        results.append({
-            "question": "c: collection / bare loop",
-            "case": label,
-            "target": TARGETS["c"],
-            "workload": f"{work.robots} x {work.steps}",
-            "sparring": mine,
-            "bare loop": loop,
-            "ratio": round(mine["steps_per_second"] / loop["steps_per_second"], 3),
-        })
+        results.append(
+            {
+                "question": "c: collection / bare loop",
+                "case": label,
+                "target": TARGETS["c"],
+                "workload": f"{work.robots} x {work.steps}",
+                "sparring": mine,
+                "bare loop": loop,
+                "ratio": round(mine["steps_per_second"] / loop["steps_per_second"], 3),
+            }
+        )
     return results
 
 
@@ -152,15 +154,36 @@ QUESTIONS = {"a": same_env_same_network, "b": gain_of_the_env, "c": collection_b
 
 
 def as_table(results: list[dict]) -> str:
-    rows = [("question", "case", "workload", "sparring steps/s", "peer steps/s", "ratio", "target",
-             "collecting: ours, peer", "torch threads")]
+    rows = [
+        (
+            "question",
+            "case",
+            "workload",
+            "sparring steps/s",
+            "peer steps/s",
+            "ratio",
+            "target",
+            "collecting: ours, peer",
+            "torch threads",
+        )
+    ]
     for result in results:
         mine, peer = result["sparring"], result.get("sb3") or result["bare loop"]
         met = "" if result["target"] is None else f">= {result['target']} {_met(result)}"
         shares = f"{mine['collect_share']:.0%}, {peer['collect_share']:.0%}"
-        rows.append((result["question"], result["case"], result["workload"], f"{mine['steps_per_second']:,.0f}",
-                     f"{peer['steps_per_second']:,.0f}", f"{result['ratio']:.2f}", met, shares,
-                     f"{mine['torch_threads']}, {peer['torch_threads']}"))
+        rows.append(
+            (
+                result["question"],
+                result["case"],
+                result["workload"],
+                f"{mine['steps_per_second']:,.0f}",
+                f"{peer['steps_per_second']:,.0f}",
+                f"{result['ratio']:.2f}",
+                met,
+                shares,
+                f"{mine['torch_threads']}, {peer['torch_threads']}",
+            )
+        )
     return report.table(rows)
 
 

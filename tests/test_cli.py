@@ -158,6 +158,12 @@ def test_config_prints_what_loads_back(capsys, here):
     assert told(capsys, "config", "--config", "printed.yaml")[1] == out
 
 
+def test_the_value_of_a_flag_is_no_override(capsys, here):
+    Path("a=b").write_text("seed: 5\n")
+    assert "\nseed: 5  #" in told(capsys, "config", "--config", "a=b")[1]
+    assert "\nseed: 5  #" in told(capsys, "config", "--config=a=b", "finetune")[1]
+
+
 def test_tasks_are_listed(capsys):
     code, out, _ = told(capsys, "tasks")
     assert code == 0
@@ -165,7 +171,10 @@ def test_tasks_are_listed(capsys):
     assert [line.split()[0] for line in out.splitlines()[1:4]] == ["reach_d0", "reach_d1", "reach_d2"]
 
 
-def test_a_closed_pipe_is_no_error():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_error(monkeypatch, unbuffered):
+    # with a buffer the first to notice would be the interpreter, at its very end
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)
     for command in ("config finetune", "--help"):
         script = f"set -o pipefail; {sys.executable} -m sparring {command} | head -1"
         result = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True)
@@ -333,7 +342,7 @@ def test_output_base_is_where_runs_go_by_default(monkeypatch, here):
 
 def test_several_processes_are_given_the_words_as_they_were(monkeypatch, here):
     calls = []
-    monkeypatch.setattr("sparring.distributed.launch", lambda processes, words: calls.append((processes, words)) or 7)
+    monkeypatch.setattr("sparring.launch.launch", lambda processes, words: calls.append((processes, words)) or 7)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     words = ["train", "finetune", "--gpus", "2", "--ppo.gamma", "0.5", "seed=1"]
     assert main(words) == 7

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -444,6 +444,11 @@ def test_numeric_fields_were_found():
 
 
 @settings(max_examples=200, deadline=None)
+@example("two\nlines")
+@example("\U0001f600")
+@example("1e-5")
+@example("null")
+@example("a: b # c")
 @given(st.text(max_size=20))
 def test_any_text_survives_printing_and_loading_on_one_line(text):
     printed = to_yaml({"a": {text or "x": text, "list": [text, 1, None]}}, {"a": "meaning"})

@@ -91,14 +91,6 @@ def test_every_name_of_the_package_exists():
         assert getattr(sparring, name).__name__ == name
 
 
-@pytest.mark.xfail(strict=True, reason="the submodule sparring.evaluate hides the function of the same name")
-def test_evaluate_is_a_function_after_its_module_was_imported():
-    import sparring
-    import sparring.evaluate
-
-    assert callable(sparring.evaluate)
-
-
 def test_torchvision_is_absent_or_importable():
     from sparring.check import torchvision_finding
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"phases"},
     {"record", "checkpoint"},
     {"run", "evaluate", "evaluate_run", "folder", "tree", "api", "dry_run", "check", "completion"},
-    {"cli", "__main__"},
+    {"cli", "launch", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

@@ -160,6 +160,15 @@ def test_gradients_are_clipped_to_their_norm():
     assert total.item() == pytest.approx(1e-3, rel=1e-3)
 
 
+def test_images_too_small_for_the_convolutions_are_told():
+    from sparring.envs.backend import EnvSpec
+
+    spec = EnvSpec({"image/head": ((3, 32, 32), "uint8")}, 2)
+    with pytest.raises(ValueError, match="32x32 pixels are too small for the 3 convolutions of policy.channels"):
+        ActorCritic(ActorCriticConfig(), spec, 1)
+    ActorCritic(ActorCriticConfig(channels=(8, 8)), spec, 1)
+
+
 def test_images_are_learned_from():
     """A CNN tells a bright picture from a dark one."""
     from doubles_image import BrightnessBackend

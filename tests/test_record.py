@@ -6,10 +6,11 @@ import subprocess
 
 import imageio_ffmpeg
 import numpy as np
+import pytest
 from PIL import Image
 
 from sparring.record.console import Console, clock
-from sparring.record.pictures import filmstrip, write_png, write_video
+from sparring.record.pictures import NoVideoEncoder, filmstrip, write_png, write_video
 from sparring.record.recorder import Recorder
 
 
@@ -56,6 +57,15 @@ def test_videos_are_h264_with_every_frame_also_of_odd_size(tmp_path):
     assert abs(int(decoded[6].mean()) - 48) < 4
     probe = subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(path)], capture_output=True, text=True)
     assert "yuv420p" in probe.stderr  # what browsers play
+
+
+def test_a_missing_encoder_is_told(tmp_path, monkeypatch):
+    def nowhere():
+        raise RuntimeError("No ffmpeg exe could be found.")
+
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", nowhere)
+    with pytest.raises(NoVideoEncoder, match="no videos: No ffmpeg exe could be found"):
+        write_video(tmp_path / "v.mp4", [np.zeros((2, 2, 3), np.uint8)], 10)
 
 
 def test_filmstrip_shows_first_and_last():

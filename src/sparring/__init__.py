@@ -14,7 +14,6 @@ _WHERE = {
     "make_env": "sparring.envs.make",
     "make_policy": "sparring.policies.make",
     "PPO": "sparring.algorithms.ppo",
-    "evaluate": "sparring.evaluate",
 }
 __all__ = list(_WHERE)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -52,9 +53,16 @@ def installation() -> Iterator[Finding]:
 
     cuda = f"{torch.cuda.device_count()} visible" if torch.cuda.is_available() else "none, the CPU is used"
     yield "GPUs", True, cuda
-    import imageio_ffmpeg
+    yield encoder_finding()
 
-    yield "video encoder", True, imageio_ffmpeg.get_ffmpeg_version()
+
+def encoder_finding() -> Finding:
+    from sparring.record.pictures import NoVideoEncoder, find_encoder
+
+    try:
+        return "video encoder", True, Path(find_encoder()).name
+    except NoVideoEncoder as error:
+        return "video encoder", False, str(error)
 
 
 def torchvision_finding() -> Finding:

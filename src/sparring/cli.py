@@ -139,7 +139,7 @@ def _flag_settings(arguments, keys: dict[str, str]) -> list:
 def _train(arguments, overrides) -> int:
     config = _load(arguments, overrides)
     if arguments.gpus > 1 and "WORLD_SIZE" not in os.environ:
-        from sparring.distributed import launch
+        from sparring.launch import launch
 
         return launch(arguments.gpus, arguments.words)
     if arguments.dry_run:

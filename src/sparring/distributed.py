@@ -4,17 +4,11 @@ Alone (the usual case on a laptop) everything here is free: no process group, no
 """
 
 import os
-import socket
-import subprocess
-import sys
 
 import torch
 from torch import nn
 
 from sparring.errors import UserError
-
-# set for the processes that `launch` starts
-LAUNCHED = "SPARRING_LAUNCHED"
 
 
 class DeviceError(UserError):
@@ -82,51 +76,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def launch(processes: int, arguments: list[str]) -> int:
-    """Run `sparring ARGUMENTS` in `processes` processes of this machine; the first failure ends them all."""
-    environment = os.environ | {
-        LAUNCHED: "1",
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "sparring", *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
-    return _wait_for_all(workers)
-
-
-def _wait_for_all(workers: list[subprocess.Popen]) -> int:
-    code = 0
-    while workers:
-        for worker in list(workers):
-            try:
-                worker.wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            except KeyboardInterrupt:
-                continue  # the terminal told the workers too; they save and leave on their own
-            workers.remove(worker)
-            if worker.returncode and not code:
-                code = worker.returncode
-                for other in workers:
-                    other.terminate()
-    return code
-
-
 def _accelerator(device: str):
     from accelerate import Accelerator
 
     return Accelerator(cpu=device == "cpu" or not torch.cuda.is_available())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

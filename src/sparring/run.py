@@ -18,7 +18,7 @@ from sparring.phases import PHASES
 from sparring.phases.phase import Phase
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, set_up_logging
-from sparring.record.pictures import filmstrip
+from sparring.record.pictures import NoVideoEncoder, filmstrip
 from sparring.record.recorder import Recorder
 from sparring.resolve import resolve
 from sparring.tree import Config
@@ -179,15 +179,17 @@ class Run:
         for number, film in enumerate(evaluation.films):
             name = f"episode_{self.phase.progress.episodes:06d}_{number}"
             self.recorder.image(name, filmstrip(film.frames))
-            log.info("to look at: %s", self.recorder.video(name, film.frames, fps))
+            try:
+                log.info("to look at: %s", self.recorder.video(name, film.frames, fps))
+            except NoVideoEncoder as error:  # the training was not for the video's sake
+                log.warning("%s", error)
 
     def _stop_early(self) -> None:
         self.console.end()
         self.save()
         if self.folder is not None:
-            log.warning(
-                "stopped after %s updates; saved. The same command goes on from here.", self.phase.progress.updates
-            )
+            how = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
+            log.warning("stopped after %s updates; saved. %s goes on from here.", self.phase.progress.updates, how)
 
     def _go_on_from(self, checkpoint) -> None:
         load_weights(self.phase.model, checkpoint)

@@ -23,6 +23,12 @@ TaskList = Annotated[
 ]
 
 
+def _no_camera_twice(cameras: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(cameras)) < len(cameras):
+        raise ValueError("names a camera twice")
+    return cameras
+
+
 class TabletopConfig(Section):
     """The built-in robot arm on a table."""
 
@@ -30,7 +36,9 @@ class TabletopConfig(Section):
     task: TaskList = Field(
         ("reach_d0",), description="task and reset distribution; several are dealt out over the envs"
     )
-    cameras: tuple[Literal["head", "wrist"], ...] = Field((), description="cameras the policy sees; [] is state only")
+    cameras: Annotated[tuple[Literal["head", "wrist"], ...], AfterValidator(_no_camera_twice)] = Field(
+        (), description="cameras the policy sees; [] is state only"
+    )
     image_size: int = Field(64, ge=16, le=512, description="pixels a side of each camera image")
     object_state: bool = Field(True, description="object and goal positions are part of observation/state")
     control_mode: Literal["delta_qpos", "delta_ee_pos"] = Field(

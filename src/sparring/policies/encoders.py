@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
@@ -31,8 +32,14 @@ class ImageEncoder(nn.Module):
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
         layers: list[nn.Module] = []
-        inputs = 3 * cameras
+        inputs, side = 3 * cameras, min(image_size)
         for width, (kernel, stride) in zip(channels, self._shapes(len(channels)), strict=True):
+            if side < kernel:
+                raise UserError(
+                    f"images of {image_size[0]}x{image_size[1]} pixels are too small for the {len(channels)} "
+                    "convolutions of policy.channels; give fewer channels or larger images (36 pixels suffice for 3)"
+                )
+            side = (side - kernel) // stride + 1
             layers += [nn.Conv2d(inputs, width, kernel, stride), nn.ReLU()]
             inputs = width
         self.convolutions = nn.Sequential(*layers)

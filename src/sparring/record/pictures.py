@@ -4,6 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
+from sparring.errors import UserError
+
+
+class NoVideoEncoder(UserError):
+    """There is no ffmpeg to write MP4 with."""
+
 
 def write_png(path: Path, picture: np.ndarray) -> Path:
     """`[H, W, 3]` uint8."""
@@ -18,6 +24,7 @@ def write_video(path: Path, frames: list[np.ndarray], fps: float) -> Path:
     """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play."""
     import imageio_ffmpeg
 
+    find_encoder()
     path.parent.mkdir(parents=True, exist_ok=True)
     # H.264 with 4:2:0 colour needs even sides
     height, width = (side + side % 2 for side in frames[0].shape[:2])
@@ -30,6 +37,16 @@ def write_video(path: Path, frames: list[np.ndarray], fps: float) -> Path:
         writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
     writer.close()
     return path
+
+
+def find_encoder() -> str:
+    """The path of ffmpeg; imageio-ffmpeg brings one."""
+    import imageio_ffmpeg
+
+    try:
+        return imageio_ffmpeg.get_ffmpeg_exe()
+    except RuntimeError as error:
+        raise NoVideoEncoder(f"no videos: {error} (pip install --force-reinstall imageio-ffmpeg)") from None
 
 
 def filmstrip(frames: list[np.ndarray], columns: int = 3, rows: int = 2) -> np.ndarray:
