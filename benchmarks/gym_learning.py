@@ -1,8 +1,8 @@
 """Does PPO learn as fast here as in stable-baselines3, step for step?
 
 CartPole-v1 and Pendulum-v1 with the hyperparameters that rl-baselines3-zoo publishes for them, the same for both
-libraries (ours are in configs/cartpole.yaml and configs/pendulum.yaml). For Pendulum the zoo adds state-dependent
-exploration (gSDE), which sparring does not have: SB3 therefore runs twice, as published and without it.
+libraries (ours are in configs/cartpole.yaml and configs/pendulum.yaml). For Pendulum the zoo uses state-dependent
+exploration (gSDE); there both libraries run as published ("+ sde") and, to see the plain algorithm, without it.
 
 Both libraries are judged on the same held-out episodes, greedily, about every 5,000 env steps:
 `final return` is the mean of 100 episodes after training; `steps to threshold` is the first evaluation (20 episodes)
@@ -43,12 +43,18 @@ class Problem:
     threshold: float
     n_envs: int
     zoo: dict
-    # what sparring has no counterpart of; SB3 runs with and without it
-    zoo_extra: dict
+    # state-dependent exploration, where the zoo uses it
+    zoo_sde: dict
 
     @property
-    def libraries(self) -> tuple[str, ...]:
-        return ("sparring", "sb3", "sb3 + sde") if self.zoo_extra else ("sparring", "sb3")
+    def pairs(self) -> list[tuple[str, str]]:
+        """(ours, the peer it is compared with)"""
+        plain, sde = ("sparring", "sb3"), ("sparring + sde", "sb3 + sde")
+        return [plain, sde] if self.zoo_sde else [plain]
+
+    @property
+    def libraries(self) -> list[str]:
+        return [library for pair in self.pairs for library in pair]
 
 
 PROBLEMS = {
@@ -68,7 +74,7 @@ PROBLEMS = {
             "learning_rate": "lin_0.001",
             "clip_range": "lin_0.2",
         },
-        zoo_extra={},
+        zoo_sde={},
     ),
     "Pendulum-v1": Problem(
         env_id="Pendulum-v1",
@@ -85,7 +91,7 @@ PROBLEMS = {
             "learning_rate": 1e-3,
             "clip_range": 0.2,
         },
-        zoo_extra={"use_sde": True, "sde_sample_freq": 4},
+        zoo_sde={"use_sde": True, "sde_sample_freq": 4},
     ),
 }
 
@@ -114,7 +120,7 @@ class Judge:
         }
 
 
-def train_sparring(problem: Problem, seed: int, total_steps: int) -> dict:
+def train_sparring(problem: Problem, seed: int, total_steps: int, sde: bool) -> dict:
     from sparring.config_text import Setting
     from sparring.envs.make import make_env
     from sparring.evaluate import play
@@ -122,6 +128,8 @@ def train_sparring(problem: Problem, seed: int, total_steps: int) -> dict:
     from sparring.tree import load_config
 
     settings = {"seed": seed, "device": "cpu", "training.total_timesteps": total_steps}
+    if problem.zoo_sde and not sde:
+        settings["policy.distribution"] = "gaussian"
     overrides = [Setting(key, value, "benchmark") for key, value in settings.items()]
     config = load_config(CONFIGS / problem.config, overrides)
     # THE loop without its files: seeds and schedules are those of `sparring train`
@@ -141,7 +149,7 @@ def train_sparring(problem: Problem, seed: int, total_steps: int) -> dict:
     return judge.verdict(problem.threshold, run.phase.progress.env_steps)
 
 
-def train_sb3(problem: Problem, seed: int, total_steps: int, with_extra: bool) -> dict:
+def train_sb3(problem: Problem, seed: int, total_steps: int, sde: bool) -> dict:
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -154,7 +162,7 @@ def train_sb3(problem: Problem, seed: int, total_steps: int, with_extra: bool) -
             return True
 
     env = make_vec_env(problem.env_id, n_envs=problem.n_envs, seed=seed)
-    published = problem.zoo | problem.zoo_extra if with_extra else problem.zoo
+    published = problem.zoo | problem.zoo_sde if sde else problem.zoo
     settings = {key: _schedule(value) for key, value in published.items()}
     model = PPO("MlpPolicy", env, seed=seed, device="cpu", **settings)
     judge = Judge(lambda episodes: _sb3_returns(model, problem.env_id, episodes, seed), EVALUATE_EVERY)
@@ -200,10 +208,8 @@ def train(library: str, env_id: str, seed: int, total_steps: int, deadline: floa
 
     torch.set_num_threads(1)
     problem, started = PROBLEMS[env_id], time.time()
-    if library == "sparring":
-        outcome = train_sparring(problem, seed, total_steps)
-    else:
-        outcome = train_sb3(problem, seed, total_steps, with_extra=library == "sb3 + sde")
+    train_it = train_sparring if library.startswith("sparring") else train_sb3
+    outcome = train_it(problem, seed, total_steps, sde=library.endswith("+ sde"))
     about = {"library": library, "env": env_id, "seed": seed, "total_steps": total_steps, "commit": report.commit()}
     return about | outcome | {"seconds": round(time.time() - started, 1)}
 
@@ -256,20 +262,20 @@ def summary(runs: dict[str, dict]) -> str:
                     )
                 )
         verdicts += [
-            _verdict(env_id, by_library["sparring"], by_library[peer], peer)
-            for peer in problem.libraries[1:]
-            if by_library["sparring"] and by_library[peer]
+            _verdict(env_id, ours, by_library[ours], peer, by_library[peer])
+            for ours, peer in problem.pairs
+            if by_library[ours] and by_library[peer]
         ]
     return "\n".join([report.table(rows), "", *verdicts])
 
 
-def _verdict(env_id: str, ours: list[dict], theirs: list[dict], peer: str) -> str:
+def _verdict(env_id: str, us: str, ours: list[dict], peer: str, theirs: list[dict]) -> str:
     """Within the peer's spread: our median seed is no worse than the peer's worst one, in speed and in the end."""
     steps, final = statistics.median(map(_steps, ours)), statistics.median(run["final_return"] for run in ours)
     slowest, worst = max(map(_steps, theirs)), min(run["final_return"] for run in theirs)
     within = steps <= slowest and final >= worst
     return (
-        f"{env_id}: sparring is {'within' if within else 'OUTSIDE'} the spread of {peer} "
+        f"{env_id}: {us} is {'within' if within else 'OUTSIDE'} the spread of {peer} "
         f"(steps {_count(steps)}, theirs up to {_count(slowest)}; final {final:.1f}, theirs from {worst:.1f})"
     )
 

@@ -12,6 +12,7 @@ Both sides of a comparison take turns within one run, so that a busy moment hits
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable
 
 import peers
@@ -140,8 +141,6 @@ def collection_beside_bare_loop(args) -> list[dict]:
 
 
 def _only_collect(ours: Ours) -> Callable[[], Seconds]:
-    import time
-
     def iterate() -> Seconds:
         started = time.perf_counter()
         ours.phase.collector.collect(ours.phase.buffer)
@@ -206,8 +205,12 @@ def main() -> None:
     results = []
     for letter in args.only:
         results += QUESTIONS[letter](args)
-        print(f"\n{as_table(results)}", flush=True)
+    if args.quick:
+        # sizes too small to judge by
+        results = [result | {"target": None} for result in results]
+    print(as_table(results))
     about["load_after"] = report.load()
+    print(f"load before {about['load']}, after {about['load_after']}, {CORES} cores")
     if not args.quick:
         report.write_json(report.RESULTS / "ppo_throughput.json", {"about": about, "results": results})
 

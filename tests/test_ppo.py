@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from sparring.algorithms import ppo as ppo_module
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.ppo import PPO, ppo_loss
+from sparring.algorithms.ppo import PPO, mean_terms, ppo_loss
 from sparring.algorithms.schedules import scheduled, warmup
 from sparring.collect.collector import Collector
 from sparring.data.rollout import RolloutBuffer
@@ -42,22 +42,23 @@ def test_the_clipped_loss_by_hand():
     acted, scored = batch([1.0, 1.0, -1.0, -1.0], [1.5, 0.5, 1.5, 0.5], value=3.0, target=1.0)
     loss, terms = ppo_loss(config, 0.2, acted, scored)
     policy_loss = -(1.2 + 0.5 - 1.5 - 0.8) / 4
-    assert terms["policy_loss"].item() == pytest.approx(policy_loss)
-    assert terms["value_loss"].item() == pytest.approx(4.0)
+    assert terms.policy_loss.item() == pytest.approx(policy_loss)
+    assert terms.value_loss.item() == pytest.approx(4.0)
     assert loss.item() == pytest.approx(policy_loss + 0.5 * 4.0 - 0.1 * 2.0)
-    assert terms["clip_fraction"].item() == 1.0
+    terms.grad_norm = torch.zeros(())
+    assert mean_terms([terms], 0.2)["clip_fraction"] == 1.0
     kl = (0.5 - math.log(1.5) + -0.5 - math.log(0.5)) / 2
-    assert terms["approx_kl"].item() == pytest.approx(kl, rel=1e-5)
+    assert mean_terms([terms], 0.2)["approx_kl"] == pytest.approx(kl, rel=1e-5)
 
 
 def test_value_clipping_takes_the_larger_error():
     config = PPOConfig(value_clip=0.5)
     # value moved from 0 to 3, clipped to 0.5; target 1: errors 4 and .25
     acted, scored = batch([0.0, 0.0], [1.0, 1.0], value=3.0, target=1.0)
-    assert ppo_loss(config, 0.2, acted, scored)[1]["value_loss"].item() == pytest.approx(4.0)
+    assert ppo_loss(config, 0.2, acted, scored)[1].value_loss.item() == pytest.approx(4.0)
     # target 5: errors 4 and 20.25
     acted, scored = batch([0.0, 0.0], [1.0, 1.0], value=3.0, target=5.0)
-    assert ppo_loss(config, 0.2, acted, scored)[1]["value_loss"].item() == pytest.approx(20.25)
+    assert ppo_loss(config, 0.2, acted, scored)[1].value_loss.item() == pytest.approx(20.25)
 
 
 def test_schedules():
@@ -118,10 +119,16 @@ def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
     assert lesson.learn(25) < start - 0.2
 
 
-def test_entropy_bonus_raises_entropy_and_kl_stop_saves_gradient_steps():
-    plain, curious = Lesson(), Lesson(entropy_coef=3.0)
+@pytest.mark.parametrize("policy", [{}, {"distribution": "squashed"}, {"distribution": "gsde", "init_std": 0.1}])
+def test_entropy_bonus_widens_every_continuous_policy(policy):
+    plain, curious = Lesson(policy=policy), Lesson(policy=policy, entropy_coef=3.0)
     plain.learn(10), curious.learn(10)
     assert curious.metrics["entropy"] > plain.metrics["entropy"] + 0.3
+    assert curious.policy.head.log_std.mean() > plain.policy.head.log_std.mean() + 0.1
+    assert curious.metrics["approx_kl"] < 0.2
+
+
+def test_kl_stop_saves_gradient_steps():
     eager, careful = Lesson(policy_lr=3e-2), Lesson(policy_lr=3e-2, target_kl=1e-4)
     eager.learn(2), careful.learn(2)
     assert eager.metrics["gradient_steps"] == 5 * 4 and careful.metrics["gradient_steps"] == 4

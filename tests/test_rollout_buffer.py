@@ -15,7 +15,7 @@ def filled(steps=4):
 
 def test_get_before_full_and_add_after_full_say_what_is_wrong():
     collector, buffer = filled()
-    transition = next(iter(collector.decide(1)))
+    transition = collector.decide()
     with pytest.raises(RuntimeError, match="already holds its 4 decisions"):
         buffer.add(transition)
     buffer.clear()
@@ -39,6 +39,17 @@ def test_memory_is_reused_by_the_next_rollout():
     collector.collect(buffer)
     assert buffer.get()["action"].data_ptr() == before
     assert buffer.bytes() == size
+
+
+def test_columns_worked_out_later_are_gone_with_their_rollout():
+    collector, buffer = filled()
+    before = buffer.get()["value"].clone()
+    buffer.set("extra", torch.ones(4, 2))
+    assert buffer.get()["extra"].shape == (8,) and buffer.get(flatten=False)["extra"].shape == (4, 2)
+    collector.collect(buffer)
+    assert buffer.get().get("extra", None) is None
+    # values are of the new rollout's observations, never what the last one left behind
+    assert not torch.equal(buffer.get()["value"], before)
 
 
 def test_what_is_learned_from_one_rollout_is_gone_in_the_next():

@@ -69,11 +69,20 @@ def check_step(td: TensorDict, spec, chunk: int, where: str) -> None:
 
 def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> None:
     """What `Policy.act` returns."""
-    for key, shape in (("action", (chunk, action_dim)), ("log_prob", ()), ("value", ())):
-        value = td.get(key, None)
-        if value is None:
-            raise ContractError(f"{where}: act() did not write '{key}'")
-        _check_tensor(value, (*td.batch_size, *shape), torch.float32, f"{where}: {key}")
+    _check_written(td, "action", (chunk, action_dim), where)
+
+
+def check_completed(rollout: TensorDict, where: str) -> None:
+    """What a rollout [T, N] has after `Policy.complete`."""
+    for key in ("log_prob", "value"):
+        _check_written(rollout, key, (), where)
+
+
+def _check_written(td, key, shape, where):
+    value = td.get(key, None)
+    if value is None:
+        raise ContractError(f"{where}: did not write '{key}'")
+    _check_tensor(value, (*td.batch_size, *shape), torch.float32, f"{where}: {key}")
 
 
 def _check_tensor(value, shape, dtype, where):

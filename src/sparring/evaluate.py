@@ -70,8 +70,8 @@ def play(
     collector.start()
     camera.start()
     while any(quota):
-        for _ in collector.decide(1):
-            camera.shoot()
+        collector.decide()
+        camera.shoot()
         for episode in collector.drain_episodes():
             camera.episode_ended(episode)
             if quota[episode.env]:
@@ -96,7 +96,7 @@ class _Camera:
             reel += [] if picture is None else [picture]
 
     def shoot(self) -> None:
-        for robot, frames in self.env.frames.items():
+        for robot, frames in self.env.last.frames.items():
             if robot in self.reels:
                 self.reels[robot] += frames
 

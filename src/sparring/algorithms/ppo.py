@@ -1,13 +1,14 @@
 """Proximal policy optimisation (formulas.md, section 2)."""
 
-from collections import defaultdict
+from dataclasses import astuple, dataclass
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import measure_parity, worst
+from sparring.algorithms.flat import FlatParameters
+from sparring.algorithms.parity import Parity, measure_parity, worst
 from sparring.algorithms.returns import gae
 from sparring.algorithms.schedules import scheduled, warmup
 from sparring.distributed import Distributed
@@ -23,16 +24,18 @@ class PPO:
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
         self.config, self.policy = config, policy
         self.distributed = distributed or Distributed("cpu")
+        # first of all: wrapping moves the module and makes all processes start from the same weights
         self.model = self.distributed.wrap(policy)
         critic = policy.critic_parameters()
         critic_ids = {id(p) for p in critic}
         rest = [p for p in policy.parameters() if p.requires_grad and id(p) not in critic_ids]
-        critic_lr = config.critic_lr or config.policy_lr
-        groups = [{"params": rest, "base_lr": config.policy_lr}, {"params": critic, "base_lr": critic_lr}]
+        groups = [(rest, config.policy_lr), (critic, config.critic_lr or config.policy_lr)]
+        self.flat = [(FlatParameters(parameters), lr) for parameters, lr in groups if parameters]
         self.optimizer = torch.optim.Adam(
-            [g | {"lr": g["base_lr"]} for g in groups if g["params"]], eps=config.adam_eps, fused=True
+            [{"params": [flat.vector], "lr": lr, "base_lr": lr} for flat, lr in self.flat],
+            eps=config.adam_eps,
+            fused=True,
         )
-        self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.shuffle = torch.Generator().manual_seed(seed + self.distributed.rank)
         self.updates = 0
         self.checked_whole_rollout = False
@@ -40,39 +43,39 @@ class PPO:
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update from fresh experience; `progress` in [0, 1] of the run drives the schedules."""
         config = self.config
+        for parameters, _ in self.flat:
+            parameters.check()
         lr = self._set_learning_rates(progress)
         clip = config.clip_ratio * scheduled(config.clip_schedule, progress)
         rollout["advantage"], rollout["return"] = gae(rollout, config.gamma, config.gae_lambda)
         flat = rollout.flatten(0, 1)
         parity = self._whole_parity(flat)
-        batch_keys = flat.select(*self.policy.in_keys, *LEARNED_FROM)
-        logs: dict[str, list[torch.Tensor]] = defaultdict(list)
-        gradient_steps = 0
+        learned_from = flat.select(*self.policy.in_keys, *LEARNED_FROM)
+        terms: list[LossTerms] = []
         for _ in range(config.ppo_epochs):
-            kls = []
+            first_of_epoch = len(terms)
             order = torch.randperm(len(flat), generator=self.shuffle).to(flat["action"].device)
             for index in order.split(config.mini_batch_size):
-                batch = batch_keys[index]
+                batch = learned_from[index]
+                if parity is None:
+                    batch["trace"] = flat["trace"][index]
                 scored = self.model(batch)
                 if parity is None:
-                    parity = self._minibatch_parity(flat, index, scored)
-                loss, terms = ppo_loss(config, clip, batch, scored)
-                terms["grad_norm"] = self._gradient_step(loss)
-                gradient_steps += 1
-                kls.append(terms["approx_kl"])
-                for name, value in terms.items():
-                    logs[name].append(value)
-            if self._past_target_kl(kls):
+                    parity = self._gate(measure_parity(batch, scored))
+                loss, term = ppo_loss(config, clip, batch, scored)
+                term.grad_norm = self._gradient_step(loss)
+                terms.append(term)
+            if self._past_target_kl(terms[first_of_epoch:]):
                 break
         self.policy.update_normalizers(flat, self.distributed.sum)
         self.updates += 1
-        means = {name: float(torch.stack(values).mean()) for name, values in logs.items()}
-        means |= {"explained_variance": _explained_variance(flat), "gradient_steps": float(gradient_steps)}
+        means = mean_terms(terms, clip) | {"explained_variance": _explained_variance(flat)}
+        means["gradient_steps"] = float(len(terms))
         return self.distributed.mean(means) | {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
 
     def score(self, flat: TensorDict) -> TensorDict:
         """evaluate() of a whole rollout, in minibatches, without gradients."""
-        keys = [*self.policy.in_keys, "action", ("next", "executed")]
+        keys = [*self.policy.in_keys, "action", "trace", ("next", "executed")]
         with torch.no_grad():
             return torch.cat([self.policy.evaluate(part) for part in flat.select(*keys).split(4096)])
 
@@ -92,18 +95,24 @@ class PPO:
         return config.policy_lr * factor
 
     def _gradient_step(self, loss: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad()
+        """The norm of the gradients before they are clipped."""
+        gradients = [flat.vector.grad for flat, _ in self.flat]
+        for gradient in gradients:
+            gradient.zero_()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        shrink = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+        for gradient in gradients:
+            gradient.mul_(shrink)
         self.optimizer.step()
-        return norm.detach()
+        return norm
 
-    def _past_target_kl(self, kls: list[torch.Tensor]) -> bool:
+    def _past_target_kl(self, epoch: list["LossTerms"]) -> bool:
         """Every process must answer alike, so the KL is averaged over them first."""
         if self.config.target_kl is None:
             return False
-        kl = self.distributed.mean({"kl": float(torch.stack(kls).mean())})["kl"]
-        return kl > self.config.target_kl
+        kl = approximate_kl(torch.cat([term.log_ratio for term in epoch]))
+        return self.distributed.mean({"kl": float(kl)})["kl"] > self.config.target_kl
 
     def _whole_parity(self, flat: TensorDict):
         """The gate over every stored decision, once per process; later updates check their first minibatch for free."""
@@ -114,48 +123,65 @@ class PPO:
         parts = zip(flat.split(4096), scored.split(4096), strict=True)
         return self._gate(worst([measure_parity(acted, again) for acted, again in parts]))
 
-    def _minibatch_parity(self, flat: TensorDict, index: torch.Tensor, scored: TensorDict):
-        acted = flat.select("trace", "log_prob", ("next", "executed"))[index]
-        return self._gate(measure_parity(acted, scored))
-
-    def _gate(self, parity):
-        parity.drift = self.distributed.max(parity.drift)
+    def _gate(self, parity: Parity) -> Parity:
+        # all processes must stop together, whichever of them found the fault
+        parity = Parity(*(self.distributed.max(value) for value in astuple(parity)))
         parity.check(self.config.parity_tolerance)
         return parity
 
 
-def ppo_loss(
-    config: PPOConfig, clip: float, batch: TensorDict, scored: TensorDict
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+@dataclass
+class LossTerms:
+    """Of one minibatch, detached and left on the device: reading a number there would make the CPU wait."""
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    # [B]
+    log_ratio: torch.Tensor
+    grad_norm: torch.Tensor | None = None
+
+
+def ppo_loss(config: PPOConfig, clip: float, batch: TensorDict, scored: TensorDict) -> tuple[torch.Tensor, LossTerms]:
     """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
     advantage = batch["advantage"]
     if config.normalize_advantage and len(advantage) > 1:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        std, mean = torch.std_mean(advantage)
+        advantage = (advantage - mean) / (std + 1e-8)
+    cost = -advantage
     log_ratio = scored["log_prob"] - batch["log_prob"]
     ratio = log_ratio.exp()
-    gain = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    policy_loss = -gain.mean()
+    # -min(r A, clip(r) A)
+    policy_loss = torch.max(ratio * cost, ratio.clamp(1 - clip, 1 + clip) * cost).mean()
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()
-    loss = policy_loss + config.value_loss_coef * value_loss - config.entropy_coef * entropy
-    with torch.no_grad():
-        terms = {
-            "loss": loss.detach(),
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy.detach(),
-            "approx_kl": ((ratio - 1) - log_ratio).mean(),
-            "clip_fraction": ((ratio - 1).abs() > clip).float().mean(),
-        }
-    return loss, terms
+    loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * entropy
+    return loss, LossTerms(*(x.detach() for x in (loss, policy_loss, value_loss, entropy, log_ratio)))
+
+
+def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
+    """KL(old || new) from samples of the old policy, `mean((r - 1) - log r)`: never negative."""
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def mean_terms(terms: list[LossTerms], clip: float) -> dict[str, float]:
+    """What an update did, as means over its minibatches."""
+    names = ("loss", "policy_loss", "value_loss", "entropy", "grad_norm")
+    means = {name: float(torch.stack([getattr(term, name) for term in terms]).mean()) for name in names}
+    log_ratio = torch.cat([term.log_ratio for term in terms])
+    means["approx_kl"] = float(approximate_kl(log_ratio))
+    means["clip_fraction"] = float(((log_ratio.exp() - 1).abs() > clip).float().mean())
+    return means
 
 
 def _value_loss(value_clip: float | None, batch: TensorDict, value: torch.Tensor) -> torch.Tensor:
-    error = (value - batch["return"]).square()
-    if value_clip is not None:
-        clipped = batch["value"] + (value - batch["value"]).clamp(-value_clip, value_clip)
-        error = torch.max(error, (clipped - batch["return"]).square())
-    return error.mean()
+    if value_clip is None:
+        return nn.functional.mse_loss(value, batch["return"])
+    clipped = batch["value"] + (value - batch["value"]).clamp(-value_clip, value_clip)
+    return torch.max((value - batch["return"]).square(), (clipped - batch["return"]).square()).mean()
 
 
 def _explained_variance(flat: TensorDict) -> float:

@@ -1,17 +1,15 @@
 """Collector: the only place where an env meets a policy."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from sparring.collect.episodes import Episode, EpisodeTracker
-from sparring.contract import check_decision, check_observation, check_step
+from sparring.contract import check_completed, check_decision, check_observation, check_step
 from sparring.data.rollout import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.noise import keyed_uniform
-from sparring.policies.policy import Policy, executed_mask
+from sparring.policies.policy import Policy
 
 # evaluation noise never repeats training noise
 _EVAL_NOISE = 1 << 40
@@ -42,42 +40,50 @@ class Collector:
         check_observation(self.root, self.env.spec, "env.reset")
         self.tracker = EpisodeTracker(self.env.num_envs)
 
-    @torch.no_grad()
-    def decide(self, decisions: int) -> Iterator[TensorDict]:
-        """`decisions` transitions [N]: observation, action, `next/*`. `self.root` is where the next one starts."""
+    @torch.inference_mode()
+    def decide(self) -> TensorDict:
+        """One transition [N], for those who look on; its tensors are not fit for training."""
+        return self._decide(self._noise(1)[0])
+
+    def collect(self, buffer: RolloutBuffer) -> None:
+        """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
+        buffer.clear()
+        # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
+        with torch.inference_mode():
+            for noise in self._noise(buffer.steps):
+                buffer.add(self._decide(noise))
+        with torch.no_grad():
+            self._complete(buffer)
+
+    def _decide(self, noise: torch.Tensor | None) -> TensorDict:
+        """One transition [N]: observation, action, `next/*`. `self.root` is where the next one starts."""
         if self.root is None:
             self.start()
-        for noise in self._noise(decisions):
-            td = self.root
-            if noise is not None:
-                td["noise"] = noise
-            td = self.policy.act(td)
-            first = self.decision == 0
-            if first:
-                check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
-            after = self.env.step(td)
-            if first:
-                check_step(after, self.env.spec, self.chunk, "env.step")
-            following = after.pop("next")
-            td.set("next", following)
-            self.root = after
-            self.decision += 1
-            self.env_steps += int(following["executed"].sum())
-            self.episodes += self.tracker.add(td)
-            yield td
+        td = self.root
+        if noise is not None:
+            td.set("noise", noise)
+        td = self.policy.act(td)
+        if self.decision == 0:
+            check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
+        after = self.env.step(td)
+        if self.decision == 0:
+            check_step(after, self.env.spec, self.chunk, "env.step")
+        td.set("next", after.pop("next"))
+        self.root = after
+        self.decision += 1
+        self.env_steps += int(self.env.last.executed.sum())
+        self.episodes += self.tracker.add(self.env.last)
+        return td
 
-    @torch.no_grad()
-    def collect(self, buffer: RolloutBuffer) -> None:
-        """Fill a buffer with fresh experience and complete it: executed log-probs, version, `next/value`."""
-        buffer.clear()
-        for td in self.decide(buffer.steps):
-            buffer.add(td)
+    def _complete(self, buffer: RolloutBuffer) -> None:
         buffer.close(self.root)
+        # [T*N] -> [T, N]
+        completed = self.policy.complete(buffer.get()).unflatten(0, (buffer.steps, self.env.num_envs))
+        for key, column in completed.items(True, True):
+            buffer.set(key, column)
         rollout = buffer.get(flatten=False)
-        if self.chunk > 1:
-            # what was executed is what is scored
-            mask = executed_mask(rollout, self.chunk)
-            rollout["log_prob"].copy_((rollout["trace", "log_prob"] * mask).sum(-1))
+        if self.decision == buffer.steps:
+            check_completed(rollout, "policy.complete")
         buffer.set("version", torch.full_like(rollout["next", "executed"], self.version))
         buffer.set(("next", "value"), self._next_values(buffer, rollout))
 

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+
+from sparring.envs.backend import Step
 
 
 @dataclass(frozen=True)
@@ -19,34 +21,27 @@ class EpisodeTracker:
     """Adds up rewards and steps per env and tells of every episode that ends."""
 
     def __init__(self, num_envs: int):
-        self.rewards = torch.zeros(num_envs, dtype=torch.float64)
-        self.steps = torch.zeros(num_envs, dtype=torch.int64)
+        self.rewards = np.zeros(num_envs)
+        self.steps = np.zeros(num_envs, np.int64)
 
-    def add(self, td: TensorDict) -> list[Episode]:
-        following = td["next"]
-        self.rewards += following["reward"].sum(-1).cpu()
-        self.steps += following["executed"].cpu()
-        ended = (following["terminated"] | following["truncated"]).nonzero()[:, 0].tolist()
-        if not ended:
+    def add(self, step: Step) -> list[Episode]:
+        self.rewards += step.reward.sum(1)
+        self.steps += step.executed
+        if not len(step.ended):
             return []
-        task = td.get(("observation", "task"), None)
+        # of the episode that ended: the root's task is already that of the next one
+        tasks = step.final.get("task", np.zeros(len(step.ended), np.int64))
         episodes = [
-            Episode(
-                env=env,
-                task=0 if task is None else int(task[env]),
-                reward=float(self.rewards[env]),
-                steps=int(self.steps[env]),
-                success=bool(following["success"][env]),
-            )
-            for env in ended
+            Episode(int(env), int(task), float(self.rewards[env]), int(self.steps[env]), bool(step.success[env]))
+            for env, task in zip(step.ended, tasks, strict=True)
         ]
-        self.rewards[ended] = 0
-        self.steps[ended] = 0
+        self.rewards[step.ended] = 0
+        self.steps[step.ended] = 0
         return episodes
 
     def state_dict(self) -> dict:
-        return {"rewards": self.rewards.clone(), "steps": self.steps.clone()}
+        return {"rewards": torch.from_numpy(self.rewards.copy()), "steps": torch.from_numpy(self.steps.copy())}
 
     def load_state_dict(self, state: dict) -> None:
-        self.rewards.copy_(state["rewards"])
-        self.steps.copy_(state["steps"])
+        self.rewards[:] = state["rewards"].numpy()
+        self.steps[:] = state["steps"].numpy()

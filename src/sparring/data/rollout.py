@@ -17,8 +17,10 @@ class RolloutBuffer:
         self.position = 0
         self._observation: TensorDict | None = None
         self._transition: TensorDict | None = None
-        # (key, its T rows) pairs: views into the two above, so that `add` is a handful of plain copies
-        self._rows: list[tuple[tuple[str, ...] | str, tuple[torch.Tensor, ...]]] = []
+        # branch -> (leaf, its T rows) pairs: views into the two above, so that `add` is a handful of plain copies
+        self._rows: dict[str | tuple[str, ...], list[tuple[str, tuple[torch.Tensor, ...]]]] = {}
+        self._columns: dict[tuple[str, ...] | str, torch.Tensor] = {}
+        # (step, env) of each true last observation, and these observations
         self.final_at: list[torch.Tensor] = []
         self.final: list[TensorDict] = []
 
@@ -31,10 +33,13 @@ class RolloutBuffer:
             raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
         if self._transition is None:
             self._allocate(td)
-        for key, rows in self._rows:
-            rows[self.position].copy_(td.get(key))
-        ended = (td["next", "terminated"] | td["next", "truncated"]).nonzero()[:, 0]
-        if len(ended):
+        for branch, leaves in self._rows.items():
+            values = td.get(branch) if branch else td
+            for leaf, rows in leaves:
+                rows[self.position].copy_(values.get(leaf))
+        done = td["next", "terminated"] | td["next", "truncated"]
+        if done.any():
+            ended = done.nonzero()[:, 0]
             self.final_at.append(torch.stack([torch.full_like(ended, self.position), ended]))
             self.final.append(td["next", "observation"][ended])
         self.position += 1
@@ -44,8 +49,8 @@ class RolloutBuffer:
         self._observation[self.steps] = td["observation"]
 
     def set(self, key, value: torch.Tensor) -> None:
-        """Attach a column [T, N] that is computed after the fact."""
-        self._transition.set(key, value)
+        """Attach a column [T, N] that is worked out after the fact; it is gone with the rollout."""
+        self._columns[key] = value
 
     @property
     def last(self) -> TensorDict:
@@ -57,26 +62,31 @@ class RolloutBuffer:
         if not self.is_full():
             raise RuntimeError(f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first")
         rollout = self._transition.copy().set("observation", self._observation[:-1])
+        for key, value in self._columns.items():
+            rollout.set(key, value)
         return rollout.flatten(0, 1) if flatten else rollout
 
     def clear(self) -> None:
         self.position = 0
-        self.final_at, self.final = [], []
+        self.final_at, self.final, self._columns = [], [], {}
 
     def bytes(self) -> int:
         stores = [s for s in (self._observation, self._transition) if s is not None]
         return sum(tensor.nbytes for store in stores for tensor in store.values(True, True))
 
+    @torch.inference_mode(False)
     def _allocate(self, td: TensorDict) -> None:
         transition = td.exclude("observation", ("next", "observation"), "noise").clone(recurse=False)
         self._transition = _zeros(transition, self.steps)
         self._observation = _zeros(td.select("observation"), self.steps + 1)["observation"]
-        self._rows = [(key, value.unbind(0)) for key, value in self._transition.items(True, True)]
-        for key, value in self._observation.items(True, True):
-            key = key if isinstance(key, tuple) else (key,)
-            self._rows.append((("observation", *key), value.unbind(0)))
+        for prefix, store in (((), self._transition), (("observation",), self._observation)):
+            for key, value in store.items(True, True):
+                *branch, leaf = (*prefix, *key) if isinstance(key, tuple) else (*prefix, key)
+                self._rows.setdefault(tuple(branch), []).append((leaf, value.unbind(0)))
 
 
 def _zeros(td: TensorDict, rows: int) -> TensorDict:
     # [N, ...] -> [rows, N, ...]
-    return td.apply(lambda x: x.new_zeros(rows, *x.shape), batch_size=[rows, *td.batch_size])
+    return td.apply(
+        lambda x: torch.zeros(rows, *x.shape, dtype=x.dtype, device=x.device), batch_size=[rows, *td.batch_size]
+    )

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.envs.backend import Arrays, Backend, EpisodeSeeds
+from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 
 
 class Env:
@@ -17,8 +17,8 @@ class Env:
         self.total_envs = total_envs or backend.num_envs
         # the `env` section it was made from, where there is one
         self.config = None
-        # robot -> pictures of the steps of the last `step`, for robots being recorded
-        self.frames: dict[int, list[np.ndarray]] = {}
+        # what the backend said of the last step, in numpy: for those who count and film, not for those who learn
+        self.last: Step | None = None
 
     @property
     def num_envs(self) -> int:
@@ -54,7 +54,7 @@ class Env:
             },
             [self.num_envs],
         )
-        self.frames = step.frames
+        self.last = step
         return root.set("next", following)
 
     def state(self) -> Arrays | None:
@@ -91,4 +91,5 @@ class Env:
         return observation
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)

@@ -7,7 +7,14 @@ from torch import nn
 from sparring.errors import UserError
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.encoders import ObservationEncoder, mlp
-from sparring.policies.heads import DiscreteHead, GaussianHead, Score, SquashedGaussianHead, StateDependentHead
+from sparring.policies.heads import (
+    DiscreteHead,
+    GaussianHead,
+    Parameters,
+    Score,
+    SquashedGaussianHead,
+    StateDependentHead,
+)
 from sparring.policies.policy import Policy, executed_mask
 
 
@@ -32,27 +39,43 @@ class ActorCritic(Policy):
 
     def act(self, td: TensorDict) -> TensorDict:
         features = self.encoder(td)
-        action, score = self.head.act(self.actor(features), td.get("noise", None))
+        latent = self.actor(features)
+        parameters = mean, log_std = self.head.parameters_of(latent)
+        noise = td.get("noise", None)
+        action = self.head.mode(mean) if noise is None else self.head.sample(latent, parameters, noise)
+        trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
+        if self.encoder.images is not None:
+            # the CNN is dear and has just run; without one, `complete` asks the critic for all decisions at once
+            td.set("value", self._value(features))
         td.set("action", action)
-        td.set("log_prob", score.log_prob.sum(-1))
-        td.set("value", self._value(features))
-        # std is a function of the weights alone: not worth storing
-        trace = {"log_prob": score.log_prob, "mean": score.mean, "z2": score.z2, "dims": score.dims}
         return td.set("trace", TensorDict(trace, td.batch_size))
 
-    def evaluate(self, td: TensorDict) -> TensorDict:
-        features = self.encoder(td)
-        score = self.head.score(self.actor(features), td["action"])
-        mask = executed_mask(td, self.chunk) if self.chunk > 1 else None
+    def complete(self, td: TensorDict) -> TensorDict:
+        log_std = self.head.log_std if self.head.constant_std else td["trace", "log_std"]
+        score = self.head.score((td["trace", "mean"], log_std), td["action"])
+        value = td.get("value", None)
+        trace = {"log_prob": score.log_prob, "z2": score.z2, "dims": torch.full_like(score.log_prob, score.dims)}
         return TensorDict(
             {
-                "log_prob": _executed_sum(score.log_prob, mask),
-                "entropy": _executed_sum(score.entropy, mask),
-                "value": self._value(features),
-                "trace": _trace(score, td.batch_size),
+                "log_prob": self._executed_sum(score.log_prob, td),
+                "value": self._value(self.encoder(td)) if value is None else value,
+                "trace": TensorDict(trace, td.batch_size),
             },
             td.batch_size,
         )
+
+    def evaluate(self, td: TensorDict) -> TensorDict:
+        features = self.encoder(td)
+        parameters = self.head.parameters_of(self.actor(features))
+        score = self.head.score(parameters, td["action"])
+        scored = {
+            "log_prob": self._executed_sum(score.log_prob, td),
+            "entropy": self._executed_sum(score.entropy, td),
+            "value": self._value(features),
+        }
+        if td.get("trace", None) is not None:
+            scored["trace"] = _trace(parameters, score, td.batch_size)
+        return TensorDict(scored, td.batch_size)
 
     def value(self, td: TensorDict) -> torch.Tensor:
         return self._value(self.encoder(td))
@@ -66,6 +89,10 @@ class ActorCritic(Policy):
 
     def _value(self, features):
         return self.critic_output(self.critic(features))[..., 0]
+
+    def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
+        # [B, C] -> [B]
+        return per_position[:, 0] if self.chunk == 1 else (per_position * executed_mask(td, self.chunk)).sum(-1)
 
 
 def _head(config, spec, width, chunk):
@@ -81,11 +108,8 @@ def _head(config, spec, width, chunk):
     return head_class(width, chunk, spec.action_dim, config.init_std)
 
 
-def _executed_sum(per_position: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # [B, C] -> [B]
-    return per_position.sum(-1) if mask is None else (per_position * mask).sum(-1)
-
-
-def _trace(score: Score, batch_size) -> TensorDict:
-    std = score.std.expand_as(score.mean)
-    return TensorDict({"mean": score.mean, "std": std, "z2": score.z2, "dims": score.dims}, batch_size)
+def _trace(parameters: Parameters, score: Score, batch_size) -> TensorDict:
+    mean, log_std = parameters
+    std = torch.ones_like(mean) if log_std is None else log_std.exp().expand_as(mean)
+    dims = torch.full_like(score.log_prob, score.dims)
+    return TensorDict({"mean": mean, "std": std, "z2": score.z2, "dims": dims}, batch_size)

@@ -46,12 +46,10 @@ class ImageEncoder(nn.Module):
         with torch.no_grad():
             flat = self.convolutions(torch.zeros(1, 3 * cameras, *image_size)).numel()
         self.linear = nn.Linear(flat, features)
-        # twice as fast as the default layout in CPU convolutions
-        self.to(memory_format=torch.channels_last)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         # uint8 [B, 3 * cameras, H, W] -> [B, features]
-        images = images.to(memory_format=torch.channels_last).float() / 255
+        images = images.float().mul_(1 / 255)
         return torch.relu(self.linear(self.convolutions(images).flatten(1)))
 
     def _shapes(self, layers: int):

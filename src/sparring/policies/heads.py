@@ -1,8 +1,10 @@
 """Action distributions: features -> a chunk of actions and its score.
 
-Every head scores the sample as it was drawn (clipping belongs to the env) and reports, per chunk position, the terms
-the parity gate compares: `log_prob [B, C]`, `mean [B, C, ...]` with `std` broadcastable to it, `z2 [B, C]` (sum of
-squared standardised samples) and `dims [B, C]` (how many numbers were scored).
+A head says how actions are distributed (`parameters`), draws one (`sample`) and scores one (`score`). The sample is
+scored as it was drawn: clipping belongs to the env. A `Score` is unreduced over chunk positions, and holds the terms
+that the parity gate compares.
+
+Letters: B decisions, C chunk positions, A action dims, F features.
 """
 
 import math
@@ -13,21 +15,31 @@ from torch import nn
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
+# the mean [B, C, ...] and the log of the standard deviation, broadcastable to it (None where there is none)
+Parameters = tuple[torch.Tensor, torch.Tensor | None]
+
 
 @dataclass
 class Score:
-    """How likely a chunk is, unreduced over its positions."""
+    """How likely a chunk is, position by position: all [B, C]."""
 
     log_prob: torch.Tensor
     entropy: torch.Tensor
-    mean: torch.Tensor
-    std: torch.Tensor
-    z2: torch.Tensor
-    dims: torch.Tensor
+    # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
+    squares: torch.Tensor | None
+    # how many numbers of each position were scored
+    dims: int
+
+    @property
+    def z2(self) -> torch.Tensor:
+        return torch.zeros_like(self.log_prob) if self.squares is None else self.squares.sum(-1)
 
 
 class GaussianHead(nn.Module):
     """Independent normals, one learned standard deviation per action dim."""
+
+    # whether log_std is a function of the weights alone, so that a trace need not hold it
+    constant_std = True
 
     def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
         super().__init__()
@@ -36,35 +48,26 @@ class GaussianHead(nn.Module):
         self.linear = _small_output(features, chunk * action_dim)
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(init_std)))
 
-    def act(self, features: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, Score]:
-        mean = self._mean(features)
-        if noise is None:
-            action = self._to_action(mean)
-            return action, self._score(mean, action)
-        # uniform -> normal through the inverse of its distribution function
-        normal = torch.special.ndtri(noise).view_as(mean)
-        action = self._to_action(mean + self.log_std.exp() * normal)
-        return action, self._score(mean, action)
-
-    def score(self, features: torch.Tensor, action: torch.Tensor) -> Score:
-        return self._score(self._mean(features), action)
-
-    def _mean(self, features):
+    def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, A]
-        return self.linear(features).unflatten(-1, (self.chunk, self.action_dim))
+        return self.linear(features).unflatten(-1, (self.chunk, self.action_dim)), self.log_std
 
-    def _score(self, mean, sample) -> Score:
-        std = self.log_std.exp()
-        z2 = ((sample - mean) / std).square()
-        # [B, C, A] -> [B, C], accumulated in float64
-        terms = -0.5 * z2 - self.log_std - LOG_SQRT_2PI
-        log_prob = terms.sum(-1, dtype=torch.float64).float()
-        entropy = (self.log_std + 0.5 + LOG_SQRT_2PI).sum().expand(log_prob.shape)
-        dims = torch.full_like(log_prob, self.action_dim)
-        return Score(log_prob, entropy, mean, std, z2.sum(-1), dims)
+    def mode(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean
 
-    def _to_action(self, sample):
-        return sample
+    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
+        mean, log_std = parameters
+        # uniform -> normal through the inverse of its distribution function
+        return torch.addcmul(mean, log_std.exp(), torch.special.ndtri(noise).view_as(mean))
+
+    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
+        mean, log_std = parameters
+        squares = ((action - mean) * (-log_std).exp()).square()
+        # [B, C, A] -> [B, C], accumulated in float64; the volume is one number where log_std is one vector
+        volume = log_std.sum(-1, dtype=torch.float64) + self.action_dim * LOG_SQRT_2PI
+        log_prob = torch.sub(-volume, squares.sum(-1, dtype=torch.float64), alpha=0.5).float()
+        entropy = (volume + 0.5 * self.action_dim).float().expand(log_prob.shape)
+        return Score(log_prob, entropy, squares, self.action_dim)
 
 
 class SquashedGaussianHead(GaussianHead):
@@ -73,18 +76,22 @@ class SquashedGaussianHead(GaussianHead):
     # atanh of float32 numbers this close to 1 is still finite and exact enough to score
     limit = 1.0 - 1e-6
 
-    def _to_action(self, sample):
-        return torch.tanh(sample).clamp(-self.limit, self.limit)
+    def mode(self, mean: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(mean).clamp(-self.limit, self.limit)
 
-    def _score(self, mean, action) -> Score:
+    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
+        return self.mode(super().sample(features, parameters, noise))
+
+    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
         # from the action that was emitted, in acting and in replay alike
         sample = torch.atanh(action)
-        score = super()._score(mean, sample)
-        # log(1 - tanh(x)^2), in a form that neither overflows nor cancels
-        log_slope = 2.0 * (math.log(2.0) - sample - nn.functional.softplus(-2.0 * sample))
-        # the entropy of a squashed normal has no closed form; -log p of the sample estimates it
-        score.log_prob = (score.log_prob.double() - log_slope.sum(-1, dtype=torch.float64)).float()
-        score.entropy = -score.log_prob
+        score = super().score(parameters, sample)
+        score.log_prob = (score.log_prob.double() - _log_slope(sample).sum(-1, dtype=torch.float64)).float()
+        # the normal's entropy plus the mean of log slope, which has no closed form: estimated on this sample, moved
+        # with mean and std as if it were drawn again, so that its gradient widens the policy
+        mean, log_std = parameters
+        z = ((sample - mean) * (-log_std).exp()).detach()
+        score.entropy = score.entropy + _log_slope(mean + log_std.exp() * z).sum(-1)
         return score
 
 
@@ -95,36 +102,32 @@ class StateDependentHead(GaussianHead):
     smooth arcs instead of trembling. Scored as the normal it is for any one decision.
     """
 
+    constant_std = False
+
     def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
         super().__init__(features, chunk, action_dim, init_std)
         self.noise_size = features * chunk * action_dim
         # of the weights of that function: [F, C * A]
         self.log_std = nn.Parameter(torch.full((features, chunk * action_dim), math.log(init_std)))
 
-    def act(self, features: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, Score]:
-        mean = self._mean(features)
-        if noise is None:
-            return mean, self._score(mean, mean, features)
-        # [B, F, C * A]: each robot's own random function
-        weights = torch.special.ndtri(noise).unflatten(-1, self.log_std.shape) * self.log_std.exp()
-        action = mean + torch.einsum("bf,bfa->ba", features, weights).view_as(mean)
-        return action, self._score(mean, action, features)
-
-    def score(self, features: torch.Tensor, action: torch.Tensor) -> Score:
-        return self._score(self._mean(features), action, features)
-
-    def _score(self, mean, action, features) -> Score:
+    def parameters_of(self, features: torch.Tensor) -> Parameters:
+        mean = self.linear(features).unflatten(-1, (self.chunk, self.action_dim))
         # the features are trained to act, not to widen the noise
         variance = features.detach().square() @ (2 * self.log_std).exp() + 1e-6
-        std = variance.sqrt().view_as(mean)
-        z2 = ((action - mean) / std).square()
-        log_prob = (-0.5 * z2 - std.log() - LOG_SQRT_2PI).sum(-1, dtype=torch.float64).float()
-        entropy = (std.log() + 0.5 + LOG_SQRT_2PI).sum(-1)
-        return Score(log_prob, entropy, mean, std, z2.sum(-1), torch.full_like(log_prob, self.action_dim))
+        return mean, 0.5 * variance.log().view_as(mean)
+
+    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
+        mean, _ = parameters
+        # [B, F, C * A]: each robot's own random function
+        weights = torch.special.ndtri(noise).unflatten(-1, self.log_std.shape) * self.log_std.exp()
+        return mean + torch.einsum("bf,bfa->ba", features, weights).view_as(mean)
 
 
 class DiscreteHead(nn.Module):
-    """One of n actions per step of the chunk; an action is its index."""
+    """One of n actions per step of the chunk; an action is its index. There is no sigma: the mean is the log-probs."""
+
+    constant_std = True
+    log_std = None
 
     def __init__(self, features: int, chunk: int, choices: int):
         super().__init__()
@@ -132,29 +135,27 @@ class DiscreteHead(nn.Module):
         self.noise_size = chunk
         self.linear = _small_output(features, chunk * choices)
 
-    def act(self, features: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, Score]:
-        # [B, C, n]
-        log_probs = self._log_probs(features)
-        if noise is None:
-            index = log_probs.argmax(-1)
-        else:
-            # the first index whose cumulative probability passes the uniform number
-            below = log_probs.exp().cumsum(-1) < noise[..., None]
-            index = below.sum(-1).clamp_max(self.choices - 1)
-        return index[..., None].float(), self._score(log_probs, index)
+    def parameters_of(self, features: torch.Tensor) -> Parameters:
+        # [B, F] -> [B, C, n]
+        return self.linear(features).unflatten(-1, (self.chunk, self.choices)).log_softmax(-1), None
 
-    def score(self, features: torch.Tensor, action: torch.Tensor) -> Score:
-        return self._score(self._log_probs(features), action[..., 0].long())
+    def mode(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean.argmax(-1, keepdim=True).float()
 
-    def _log_probs(self, features):
-        return self.linear(features).unflatten(-1, (self.chunk, self.choices)).log_softmax(-1)
+    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
+        # the first index whose cumulative probability passes the uniform number
+        below = parameters[0].exp().cumsum(-1) < noise[..., None]
+        return below.sum(-1, keepdim=True).clamp_max(self.choices - 1).float()
 
-    def _score(self, log_probs, index) -> Score:
-        log_prob = log_probs.gather(-1, index[..., None])[..., 0]
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        one = torch.ones_like(log_prob)
-        # there is no sigma here: the gate compares log-probabilities as they are
-        return Score(log_prob, entropy, log_probs, one[..., None], torch.zeros_like(log_prob), one)
+    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
+        log_probs = parameters[0]
+        log_prob = log_probs.gather(-1, action.long())[..., 0]
+        return Score(log_prob, -(log_probs.exp() * log_probs).sum(-1), None, 1)
+
+
+def _log_slope(x: torch.Tensor) -> torch.Tensor:
+    """log(1 - tanh(x)^2), in a form that neither overflows nor cancels."""
+    return 2.0 * (math.log(2.0) - x - nn.functional.softplus(-2.0 * x))
 
 
 def _small_output(features: int, outputs: int) -> nn.Linear:

@@ -20,11 +20,25 @@ class Policy(nn.Module):
     noise_hold: int = 1
 
     def act(self, td: TensorDict) -> TensorDict:
-        """Adds action, log_prob, value and trace/* to `td [N]`. Without `noise` in it, acts greedily."""
+        """Adds `action` to a decision `td [N]`, and what scoring it again needs to `trace/*`.
+
+        Without `noise` in it, acts greedily. `log_prob` and `value` may be added too, or left to `complete`.
+        """
         raise NotImplementedError
 
+    def complete(self, td: TensorDict) -> TensorDict:
+        """What `act` left open, for a whole rollout `[B]` at once: `log_prob`, `value`, `trace/{log_prob,z2,dims}`.
+
+        `log_prob` is that of the executed part of a chunk. Called with the weights that acted.
+        """
+        log_prob = td["trace", "log_prob"]
+        return TensorDict({"log_prob": (log_prob * executed_mask(td, log_prob.shape[-1])).sum(-1)}, td.batch_size)
+
     def evaluate(self, td: TensorDict) -> TensorDict:
-        """A *new* TensorDict [B] with log_prob, value, entropy and trace/{mean,std,z2,dims} of `td`'s actions."""
+        """A *new* TensorDict [B] with the log_prob, value and entropy of `td`'s actions by the present weights.
+
+        Where `td` has a `trace`, also trace/{mean,std,z2,dims}, for the parity gate to compare.
+        """
         raise NotImplementedError
 
     def value(self, td: TensorDict) -> torch.Tensor:
@@ -44,8 +58,6 @@ class Policy(nn.Module):
 
 
 def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
-    """`[B, C]` float: 1 for the steps of the chunk that were executed; all of them where the td does not say."""
-    executed = td.get(("next", "executed"), None)
-    if executed is None:
-        return torch.ones(*td.batch_size, chunk, device=td["action"].device)
+    """`[B, C]` float: 1 for the steps of the chunk that were executed."""
+    executed = td["next", "executed"]
     return (torch.arange(chunk, device=executed.device) < executed[..., None]).float()

@@ -1,0 +1,28 @@
+"""All parameters of an optimiser as one long vector.
+
+Clipping and Adam are then a few operations instead of a few per tensor, which is a sixth of the time of a small
+minibatch on a CPU and many kernel launches on a GPU.
+"""
+
+import torch
+from torch import nn
+
+
+class FlatParameters:
+    """`vector` holds the values and `vector.grad` the gradients; the parameters themselves become views into both."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.vector = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
+        self.vector.grad = torch.zeros_like(self.vector)
+        sizes = [p.numel() for p in parameters]
+        values, gradients = self.vector.detach().split(sizes), self.vector.grad.split(sizes)
+        for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
+            parameter.data = value.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter)
+
+    def check(self) -> None:
+        """A module that was moved or cast since has new tensors, which an optimiser of the vector would not reach."""
+        start = self.vector.data_ptr()
+        if self.parameters[0].data_ptr() != start or self.parameters[0].grad is None:
+            raise RuntimeError("the policy was moved, cast or its gradients dropped after its algorithm was made")
