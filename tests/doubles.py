@@ -79,7 +79,8 @@ class LinearPolicy(Policy):
         td["action"] = noise[:, None].expand(-1, self.chunk, 1).clone()
         td["value"] = self._value(td)
         td["log_prob"] = torch.zeros(td.batch_size)
-        trace = {"log_prob": -torch.arange(1.0, self.chunk + 1).expand(*td.batch_size, -1).clone()}
+        terms = -torch.arange(1.0, self.chunk + 1).expand(*td.batch_size, -1).clone()
+        trace = {"log_prob": terms, "mean": terms.clone(), "z2": terms.clone(), "dims": terms.clone()}
         td["trace"] = TensorDict(trace, td.batch_size)
         return td
 

@@ -44,7 +44,7 @@ def test_train_again_goes_on(tmp_path):
     trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, quiet=True)
     trainer.train(total_timesteps=64)
     trainer.train(total_timesteps=128)
-    assert trainer.phase.progress.updates == 2
+    assert trainer.run.phase.progress.updates == 2
 
 
 def test_a_saved_policy_comes_back_and_acts_the_same(tmp_path):
@@ -79,3 +79,38 @@ def test_every_example_runs(example, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "first actions:" in done.stdout and (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_a_trainer_with_a_folder_may_be_asked_for_more_and_is_evaluated_alike(tmp_path):
+    config = load_config(SMALL)
+    env = make_env(config.env, 4, max_episode_steps=10)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, output=tmp_path, quiet=True)
+    assert trainer.train(total_timesteps=64) and trainer.train(total_timesteps=128)
+    assert (tmp_path / "checkpoint-2").exists()
+    saved = load_config(tmp_path / "config.yaml")
+    assert saved.training.total_timesteps == 128 and saved.rollout.max_episode_steps == 10
+
+
+def test_a_folder_needs_parts_that_can_be_made_again(tmp_path):
+    from doubles import LinearPolicy, counting_env
+
+    policy = LinearPolicy()
+    with pytest.raises(ValueError, match="make env and policy with make_env and make_policy"):
+        Trainer(policy, counting_env(), PPO(load_config(SMALL).ppo, policy), output=tmp_path)
+
+
+def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
+    from sparring.config_text import Setting
+    from sparring.evaluate_run import evaluate_checkpoint
+
+    run = Run(load_config(SMALL | {"output": str(tmp_path)}))
+    run.run()
+    with pytest.raises(ValueError, match="ppo.gamma: cannot be changed after training"):
+        evaluate_checkpoint(str(tmp_path), [Setting("ppo.gamma", 0.5, "here")])
+    with pytest.raises(ValueError, match="trained with observation = "):
+        evaluate_checkpoint(str(tmp_path), [Setting("env.object_state", False, "here")])
+    with pytest.raises(ValueError, match="there is no folder"):
+        evaluate_checkpoint(str(tmp_path), [], json_file=tmp_path / "no" / "x.json")
+    evaluation = evaluate_checkpoint(str(tmp_path), [Setting("env.task", "reach_d1", "here")])
+    assert list(evaluation.scores["policy"]) == ["reach_d1"]

@@ -96,8 +96,19 @@ class RedrawsNoise(ActorCritic):
 
 
 class ForgetsLogProb(RedrawsNoise):
-    def act(self, td):
-        return super().act(td).exclude("log_prob")
+    def complete(self, td):
+        return super().complete(td).exclude("log_prob")
+
+
+class ForgetsTrace(RedrawsNoise):
+    def complete(self, td):
+        return super().complete(td).exclude(("trace", "z2"))
+
+
+class NeverRandom(RedrawsNoise):
+    def __init__(self, config: ActorCriticConfig, spec, chunk: int):
+        super().__init__(config, spec, chunk)
+        self.noise_size = 0
 
 
 class NotFinished(RedrawsNoise):
@@ -186,7 +197,8 @@ def test_a_good_policy(capsys):
     ("name", "said"),
     [
         ("RedrawsNoise", "the parity gate refuses to train: drift "),
-        ("ForgetsLogProb", "policy.act: act() did not write 'log_prob'"),
+        ("ForgetsLogProb", "policy.complete: did not write 'log_prob'"),
+        ("ForgetsTrace", "policy.complete: did not write 'trace/z2'"),
         ("NotFinished", "NotImplementedError ("),
     ],
 )

@@ -73,7 +73,7 @@ def test_model_pt_is_read_without_running_code(tmp_path):
     load_weights(other, tmp_path)
     assert torch.equal(model.weight, other.weight)
     torch.save(model, tmp_path / "model.pt")  # a pickled module is code
-    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+    with pytest.raises(CheckpointError, match="model.pt' cannot be read: Weights only load failed"):
         load_weights(other, tmp_path)
 
 
@@ -117,3 +117,25 @@ def test_kill_9_while_writing_leaves_the_earlier_checkpoint_alone(tmp_path):
     saved(tmp_path, 2)
     remove_old(tmp_path, keep=5)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_tied_weights_are_saved_and_an_equal_update_is_not_written_twice(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    path = saved(tmp_path, 1, model)
+    written = (path / "model.safetensors").stat().st_mtime_ns
+    assert saved(tmp_path, 1, model) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == written
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    load_weights(other, tmp_path)  # a run folder will do
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+def test_unreadable_states_are_told(tmp_path):
+    path = saved(tmp_path)
+    (path / "training_state.pt").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="training_state.pt' cannot be read"):
+        load_training_state(path)
+    (path / "spec.json").write_text("{")
+    with pytest.raises(CheckpointError, match="spec.json' cannot be read"):
+        load_spec(path)

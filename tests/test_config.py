@@ -135,7 +135,7 @@ def test_an_ambiguous_bare_name_lists_its_places():
 def test_numbers_with_exponents_are_integers_where_they_are_whole():
     assert load("training.total_timesteps=1e6").training.total_timesteps == 1_000_000
     assert mistakes("training.total_timesteps=1.5") == [
-        "training.total_timesteps = 1.5 (from command line): expected an integer > 0"
+        "training.total_timesteps = 1.5 (from command line): expected an integer > 0 or null"
     ]
 
 

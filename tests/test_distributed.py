@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from sparring.checkpoint import find_checkpoint
 from sparring.distributed import DeviceError, Distributed, pick_device
 
 
@@ -17,27 +19,31 @@ def one_update_on_this_rank(folder):
     from sparring.run import Run
     from sparring.tree import load_config
 
-    run = Run(
-        load_config(
-            {
-                "device": "cpu",
-                "output": folder,
-                "rollout": {"n_envs": 2, "steps": 16, "max_episode_steps": 10},
-                "ppo": {"mini_batch_size": 8, "ppo_epochs": 2, "target_kl": 0.01},
-                "training": {"iterations": 2},
-                "logging": {"console_level": "ERROR"},
-            }
-        )
-    )
+    settings = {
+        "device": "cpu",
+        "output": folder,
+        "rollout": {"n_envs": 2, "steps": 16, "max_episode_steps": 10},
+        "ppo": {"mini_batch_size": 8, "ppo_epochs": 2, "target_kl": 0.01},
+        "training": {"iterations": 3},
+        "logging": {"console_level": "ERROR"},
+    }
+    run = Run(load_config(settings))
     seen = []
     forward = run.phase.algorithm.model.forward
     run.phase.algorithm.model.forward = lambda td: seen.append(len(td)) or forward(td)
     states = run.phase.collector
     run.run()
     rank = run.distributed.rank
+    stopped = Run(load_config(settings | {"output": f"{folder}/stopped"}))
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    resumed = Run(load_config(settings | {"output": f"{folder}/stopped"}))
+    resumed.run()
     torch.save(
         {
             "weights": run.phase.model.state_dict(),
+            "resumed": resumed.phase.model.state_dict(),
             "wrapped": type(run.phase.algorithm.model).__name__,
             "forwards": seen,
             "first_action": states.root["observation", "state"],
@@ -64,8 +70,15 @@ def test_weights_and_statistics_are_bit_identical(two_ranks):
     assert first["weights"].keys() == second["weights"].keys()
     for name in first["weights"]:
         assert torch.equal(first["weights"][name], second["weights"][name]), name
-    # statistics of both ranks' robots: 2 updates x 2 ranks x 2 robots x 16 decisions
-    assert first["weights"]["encoder.normalizer.count"] == 128
+    # statistics of both ranks' robots: 3 updates x 2 ranks x 2 robots x 16 decisions
+    assert first["weights"]["encoder.normalizer.count"] == 192
+
+
+def test_both_ranks_go_on_bit_equal_after_a_stop(two_ranks):
+    _, ranks = two_ranks
+    for rank in ranks:
+        for name, tensor in rank["weights"].items():
+            assert torch.equal(tensor, rank["resumed"][name]), name
 
 
 def test_the_forward_goes_through_the_wrapped_module(two_ranks):
@@ -78,14 +91,14 @@ def test_the_forward_goes_through_the_wrapped_module(two_ranks):
 def test_ranks_see_different_robots_and_count_together(two_ranks):
     _, (first, second) = two_ranks
     assert not torch.equal(first["first_action"], second["first_action"])
-    assert first["progress"] == second["progress"] == (2, 128)
+    assert first["progress"] == second["progress"] == (3, 192)
 
 
 def test_the_main_rank_alone_logs_and_saves(two_ranks):
     folder, _ = two_ranks
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines] == [1, 2]
-    state = torch.load(folder / "checkpoint-2" / "training_state.pt", weights_only=True)
+    assert [line["update"] for line in lines] == [1, 2, 3]
+    state = torch.load(folder / "checkpoint-3" / "training_state.pt", weights_only=True)
     assert len(state["processes"]) == 2
 
 
@@ -99,6 +112,43 @@ def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
     assert (tmp_path / "run" / "evaluation.json").exists()
     alone = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert alone.returncode == 2 and "use --gpus 2" in alone.stderr and "Traceback" not in alone.stderr
+
+
+def test_stopped_processes_save_and_leave_together(tmp_path):
+    """Ctrl-C reaches all of them, as in a terminal; then `kill` reaches the launcher alone."""
+    command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]
+    command += ["--envs", "2", "rollout.steps=8", "env.threads=1", "--gpus", "2", "total_timesteps=10000000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start():
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        for line in process.stderr:
+            if "steps" in line and "%" in line:
+                return process
+        raise AssertionError("it ended before it made progress")
+
+    first = start()
+    os.killpg(first.pid, signal.SIGINT)
+    said = first.communicate(timeout=60)[1]
+    assert first.returncode == 130 and "The same command goes on from here" in said and "Traceback" not in said
+    saved = find_checkpoint(tmp_path / "run")
+    second = start()
+    second.terminate()
+    said = second.communicate(timeout=60)[1]
+    assert second.returncode == 130 and "Traceback" not in said
+    assert int(find_checkpoint(tmp_path / "run").name.rpartition("-")[2]) > int(saved.name.rpartition("-")[2])
+
+
+def test_devices_and_processes_must_agree(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(DeviceError, match="device=cuda: this process sees 0 CUDA devices"):
+        Distributed("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DeviceError, match="--gpus 2: this machine shows 1 GPUs"):
+        Distributed("cuda")
+    with pytest.raises(DeviceError, match="names one GPU and 2 processes run"):
+        Distributed("cuda:0")
 
 
 def test_alone_everything_is_free():

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from doubles import CountingBackend, LinearPolicy
 
 from sparring.envs.backend import EpisodeSeeds
@@ -42,11 +43,27 @@ def test_exactly_as_many_episodes_as_asked_and_no_favour_to_the_quick(episodes):
 
 
 def test_the_same_episodes_are_played_whatever_the_number_of_robots():
-    seeds = {}
-    for robots in (1, 3, 4):
-        rule = EpisodeSeeds(seed=5, split="eval", total_envs=robots)
-        seeds[robots] = {rule(i, k) for i in range(robots) for k in range(12 // robots)}
-    assert seeds[1] == seeds[3] == seeds[4] and len(seeds[1]) == 12
+    """Also of each task: goals differ from episode to episode, and a lazy policy's reward tells which it was."""
+    config = load_config({"env": {"task": ["reach_d0", "reach_d2"]}, "rollout": {"n_envs": 2}})
+    rewards = {}
+    for robots in (2, 4, 6):
+        env = make_env(config.env, robots, max_episode_steps=3)
+        played, _ = play(ActorCritic(config.policy, env.spec, 1).requires_grad_(False), env, 12, seed=5)
+        rewards[robots] = sorted((e.task, round(e.reward, 3)) for e in played)
+        torch.manual_seed(0)
+    assert [task for task, _ in rewards[2]] == [0] * 6 + [1] * 6
+    assert len(set(rewards[2])) == 12 and rewards[4] == rewards[6]
+
+
+def test_tasks_that_cannot_be_dealt_out_evenly_are_refused():
+    with pytest.raises(ValueError, match="3 robots cannot be dealt out evenly over the 2 tasks.*a multiple of 2"):
+        load_config({"env": {"task": ["reach_d0", "reach_d1"]}, "rollout": {"n_envs": 3}})
+
+
+def test_an_evaluation_that_never_ends_gives_up(monkeypatch):
+    monkeypatch.setattr("sparring.evaluate.NEVER_ENDING", 30)
+    with pytest.raises(ValueError, match="no episode ended in 30 decisions.*rollout.max_episode_steps"):
+        play(LinearPolicy(), Env(CountingBackend((1000, 1000))), 1, seed=0)
 
 
 def test_training_and_evaluation_seeds_are_disjoint():

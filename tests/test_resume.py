@@ -20,15 +20,20 @@ SMALL = {
     "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 5},
     "logging": {"console_level": "ERROR"},
 }
-ENVS = {
+WAYS = {
     "tabletop": {},
-    "pendulum": {"name": "gym:Pendulum-v1"},
-    "cartpole in workers": {"name": "gym:CartPole-v1", "vectorize": "process", "workers": 2},
+    "pendulum": {"env": {"name": "gym:Pendulum-v1"}},
+    "cartpole in workers": {"env": {"name": "gym:CartPole-v1", "vectorize": "process", "workers": 2}},
+    "camera": {"env": {"cameras": ["head"], "image_size": 40}, "policy": {"channels": [4, 4], "image_features": 8}},
+    "chunks": {"rollout": SMALL["rollout"] | {"action_steps": 3}},
+    "gsde": {"policy": {"distribution": "gsde", "sde_sample_freq": 5}},
+    "evaluations between": {"evaluation": {"every": 2, "episodes": 3}},
+    "schedules": {"ppo": SMALL["ppo"] | {"lr_schedule": "cosine", "warmup_updates": 2, "clip_schedule": "linear"}},
 }
 
 
-def config_in(folder, env=None, **more):
-    return load_config(SMALL | {"env": env or {}, "output": str(folder)} | more)
+def config_in(folder, **more):
+    return load_config(SMALL | {"output": str(folder)} | more)
 
 
 def run_to_the_end(config) -> Run:
@@ -49,15 +54,15 @@ def lines(folder) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
-@pytest.mark.parametrize("env", ENVS.values(), ids=ENVS.keys())
-def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, env):
-    straight = run_to_the_end(config_in(tmp_path / "straight", env))
-    stopped = Run(config_in(tmp_path / "stopped", env))
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, way):
+    straight = run_to_the_end(config_in(tmp_path / "straight", **way))
+    stopped = Run(config_in(tmp_path / "stopped", **way))
     for _ in range(3):
         stopped.phase.step(stopped.fraction)
     stopped.save()
     stopped.phase.env.close()
-    resumed = run_to_the_end(config_in(tmp_path / "stopped", env))
+    resumed = run_to_the_end(config_in(tmp_path / "stopped", **way))
     assert resumed.phase.progress == straight.phase.progress
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
@@ -98,15 +103,64 @@ def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, 
 
     monkeypatch.setattr(SerialBackend, "state", lambda self: None)
     env = {"name": "gym:Pendulum-v1"}
-    first = Run(config_in(tmp_path, env))
+    first = Run(config_in(tmp_path, env=env))
     first.phase.step(0.0)
+    begun_with = first.phase.buffer.get(flatten=False)["observation", "state"][0].clone()
     first.save()
     monkeypatch.setattr("sparring.run.log.warning", lambda *words: told.append(words[-1]))
     told = []
-    again = Run(config_in(tmp_path, env))
+    again = Run(config_in(tmp_path, env=env))
     assert told == ["the env cannot be put back to where it was; its robots start new episodes"]
     assert again.phase.progress.updates == 1
     again.phase.step(0.2)
+    # new episodes, not those that were played before
+    assert not torch.equal(again.phase.buffer.get(flatten=False)["observation", "state"][0], begun_with)
+
+
+def test_numbers_between_two_lines_survive_a_stop(tmp_path):
+    training = SMALL["training"] | {"log_every": 5}
+    run_to_the_end(config_in(tmp_path / "straight", training=training))
+    stopped = Run(config_in(tmp_path / "stopped", training=training))
+    step = stopped.phase.step
+
+    def step_and_ask_to_stop(fraction):
+        if stopped.phase.progress.updates == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(fraction)
+
+    stopped.phase.step = step_and_ask_to_stop
+    assert not stopped.run()
+    run_to_the_end(config_in(tmp_path / "stopped", training=training))
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert len(lines(tmp_path / "stopped")) == 1
+
+
+def test_kill_9_in_the_middle_of_a_checkpoint_write_and_the_run_goes_on(tmp_path):
+    straight = run_to_the_end(config_in(tmp_path / "straight"))
+    child = textwrap.dedent("""
+        import json, os, signal, sys
+        from pathlib import Path
+        import torch
+        torch.set_num_threads(1)
+        from sparring.run import Run
+        from sparring.tree import load_config
+        run = Run(load_config(json.loads(sys.argv[1])))
+        whole_save = torch.save
+        def half_a_save(state, path):
+            whole_save(state, path)
+            if run.phase.progress.updates == 3:
+                Path(path).write_bytes(Path(path).read_bytes()[:1000])
+                os.kill(os.getpid(), signal.SIGKILL)
+        torch.save = half_a_save
+        run.run()
+    """)
+    settings = json.dumps(SMALL | {"output": str(tmp_path / "killed")})
+    killed = subprocess.run([sys.executable, "-c", child, settings], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / ".partial-checkpoint-3").exists()
+    resumed = run_to_the_end(config_in(tmp_path / "killed"))
+    assert not (tmp_path / "killed" / ".partial-checkpoint-3").exists()
+    assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(straight).items())
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

@@ -10,8 +10,8 @@ print(trainer.evaluate(episodes=100).table())
 
 from pathlib import Path
 
-from sparring.checkpoint import find_checkpoint, load_spec, load_weights
-from sparring.distributed import Distributed
+from sparring.checkpoint import CheckpointError, find_checkpoint, load_spec, load_weights
+from sparring.config_text import read_settings
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
@@ -20,7 +20,7 @@ from sparring.phases.finetune import Finetune
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
 from sparring.run import Run
-from sparring.tree import Config, load_config
+from sparring.tree import load_config
 
 
 class Trainer:
@@ -47,29 +47,44 @@ class Trainer:
             "device": str(env.device),
             "output": None if output is None else str(output),
             "buffer": {"size": buffer_size, "type": buffer_type},
-            "rollout": {"n_envs": env.num_envs, "action_steps": policy.chunk},
+            "rollout": {
+                "n_envs": env.num_envs,
+                "action_steps": policy.chunk,
+                "max_episode_steps": env.spec.max_episode_steps or None,
+            },
             "env": _section(env),
             "policy": _section(policy),
             "ppo": algorithm.config.model_dump(),
         }
-        self.phase: Finetune | None = None
+        if output is not None and not all(self.settings[name] for name in ("env", "policy")):
+            raise UserError("output=... saves a run by its config: make env and policy with make_env and make_policy")
+        self.algorithm.seed = seed
+        self.run: Run | None = None
 
     def train(self, total_timesteps: int) -> bool:
         """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}})
-        if self.phase is None:
-            distributed = getattr(self.algorithm, "distributed", None) or Distributed(config.device)
-            self.phase = Finetune(
-                self.env, self.policy, self.algorithm, config.rollout_steps, distributed, config.seed, self.policy.chunk
+        if self.run is None:
+            phase = Finetune(
+                self.env,
+                self.policy,
+                self.algorithm,
+                config.rollout_steps,
+                self.algorithm.distributed,
+                config.seed,
+                self.policy.chunk,
             )
-        return Run(config, self.phase, folder=config.output is not None, quiet=self.quiet).run()
+            self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
+        else:
+            self.run.extend(config)
+        return self.run.run()
 
     def evaluate(self, episodes: int = 100) -> Evaluation:
         """Held-out episodes, in an env of their own, beside random actions on the same ones."""
         if self.env.config is None:
             raise UserError("evaluate() needs an env that make_env() made, to make another like it")
         limit = self.env.spec.max_episode_steps or None
-        env = make_env(self.env.config, min(self.env.num_envs, episodes), limit, self.env.device)
+        env = make_env(self.env.config, self.env.num_envs, limit, self.env.device)
         try:
             return evaluate(self.policy, env, episodes, self.settings["seed"], self.policy.chunk)
         finally:
@@ -77,17 +92,15 @@ class Trainer:
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
-    """The trained policy of a run folder or checkpoint, ready to act; strict about every weight."""
+    """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env."""
     checkpoint = find_checkpoint(path)
-    config = load_run_config(checkpoint)
+    if not (checkpoint / "config.yaml").is_file():
+        raise CheckpointError(f"'{checkpoint}' has no config.yaml beside its weights; give the checkpoint's folder")
+    needed = ("policy.", "rollout.action_steps")
+    config = load_config(None, [s for s in read_settings(checkpoint / "config.yaml") if s.key.startswith(needed)])
     policy = make_policy(config.policy, load_spec(checkpoint), config.rollout.action_steps)
     load_weights(policy, checkpoint)
     return policy.to(device).eval()
-
-
-def load_run_config(checkpoint: Path) -> Config:
-    """The resolved config a checkpoint was trained with."""
-    return load_config(checkpoint / "config.yaml")
 
 
 def _section(thing) -> dict:

@@ -9,7 +9,6 @@ checkpoint-<n>/
 
 import json
 import os
-import pickle
 import re
 import shutil
 from dataclasses import asdict
@@ -31,18 +30,19 @@ class CheckpointError(UserError):
 def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, config_yaml: str, spec: EnvSpec) -> Path:
     """Write `folder/checkpoint-<update>`. Killed at any moment, it leaves the earlier ones as they were."""
     target = folder / f"checkpoint-{update}"
+    if target.exists():  # the same update saved twice holds the same
+        return target
     partial = folder / f".partial-checkpoint-{update}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    # cloned, because safetensors refuses tensors that share memory: tied weights, or views of one vector
+    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, partial / "model.safetensors")
     torch.save(state, partial / "training_state.pt")
     (partial / "config.yaml").write_text(config_yaml)
     (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
     for path in (*partial.iterdir(), partial):
         _flush(path)
-    if target.exists():  # the same update saved twice holds the same
-        shutil.rmtree(target)
     partial.rename(target)
     _flush(folder)
     return target
@@ -83,9 +83,7 @@ def weights_file(path: Path) -> Path | None:
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told."""
-    file = weights_file(Path(path))
-    if file is None:
-        raise CheckpointError(f"'{path}' has neither model.safetensors nor model.pt")
+    file = weights_file(find_checkpoint(path))
     given, expected = read_weights(file), model.state_dict()
     missing = [key for key in expected if key not in given]
     unexpected = [key for key in given if key not in expected]
@@ -104,12 +102,12 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    if file.suffix != ".safetensors":
+        loaded = _torch_load(file)
         return loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
-    except (OSError, RuntimeError, ValueError, AttributeError, SafetensorError, pickle.UnpicklingError) as error:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"'{file}' cannot be read as weights: {_first_line(error)}") from None
 
 
@@ -120,14 +118,28 @@ def load_training_state(checkpoint: Path) -> dict:
             f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; "
             f"to start from its weights alone: pretrained={checkpoint}"
         )
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return _torch_load(file)
+
+
+def _torch_load(file: Path) -> dict:
+    """Tensors and plain values only: nothing in the file can run."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # an unpickler that meets broken bytes may raise anything
+        raise CheckpointError(f"'{file}' cannot be read: {_first_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"'{file}' cannot be read: it holds a {type(loaded).__name__}, not names with tensors")
+    return loaded
 
 
 def load_spec(checkpoint: Path) -> EnvSpec:
     file = checkpoint / "spec.json"
     if not file.is_file():
         raise CheckpointError(f"'{checkpoint}' has no spec.json; it was not written by this library")
-    values = json.loads(file.read_text())
+    try:
+        values = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"'{file}' cannot be read: {error}") from None
     values["observation"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["observation"].items()}
     for name in ("task_names", "instructions"):
         values[name] = tuple(values[name])

@@ -138,7 +138,7 @@ def _flag_settings(arguments, keys: dict[str, str]) -> list:
 
 def _train(arguments, overrides) -> int:
     config = _load(arguments, overrides)
-    if arguments.gpus > 1 and "WORLD_SIZE" not in os.environ:
+    if arguments.gpus > 1 and "RANK" not in os.environ:
         from sparring.launch import launch
 
         return launch(arguments.gpus, arguments.words)

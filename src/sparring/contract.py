@@ -40,7 +40,7 @@ class ContractError(UserError):
 
 
 def check_observation(td: TensorDict, spec, where: str) -> None:
-    """`td/observation/*` has exactly the entries, shapes and dtypes of an EnvSpec, and no NaN."""
+    """`td/observation/*` has the entries, shapes and dtypes of an EnvSpec, and no NaN."""
     observation = td.get("observation", None)
     if observation is None:
         raise ContractError(f"{where}: has no 'observation'; got {list(td.keys())}")
@@ -73,16 +73,22 @@ def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> N
 
 
 def check_completed(rollout: TensorDict, where: str) -> None:
-    """What a rollout [T, N] has after `Policy.complete`."""
+    """What a rollout [T, N] has after `Policy.complete`: scores, and what the parity gate compares."""
+    chunk = rollout["action"].shape[-2]
     for key in ("log_prob", "value"):
         _check_written(rollout, key, (), where)
+    for key in ("log_prob", "z2", "dims"):
+        _check_written(rollout, ("trace", key), (chunk,), where)
+    if rollout.get(("trace", "mean"), None) is None:
+        raise ContractError(f"{where}: nobody wrote 'trace/mean', which the parity gate compares")
 
 
 def _check_written(td, key, shape, where):
+    name = key if isinstance(key, str) else "/".join(key)
     value = td.get(key, None)
     if value is None:
-        raise ContractError(f"{where}: did not write '{key}'")
-    _check_tensor(value, (*td.batch_size, *shape), torch.float32, f"{where}: {key}")
+        raise ContractError(f"{where}: did not write '{name}'")
+    _check_tensor(value, (*td.batch_size, *shape), torch.float32, f"{where}: {name}")
 
 
 def _check_tensor(value, shape, dtype, where):

@@ -4,6 +4,7 @@ Alone (the usual case on a laptop) everything here is free: no process group, no
 """
 
 import os
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ class Distributed:
 
     def __init__(self, device: str = "auto"):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # TF32 convolutions drift by up to the parity gate's whole tolerance
+        torch.backends.cudnn.allow_tf32 = False
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
@@ -78,5 +81,17 @@ def pick_device(name: str) -> str:
 
 def _accelerator(device: str):
     from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
 
-    return Accelerator(cpu=device == "cpu" or not torch.cuda.is_available())
+    name = pick_device(device)
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ":" in name:
+        raise DeviceError(
+            f"device={device} names one GPU and {processes} processes run; choose GPUs by setting "
+            "CUDA_VISIBLE_DEVICES, with device=cuda"
+        )
+    if name == "cuda" and processes > gpus:
+        raise DeviceError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
+    # the others wait while the main process evaluates and saves
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=3))
+    return Accelerator(cpu=name == "cpu", kwargs_handlers=[patience])

@@ -10,8 +10,14 @@ import numpy as np
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
 from sparring.envs.env import Env
+from sparring.envs.make import make_env
+from sparring.errors import UserError
 from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
+from sparring.tree import Config
+
+# decisions without any episode ending, after which an evaluation gives up
+NEVER_ENDING = 20_000
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,13 @@ def play(
     counted: list[Episode] = []
     collector.start()
     camera.start()
+    fruitless = 0
     while any(quota):
         collector.decide()
         camera.shoot()
+        fruitless = 0 if collector.episodes else fruitless + 1
+        if fruitless > NEVER_ENDING:
+            raise UserError(f"no episode ended in {NEVER_ENDING} decisions; give it a limit: rollout.max_episode_steps")
         for episode in collector.drain_episodes():
             camera.episode_ended(episode)
             if quota[episode.env]:
@@ -133,6 +143,7 @@ class Evaluation:
     # who -> task -> score
     scores: dict[str, dict[str, Score]]
     films: list[Film]
+    fps: float = 30.0
     shows_success: bool = True
 
     def table(self) -> str:
@@ -171,4 +182,15 @@ def evaluate(
     if baseline:
         random = RandomPolicy(env.spec, chunk).to(env.device)
         scores["random"] = score_by_task(play(random, env, episodes, seed, chunk, greedy=False)[0], env.spec.task_names)
-    return Evaluation(episodes, seed, scores, reels, env.spec.reports_success)
+    return Evaluation(episodes, seed, scores, reels, env.spec.control_hz, env.spec.reports_success)
+
+
+def evaluate_config(config: Config, policy: Policy, device, greedy: bool = True, films: int = 0) -> Evaluation:
+    """An evaluation as a run's config asks for it, in an env of its own."""
+    episodes, rollout = config.evaluation.episodes, config.rollout
+    env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
+    try:
+        baseline = config.evaluation.baseline
+        return evaluate(policy, env, episodes, config.seed, rollout.action_steps, greedy, baseline, films)
+    finally:
+        env.close()

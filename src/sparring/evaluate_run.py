@@ -3,14 +3,17 @@
 from pathlib import Path
 
 from sparring.api import load_policy
-from sparring.checkpoint import find_checkpoint
-from sparring.config_text import Setting
+from sparring.checkpoint import find_checkpoint, load_spec
+from sparring.config_text import Setting, flatten
 from sparring.distributed import pick_device
 from sparring.envs.make import make_env
-from sparring.evaluate import Evaluation, evaluate
-from sparring.record.pictures import filmstrip
+from sparring.errors import UserError
+from sparring.evaluate import Evaluation, evaluate_config
 from sparring.record.recorder import Recorder
-from sparring.tree import load_config
+from sparring.tree import Config, load_config
+
+# what an evaluation may choose anew; the rest was decided when the policy was trained
+FREE_TO_CHOOSE = ("env.", "rollout.n_envs", "rollout.max_episode_steps", "evaluation.", "seed", "device", "threads")
 
 
 def evaluate_checkpoint(
@@ -18,23 +21,40 @@ def evaluate_checkpoint(
 ) -> Evaluation:
     """Print the table, write the numbers (and videos) beside the checkpoint."""
     checkpoint = find_checkpoint(path)
-    config = load_config(checkpoint / "config.yaml", settings)
+    folder = Path(path) if Path(path).is_dir() else checkpoint
+    json_file = json_file or folder / "evaluation.json"
+    if not json_file.parent.is_dir():
+        raise UserError(f"--json {json_file}: there is no folder '{json_file.parent}'; make it first")
+    config = _config_of(checkpoint, settings)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
-    count = config.evaluation.episodes
-    env = make_env(config.env, min(config.rollout.n_envs, count), config.rollout.max_episode_steps, device)
-    try:
-        evaluation = evaluate(
-            policy, env, count, config.seed, policy.chunk, greedy, config.evaluation.baseline, films=videos
-        )
-        fps = env.spec.control_hz
-    finally:
-        env.close()
-    print(f"{checkpoint}: {count} held-out episodes, {'greedy' if greedy else 'sampled'} actions")
+    _refuse_other_env(checkpoint, config)
+    evaluation = evaluate_config(config, policy, device, greedy, videos)
+    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {'greedy' if greedy else 'sampled'} actions")
     print(evaluation.table())
-    print(f"numbers: {evaluation.write(json_file or Path(path) / 'evaluation.json')}")
-    recorder = Recorder(Path(path))
+    print(f"numbers: {evaluation.write(json_file)}")
+    recorder = Recorder(folder)
     for number, film in enumerate(evaluation.films):
-        recorder.image(f"eval_{number}", filmstrip(film.frames))
-        print(f"video: {recorder.video(f'eval_{number}', film.frames, fps)}")
+        print(f"video: {recorder.film(f'eval_{number}', film.frames, evaluation.fps)}")
     return evaluation
+
+
+def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
+    trained, config = load_config(checkpoint / "config.yaml"), load_config(checkpoint / "config.yaml", settings)
+    before, now = flatten(trained.dump()), flatten(config.dump())
+    changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
+    if changed:
+        raise UserError(
+            f"{', '.join(changed)}: cannot be changed after training; an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
+        )
+    return config
+
+
+def _refuse_other_env(checkpoint: Path, config: Config) -> None:
+    trained = load_spec(checkpoint)
+    env = make_env(config.env, 1, config.rollout.max_episode_steps)
+    env.close()
+    for what in ("observation", "action_dim", "discrete_actions"):
+        then, now = getattr(trained, what), getattr(env.spec, what)
+        if then != now:
+            raise UserError(f"the policy was trained with {what} = {then}, and this env has {now}")

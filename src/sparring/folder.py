@@ -28,9 +28,10 @@ def open_folder(config: Config) -> Path | None:
         _move_aside(folder)
         _start(folder, config)
         return None
-    saved = _saved_config(folder)
-    _refuse_other_config(folder, saved, config)
     found = checkpoints(folder)
+    saved = _saved_config(folder)
+    # where nothing was saved there is nothing to mix with: a start that failed does not take the folder
+    _refuse_other_config(folder, saved if found else {}, config)
     # a run that branched off from a checkpoint goes on by the same command
     if config.resume == "auto" or (found and saved.get("resume") == config.resume):
         if not found:

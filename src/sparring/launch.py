@@ -1,9 +1,15 @@
 """`--gpus N`: this command again, in N processes that find each other. Starts fast: no torch here."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+
+INTERRUPTED = 130
+# how long processes may take to leave after one of them failed; a collective that waits for it never returns
+PATIENCE = 30.0
 
 
 def launch(processes: int, arguments: list[str]) -> int:
@@ -22,25 +28,34 @@ def launch(processes: int, arguments: list[str]) -> int:
         )
         for rank in range(processes)
     ]
+    # a terminal tells the workers of Ctrl-C itself; `kill` tells only us. They save and leave on their own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: _terminate(workers))
     return _wait_for_all(workers)
 
 
 def _wait_for_all(workers: list[subprocess.Popen]) -> int:
-    code = 0
+    """0, or the code of the first failure; 130 where all left because they were asked to."""
+    codes: list[int] = []
+    deadline = float("inf")
     while workers:
-        for worker in list(workers):
-            try:
-                worker.wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            except KeyboardInterrupt:
-                continue  # the terminal told the workers too; they save and leave on their own
+        time.sleep(0.05)
+        for worker in [w for w in workers if w.poll() is not None]:
             workers.remove(worker)
-            if worker.returncode and not code:
-                code = worker.returncode
-                for other in workers:
-                    other.terminate()
-    return code
+            codes.append(worker.returncode)
+            if worker.returncode not in (0, INTERRUPTED) and deadline == float("inf"):
+                _terminate(workers)
+                deadline = time.monotonic() + PATIENCE
+        if time.monotonic() > deadline:
+            for worker in workers:
+                worker.kill()
+    failures = [code for code in codes if code not in (0, INTERRUPTED)]
+    return failures[0] if failures else max(codes)
+
+
+def _terminate(workers: list[subprocess.Popen]) -> None:
+    for worker in workers:
+        worker.terminate()
 
 
 def _free_port() -> int:

@@ -11,19 +11,21 @@ import torch
 
 from sparring.checkpoint import CheckpointError, load_training_state, load_weights, remove_old, save_checkpoint
 from sparring.distributed import Distributed
-from sparring.envs.make import make_env
-from sparring.evaluate import Evaluation, evaluate
+from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import open_folder
 from sparring.phases import PHASES
 from sparring.phases.phase import Phase
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, set_up_logging
-from sparring.record.pictures import NoVideoEncoder, filmstrip
+from sparring.record.pictures import NoVideoEncoder
 from sparring.record.recorder import Recorder
 from sparring.resolve import resolve
 from sparring.tree import Config
 
 log = logging.getLogger(LOGGER)
+
+# of a run that was given no limit of its own
+DEFAULT_TIMESTEPS = 150_000
 
 
 class Run:
@@ -54,12 +56,19 @@ class Run:
             load_weights(self.phase.model, config.pretrained)
             log.info("starts from the weights of %s", config.pretrained)
 
+    def extend(self, config: Config) -> None:
+        """Go on in the same process and folder, further than was first asked."""
+        self.config = config
+        if self.folder is not None:
+            (self.folder / "config.yaml").write_text(config.to_yaml())
+
     @property
     def fraction(self) -> float:
         """How much of the run is done: 1 when the first limit is reached."""
         training, progress = self.config.training, self.phase.progress
+        given = training.total_timesteps or training.num_episodes or training.iterations
         limits = (
-            (progress.env_steps, training.total_timesteps),
+            (progress.env_steps, training.total_timesteps if given else DEFAULT_TIMESTEPS),
             (progress.episodes, training.num_episodes),
             (progress.updates, training.iterations),
         )
@@ -125,15 +134,19 @@ class Run:
 
     def save(self) -> None:
         """Every process brings its own state, the main one writes."""
-        states = self.distributed.gather_objects([self.phase.state_dict() | {"random": _random_state()}])
+        own = self.phase.process_state() | {"random": _random_state(self.distributed.device)}
+        processes = self.distributed.gather_objects([own])
         if self.folder is not None:
-            state = {"processes": states, "recorder": self.recorder.state_dict()}
+            state = {"phase": self.phase.state_dict(), "processes": processes, "pending": dict(self.pending)}
+            state["recorder"] = self.recorder.state_dict()
             config_yaml = self.config.to_yaml()
             save_checkpoint(
                 self.folder, self.phase.progress.updates, self.phase.model, state, config_yaml, self.phase.env.spec
             )
             remove_old(self.folder, self.config.training.keep_checkpoints)
         self.saved_at = self.phase.progress.updates
+        # nobody leaves while the main process is still writing
+        self.distributed.barrier()
 
     def _write_line(self) -> None:
         """Means over the updates since the last line."""
@@ -152,41 +165,23 @@ class Run:
 
     def _evaluate_here(self) -> Evaluation:
         config = self.config
-        env = make_env(
-            config.env,
-            min(config.rollout.n_envs, config.evaluation.episodes),
-            config.rollout.max_episode_steps,
-            self.distributed.device,
+        evaluation = evaluate_config(
+            config, self.phase.model, self.distributed.device, films=config.rollout.render_episodes
         )
-        try:
-            evaluation = evaluate(
-                self.phase.model,
-                env,
-                config.evaluation.episodes,
-                config.seed,
-                config.rollout.action_steps,
-                baseline=config.evaluation.baseline,
-                films=config.rollout.render_episodes,
-            )
-            if self.folder is not None:
-                evaluation.write(self.folder / "evaluation.json")
-            self._show(evaluation, env.spec.control_hz)
-        finally:
-            env.close()
-        return evaluation
-
-    def _show(self, evaluation: Evaluation, fps: float) -> None:
+        if self.folder is not None:
+            evaluation.write(self.folder / "evaluation.json")
         for number, film in enumerate(evaluation.films):
-            name = f"episode_{self.phase.progress.episodes:06d}_{number}"
-            self.recorder.image(name, filmstrip(film.frames))
             try:
-                log.info("to look at: %s", self.recorder.video(name, film.frames, fps))
+                name = f"episode_{self.phase.progress.episodes:06d}_{number}"
+                log.info("to look at: %s", self.recorder.film(name, film.frames, evaluation.fps))
             except NoVideoEncoder as error:  # the training was not for the video's sake
                 log.warning("%s", error)
+        return evaluation
 
     def _stop_early(self) -> None:
         self.console.end()
-        self.save()
+        if self.saved_at != self.phase.progress.updates:
+            self.save()
         if self.folder is not None:
             how = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
             log.warning("stopped after %s updates; saved. %s goes on from here.", self.phase.progress.updates, how)
@@ -201,9 +196,10 @@ class Run:
                 f"use --gpus {processes}, or start a new run with --output DIR pretrained={checkpoint}"
             )
         own = state["processes"][self.distributed.rank]
-        lost = self.phase.load_state_dict(own)
-        _set_random_state(own["random"])
+        lost = self.phase.load_state_dict(state["phase"], own)
+        _set_random_state(own["random"], self.distributed.device)
         self.recorder.load_state_dict(state["recorder"])
+        self.pending.update(state["pending"])
         self.saved_at = self.phase.progress.updates
         log.info("goes on from %s (%s env steps)", checkpoint, f"{self.phase.progress.env_steps:,}")
         for words in lost:
@@ -246,7 +242,7 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _random_state() -> dict:
+def _random_state(device: torch.device) -> dict:
     """In tensors and plain values, so that reading it back never runs code."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -254,15 +250,15 @@ def _random_state() -> dict:
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
-def _set_random_state(state: dict) -> None:
+def _set_random_state(state: dict, device: torch.device) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -205,15 +205,15 @@ def _named(section: type[Section]) -> type[Section]:
 def _check(config: Config) -> list[tuple[str, str]]:
     """Mistakes that span sections."""
     robots, size = config.rollout.n_envs, config.buffer.size
+    mistakes = []
     if size and size < robots:
-        return [
-            (
-                "buffer.size",
-                f"holds less than one decision of each of the {robots} robots; "
-                f"expected >= {robots}, or a smaller rollout.n_envs",
-            )
-        ]
-    return []
+        holds = f"holds less than one decision of each of the {robots} robots"
+        mistakes.append(("buffer.size", f"{holds}; expected >= {robots}, or a smaller rollout.n_envs"))
+    tasks = len(getattr(config.env, "task", ()))
+    if tasks > 1 and robots % tasks:
+        dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
+        mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
+    return mistakes
 
 
 TREE = Tree(

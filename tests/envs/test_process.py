@@ -15,6 +15,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.process import ProcessBackend, WorkerError, _slices
 from sparring.envs.serial import SerialBackend
+from sparring.errors import UserError
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
 
@@ -135,7 +136,7 @@ def test_error_names_the_env_and_carries_the_traceback(make):
 
 def test_error_while_making_leaves_nothing_behind():
     before = set(psutil.Process().children())
-    with pytest.raises(WorkerError, match=r"worker 0 \(envs 0..0\) failed: .*NoSuchEnv"):
+    with pytest.raises(UserError, match=r"worker 0 \(envs 0..0\): env.name=gym:NoSuchEnv-v0 cannot be made"):
         ProcessBackend(config("gym:NoSuchEnv-v0", 2), 2)
     assert not [child for child in set(psutil.Process().children()) - before if "worker" in " ".join(child.cmdline())]
 

@@ -36,7 +36,7 @@ class PPO:
             eps=config.adam_eps,
             fused=True,
         )
-        self.shuffle = torch.Generator().manual_seed(seed + self.distributed.rank)
+        self.seed = seed
         self.updates = 0
         self.checked_whole_rollout = False
 
@@ -52,9 +52,11 @@ class PPO:
         parity = self._whole_parity(flat)
         learned_from = flat.select(*self.policy.in_keys, *LEARNED_FROM)
         terms: list[LossTerms] = []
+        # a function of (seed, process, update): nothing to save
+        shuffle = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 1009 + self.distributed.rank)
         for _ in range(config.ppo_epochs):
             first_of_epoch = len(terms)
-            order = torch.randperm(len(flat), generator=self.shuffle).to(flat["action"].device)
+            order = torch.randperm(len(flat), generator=shuffle).to(flat["action"].device)
             for index in order.split(config.mini_batch_size):
                 batch = learned_from[index]
                 if parity is None:
@@ -80,12 +82,11 @@ class PPO:
             return torch.cat([self.policy.evaluate(part) for part in flat.select(*keys).split(4096)])
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "shuffle": self.shuffle.get_state()}
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
-        self.shuffle.set_state(state["shuffle"])
 
     def _set_learning_rates(self, progress: float) -> float:
         config = self.config

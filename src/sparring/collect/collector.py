@@ -8,6 +8,7 @@ from sparring.collect.episodes import Episode, EpisodeTracker
 from sparring.contract import check_completed, check_decision, check_observation, check_step
 from sparring.data.rollout import RolloutBuffer
 from sparring.envs.env import Env
+from sparring.errors import UserError
 from sparring.noise import keyed_uniform
 from sparring.policies.policy import Policy
 
@@ -25,6 +26,11 @@ class Collector:
         self.env, self.policy, self.chunk = env, policy, chunk
         self.seed, self.split = seed, split
         self.noise_size = 0 if greedy else policy.noise_size
+        if not greedy and not self.noise_size:
+            raise UserError(
+                f"{type(policy).__name__}.noise_size is 0, so it could only ever act by its mode; set it to how many "
+                "uniform numbers a decision takes, and draw the action from td['noise']"
+            )
         self.version = 0
         # decisions taken so far, the clock of the noise
         self.decision = 0
@@ -110,8 +116,10 @@ class Collector:
         offset = _EVAL_NOISE if self.split == "eval" else 0
         envs = np.arange(self.env.num_envs) + self.env.first_env
         clock = (np.arange(decisions) + self.decision) // self.policy.noise_hold + offset
-        noise = keyed_uniform(self.seed, envs, clock, self.noise_size)
-        return torch.from_numpy(noise).to(self.env.device).unbind(0)
+        # noise that is held over several decisions is drawn once
+        ticks, tick_of = np.unique(clock, return_inverse=True)
+        noise = torch.from_numpy(keyed_uniform(self.seed, envs, ticks, self.noise_size)).to(self.env.device)
+        return [noise[tick] for tick in tick_of]
 
     def state_dict(self) -> dict:
         """All that the next rollout depends on, beside the weights; `env` is None where the env cannot tell."""

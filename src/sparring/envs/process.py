@@ -152,6 +152,8 @@ class Team:
             raise
         self._busy = False
         for member, (fine, result) in zip(members, answers, strict=True):
+            if not fine and result[1] is None:
+                raise UserError(f"{member}: {result[0]}")
             if not fine:
                 raise WorkerError(f"{member} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in answers]

@@ -16,6 +16,7 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.serial import Block, Fleet, Frames
+from sparring.errors import UserError
 
 
 class Worker:
@@ -90,8 +91,11 @@ def serve(connection: Connection, worker: Worker) -> None:
         try:
             answer = True, getattr(worker, method)(*arguments)
         except Exception as error:
-            what = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-            answer = False, (what, traceback.format_exc())
+            # a mistake a person can mend needs no traceback
+            mendable = isinstance(error, UserError)
+            told = str(error) if mendable else f"{type(error).__name__}: {error}"
+            what = " ".join([told, *getattr(error, "__notes__", ())])
+            answer = False, (what, None if mendable else traceback.format_exc())
         try:
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):

@@ -8,7 +8,9 @@ from sparring.config import Section
 class TrainingConfig(Section):
     """How long a run lasts and how often it speaks. Training ends at the first limit that is reached."""
 
-    total_timesteps: int = Field(150_000, gt=0, description="env steps over all robots and processes")
+    total_timesteps: int | None = Field(
+        None, gt=0, description="env steps over all robots and processes; null: 150000 where no other limit is given"
+    )
     num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
     iterations: int | None = Field(None, gt=0, description="updates; null: no limit")
     save_every: int = Field(50, gt=0, description="updates between checkpoints; the last state is always saved")

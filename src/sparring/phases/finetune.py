@@ -60,34 +60,32 @@ class Finetune:
         self.progress.updates += 1
         self.progress.env_steps += round(steps * self.distributed.world_size)
         self.progress.episodes += len(episodes)
-        metrics |= _episode_metrics(episodes)
+        metrics |= _episode_metrics(episodes, self.env.spec.reports_success)
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
 
     def state_dict(self) -> dict:
-        return {
-            "progress": asdict(self.progress),
-            "algorithm": self.algorithm.state_dict(),
-            "collector": self.collector.state_dict(),
-        }
+        return {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}
 
-    def load_state_dict(self, state: dict) -> list[str]:
+    def process_state(self) -> dict:
+        return {"collector": self.collector.state_dict()}
+
+    def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
         self.progress = Progress(**state["progress"])
         self.algorithm.load_state_dict(state["algorithm"])
-        restored = self.collector.load_state_dict(state["collector"])
-        if restored:
+        if self.collector.load_state_dict(process_state["collector"]):
             return []
         # new seeds for the new episodes: the old ones were used
         self.collector.seed += self.progress.updates
         return ["the env cannot be put back to where it was; its robots start new episodes"]
 
 
-def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
+def _episode_metrics(episodes: list[Episode], with_success: bool) -> dict[str, float]:
     """Means over the episodes that ended; nothing where none did."""
     if not episodes:
         return {}
     count = len(episodes)
-    return {
+    means = {
         "episode_reward": sum(e.reward for e in episodes) / count,
         "episode_length": sum(e.steps for e in episodes) / count,
-        "success_rate": sum(e.success for e in episodes) / count,
     }
+    return means | ({"success_rate": sum(e.success for e in episodes) / count} if with_success else {})

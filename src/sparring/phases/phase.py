@@ -29,7 +29,10 @@ class Phase(Protocol):
         """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""
 
     def state_dict(self) -> dict:
-        """All that the next step depends on, beside the model."""
+        """All that the next step depends on beside the model and is the same in every process."""
 
-    def load_state_dict(self, state: dict) -> list[str]:
-        """Go on from a state_dict; returns what could not be restored, in words."""
+    def process_state(self) -> dict:
+        """What this process alone knows: where its robots are."""
+
+    def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
+        """Go on from both; returns what could not be restored, in words."""

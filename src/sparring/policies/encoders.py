@@ -70,7 +70,10 @@ class ObservationEncoder(nn.Module):
         self.has_state = bool(state_size)
         self.images = None
         if self.cameras:
-            height, width = spec.observation[self.cameras[0]][0][1:]
+            sizes = {spec.observation[name][0][1:] for name in self.cameras}
+            if len(sizes) > 1:
+                raise UserError(f"cameras of different sizes {sorted(sizes)} cannot be stacked; make them alike")
+            height, width = sizes.pop()
             self.images = ImageEncoder(len(self.cameras), (height, width), config.channels, config.image_features)
         self.size = state_size + (config.image_features if self.cameras else 0)
 

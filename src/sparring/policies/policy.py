@@ -12,6 +12,8 @@ class Policy(nn.Module):
     (the parity gate refuses to train otherwise).
     """
 
+    # steps of an action chunk
+    chunk: int = 1
     # observation entries that act and evaluate read, and that minibatches therefore gather
     in_keys: list[tuple[str, ...]]
     # uniform random numbers a decision takes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparring.record.pictures import write_png, write_video
+from sparring.record.pictures import filmstrip, write_png, write_video
 
 
 class Recorder:
@@ -36,6 +36,11 @@ class Recorder:
     def video(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
         """`[H, W, 3]` uint8 frames as videos/<name>.mp4 (H.264)."""
         return write_video(self.folder / "videos" / f"{name}.mp4", frames, fps) if self.folder else None
+
+    def film(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
+        """An episode as a video and as a strip of pictures."""
+        self.image(name, filmstrip(frames))
+        return self.video(name, frames, fps)
 
     def state_dict(self) -> dict:
         exists = self.folder is not None and self.metrics_file.exists()

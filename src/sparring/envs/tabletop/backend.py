@@ -44,7 +44,8 @@ class Tabletop:
 
         self.spec = self._make_spec(max_episode_steps or DEFAULT_EPISODE_STEPS)
         self._state_scale = observe.scales(config.object_state)
-        # tasks are dealt out in turn: robot i has task i modulo their number
+        # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
+        # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
         self._all = np.arange(num_envs)
