@@ -50,7 +50,7 @@ class GaussianHead(nn.Module):
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, A]
-        return self.linear(features).unflatten(-1, (self.chunk, self.action_dim)), self.log_std
+        return self.linear(features).view(-1, self.chunk, self.action_dim), self.log_std
 
     def mode(self, mean: torch.Tensor) -> torch.Tensor:
         return mean
@@ -111,7 +111,7 @@ class StateDependentHead(GaussianHead):
         self.log_std = nn.Parameter(torch.full((features, chunk * action_dim), math.log(init_std)))
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
-        mean = self.linear(features).unflatten(-1, (self.chunk, self.action_dim))
+        mean = self.linear(features).view(-1, self.chunk, self.action_dim)
         # the features are trained to act, not to widen the noise
         variance = features.detach().square() @ (2 * self.log_std).exp() + 1e-6
         return mean, 0.5 * variance.log().view_as(mean)
@@ -137,7 +137,7 @@ class DiscreteHead(nn.Module):
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, n]
-        return self.linear(features).unflatten(-1, (self.chunk, self.choices)).log_softmax(-1), None
+        return self.linear(features).view(-1, self.chunk, self.choices).log_softmax(-1), None
 
     def mode(self, mean: torch.Tensor) -> torch.Tensor:
         return mean.argmax(-1, keepdim=True).float()
