@@ -82,7 +82,7 @@ def test_help_has_examples_and_exit_codes(capsys):
     assert "  sparring train finetune --dry-run " in out
     assert (
         "exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); "
-        "130 interrupted, checkpoint saved." in out
+        "130 interrupted: the first Ctrl-C\nsaves a checkpoint, a second one gives up." in out
     )
     for command in COMMANDS:
         assert re.search(rf"^    {command}\b", out, re.M)

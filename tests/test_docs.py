@@ -56,7 +56,7 @@ def test_documented_command(command, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     words = shlex.split(command)[1:]
     if words[0] == "train":
-        gym = any("gym:" in word or "cartpole" in word for word in words)
+        gym = any("gym:" in word or "configs/" in word for word in words)
         words += ["--dry-run", *(TINY[:-1] if gym else TINY)]
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
@@ -105,3 +105,12 @@ def test_metrics_keys_are_documented(trained):
     page = (ROOT / "docs/outputs.md").read_text()
     missing = [key for key in line if f"`{key}`" not in page]
     assert not missing
+
+
+def test_the_policy_of_the_docs_passes_the_check_and_trains(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/extending.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "class Linear(Policy)" in block)
+    (tmp_path / "docs_models.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", "docs_models:Linear", *TINY, "rollout.action_steps=3", "--rollout.n_envs", "4"]) == 0
+    assert "ok    act and evaluate" in capsys.readouterr().out

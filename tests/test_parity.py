@@ -73,6 +73,13 @@ class CountsPadding(ActorCritic):
         return scored
 
 
+class AddsAConstant(ActorCritic):
+    def evaluate(self, td):
+        scored = super().evaluate(td)
+        scored["log_prob"] += 0.3
+        return scored
+
+
 class GivesNaN(ActorCritic):
     def evaluate(self, td):
         scored = super().evaluate(td)
@@ -80,11 +87,19 @@ class GivesNaN(ActorCritic):
         return scored
 
 
-@pytest.mark.parametrize("mutant", [RedrawsNoise, Dropout, ScoresClampedAction, CountsPadding, GivesNaN])
+@pytest.mark.parametrize("mutant", [RedrawsNoise, Dropout, ScoresClampedAction, CountsPadding, AddsAConstant, GivesNaN])
 def test_a_policy_that_scores_something_else_is_refused(mutant):
     policy, buffer, _ = rollout_of(mutant)
     with pytest.raises(ParityError, match="refuses to train.*Likely causes"):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
+
+
+def test_counting_steps_that_were_not_executed_is_refused():
+    policy, buffer, _ = rollout_of(chunk=3)
+    rollout = buffer.get(flatten=False)
+    rollout["next", "executed"][:] = 2  # as if every chunk had ended early, unknown to whoever wrote log_prob
+    with pytest.raises(ParityError, match="score .*executed_mask"):
+        PPO(PPOConfig(), policy).update(rollout)
 
 
 def test_later_updates_are_gated_too():

@@ -18,6 +18,10 @@ _WHERE = {
 __all__ = list(_WHERE)
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])
+
+
 def __getattr__(name: str):
     if name not in _WHERE:
         raise AttributeError(f"module 'sparring' has no attribute '{name}'; it offers {', '.join(_WHERE)}")

@@ -10,7 +10,7 @@ print(trainer.evaluate(episodes=100).table())
 
 from pathlib import Path
 
-from sparring.checkpoint import CheckpointError, find_checkpoint, load_spec, load_weights
+from sparring.checkpoint import checkpoint_folder, load_spec, load_weights
 from sparring.config_text import read_settings
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
@@ -93,9 +93,7 @@ class Trainer:
 
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env."""
-    checkpoint = find_checkpoint(path)
-    if not (checkpoint / "config.yaml").is_file():
-        raise CheckpointError(f"'{checkpoint}' has no config.yaml beside its weights; give the checkpoint's folder")
+    checkpoint = checkpoint_folder(path)
     needed = ("policy.", "rollout.action_steps")
     config = load_config(None, [s for s in read_settings(checkpoint / "config.yaml") if s.key.startswith(needed)])
     policy = make_policy(config.policy, load_spec(checkpoint), config.rollout.action_steps)

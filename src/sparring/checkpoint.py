@@ -75,6 +75,17 @@ def find_checkpoint(path: str | Path) -> Path:
     return found[-1]
 
 
+def checkpoint_folder(path: str | Path) -> Path:
+    """Like `find_checkpoint`, but always a folder with a config, from which a policy can be rebuilt."""
+    found = find_checkpoint(path)
+    folder = found.parent if found.is_file() else found
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"'{folder}' has weights but no config.yaml beside them, to tell what they are weights of"
+        )
+    return folder
+
+
 def weights_file(path: Path) -> Path | None:
     if path.is_file():
         return path
@@ -126,7 +137,9 @@ def _torch_load(file: Path) -> dict:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler that meets broken bytes may raise anything
-        raise CheckpointError(f"'{file}' cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"'{file}' cannot be read: it is damaged, or holds more than tensors and plain values; use another one"
+        ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"'{file}' cannot be read: it holds a {type(loaded).__name__}, not names with tensors")
     return loaded

@@ -11,7 +11,7 @@ from sparring.errors import UserError
 EPILOG = """\
 examples:
   sparring train finetune                                    the built-in arm learns reach_d0, about a minute
-  sparring train finetune env.name=gym:Pendulum-v1 --num_episodes 500
+  sparring train finetune env.name=gym:CartPole-v1 --num_episodes 500
   sparring train finetune --config configs/cartpole.yaml ppo.clip_ratio=0.1 --output outputs/try1
   sparring train finetune --gpus 4 --envs 64                 64 robots on each of 4 GPUs
   sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
@@ -22,7 +22,8 @@ examples:
 
 overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same; a bare --num_episodes 500 works where the
 name is unique. `sparring config PHASE` lists the keys.
-exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); 130 interrupted, checkpoint saved.
+exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); 130 interrupted: the first Ctrl-C
+saves a checkpoint, a second one gives up.
 """
 
 
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, metavar="S", help="of the held-out episodes (default: the run's)")
     evaluate.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
     evaluate.add_argument("--videos", type=_count, default=0, metavar="N", help="episodes to record beside the table")
-    evaluate.add_argument("--json", metavar="FILE", help="where to write the numbers (default: PATH/evaluation.json)")
+    evaluate.add_argument("--json", metavar="FILE", help="where to write the numbers (default: PATH/eval.json)")
     evaluate.set_defaults(command=_evaluate)
 
     check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **options)

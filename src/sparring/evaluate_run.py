@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sparring.api import load_policy
-from sparring.checkpoint import find_checkpoint, load_spec
+from sparring.checkpoint import checkpoint_folder, load_spec
 from sparring.config_text import Setting, flatten
 from sparring.distributed import pick_device
 from sparring.envs.make import make_env
@@ -20,9 +20,10 @@ def evaluate_checkpoint(
     path: str, settings: list[Setting], greedy: bool = True, videos: int = 0, json_file: Path | None = None
 ) -> Evaluation:
     """Print the table, write the numbers (and videos) beside the checkpoint."""
-    checkpoint = find_checkpoint(path)
+    checkpoint = checkpoint_folder(path)
     folder = Path(path) if Path(path).is_dir() else checkpoint
-    json_file = json_file or folder / "evaluation.json"
+    # beside evaluation.json, which is the run's own
+    json_file = json_file or folder / "eval.json"
     if not json_file.parent.is_dir():
         raise UserError(f"--json {json_file}: there is no folder '{json_file.parent}'; make it first")
     config = _config_of(checkpoint, settings)

@@ -42,10 +42,13 @@ class Run:
         # the main process decides where to go on from; the others are told
         checkpoint = self.distributed.gather_objects([checkpoint])[0]
         set_up_logging(config.logging, self.folder, quiet)
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        # one thread while networks are made: their first weights must not depend on how many cores there are
+        threads = torch.get_num_threads()
+        torch.set_num_threads(config.threads or 1)
         _seed_everything(config.seed + self.distributed.rank)
         self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
+        if not config.threads and not _is_small(self.phase):
+            torch.set_num_threads(threads)
         self.recorder = Recorder(self.folder)
         self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
         self.pending: dict[str, list[float]] = defaultdict(list)
@@ -206,6 +209,11 @@ class Run:
             log.warning("%s", words)
 
 
+def _is_small(phase: Phase) -> bool:
+    """Without images, networks are so small that more threads mostly wait for each other and for the simulator's."""
+    return phase.env.device.type == "cpu" and not any(name.startswith("image/") for name in phase.env.spec.observation)
+
+
 def _in_words(metrics: dict[str, float]) -> str:
     shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
     return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
@@ -233,6 +241,7 @@ class _Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        log.warning("\nstopping after this update, then saving; once more gives up without saving")
 
 
 def _seed_everything(seed: int) -> None:

@@ -52,7 +52,7 @@ class Config(Section):
     )
     seed: int = Field(0, ge=0, lt=2**31, description="of weights, episodes and noise; evaluation has its own episodes")
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
-    threads: int = Field(0, ge=0, description="CPU threads of the networks, per process; 0: torch's own choice")
+    threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's choice")
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
     resume: str = Field("auto", description="auto: go on where the folder stopped; never: start anew; or a checkpoint")
@@ -108,6 +108,10 @@ ALIASES = {
     "algorithm.cfg.batch_size": "ppo.mini_batch_size",
     "batch_size": "ppo.mini_batch_size",
     "learning_rate": "ppo.policy_lr",
+    "training.batch_size": "ppo.mini_batch_size",
+    "training.learning_rate": "ppo.policy_lr",
+    "training.steps_per_episode": "rollout.max_episode_steps",
+    "steps_per_episode": "rollout.max_episode_steps",
     "n_epochs": "ppo.ppo_epochs",
     "environment.control_mode": "env.control_mode",
     "environment.task": "env.task",

@@ -4,7 +4,7 @@ Before the first gradient step of an update the stored decisions are scored agai
 compares unreduced terms, so that no sum can hide an error or blow it up.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from tensordict import TensorDict
@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from sparring.errors import UserError
 
 CAUSES = (
-    "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, "
+    "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, sums "
+    "log-probs over steps of a chunk that were not executed (executed_mask), "
     "or its normaliser or weights changed between acting and scoring"
 )
 
@@ -31,12 +32,14 @@ class Parity:
     sample: float
     # max difference of the number of scored dims; catches counted padding
     dims: float
+    # max |log_prob_replay - log_prob_rollout|, relative to the number of scored dims; catches a wrong sum
+    score: float
     # max |probability ratio - 1|, for the log only
     ratio: float
 
     def check(self, tolerance: float) -> None:
-        # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2
-        limits = {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0}
+        # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
+        limits = {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
         # `not <=` also catches NaN
         wrong = [
             f"{name} {getattr(self, name):.3g} > {limit:g}"
@@ -61,11 +64,15 @@ def measure_parity(acted: TensorDict, scored: TensorDict) -> Parity:
     sample = (new["z2"] - old["z2"]).abs() / old["dims"].clamp_min(1)
     # what was counted, not only where
     dims = (new["dims"] - old["dims"]).abs()
-    ratio = ((scored["log_prob"].double() - acted["log_prob"].double()).exp() - 1).abs()
-    return Parity(*(float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims)), float(ratio.max()))
+    change = scored["log_prob"].double() - acted["log_prob"].double()
+    # [B]
+    score = change.abs() / (old["dims"] * mask).sum(-1).clamp_min(1)
+    ratio = (change.exp() - 1).abs()
+    terms = (float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims))
+    return Parity(*terms, float(score.max()), float(ratio.max()))
 
 
 def worst(parities: list[Parity]) -> Parity:
     # a tensor's max passes NaN on, Python's does not
-    table = torch.tensor([[p.drift, p.sample, p.dims, p.ratio] for p in parities], dtype=torch.float64)
+    table = torch.tensor([astuple(p) for p in parities], dtype=torch.float64)
     return Parity(*table.amax(0).tolist())

@@ -148,7 +148,9 @@ def make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasiu
     try:
         env = _make(config, source, name, max_episode_steps)
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
-        raise UserError(f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}: {error}") from error
+        hint = "; install what it needs, e.g. pip install 'gymnasium[mujoco]'" if isinstance(error, ImportError) else ""
+        made = f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}"
+        raise UserError(f"{made}: {error}{hint}") from error
     if not isinstance(env, gymnasium.Env):
         raise TypeError(f"env.name={config.name!r} gave a {type(env).__name__}; expected a gymnasium.Env")
     own_limit = env.spec.max_episode_steps if env.spec else None

@@ -4,6 +4,7 @@ from sparring.config import Section
 from sparring.envs import ENVS
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env
+from sparring.errors import UserError
 from sparring.resolve import import_path, resolve
 
 GYM_BACKENDS = {
@@ -21,6 +22,10 @@ def make_env(
     total_envs: int = 0,
 ) -> Env:
     """`num_envs` robots of this process; they are numbers `first_env`.. of `total_envs` over all processes."""
+    if not isinstance(config, Section):
+        raise UserError(f"make_env takes the env section of a config, e.g. load_config().env; got {config!r}")
+    if num_envs < 1:
+        raise UserError(f"make_env: num_envs is {num_envs}, expected >= 1")
     if isinstance(config, GymConfig):
         backend_class = import_path(GYM_BACKENDS[config.vectorize], "env backend")
     else:

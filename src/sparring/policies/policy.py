@@ -4,6 +4,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.errors import UserError
+
 
 class Policy(nn.Module):
     """What every policy offers. A class of your own takes (config, spec, chunk) and overrides act, evaluate, value.
@@ -33,7 +35,12 @@ class Policy(nn.Module):
 
         `log_prob` is that of the executed part of a chunk. Called with the weights that acted.
         """
-        log_prob = td["trace", "log_prob"]
+        log_prob = td.get(("trace", "log_prob"), None)
+        if log_prob is None:
+            raise UserError(
+                f"{type(self).__name__}.act did not write trace/log_prob [N, C], the log-prob of each step of a chunk; "
+                "write it there, or work out log_prob for a whole rollout in complete()"
+            )
         return TensorDict({"log_prob": (log_prob * executed_mask(td, log_prob.shape[-1])).sum(-1)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
