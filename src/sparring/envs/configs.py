@@ -44,6 +44,9 @@ class TabletopConfig(Section):
     control_mode: Literal["delta_qpos", "delta_ee_pos"] = Field(
         "delta_qpos", description="what an action means: joint steps, or hand steps with the hand pointing down"
     )
+    reward: Literal["dense", "sparse"] = Field(
+        "dense", description="dense: shaped, in [0, 1] a step; sparse: 1 at the end of a successful episode"
+    )
     action_scale: float = Field(1.0, gt=0, le=4, description="multiplies the largest step of an action")
     threads: int = Field(0, ge=0, description="threads that step and draw the robots; 0 is one per core")
 
