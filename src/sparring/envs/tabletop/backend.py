@@ -11,10 +11,10 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
-from sparring.envs.tabletop.control import DeltaEePos, DeltaQpos
+from sparring.envs.tabletop.control import make_control
 from sparring.envs.tabletop.kinematics import Kinematics, select
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
-from sparring.envs.tabletop.task import Situation
+from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
 from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
@@ -28,7 +28,7 @@ class Tabletop:
 
     def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
-        self._config = config
+        self.config = self._config = config
         self._tasks = [find(name) for name in config.task]
         self._threads = config.threads or os.cpu_count() or 1
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
@@ -38,12 +38,8 @@ class Tabletop:
         # the arm alone: the same in every scene, and first in every scene's joint positions
         model = compile_scene()
         self._kinematics = Kinematics(model)
-        site = model.site(HAND_SITE).id
-        self._hand_frame = select(self._kinematics.sites, [site])
-        if config.control_mode == "delta_qpos":
-            self._control = DeltaQpos(model, config.action_scale)
-        else:
-            self._control = DeltaEePos(model, config.action_scale, self._kinematics, site)
+        self._hand_frame = select(self._kinematics.sites, [model.site(HAND_SITE).id])
+        self._control = make_control(config.control_mode, model, config.action_scale)
         self._recorded: list[int] = []
 
         limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
@@ -110,6 +106,14 @@ class Tabletop:
     def situation(self) -> Situation:
         """Where everything is, of all robots; experts act on it."""
         return self._situation(self._all, self._world.objects(self._all))
+
+    def arms(self) -> tuple[np.ndarray, np.ndarray]:
+        """Commands `[N, 7]` and joint positions `[N, 8]` of all robots."""
+        return self._command.copy(), self._world.qpos(self._all)[:, :_ARM]
+
+    def robot_tasks(self) -> list[Task]:
+        """The task of each robot."""
+        return [self._tasks[index] for index in self._task]
 
     def state(self) -> Arrays:
         seeds = self._started()

@@ -32,6 +32,10 @@ _ROBOT = 'contype="2" conaffinity="1"'
 _OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
+# Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
+# 1 or more it would tip over when pushed at half its height.
+_SLIDES = 0.6
+
 _WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
 
@@ -127,7 +131,9 @@ def room() -> Part:
 
 
 def table() -> Part:
-    top = f'<geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}" {_SCENERY}/>'
+    top = f"""
+    <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
+      friction="{_SLIDES} 0.005 0.0001" {_SCENERY}/>"""
     half = (TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
         f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
@@ -191,7 +197,7 @@ def cube(thing: Cube) -> Part:
     <body name="{thing.name}" pos="0 0 {CUBE_HALF}">
       <freejoint name="{thing.name}"/>
       <geom name="{thing.name}" type="box" size="{CUBE_HALF} {CUBE_HALF} {CUBE_HALF}" mass="0.06" rgba="{rgba} 1"
-        friction="1.5 0.02 0.001" condim="4" {_OBJECT}/>
+        friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}/>
     </body>""",
         options='cone="elliptic" impratio="5"',
     )
