@@ -104,9 +104,13 @@ def resting(point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarr
 
 
 def holding(now: Situation) -> np.ndarray:
-    """`[n]` bool: the first object is between the fingers, and they press."""
+    """`[n]` bool: the hand is at the first object, which keeps the fingers from closing as far as they are told to.
+
+    They stay open by the cube's side, or by up to its diagonal when it stands askew between them.
+    """
     close = distance(now.hand, now.objects[:, 0]) < 0.025
-    return close & (np.abs(now.width - 2 * CUBE_HALF) < 0.01) & (now.grip < 0.02)
+    held_open = (now.width > 2 * CUBE_HALF - 0.01) & (now.width < 2 * CUBE_HALF * np.sqrt(2) + 0.004)
+    return close & held_open & (2 * now.grip < now.width - 0.008)
 
 
 def pushing_place(cube: np.ndarray, goal: np.ndarray) -> np.ndarray:
