@@ -20,6 +20,12 @@ TABLE_TASKS = [name for name in TASKS if not name.startswith("reach")]
 MIXED = ("reach_d0", "lift_d2", "push_d2")
 
 
+def test_there_are_five_tasks_with_three_distributions_each():
+    assert list(TASKS) == [f"{name}_d{d}" for name in ("reach", "push", "lift", "place", "stack") for d in range(3)]
+    for task in TASKS.values():
+        assert len(set(task.instructions)) >= 3
+
+
 def _tabletop(num_envs=3, max_episode_steps=None, seed=0, **config):
     env = Tabletop(TabletopConfig(**{"threads": 1, **config}), num_envs, max_episode_steps)
     return env, env.reset(EpisodeSeeds(seed, total_envs=num_envs))
@@ -137,6 +143,41 @@ def test_push_reward_by_hand():
     assert reward[0] > 0.99 and done[0]
 
 
+def _two(hand, cube, below, width=0.08, grip=0.04):
+    pair = np.array([[cube, below]], float)
+    goal, quats = np.zeros((1, 3)), np.zeros((1, 2, 4))
+    return Situation(np.array([hand], float), goal, np.array([width]), np.array([grip]), pair, quats)
+
+
+def test_stack_reward_by_hand():
+    score, below = find("stack_d0").score, (0.2, 0, 0.022)
+    held = dict(width=0.044, grip=0.0)
+    # held 20 cm beside its place and as low as it stood: 0.15 near, 0.1 held
+    reward, done = score(_two((0, 0, 0.022), (0, 0, 0.022), below, **held))
+    assert reward[0] == pytest.approx(0.25 + 0.35 * (1 - np.tanh(8 * np.hypot(0.2, 0.044)))) and not done[0]
+    # on its place and still held
+    reward, done = score(_two((0.2, 0, 0.066), (0.2, 0, 0.066), below, **held))
+    assert reward[0] == pytest.approx(0.15 + 0.1 + 0.35 + 0.2 + 1.2 * 0.044) and not done[0]
+    # let go, the hand not yet away, and away
+    reward, done = score(_two((0.2, 0, 0.066), (0.2, 0, 0.066), below))
+    assert reward[0] == pytest.approx(0.15 + 0.35 + 0.2 + 0.096) and not done[0]
+    reward, done = score(_two((0.2, 0, 0.12), (0.2, 0, 0.066), below))
+    assert reward[0] == 1 and done[0]
+    # beside it on the table is not on it
+    assert not score(_two((0.2, 0, 0.12), (0.2, 0, 0.022), (0.22, 0, 0.022)))[1][0]
+
+
+def test_a_cube_cannot_be_pushed_onto_the_plate():
+    env, _ = _tabletop(8, max_episode_steps=1000, task="place_d0", control_mode="delta_ee_pos")
+    cube = env.situation().objects[:, 0].copy()
+    _go(env, cube + [-0.07, 0, 0.08], -1, 15)
+    _go(env, cube + [-0.07, 0, 0.0], -1, 10)
+    _go(env, cube + [0.15, 0, 0.0], -1, 30)
+    now = env.situation()
+    assert (now.objects[:, 0, 0] > cube[:, 0] + 0.03).all() and not find("place_d0").score(now)[1].any()
+    assert (now.objects[:, 0, 2] < 0.03).all()
+
+
 def test_sparse_reward_is_paid_once_at_the_end_of_a_success():
     env, _ = _tabletop(2, max_episode_steps=8, reward="sparse")
     near, rewards = env._hand.copy(), []
@@ -173,6 +214,7 @@ def test_discs_are_as_far_as_they_say():
     for task in ("push_d0", "push_d1", "push_d2"):
         env, _ = _tabletop(100, task=task)
         now = env.situation()
+        assert (now.goal[:, 2] == 0).all()
         travel = np.hypot(*(now.goal - now.objects[:, 0])[:, :2].T)
         assert (travel >= find(task).travel[0]).all() and (travel <= find(task).travel[1]).all()
 

@@ -308,11 +308,12 @@ def test_describe_lists_every_task():
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("task", ["reach_d0", "lift_d2"])
 @pytest.mark.parametrize("kwargs", [{}, {"cameras": ("head", "wrist"), "image_size": 32}])
-def test_gymnasium(kwargs):
+def test_gymnasium(kwargs, task):
     register()
     register()
-    env = gymnasium.make("sparring/reach_d0", render_mode="rgb_array", **kwargs)
+    env = gymnasium.make(f"sparring/{task}", render_mode="rgb_array", **kwargs)
     check_env(env.unwrapped)
     first, info = env.reset(seed=7)
     again, _ = env.reset(seed=7)

@@ -23,7 +23,7 @@ from sparring.envs.tabletop.control import (
     TURN_STEP,
     HandMover,
 )
-from sparring.envs.tabletop.manipulate import Lift, Push
+from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, compile_scene
 from sparring.envs.tabletop.task import Situation, distance
@@ -133,7 +133,27 @@ def push(now: Situation) -> Wish:
     return Wish(np.concatenate([xy, z[:, None]], axis=1), np.zeros(n), -np.ones(n), speed)
 
 
-EXPERTS = {Reach: reach, Lift: lift, Push: push}
+def put_on(now: Situation) -> Wish:
+    """Grasp, up, over, down, let go, up."""
+    cube, target, offset = now.objects[:, 0], now.goal.copy(), now.hand - now.objects[:, 0]
+    target[:, :2] = now.objects[:, 1, :2]
+    point, grip = _grasp(now)
+    aside, height = distance(cube[:, :2], target[:, :2]), cube[:, 2] - target[:, 2]
+    # straight up until it clears what it goes on, then over, then down
+    clear = height > 0.015
+    carry = np.where(clear[:, None], target, cube)
+    carry[:, 2] = target[:, 2] + np.where(aside < 0.008, 0.0, 0.035)
+    point = np.where(_squeezed(now)[:, None], carry + offset, point)
+
+    there = (aside < 0.015) & (np.abs(height) < 0.005)
+    let_go = now.width > 0.07
+    away = np.where(let_go[:, None], now.hand + [0.0, 0.0, 0.08], now.hand)
+    point, grip = np.where(there[:, None], away, point), np.where(there, 1.0, grip)
+    speed = np.where(_squeezed(now) & (aside < 0.02), 0.5, 1.0)
+    return Wish(point, _face(now.quats[:, 0]), grip, speed)
+
+
+EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on}
 
 
 def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:

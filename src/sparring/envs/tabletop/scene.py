@@ -50,11 +50,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cube:
-    """A free body to be pushed and grasped."""
+class Block:
+    """A free box to be pushed, grasped or put upon; a cube unless it says otherwise."""
 
     name: str
     rgb: tuple[float, float, float]
+    # half lengths, metres
+    half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
+    mass: float = 0.06
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,12 @@ BALL = Marker()
 class Scene:
     """What stands on the table for a task, beside the arm. Tasks with equal scenes share one model."""
 
-    objects: tuple[Cube, ...] = ()
+    objects: tuple[Block, ...] = ()
     # None: the goal is not drawn
     marker: Marker | None = BALL
 
     def compile(self):
-        things = [cube(thing) for thing in self.objects]
+        things = [block(thing) for thing in self.objects]
         return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
 
 
@@ -186,17 +189,17 @@ def arm() -> Part:
     return Part(bodies, motors + fingers)
 
 
-def cube(thing: Cube) -> Part:
+def block(thing: Block) -> Part:
     """Held by friction alone: elliptic cones and a stiff friction direction keep it from creeping out of the fingers.
 
     Its joint comes after the arm's, so that the arm's positions are the first ones whatever stands on the table.
     """
-    rgba = " ".join(str(value) for value in thing.rgb)
+    rgba, size = (" ".join(str(value) for value in values) for values in (thing.rgb, thing.half))
     return Part(
         f"""
-    <body name="{thing.name}" pos="0 0 {CUBE_HALF}">
+    <body name="{thing.name}" pos="0 0 {thing.half[2]}">
       <freejoint name="{thing.name}"/>
-      <geom name="{thing.name}" type="box" size="{CUBE_HALF} {CUBE_HALF} {CUBE_HALF}" mass="0.06" rgba="{rgba} 1"
+      <geom name="{thing.name}" type="box" size="{size}" mass="{thing.mass}" rgba="{rgba} 1"
         friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}/>
     </body>""",
         options='cone="elliptic" impratio="5"',
