@@ -1,6 +1,6 @@
 """How often does each scripted expert succeed? Every task x distribution, with 95 % Wilson intervals.
 
-python benchmarks/experts.py                       # about half a minute of one core; keeps results/experts.json
+python benchmarks/experts.py                       # about a minute of one core; keeps results/experts.json
 python benchmarks/experts.py --tasks lift_d2 --noise 0.3 --control-mode delta_ee --dry-run
 """
 
@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3], help="deviation added to actions")
-    parser.add_argument("--control-mode", nargs="+", choices=CONTROLS, default=["delta_ee_pos", "delta_ee"])
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="deviation added to actions")
+    parser.add_argument("--control-mode", nargs="+", choices=CONTROLS, default=["delta_ee_pos"])
     parser.add_argument("--dry-run", action="store_true", help="print only")
     arguments = parser.parse_args()
 
