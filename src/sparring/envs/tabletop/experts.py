@@ -147,7 +147,8 @@ def put_on(now: Situation) -> Wish:
 
     there = (aside < 0.015) & (np.abs(height) < 0.005)
     let_go = now.width > 0.07
-    away = np.where(let_go[:, None], now.hand + [0.0, 0.0, 0.08], now.hand)
+    away = now.hand.copy()
+    away[:, 2] = np.where(let_go, target[:, 2] + 0.08, away[:, 2])
     point, grip = np.where(there[:, None], away, point), np.where(there, 1.0, grip)
     speed = np.where(_squeezed(now) & (aside < 0.02), 0.5, 1.0)
     return Wish(point, _face(now.quats[:, 0]), grip, speed)
