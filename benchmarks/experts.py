@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(task: str, mode: str, noise: float, episodes: int, seed: int) -> dict:
-    """One episode of each robot, from held-out starts."""
+    """One episode of each robot, from starts that no training run sees."""
     env = Tabletop(TabletopConfig(task=(task,), control_mode=mode, threads=1), episodes)
     env.reset(EpisodeSeeds(seed, "eval", total_envs=episodes))
     expert, rewards = Expert(env, noise, seed), []
