@@ -19,6 +19,7 @@ import sparring
 from sparring.checkpoint import checkpoints
 from sparring.cli import build_parser, main
 from sparring.completion import COMMANDS, SCRIPTS, TAKES_OVERRIDES, candidates, flags_of
+from sparring.envs.tabletop.tasks import TASKS
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -445,7 +446,7 @@ def test_the_flags_offered_are_the_flags_there_are():
         ("train finetune x=[1 ppo.gam", ["ppo.gamma="]),
         ("eval ", []),
         ("eval run --st", ["--stochastic"]),
-        ("check ", ["tabletop", "actor_critic", "sparring/reach_d0", "sparring/reach_d1", "sparring/reach_d2"]),
+        ("check ", ["tabletop", "actor_critic", *(f"sparring/{task}" for task in TASKS)]),
         ("tasks --", ["--help"]),
         ("nonsense ppo", []),
     ],

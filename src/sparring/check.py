@@ -136,7 +136,7 @@ def _env_setting(name: str) -> Setting:
 
 
 def _shown_and_taken(name: str, spec) -> Iterator[Finding]:
-    tasks = ", ".join(task for task in spec.task_names if task)
+    tasks = ", ".join(dict.fromkeys(task for task in spec.task_names if task))
     yield "env", True, f"{name}: {tasks or 'no named task'}"
     for key, (shape, dtype) in spec.observation.items():
         yield f"observation/{key}", True, f"{list(shape)} {dtype}"

@@ -119,8 +119,9 @@ class _Camera:
 
 def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[str, Score]:
     """One Score per task that was played; 'all' too when there are several."""
-    played = sorted({e.task for e in episodes})
-    scores = {task_names[task] or "task": _score([e for e in episodes if e.task == task]) for task in played}
+    # several phrasings of one task have one name
+    played = dict.fromkeys(task_names[task] for task in sorted({e.task for e in episodes}))
+    scores = {name or "task": _score([e for e in episodes if task_names[e.task] == name]) for name in played}
     return scores | ({"all": _score(episodes)} if len(played) > 1 else {})
 
 

@@ -12,8 +12,11 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.registration import register
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.control import DeltaEePos, DeltaQpos
+from sparring.envs.tabletop.control import CONTROLS
+from sparring.envs.tabletop.task import Situation
 from sparring.envs.tabletop.tasks import TASKS, describe, find
+
+REACHES = ["reach_d0", "reach_d1", "reach_d2"]
 
 
 def _tabletop(num_envs=3, max_episode_steps=None, seed=0, split="train", **config):
@@ -52,10 +55,10 @@ def test_spec_matches_what_is_observed():
 def test_state_holds_what_its_layout_says():
     env, observation = _tabletop()
     state = env.step(np.ones((3, 1, 7))).observation["state"]
-    qpos = env._physics.qpos(slice(None))
+    qpos = env._world.qpos(np.arange(3))
     np.testing.assert_allclose(_block(state, "joints"), qpos[:, :6], rtol=1e-5)
     np.testing.assert_allclose(_block(state, "fingers"), qpos[:, 6:], rtol=1e-5)
-    np.testing.assert_allclose(_block(state, "joint_speeds"), env._physics.qvel(slice(None))[:, :6], rtol=1e-5)
+    np.testing.assert_allclose(_block(state, "joint_speeds"), env._world.qvel(np.arange(3))[:, :6], rtol=1e-5)
     # one full action moves each commanded joint by 0.05 from where the arm started
     commanded = _block(observation["state"], "joints") + 0.05
     np.testing.assert_allclose(_block(state, "commanded_joints"), commanded, atol=1e-6)
@@ -67,8 +70,9 @@ def test_state_holds_what_its_layout_says():
 
 
 def test_reward_by_hand():
-    goal = np.zeros((3, 3))
-    reward, satisfied = find("reach_d0").score(np.array([[0, 0, 0], [0, 0.03, 0], [1e3, 0, 0]]), goal)
+    hand, nothing = np.array([[0, 0, 0], [0, 0.03, 0], [1e3, 0, 0]]), np.zeros((3, 0, 3))
+    now = Situation(hand, np.zeros((3, 3)), np.zeros(3), np.zeros(3), nothing, nothing)
+    reward, satisfied = find("reach_d0").score(now)
     np.testing.assert_allclose(reward, [1.0, 0.7 * (1 - np.tanh(0.15)), 0.0], atol=1e-12)
     assert satisfied.tolist() == [True, False, False]
 
@@ -116,7 +120,7 @@ def test_replay_is_bit_identical():
         np.testing.assert_array_equal(a.reward, b.reward)
 
 
-@pytest.mark.parametrize("mode", ["delta_qpos", "delta_ee_pos"])
+@pytest.mark.parametrize("mode", list(CONTROLS))
 def test_number_of_threads_changes_nothing(mode):
     envs = [_tabletop(5, threads=threads, control_mode=mode, max_episode_steps=6)[0] for threads in (1, 2, 3)]
     for action in _actions(envs[0], 10, chunk=2):
@@ -221,7 +225,7 @@ def test_training_and_evaluation_never_share_a_start():
     assert len(np.unique(goals, axis=0)) == 100
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", REACHES)
 def test_goals_stay_in_their_ranges(task):
     _, observation = _tabletop(100, task=task)
     goal = _block(observation["state"], "goal")
@@ -232,8 +236,8 @@ def test_goals_stay_in_their_ranges(task):
 
 def test_several_tasks_are_dealt_out():
     env, observation = _tabletop(5, task=("reach_d0", "reach_d2"))
-    assert observation["task"].tolist() == [0, 1, 0, 1, 0]
-    assert env.spec.task_names == ("reach_d0", "reach_d2") and len(env.spec.instructions) == 2
+    assert [env.spec.task_names[index] for index in observation["task"]] == ["reach_d0", "reach_d2"] * 2 + ["reach_d0"]
+    assert env.spec.task_names == ("reach_d0",) * 3 + ("reach_d2",) * 3 and len(env.spec.instructions) == 6
     alone, _ = _tabletop(5, task="reach_d0")
     action = _actions(env, 1)[0]
     np.testing.assert_array_equal(env.step(action).reward[::2], alone.step(action).reward[::2])
@@ -245,7 +249,7 @@ def test_actions_are_clipped():
     _assert_same(one.step(np.full((3, 1, 7), 9.0)).observation, other.step(np.ones((3, 1, 7))).observation)
 
 
-@pytest.mark.parametrize("mode", ["delta_qpos", "delta_ee_pos"])
+@pytest.mark.parametrize("mode", list(CONTROLS))
 def test_the_arm_never_leaves_its_limits_nor_its_mind(mode):
     env, _ = _tabletop(4, control_mode=mode, action_scale=4.0)
     for action in np.sign(_actions(env, 100)):
@@ -255,7 +259,8 @@ def test_the_arm_never_leaves_its_limits_nor_its_mind(mode):
 
 
 def test_control_modes_say_what_they_take():
-    assert DeltaQpos.action_dim == 7 and DeltaEePos.action_dim == 4
+    dims = {mode: control.action_dim for mode, control in CONTROLS.items()}
+    assert dims == {"delta_qpos": 7, "delta_ee_pos": 4, "delta_ee": 7, "qpos": 7}
 
 
 def test_errors_tell_what_to_do():
@@ -303,11 +308,12 @@ def test_describe_lists_every_task():
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("task", ["reach_d0", "lift_d2"])
 @pytest.mark.parametrize("kwargs", [{}, {"cameras": ("head", "wrist"), "image_size": 32}])
-def test_gymnasium(kwargs):
+def test_gymnasium(kwargs, task):
     register()
     register()
-    env = gymnasium.make("sparring/reach_d0", render_mode="rgb_array", **kwargs)
+    env = gymnasium.make(f"sparring/{task}", render_mode="rgb_array", **kwargs)
     check_env(env.unwrapped)
     first, info = env.reset(seed=7)
     again, _ = env.reset(seed=7)
@@ -323,3 +329,40 @@ def test_gymnasium(kwargs):
     assert state[observe.layout()["time_left"]] == 0 and info["success"] in (True, False)
     assert env.render().shape == (256, 512, 3)
     env.close()
+
+
+def _hand_after(mode, action, steps=40):
+    """How far the hand of one robot has gone, and how its joints and axes stand, once the motors have followed."""
+    env, _ = _tabletop(1, control_mode=mode, max_episode_steps=1000)
+    before = env.situation().hand[0].copy()
+    env.step(np.array(action, float)[None, None])
+    for _ in range(steps):
+        env.step(np.array(action, float)[None, None] if mode == "qpos" else np.zeros((1, 1, len(action))))
+    command, arm = env.arms()
+    _, mat = env._kinematics(arm).frames(env._hand_frame)
+    return env.situation().hand[0] - before, command[0], mat[0, 0]
+
+
+def test_one_delta_ee_action_moves_or_turns_the_hand():
+    moved, _, _ = _hand_after("delta_ee", [1, 0, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(moved, [0.02, 0, 0], atol=2e-3)
+    _, _, before = _hand_after("delta_ee", [0] * 7)
+    moved, _, after = _hand_after("delta_ee", [0, 0, 0, 0, 0, 1, 0])
+    np.testing.assert_allclose(moved, 0, atol=1e-3)
+    # 0.1 rad about the world's z axis
+    turned = after @ before.T
+    assert np.arctan2(turned[1, 0], turned[0, 0]) == pytest.approx(0.1, abs=0.01)
+    assert turned[2, 2] == pytest.approx(1, abs=1e-3)
+
+
+def test_qpos_goes_to_the_joints_it_is_told():
+    action = [0.1, 0, 0.2, 0.5, 0, -0.1, -1]
+    _, command, _ = _hand_after("qpos", action)
+    # the middles of the joints' ranges, plus part of their half widths
+    middle, half = np.array([0, 0, 1.35, 0, 0, 0]), np.array([2.6, 1.6, 1.45, 2, 1.6, 3])
+    np.testing.assert_allclose(command[:6], middle + half * action[:6], atol=1e-6)
+    assert command[6] == 0
+    # and no faster than 0.1 rad a step
+    _, near, _ = _hand_after("qpos", [1] * 7, steps=0)
+    _, still, _ = _hand_after("delta_qpos", [0] * 7, steps=0)
+    np.testing.assert_allclose(near[:6] - still[:6], 0.1, atol=1e-6)

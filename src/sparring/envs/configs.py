@@ -41,8 +41,12 @@ class TabletopConfig(Section):
     )
     image_size: int = Field(64, ge=16, le=512, description="pixels a side of each camera image")
     object_state: bool = Field(True, description="object and goal positions are part of observation/state")
-    control_mode: Literal["delta_qpos", "delta_ee_pos"] = Field(
-        "delta_qpos", description="what an action means: joint steps, or hand steps with the hand pointing down"
+    control_mode: Literal["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"] = Field(
+        "delta_qpos",
+        description="what an action means: joint steps, hand steps (pointing down), hand steps and turns, or joints",
+    )
+    reward: Literal["dense", "sparse"] = Field(
+        "dense", description="dense: shaped, in [0, 1] a step; sparse: 1 at the end of a successful episode"
     )
     action_scale: float = Field(1.0, gt=0, le=4, description="multiplies the largest step of an action")
     threads: int = Field(0, ge=0, description="threads that step and draw the robots; 0 is one per core")

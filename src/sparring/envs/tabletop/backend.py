@@ -11,14 +11,15 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
-from sparring.envs.tabletop.control import DeltaEePos, DeltaQpos
+from sparring.envs.tabletop.control import make_control
 from sparring.envs.tabletop.kinematics import Kinematics, select
-from sparring.envs.tabletop.physics import Physics
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
+from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
+from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
 
-DEFAULT_EPISODE_STEPS = 50
+_ARM = ARM_JOINTS + FINGERS
 _SPLITS = ("train", "eval")
 
 
@@ -27,27 +28,27 @@ class Tabletop:
 
     def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
-        self._config = config
+        self.config = self._config = config
         self._tasks = [find(name) for name in config.task]
         self._threads = config.threads or os.cpu_count() or 1
-        model = compile_scene()
-        self._physics = Physics(model, num_envs, self._threads)
-        self._kinematics = Kinematics(model)
-        site = model.site(HAND_SITE).id
-        self._hand_frame = select(self._kinematics.sites, [site])
-        if config.control_mode == "delta_qpos":
-            self._control = DeltaQpos(model, config.action_scale)
-        else:
-            self._control = DeltaEePos(model, config.action_scale, self._kinematics, site)
-        self._renderer = None
-        self._recorded: list[int] = []
-
-        self.spec = self._make_spec(max_episode_steps or DEFAULT_EPISODE_STEPS)
-        self._state_scale = observe.scales(config.object_state)
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
         # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
+        self._world = World([self._tasks[index].scene for index in self._task], self._threads)
+        # the arm alone: the same in every scene, and first in every scene's joint positions
+        model = compile_scene()
+        self._kinematics = Kinematics(model)
+        self._hand_frame = select(self._kinematics.sites, [model.site(HAND_SITE).id])
+        self._control = make_control(config.control_mode, model, config.action_scale)
+        self._recorded: list[int] = []
+
+        limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
+        self.spec = self._make_spec(int(limits.max()))
+        self._state_scale = observe.scales(config.object_state, self._world.num_objects)
+        self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
+        # where the phrasings of each task begin in spec.instructions
+        self._first_phrasing = np.cumsum([0] + [len(task.instructions) for task in self._tasks])
         self._all = np.arange(num_envs)
 
         self._seeds: EpisodeSeeds | None = None
@@ -57,6 +58,7 @@ class Tabletop:
         self._elapsed = np.zeros(num_envs, np.int64)
         self._streak = np.zeros(num_envs, np.int64)
         self._episode = np.zeros(num_envs, np.int64)
+        self._phrasing = np.zeros(num_envs, np.int64)
         # follow from the physics state
         self._hand = np.zeros((num_envs, 3))
         self._hand_axis = np.zeros((num_envs, 3))
@@ -80,11 +82,11 @@ class Tabletop:
             executed[rows] += 1
             for env in np.intersect1d(self._recorded, rows) if self._recorded else ():
                 frames[int(env)].append(self.render(int(env)))
-            truncated[rows] = self._elapsed[rows] >= self.spec.max_episode_steps
+            truncated[rows] = self._elapsed[rows] >= self._limit[rows]
             rows = np.flatnonzero(~truncated)
             if not len(rows):
                 break
-        success = truncated & (self._streak >= self._hold)
+        success = self._succeeded(self._all)
         observation, ended = self._observe(self._all), np.flatnonzero(truncated)
         final = {key: value[ended] for key, value in observation.items()}
         if len(ended):
@@ -99,52 +101,64 @@ class Tabletop:
         self._recorded = sorted(envs)
 
     def render(self, env: int) -> np.ndarray:
-        return self._drawing().picture(self._physics.qpos([env]), self._goal[[env]])
+        return self._world.picture(env, self._goal[[env]])
+
+    def situation(self) -> Situation:
+        """Where everything is, of all robots; experts act on it."""
+        return self._situation(self._all, self._world.objects(self._all))
+
+    def arms(self) -> tuple[np.ndarray, np.ndarray]:
+        """Commands `[N, 7]` and joint positions `[N, 8]` of all robots."""
+        return self._command.copy(), self._world.qpos(self._all)[:, :_ARM]
+
+    def robot_tasks(self) -> list[Task]:
+        """The task of each robot."""
+        return [self._tasks[index] for index in self._task]
 
     def state(self) -> Arrays:
         seeds = self._started()
         return {
-            "physics": self._physics.state.copy(),
+            "physics": self._world.state(),
             "command": self._command.copy(),
             "goal": self._goal.copy(),
             "elapsed": self._elapsed.copy(),
             "streak": self._streak.copy(),
             "episode": self._episode.copy(),
+            "phrasing": self._phrasing.copy(),
             "seeds": np.array([seeds.seed, _SPLITS.index(seeds.split), seeds.first_env, seeds.total_envs]),
         }
 
     def set_state(self, state: Arrays) -> None:
-        if state["physics"].shape != self._physics.state.shape:
+        given, mine = state["physics"].shape, self._world.state().shape
+        if given != mine:
             raise UserError(
-                f"this state is of {state['physics'].shape[0]} robots with {state['physics'].shape[1]} numbers each, "
-                f"but this env has {self.num_envs} with {self._physics.state.shape[1]}; "
+                f"this state is of {given[0]} robots with {given[1]} numbers each, "
+                f"but this env has {mine[0]} with {mine[1]}; "
                 "build the env with the config and num_envs that the state was saved from"
             )
-        self._physics.state[:] = state["physics"]
+        self._world.set_state(state["physics"])
         self._command[:] = state["command"]
         self._goal[:] = state["goal"]
         self._elapsed[:] = state["elapsed"]
         self._streak[:] = state["streak"]
         self._episode[:] = state["episode"]
+        self._phrasing[:] = state["phrasing"]
         seed, split, first_env, total_envs = (int(v) for v in state["seeds"])
         self._seeds = EpisodeSeeds(seed, _SPLITS[split], first_env, total_envs)
         self._locate_hand(self._all)
 
     def close(self) -> None:
-        self._physics.close()
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
+        self._world.close()
 
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
         size = self._config.image_size
         images = {f"image/{camera}": ((3, size, size), "uint8") for camera in self._config.cameras}
-        state = len(observe.scales(self._config.object_state))
+        state = len(observe.scales(self._config.object_state, self._world.num_objects))
         return EnvSpec(
             observation={"state": ((state,), "float32"), **images, "task": ((), "int64")},
             action_dim=self._control.action_dim,
-            task_names=tuple(task.name for task in self._tasks),
-            instructions=tuple(task.instruction for task in self._tasks),
+            task_names=tuple(task.name for task in self._tasks for _ in task.instructions),
+            instructions=tuple(text for task in self._tasks for text in task.instructions),
             max_episode_steps=max_episode_steps,
             control_hz=CONTROL_HZ,
         )
@@ -173,60 +187,66 @@ class Tabletop:
         seeds = self._started()
         for row in rows:
             rng = np.random.default_rng(seeds(int(row), int(self._episode[row])))
-            start = self._tasks[self._task[row]].start(rng)
-            self._physics.place(row, start.qpos)
+            task = self._tasks[self._task[row]]
+            start = task.start(rng)
+            self._world.place(row, start.arm, start.objects)
             self._goal[row] = start.goal
             # the motors hold the arm where it starts
-            self._command[row] = start.qpos[: ARM_JOINTS + 1]
+            self._command[row] = start.arm[: ARM_JOINTS + 1]
+            self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
         self._elapsed[rows] = 0
         self._streak[rows] = 0
         self._locate_hand(rows)
 
     def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
         """One control step under actions `[n, A]`; rewards `[n]`."""
-        command = self._control(self._command[rows], action, self._physics.qpos(rows))
+        command = self._control(self._command[rows], action, self._world.qpos(rows)[:, :_ARM])
         self._command[rows] = command
         # both fingers follow one command
-        self._physics.advance(rows, np.concatenate([command, command[:, -1:]], axis=1))
+        self._world.advance(rows, np.concatenate([command, command[:, -1:]], axis=1))
         self._locate_hand(rows)
         reward, satisfied = self._score(rows)
         self._elapsed[rows] += 1
         self._streak[rows] = (self._streak[rows] + 1) * satisfied
-        return reward
+        return self._succeeded(rows) if self._config.reward == "sparse" else reward
+
+    def _succeeded(self, rows: np.ndarray) -> np.ndarray:
+        """Which episodes have just ended, and ended well."""
+        return (self._elapsed[rows] >= self._limit[rows]) & (self._streak[rows] >= self._hold[rows])
+
+    def _situation(self, rows: np.ndarray, objects: Objects) -> Situation:
+        width = self._world.qpos(rows)[:, ARM_JOINTS:_ARM].sum(axis=1)
+        grip = self._command[rows, -1]
+        return Situation(self._hand[rows], self._goal[rows], width, grip, objects.pos, objects.quat)
 
     def _score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        now = self._situation(rows, self._world.objects(rows))
         if len(self._tasks) == 1:
-            return self._tasks[0].score(self._hand[rows], self._goal[rows])
+            return self._tasks[0].score(now)
         reward, satisfied = np.zeros(len(rows)), np.zeros(len(rows), bool)
         for index, task in enumerate(self._tasks):
             mine = self._task[rows] == index
-            reward[mine], satisfied[mine] = task.score(self._hand[rows[mine]], self._goal[rows[mine]])
+            reward[mine], satisfied[mine] = task.score(Situation(*(values[mine] for values in now)))
         return reward, satisfied
 
     def _locate_hand(self, rows: np.ndarray) -> None:
-        pos, mat = self._kinematics(self._physics.qpos(rows)).frames(self._hand_frame)
+        pos, mat = self._kinematics(self._world.qpos(rows)[:, :_ARM]).frames(self._hand_frame)
         self._hand[rows] = pos[:, 0]
         self._hand_axis[rows] = mat[:, 0, :, 2]
 
     def _observe(self, rows: np.ndarray) -> Arrays:
         """What these robots see now; image rows are drawn for them only."""
-        time_left = 1 - self._elapsed[rows, None] / self.spec.max_episode_steps
-        hand, qpos = self._hand[rows], self._physics.qpos(rows)
+        time_left = 1 - self._elapsed[rows, None] / self._limit[rows, None]
+        hand, qpos = self._hand[rows], self._world.qpos(rows)
         # in the order of observe.layout
-        blocks = [qpos[:, : ARM_JOINTS + FINGERS], self._physics.qvel(rows)[:, : ARM_JOINTS + FINGERS]]
+        blocks = [qpos[:, :_ARM], self._world.qvel(rows)[:, :_ARM]]
         blocks += [self._command[rows], hand, self._hand_axis[rows], time_left]
         if self._config.object_state:
             blocks += [self._goal[rows], self._goal[rows] - hand]
+            if self._world.num_objects:
+                blocks.append(observe.object_blocks(*self._world.objects(rows), hand))
         observation = {"state": (np.concatenate(blocks, axis=1) * self._state_scale).astype(np.float32)}
         if self._config.cameras:
-            images = self._drawing().images(qpos, self._goal[rows], self._config.cameras, self._config.image_size)
+            images = self._world.images(rows, self._goal[rows], self._config.cameras, self._config.image_size)
             observation |= {f"image/{camera}": pixels for camera, pixels in images.items()}
-        return observation | {"task": self._task[rows].astype(np.int64)}
-
-    def _drawing(self):
-        """The renderer, built when the first picture is asked for."""
-        if self._renderer is None:
-            from sparring.envs.tabletop.render import Renderer
-
-            self._renderer = Renderer(self._physics.model, self._kinematics, self._threads)
-        return self._renderer
+        return observation | {"task": self._phrasing[rows].copy()}

@@ -1,28 +1,45 @@
 """What an action means: it moves the commanded joint positions and finger opening, which the motors then follow.
 
 A command is `[n, 7]`: six joint angles and one finger opening in metres. The last action opens (+) or closes (-).
+
+============  ====  =====================================================  ==================================
+mode          dims  action, each in [-1, 1]                                1 means (times env.action_scale)
+============  ====  =====================================================  ==================================
+delta_qpos    6+1   a step of each joint; of the fingers                   0.05 rad; 1 cm
+delta_ee_pos  3+1   a step of the hand along x, y, z; of the fingers       2 cm; 1 cm. The hand points down
+delta_ee      6+1   the same, and a turn about x, y, z; of the fingers     2 cm, 0.1 rad; 1 cm
+qpos          6+1   where each joint should be, -1 and 1 are its limits;   approached by at most 0.1 rad, 2 cm
+                    the opening, -1 closed to 1 open                       a step
+============  ====  =====================================================  ==================================
+
+Turns are rotation vectors in the world's axes.
 """
 
 import numpy as np
 from numba import njit
 
 from sparring.envs.tabletop.kinematics import Kinematics, point_jacobian, select
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL
+from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, HAND_SITE
 
 JOINT_STEP = 0.05
 HAND_STEP = 0.02
+TURN_STEP = 0.1
 FINGER_STEP = 0.01
+# an absolute command is approached at most this many times faster than one that is moved step by step
+APPROACH = 2
 # a command runs at most this far ahead of the arm, so that a blocked arm does not wind up
 LEASH = 0.3
 _DAMPING = 1e-3
 _UPRIGHTING = 0.5
 # columns are the hand's axes when it points down: the fingers at the table, the camera outwards
-_POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])
+POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])
+
+
+def make_control(mode: str, model, scale: float) -> "DeltaQpos | DeltaEePos | DeltaEe | Qpos":
+    return CONTROLS[mode](model, scale)
 
 
 class DeltaQpos:
-    """Seven actions: a step of each joint, and of the fingers."""
-
     action_dim = ARM_JOINTS + 1
 
     def __init__(self, model, scale: float):
@@ -33,43 +50,89 @@ class DeltaQpos:
         return self._limits(command + action * self._step, qpos)
 
 
-class DeltaEePos:
-    """Four actions: a step of the hand along x, y, z, and of the fingers; the hand keeps pointing down.
+class Qpos:
+    action_dim = ARM_JOINTS + 1
 
-    Damped least squares at the commanded pose, not at the measured one: the hand's lag does not leak into its path.
-    """
-
-    action_dim = 4
-
-    def __init__(self, model, scale: float, kinematics: Kinematics, site: int):
-        self._scale = scale
-        self._kinematics = kinematics
-        self._hand = select(kinematics.sites, [site])
+    def __init__(self, model, scale: float):
+        self._step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP]) * (APPROACH * scale)
         self._limits = _Limits(model)
 
     def __call__(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        low, high = self._limits.low, self._limits.high
+        target = low + (action + 1) / 2 * (high - low)
+        return self._limits(command + np.clip(target - command, -self._step, self._step), qpos)
+
+
+class DeltaEePos:
+    """Damped least squares at the commanded pose, not the measured one: the hand's lag does not leak into its path."""
+
+    action_dim = 4
+
+    def __init__(self, model, scale: float):
+        self._scale = scale
+        self._hand = HandMover(model)
+        self._limits = _Limits(model)
+
+    def __call__(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        target = command.copy()
+        target[:, :ARM_JOINTS] += self._hand.upright(command, qpos, action[:, :3] * (HAND_STEP * self._scale))
+        target[:, -1] += action[:, -1] * (FINGER_STEP * self._scale)
+        return self._limits(target, qpos)
+
+
+class DeltaEe:
+    action_dim = 7
+
+    def __init__(self, model, scale: float):
+        self._step = np.array([HAND_STEP] * 3 + [TURN_STEP] * 3 + [FINGER_STEP]) * scale
+        self._hand = HandMover(model)
+        self._limits = _Limits(model)
+
+    def __call__(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        step, target = action * self._step, command.copy()
+        target[:, :ARM_JOINTS] += self._hand.turned(command, qpos, step[:, :6])
+        target[:, -1] += step[:, -1]
+        return self._limits(target, qpos)
+
+
+CONTROLS = {"delta_qpos": DeltaQpos, "delta_ee_pos": DeltaEePos, "delta_ee": DeltaEe, "qpos": Qpos}
+
+
+class HandMover:
+    """Joint steps `[n, 6]` that move a commanded hand."""
+
+    def __init__(self, model):
+        self._kinematics = Kinematics(model)
+        self._frame = select(self._kinematics.sites, [model.site(HAND_SITE).id])
+
+    def pose(self, command: np.ndarray, qpos: np.ndarray):
+        """Where the hand would be if the arm were as commanded: `[n, 3]`, `[n, 3, 3]`, and the poses of all bodies."""
         commanded = qpos.copy()
         commanded[:, :ARM_JOINTS] = command[:, :ARM_JOINTS]
         poses = self._kinematics(commanded)
-        pos, mat = poses.frames(self._hand)
-        twist = _twist(action * (HAND_STEP * self._scale), mat[:, 0], _POINTING_DOWN)
-        joints = _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos[:, 0]), twist)
+        pos, mat = poses.frames(self._frame)
+        return pos[:, 0], mat[:, 0], poses
 
-        target = command.copy()
-        target[:, :ARM_JOINTS] += joints
-        target[:, -1] += action[:, -1] * (FINGER_STEP * self._scale)
-        return self._limits(target, qpos)
+    def upright(self, command: np.ndarray, qpos: np.ndarray, move: np.ndarray) -> np.ndarray:
+        """By `move` `[n, 3]`, and part of the way back to pointing down."""
+        pos, mat, poses = self.pose(command, qpos)
+        return _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos), _twist(move, mat, POINTING_DOWN))
+
+    def turned(self, command: np.ndarray, qpos: np.ndarray, twist: np.ndarray) -> np.ndarray:
+        """By `twist` `[n, 6]`: a step and a rotation vector."""
+        pos, _, poses = self.pose(command, qpos)
+        return _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos), np.ascontiguousarray(twist))
 
 
 class _Limits:
     def __init__(self, model):
         low, high = model.jnt_range[:ARM_JOINTS].T
-        self._low, self._high = np.append(low, 0.0), np.append(high, FINGER_TRAVEL)
+        self.low, self.high = np.append(low, 0.0), np.append(high, FINGER_TRAVEL)
 
     def __call__(self, command: np.ndarray, qpos: np.ndarray) -> np.ndarray:
         joints, near = command[:, :ARM_JOINTS], qpos[:, :ARM_JOINTS]
         np.clip(joints, near - LEASH, near + LEASH, out=joints)
-        return np.clip(command, self._low, self._high, out=command)
+        return np.clip(command, self.low, self.high, out=command)
 
 
 @njit(nogil=True, cache=True)

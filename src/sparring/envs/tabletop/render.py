@@ -6,15 +6,18 @@ import numpy as np
 
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.raster import BOX, CAPSULE, CYLINDER, PLANE, SPHERE, Shapes, draw
-from sparring.envs.tabletop.scene import CAMERAS, GOAL_RADIUS, GOAL_RGB
+from sparring.envs.tabletop.scene import BALL, CAMERAS, Marker
 
 PICTURE_SIZE = 256
+# a disc lies on the table and is as flat as a sticker
+_DISC_HALF_HEIGHT = 0.001
 
 
 class Renderer:
-    def __init__(self, model, kinematics: Kinematics, threads: int):
+    def __init__(self, model, kinematics: Kinematics, threads: int, marker: Marker | None = BALL):
         self._kinematics = kinematics
-        self._shapes = _shapes(model)
+        self._marker = marker
+        self._shapes = _shapes(model, marker)
         # camera -> (index, tangent of half its field of view)
         self._cameras = {
             name: (model.camera(name).id, float(np.tan(np.deg2rad(model.camera(name).fovy[0]) / 2))) for name in CAMERAS
@@ -28,9 +31,11 @@ class Renderer:
         poses = self._kinematics(qpos)
         geom_pos, geom_mat = poses.frames(self._kinematics.geoms)
         camera_pos, camera_mat = poses.frames(self._kinematics.cameras)
-        # the goal is the last shape
-        pos = np.concatenate([geom_pos, goal[:, None]], axis=1)
-        mat = np.concatenate([geom_mat, np.broadcast_to(np.eye(3), (n, 1, 3, 3))], axis=1)
+        pos, mat = geom_pos, geom_mat
+        if self._marker is not None:
+            # the goal is the last shape
+            pos = np.concatenate([pos, goal[:, None]], axis=1)
+            mat = np.concatenate([mat, np.broadcast_to(np.eye(3), (n, 1, 3, 3))], axis=1)
 
         images = {name: np.empty((n, 3, size, size), np.uint8) for name in cameras}
         jobs = []
@@ -61,19 +66,30 @@ class Renderer:
             self._pool.shutdown()
 
 
-def _shapes(model) -> Shapes:
+def _shapes(model, marker: Marker | None) -> Shapes:
     """The model's geoms, then the goal."""
     unknown = set(model.geom_type.tolist()) - {PLANE, SPHERE, CAPSULE, CYLINDER, BOX}
     if unknown:
         raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, balls, tubes, boxes")
-    # the arm's solid shapes and the goal; not the world's (table, legs, floor), nor decoration
-    casts = np.append((model.geom_bodyid > 0) & (model.geom_contype > 0), True)
-    return Shapes(
-        kind=np.append(model.geom_type, SPHERE).astype(np.int64),
-        size=np.vstack([model.geom_size, [GOAL_RADIUS, 0, 0]]),
-        rgb=np.vstack([model.geom_rgba[:, :3], GOAL_RGB]).astype(np.float64),
-        casts=casts,
+    shapes = Shapes(
+        kind=model.geom_type.astype(np.int64),
+        size=model.geom_size.astype(np.float64),
+        rgb=model.geom_rgba[:, :3].astype(np.float64),
+        # the arm's solid shapes and the objects; not the world's (table, legs, floor), nor decoration
+        casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),
         ground=int(model.geom("table").id),
+    )
+    return shapes if marker is None else _with_marker(shapes, marker)
+
+
+def _with_marker(shapes: Shapes, marker: Marker) -> Shapes:
+    ball = marker.kind == "ball"
+    return Shapes(
+        kind=np.append(shapes.kind, SPHERE if ball else CYLINDER),
+        size=np.vstack([shapes.size, [marker.radius, 0.0 if ball else _DISC_HALF_HEIGHT, 0.0]]),
+        rgb=np.vstack([shapes.rgb, marker.rgb]),
+        casts=np.append(shapes.casts, ball),
+        ground=shapes.ground,
     )
 
 

@@ -22,14 +22,19 @@ HAND_SITE = "hand"
 CAMERAS = ("head", "wrist")
 
 TABLE_HEIGHT = 0.72
-GOAL_RADIUS = 0.02
-GOAL_RGB = (0.16, 0.80, 0.45)
+CUBE_HALF = 0.022
+RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
 # Two collision groups: a geom touches another when one's contype meets the other's conaffinity. The arm never touches
-# itself, which halves the candidate pairs; table and arm do touch.
+# itself, which halves the candidate pairs; table and arm do touch, and objects touch everything.
 _SCENERY = 'contype="1" conaffinity="2"'
 _ROBOT = 'contype="2" conaffinity="1"'
+_OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
+
+# Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
+# 1 or more it would tip over when pushed at half its height.
+_SLIDES = 0.6
 
 _WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
@@ -37,10 +42,47 @@ _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
 
 @dataclass(frozen=True)
 class Part:
-    """One thing in the scene: what it adds to the world, and the motors that drive it."""
+    """One thing in the scene: what it adds to the world, the motors that drive it, what it asks of the solver."""
 
     bodies: str
     actuators: str = ""
+    options: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A free box to be pushed, grasped or put upon; a cube unless it says otherwise."""
+
+    name: str
+    rgb: tuple[float, float, float]
+    # half lengths, metres
+    half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
+    mass: float = 0.06
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Where the goal is drawn: a ball of this radius, or a flat disc. It touches nothing."""
+
+    kind: str = "ball"
+    radius: float = 0.02
+    rgb: tuple[float, float, float] = GREEN
+
+
+BALL = Marker()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What stands on the table for a task, beside the arm. Tasks with equal scenes share one model."""
+
+    objects: tuple[Block, ...] = ()
+    # None: the goal is not drawn
+    marker: Marker | None = BALL
+
+    def compile(self):
+        things = [block(thing) for thing in self.objects]
+        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
 
 
 def load_mujoco():
@@ -71,10 +113,11 @@ def standard_parts() -> list[Part]:
 def scene_xml(parts: list[Part]) -> str:
     bodies = "".join(part.bodies for part in parts)
     actuators = "".join(part.actuators for part in parts)
+    options = " ".join(dict.fromkeys(part.options for part in parts if part.options))
     return f"""
 <mujoco model="tabletop">
   <compiler angle="radian" autolimits="true"/>
-  <option timestep="{TIMESTEP}" integrator="implicitfast"/>
+  <option timestep="{TIMESTEP}" integrator="implicitfast" {options}/>
   <default>
     <joint damping="2" armature="0.05"/>
     <position forcerange="-80 80"/>
@@ -91,7 +134,9 @@ def room() -> Part:
 
 
 def table() -> Part:
-    top = f'<geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}" {_SCENERY}/>'
+    top = f"""
+    <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
+      friction="{_SLIDES} 0.005 0.0001" {_SCENERY}/>"""
     half = (TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
         f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
@@ -101,9 +146,13 @@ def table() -> Part:
     return Part(top + legs)
 
 
-def head_camera() -> Part:
-    """In front of the arm, up and to one side: the hand seldom hides its goal."""
-    return Part(f'<camera name="head" fovy="43" {_look_at(position=(0.62, -0.52, 0.60), target=(-0.13, 0.0, 0.15))}/>')
+def head_camera(whole_table: bool = False) -> Part:
+    """In front of the arm, up and to one side: the hand seldom hides its goal.
+
+    Objects may stand wherever the arm reaches; goals in the air are nearer to the middle.
+    """
+    target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
+    return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position=(0.62, -0.52, 0.60), target=target)}/>')
 
 
 def arm() -> Part:
@@ -138,6 +187,23 @@ def arm() -> Part:
         for n in ("left_finger", "right_finger")
     )
     return Part(bodies, motors + fingers)
+
+
+def block(thing: Block) -> Part:
+    """Held by friction alone: elliptic cones and a stiff friction direction keep it from creeping out of the fingers.
+
+    Its joint comes after the arm's, so that the arm's positions are the first ones whatever stands on the table.
+    """
+    rgba, size = (" ".join(str(value) for value in values) for values in (thing.rgb, thing.half))
+    return Part(
+        f"""
+    <body name="{thing.name}" pos="0 0 {thing.half[2]}">
+      <freejoint name="{thing.name}"/>
+      <geom name="{thing.name}" type="box" size="{size}" mass="{thing.mass}" rgba="{rgba} 1"
+        friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}/>
+    </body>""",
+        options='cone="elliptic" impratio="5"',
+    )
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:

@@ -1,0 +1,191 @@
+"""Scripted experts: what to do next, read off where everything is now.
+
+    expert = Expert(env, noise=0.1)
+    while ...:
+        step = env.step(expert())
+
+An expert keeps no memory of its own: each decision follows from the positions alone, so it recovers from a slip or from
+noise, and goes on from any `set_state`. It sees object poses whether or not the env shows them to the policy. It wants
+the hand at a way-point and says so in the env's own control mode, through damped least squares where those are joints.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.control import (
+    APPROACH,
+    FINGER_STEP,
+    HAND_STEP,
+    JOINT_STEP,
+    POINTING_DOWN,
+    TURN_STEP,
+    HandMover,
+)
+from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
+from sparring.envs.tabletop.reach import Reach
+from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, compile_scene
+from sparring.envs.tabletop.task import Situation, distance
+from sparring.errors import UserError
+
+
+class Wish(NamedTuple):
+    """Of n robots: where the hand should go, how it is turned about z, and what the fingers do."""
+
+    # [n, 3], [n] rad, [n] from -1 (close) to 1 (open)
+    point: np.ndarray
+    yaw: np.ndarray
+    grip: np.ndarray
+    # [n] at most this part of the fastest step
+    speed: np.ndarray
+
+
+class Expert:
+    """Actions `[N, 1, A]` for the robots of `env` as they are now; `noise` is the deviation added to each."""
+
+    def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
+        self._env, self._noise = env, noise
+        self._rng = np.random.default_rng(seed)
+        model = compile_scene()
+        self._mover = HandMover(model)
+        self._low, self._high = model.jnt_range[:ARM_JOINTS].T
+        tasks = env.robot_tasks()
+        lost = {task.name for task in tasks if type(task) not in EXPERTS}
+        if lost:
+            raise UserError(f"there is no expert for {', '.join(sorted(lost))}; add one to EXPERTS in experts.py")
+        # expert -> the robots it guides
+        self._rows = {
+            expert: np.array([row for row, task in enumerate(tasks) if isinstance(task, kind)], np.int64)
+            for kind, expert in EXPERTS.items()
+        }
+
+    def __call__(self) -> np.ndarray:
+        now = self._env.situation()
+        action = np.zeros((self._env.num_envs, self._env.spec.action_dim))
+        for expert, rows in self._rows.items():
+            if len(rows):
+                action[rows] = self._act(expert(Situation(*(values[rows] for values in now))), rows)
+        action += self._noise * self._rng.standard_normal(action.shape)
+        return np.clip(action, -1, 1)[:, None]
+
+    def _act(self, wish: Wish, rows: np.ndarray) -> np.ndarray:
+        """The wish as actions `[n, A]` of the env's control mode."""
+        command, arm = (values[rows] for values in self._env.arms())
+        pos, mat, _ = self._mover.pose(command, arm)
+        scale, mode = self._env.config.action_scale, self._env.config.control_mode
+        move = _at_most(wish.point - pos, HAND_STEP * wish.speed * scale)
+        turn = _at_most(_turn(mat, wish.yaw), np.full(len(rows), TURN_STEP * scale))
+        grip = wish.grip[:, None]
+        if mode == "delta_ee_pos":
+            return np.concatenate([move / (HAND_STEP * scale), grip], axis=1)
+        if mode == "delta_ee":
+            return np.concatenate([move / (HAND_STEP * scale), turn / (TURN_STEP * scale), grip], axis=1)
+        joints = self._mover.turned(command, arm, np.concatenate([move, turn], axis=1))
+        # near the way-point slower rather than in another direction; far from it, each joint as fast as it can
+        fastest = JOINT_STEP * scale * (APPROACH if mode == "qpos" else 1)
+        slowed = joints / np.maximum(np.abs(joints).max(axis=1, keepdims=True) / fastest, 1)
+        far = distance(wish.point, pos)[:, None] > 0.06
+        joints = np.where(far, np.clip(joints, -fastest, fastest), slowed)
+        if mode == "delta_qpos":
+            return np.concatenate([joints / (JOINT_STEP * scale), grip], axis=1)
+        part = (command[:, :ARM_JOINTS] + joints - self._low) / (self._high - self._low)
+        opening = (command[:, -1:] + grip * FINGER_STEP * scale) / FINGER_TRAVEL
+        return 2 * np.concatenate([part, opening], axis=1) - 1
+
+
+def reach(now: Situation) -> Wish:
+    n = len(now.hand)
+    return Wish(now.goal, np.zeros(n), np.zeros(n), np.ones(n))
+
+
+def lift(now: Situation) -> Wish:
+    """Above the cube, down, close, up."""
+    cube = now.objects[:, 0]
+    point, grip = _grasp(now)
+    held = _squeezed(now)
+    point[held] = np.stack([now.hand[held, 0], now.hand[held, 1], now.goal[held, 2] + 0.02], axis=1)
+    return Wish(point, _face(now.quats[:, 0]), grip, np.ones(len(cube)))
+
+
+def push(now: Situation) -> Wish:
+    """Behind the cube, down, then along the line from the cube to the disc."""
+    cube, n = now.objects[:, 0], len(now.hand)
+    way = now.goal[:, :2] - cube[:, :2]
+    left = np.linalg.norm(way, axis=1, keepdims=True)
+    way = way / np.maximum(left, 1e-3)
+    hand = now.hand[:, :2] - cube[:, :2]
+    along, aside = np.einsum("ni,ni->n", hand, way), hand[:, 0] * way[:, 1] - hand[:, 1] * way[:, 0]
+    behind = cube[:, :2] - 0.052 * way
+    low, off = now.hand[:, 2] < 0.05, distance(now.hand[:, :2], behind)
+
+    # up where it is in the way, then over to behind the cube, then down
+    high = now.hand[:, 2] > 0.06
+    xy = np.where(high[:, None], behind, now.hand[:, :2])
+    z = np.where(off < 0.015, 0.022, 0.08)
+    ready = low & (along < -0.02) & (np.abs(aside) < 0.016)
+    # the cube's centre stays about 3.4 cm before the hand's
+    pushing = cube[:, :2] + (np.minimum(left, 0.04) - 0.034) * way
+    xy, z = np.where(ready[:, None], pushing, xy), np.where(ready, 0.022, z)
+    done = left[:, 0] < 0.012
+    xy = np.where(done[:, None], now.hand[:, :2], xy)
+    speed = np.where(ready, 1.0, 1.0)
+    return Wish(np.concatenate([xy, z[:, None]], axis=1), np.zeros(n), -np.ones(n), speed)
+
+
+def put_on(now: Situation) -> Wish:
+    """Grasp, up, over, down, let go, up."""
+    cube, target, offset = now.objects[:, 0], now.goal.copy(), now.hand - now.objects[:, 0]
+    target[:, :2] = now.objects[:, 1, :2]
+    point, grip = _grasp(now)
+    aside, height = distance(cube[:, :2], target[:, :2]), cube[:, 2] - target[:, 2]
+    # straight up until it clears what it goes on, then over, then down
+    clear = height > 0.015
+    carry = np.where(clear[:, None], target, cube)
+    carry[:, 2] = target[:, 2] + np.where(aside < 0.008, 0.0, 0.035)
+    point = np.where(_squeezed(now)[:, None], carry + offset, point)
+
+    there = (aside < 0.015) & (np.abs(height) < 0.005)
+    let_go = now.width > 0.07
+    away = now.hand.copy()
+    away[:, 2] = np.where(let_go, target[:, 2] + 0.08, away[:, 2])
+    point, grip = np.where(there[:, None], away, point), np.where(there, 1.0, grip)
+    speed = np.where(_squeezed(now) & (aside < 0.02), 0.5, 1.0)
+    return Wish(point, _face(now.quats[:, 0]), grip, speed)
+
+
+EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on}
+
+
+def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:
+    """Way-points `[n, 3]` and fingers `[n]` until the first object is held."""
+    cube = now.objects[:, 0]
+    aside, away = distance(now.hand[:, :2], cube[:, :2]), distance(now.hand, cube)
+    below = now.hand[:, 2] < cube[:, 2] + 0.045
+    point = cube.copy()
+    point[:, 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, 0.065)
+    closing = (away < 0.012) | ((away < 0.025) & (now.grip < 0.9 * FINGER_TRAVEL))
+    return point, np.where(closing, -1.0, 1.0)
+
+
+def _squeezed(now: Situation) -> np.ndarray:
+    """`[n]`: the fingers are around the first object and press on it."""
+    return (distance(now.hand, now.objects[:, 0]) < 0.025) & (now.grip < 0.012)
+
+
+def _face(quat: np.ndarray) -> np.ndarray:
+    """`[n]`: the smallest turn about z that aligns the fingers with two faces of a cube."""
+    yaw = 2 * np.arctan2(quat[:, 3], quat[:, 0])
+    return (yaw + np.pi / 4) % (np.pi / 2) - np.pi / 4
+
+
+def _turn(mat: np.ndarray, yaw: np.ndarray) -> np.ndarray:
+    """`[n, 3]`: half the rotation vector that takes axes `[n, 3, 3]` to pointing down, turned by `yaw`."""
+    cos, sin, zero = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw))
+    about_z = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, zero + 1], axis=1).reshape(-1, 3, 3)
+    return 0.25 * np.cross(mat, about_z @ POINTING_DOWN, axis=1).sum(axis=2)
+
+
+def _at_most(vectors: np.ndarray, length: np.ndarray) -> np.ndarray:
+    size = np.linalg.norm(vectors, axis=1)
+    return vectors * np.minimum(1, length / np.maximum(size, 1e-9))[:, None]

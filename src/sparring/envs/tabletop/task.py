@@ -1,0 +1,90 @@
+"""What a task is: a scene, a start, a reward, and when it counts as done.
+
+The backend knows no task by name: it calls these members. The tasks themselves are in reach.py and manipulate.py, their
+names in tasks.py.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, HOME, Scene
+
+
+class Start(NamedTuple):
+    """How one episode begins."""
+
+    # [8] joints and fingers, [3], [k, 7] positions and quaternions
+    arm: np.ndarray
+    goal: np.ndarray
+    objects: np.ndarray
+
+
+class Situation(NamedTuple):
+    """What tasks judge by and experts act on, of n robots."""
+
+    # [n, 3] each, from the table's centre
+    hand: np.ndarray
+    goal: np.ndarray
+    # [n] metres between the fingers, and metres that each is commanded to be open
+    width: np.ndarray
+    grip: np.ndarray
+    # [n, K, 3], [n, K, 4]
+    objects: np.ndarray
+    quats: np.ndarray
+
+
+class Task(Protocol):
+    name: str
+    scene: Scene
+    # ways to say what to do
+    instructions: tuple[str, ...]
+    max_episode_steps: int
+    # an episode is a success when `score` was satisfied in each of its last `hold` steps
+    hold: int
+
+    def start(self, rng: np.random.Generator) -> Start:
+        """Draw the start of one episode."""
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        """Dense reward `[n]` in [0, 1] and whether the task is satisfied `[n]`."""
+
+    def describe(self) -> dict[str, str]:
+        """What varies between episodes, for a person to read."""
+
+
+@dataclass(frozen=True)
+class Sector:
+    """A part of a ring around the arm's base, on the table: where the arm reaches is such a ring."""
+
+    # metres from the axis of the base, and degrees to either side of straight ahead
+    near: float
+    far: float
+    degrees: float
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """A point (x, y), uniform over the area."""
+        radius = np.sqrt(rng.uniform(self.near**2, self.far**2))
+        angle = np.deg2rad(rng.uniform(-self.degrees, self.degrees))
+        return np.array([ARM_BASE[0] + radius * np.cos(angle), ARM_BASE[1] + radius * np.sin(angle)])
+
+    def holds(self, point: np.ndarray) -> bool:
+        x, y = point[0] - ARM_BASE[0], point[1] - ARM_BASE[1]
+        return self.near <= np.hypot(x, y) <= self.far and abs(np.arctan2(y, x)) <= np.deg2rad(self.degrees)
+
+    def __str__(self) -> str:
+        return f"{self.near:.2f}..{self.far:.2f} m from the base, +-{self.degrees:g} deg"
+
+
+def arm_near_home(rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL) -> np.ndarray:
+    """`[8]`: each joint uniform within `noise` rad of home."""
+    arm = np.full(ARM_JOINTS + FINGERS, opening)
+    arm[:ARM_JOINTS] = HOME + rng.uniform(-noise, noise, ARM_JOINTS)
+    return arm
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`[n, d]`, `[n, d]` -> `[n]`"""
+    offset = a - b
+    return np.sqrt(np.einsum("ni,ni->n", offset, offset))

@@ -1,0 +1,86 @@
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop import tasks
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.control import CONTROLS
+from sparring.envs.tabletop.experts import Expert
+from sparring.envs.tabletop.reach import Reach
+from sparring.envs.tabletop.tasks import TASKS
+
+
+def _env(task, num_envs, mode="delta_ee_pos", **config):
+    env = Tabletop(TabletopConfig(task=task, control_mode=mode, threads=1, **config), num_envs)
+    env.reset(EpisodeSeeds(3, "eval", total_envs=num_envs))
+    return env
+
+
+def _play(env, expert):
+    for _ in range(env.spec.max_episode_steps):
+        step = env.step(expert())
+    return step.success
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_experts_succeed(task):
+    env = _env(task, 40)
+    # benchmarks/experts.py measures 100 episodes: 95 % or more on d0, 85 % or more on d2
+    assert _play(env, Expert(env)).mean() >= (0.8 if task.endswith("d2") else 0.95)
+
+
+@pytest.mark.parametrize("mode", list(CONTROLS))
+def test_experts_speak_every_control_mode(mode):
+    env = _env("lift_d0", 8, mode)
+    assert _play(env, Expert(env)).all()
+
+
+def test_experts_of_mixed_tasks_act_at_once_and_need_no_object_state():
+    env = _env(("lift_d0", "push_d0", "reach_d0"), 9, object_state=False)
+    expert, succeeded = Expert(env), np.zeros(9, bool)
+    for _ in range(60):
+        step = env.step(expert())
+        succeeded |= step.success
+    assert succeeded.all()
+
+
+def test_noise_varies_what_they_do_and_is_seeded():
+    env = _env("lift_d0", 30)
+    first, again, other = (Expert(env, noise=0.3, seed=seed)() for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any() and np.abs(first).max() <= 1
+    # positions alone decide, so a disturbed expert gets there all the same
+    assert _play(env, Expert(env, noise=0.3)).mean() >= 0.9
+
+
+def test_an_expert_goes_on_from_any_state():
+    env = _env("lift_d0", 6)
+    expert = Expert(env)
+    for _ in range(20):
+        env.step(expert())
+    state, action = env.state(), expert()
+    for _ in range(20):
+        env.step(expert())
+    env.set_state(state)
+    np.testing.assert_array_equal(expert(), action)
+
+
+@dataclass(frozen=True)
+class _Odd(Reach):
+    pass
+
+
+def test_a_task_without_an_expert_is_told(monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "odd_d0", _Odd("odd_d0", (0, 0, 0.1), (0, 0, 0.1), 0.0))
+    with pytest.raises(ValueError, match="no expert for odd_d0; add one to EXPERTS"):
+        Expert(_env("odd_d0", 1))
+
+
+def test_experts_are_imported_only_when_asked_for():
+    code = "import sys, sparring.envs.tabletop.backend as b; sys.exit(any('experts' in m for m in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
