@@ -2,11 +2,9 @@
 
 import ast
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 import pytest
 
-from sparring.config import Section
 from sparring.envs.configs import GymConfig
 from sparring.tree import TREE, Config
 
@@ -23,15 +21,9 @@ PACKAGE = {
 def fields() -> list[tuple[str, str]]:
     """(section or '' for the top level, field)."""
     classes = [*TREE.classes().items(), ("env", GymConfig)]
-    found = [(section, field) for section, cls in classes for field in cls.model_fields if _has_choice(cls, field)]
+    found = [(section, field) for section, cls in classes for field in cls.model_fields]
     top = [field for field in Config.model_fields if field not in TREE.classes()]
     return sorted({*found, *(("", field) for field in top)})
-
-
-def _has_choice(cls: type[Section], field: str) -> bool:
-    """A word of which there is only one kind so far (`rollout.mode: sync`) needs no reader yet."""
-    annotation = cls.model_fields[field].annotation
-    return not (get_origin(annotation) is Literal and len(get_args(annotation)) == 1)
 
 
 def reads() -> set[tuple[str, str, str]]:

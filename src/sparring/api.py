@@ -73,6 +73,7 @@ class Trainer:
                 self.algorithm.distributed,
                 config.seed,
                 self.policy.chunk,
+                config.buffer.type,
             )
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
         else:

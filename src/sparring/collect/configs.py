@@ -1,7 +1,5 @@
 """The `rollout` section. Torch-free."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from sparring.config import Section
@@ -15,4 +13,3 @@ class RolloutConfig(Section):
     max_episode_steps: int | None = Field(None, gt=0, description="time limit of an episode; null: the task's own")
     action_steps: int = Field(1, gt=0, description="env steps per decision: the length of an action chunk")
     render_episodes: int = Field(2, ge=0, description="episodes of each evaluation that are recorded as videos")
-    mode: Literal["sync"] = Field("sync", description="sync: collect, then update")

@@ -1,0 +1,3 @@
+"""Storage: where experience is kept."""
+
+BUFFERS = {"standard": "sparring.data.rollout:RolloutBuffer"}

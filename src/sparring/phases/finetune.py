@@ -8,23 +8,32 @@ from torch import nn
 from sparring.algorithms.make import make_algorithm
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
-from sparring.data.rollout import RolloutBuffer
+from sparring.data import BUFFERS
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
+from sparring.resolve import resolve
 
 
 class Finetune:
     """An env, a policy and an algorithm, taking turns."""
 
     def __init__(
-        self, env: Env, policy: Policy, algorithm, steps: int, distributed: Distributed, seed: int = 0, chunk: int = 1
+        self,
+        env: Env,
+        policy: Policy,
+        algorithm,
+        steps: int,
+        distributed: Distributed,
+        seed: int = 0,
+        chunk: int = 1,
+        buffer_type: str = "standard",
     ):
         self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
-        self.buffer = RolloutBuffer(steps)
+        self.buffer = resolve(buffer_type, BUFFERS, "buffer")(steps)
         self.collector = Collector(env, policy, seed, chunk=chunk)
         self.progress = Progress()
 
@@ -41,7 +50,16 @@ class Finetune:
         )
         policy = make_policy(config.policy, env.spec, rollout.action_steps).to(distributed.device)
         algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
-        return cls(env, policy, algorithm, config.rollout_steps, distributed, config.seed, rollout.action_steps)
+        return cls(
+            env,
+            policy,
+            algorithm,
+            config.rollout_steps,
+            distributed,
+            config.seed,
+            rollout.action_steps,
+            config.buffer.type,
+        )
 
     @property
     def model(self) -> nn.Module:
