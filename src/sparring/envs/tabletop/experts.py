@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.button import Button, cap_top
 from sparring.envs.tabletop.control import (
     APPROACH,
     FINGER_STEP,
@@ -154,7 +155,16 @@ def put_on(now: Situation) -> Wish:
     return Wish(point, _face(now.quats[:, 0]), grip, speed)
 
 
-EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on}
+def press(now: Situation) -> Wish:
+    """Over the cap, down, and a little further than it has to go."""
+    n, cap = len(now.hand), cap_top(now)
+    over = distance(now.hand[:, :2], cap[:, :2]) < 0.012
+    point = cap.copy()
+    point[:, 2] = np.where(over, now.goal[:, 2], cap[:, 2] + 0.04)
+    return Wish(point, np.zeros(n), -np.ones(n), np.ones(n))
+
+
+EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on, Button: press}
 
 
 def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:

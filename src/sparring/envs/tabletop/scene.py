@@ -6,6 +6,7 @@ list of `Part`s, so another task adds a cube, or a second arm, by adding a part.
 
 import os
 from dataclasses import dataclass
+from typing import Protocol
 
 TIMESTEP = 0.004
 SUBSTEPS = 10
@@ -29,7 +30,7 @@ RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 # itself, which halves the candidate pairs; table and arm do touch, and objects touch everything.
 _SCENERY = 'contype="1" conaffinity="2"'
 _ROBOT = 'contype="2" conaffinity="1"'
-_OBJECT = 'contype="3" conaffinity="3"'
+OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
 # Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
@@ -49,15 +50,35 @@ class Part:
     options: str = ""
 
 
+class Thing(Protocol):
+    """A free body on the table, made of one shape or of many."""
+
+    # also of the body and of its free joint
+    name: str
+    # half the lengths of a box around it, metres
+    half: tuple[float, float, float]
+    # names of the joints that move a part of it (a drawer, a button)
+    mechanisms: tuple[str, ...]
+
+    def part(self) -> Part:
+        """What it adds to the scene."""
+
+
 @dataclass(frozen=True)
 class Block:
-    """A free box to be pushed, grasped or put upon; a cube unless it says otherwise."""
+    """A free solid to be pushed, grasped or put upon; a cube unless it says otherwise."""
 
     name: str
     rgb: tuple[float, float, float]
     # half lengths, metres
     half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
     mass: float = 0.06
+    # box, ball, cylinder, capsule (these two stand upright) or ellipsoid, as large as fits into `half`
+    shape: str = "box"
+    mechanisms: tuple[str, ...] = ()
+
+    def part(self) -> Part:
+        return block(self)
 
 
 @dataclass(frozen=True)
@@ -76,13 +97,18 @@ BALL = Marker()
 class Scene:
     """What stands on the table for a task, beside the arm. Tasks with equal scenes share one model."""
 
-    objects: tuple[Block, ...] = ()
+    objects: tuple[Thing, ...] = ()
     # None: the goal is not drawn
     marker: Marker | None = BALL
 
     def compile(self):
-        things = [block(thing) for thing in self.objects]
+        things = [thing.part() for thing in self.objects]
         return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """The joints inside the objects, by name."""
+        return tuple(name for thing in self.objects for name in thing.mechanisms)
 
 
 def load_mujoco():
@@ -194,16 +220,40 @@ def block(thing: Block) -> Part:
 
     Its joint comes after the arm's, so that the arm's positions are the first ones whatever stands on the table.
     """
-    rgba, size = (" ".join(str(value) for value in values) for values in (thing.rgb, thing.half))
+    # what is round would roll for ever without friction against rolling
+    rubs = f'friction="{_SLIDES} 0.02 0.001" condim="{4 if thing.shape == "box" else 6}"'
+    shape = (
+        f'<geom name="{thing.name}" {_shape(thing)} mass="{thing.mass}" rgba="{spaced(thing.rgb)} 1" {rubs} {OBJECT}/>'
+    )
+    return free_body(thing, shape)
+
+
+def free_body(thing: Thing, inside: str) -> Part:
+    """A body that moves freely, standing on the table at first; `inside` are its shapes and the bodies it carries."""
     return Part(
         f"""
     <body name="{thing.name}" pos="0 0 {thing.half[2]}">
-      <freejoint name="{thing.name}"/>
-      <geom name="{thing.name}" type="box" size="{size}" mass="{thing.mass}" rgba="{rgba} 1"
-        friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}/>
+      <freejoint name="{thing.name}"/>{inside}
     </body>""",
         options='cone="elliptic" impratio="5"',
     )
+
+
+def spaced(values: tuple[float, ...]) -> str:
+    return " ".join(str(value) for value in values)
+
+
+def _shape(thing: Block) -> str:
+    """Type and size as MuJoCo wants them: a capsule's half length leaves out its round ends."""
+    x, _, z = thing.half
+    kind, size = {
+        "box": ("box", thing.half),
+        "ball": ("sphere", (x,)),
+        "cylinder": ("cylinder", (x, z)),
+        "capsule": ("capsule", (x, z - x)),
+        "ellipsoid": ("ellipsoid", thing.half),
+    }[thing.shape]
+    return f'type="{kind}" size="{spaced(size)}"'
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:
