@@ -22,7 +22,7 @@ MIXED = ("reach_d0", "lift_d2", "push_d2")
 
 def test_there_are_tasks_with_three_distributions_each():
     names = ("reach", "push", "lift", "place", "stack", "drawer", "button")
-    assert list(TASKS) == [f"{name}_d{d}" for name in names for d in range(3)]
+    assert list(TASKS) == [f"{name}_d{d}" for name in names for d in range(3)] + ["explore"]
     for task in TASKS.values():
         assert len(set(task.instructions)) >= 3
 

@@ -16,6 +16,7 @@ from sparring.envs.tabletop.kinematics import Kinematics, select
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
 from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
+from sparring.envs.tabletop.things import place_clutter
 from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
 
@@ -190,11 +191,13 @@ class Tabletop:
             rng = np.random.default_rng(seeds(int(row), int(self._episode[row])))
             task = self._tasks[self._task[row]]
             start = task.start(rng)
-            self._world.place(row, start.arm, start.objects, start.mechanisms)
             self._goal[row] = start.goal
             # the motors hold the arm where it starts
             self._command[row] = start.arm[: ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
+            # drawn last: an episode is the same with clutter and without
+            clutter = place_clutter(rng, task.scene, start)
+            self._world.place(row, start.arm, start.objects, start.mechanisms, clutter)
         self._elapsed[rows] = 0
         self._streak[rows] = 0
         self._locate_hand(rows)

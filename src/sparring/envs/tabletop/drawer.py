@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.envs.tabletop.manipulate import REACHABLE
-from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, free_body
+from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, free_body, spaced
 from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
 
 TRAVEL = 0.10
@@ -64,9 +64,8 @@ class Cabinet:
 
 
 def _panel(rgba: str, pos: tuple, half: tuple, mass: float = 0.05) -> str:
-    numbers = " ".join(f"{value:g}" for value in (*pos, *half)).split()
     return f"""
-      <geom type="box" pos="{" ".join(numbers[:3])}" size="{" ".join(numbers[3:])}" mass="{mass}" rgba="{rgba}"
+      <geom type="box" pos="{spaced(pos)}" size="{spaced(half)}" mass="{mass}" rgba="{rgba}"
         friction="1 0.02 0.001" condim="4" {OBJECT}/>"""
 
 

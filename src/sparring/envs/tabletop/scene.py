@@ -73,7 +73,7 @@ class Block:
     # half lengths, metres
     half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
     mass: float = 0.06
-    # box, ball, cylinder, capsule (these two stand upright) or ellipsoid, as large as fits into `half`
+    # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
     shape: str = "box"
     mechanisms: tuple[str, ...] = ()
 
@@ -100,9 +100,15 @@ class Scene:
     objects: tuple[Thing, ...] = ()
     # None: the goal is not drawn
     marker: Marker | None = BALL
+    # things that tasks, experts and observations know nothing of
+    clutter: tuple[Thing, ...] = ()
+    # whether a screen stands at the side
+    screen: bool = False
 
     def compile(self):
-        things = [thing.part() for thing in self.objects]
+        things = [thing.part() for thing in self.objects + self.clutter]
+        if self.screen:
+            things.append(screen())
         return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
 
     @property
@@ -170,6 +176,13 @@ def table() -> Part:
         for y in (-0.49, 0.49)
     )
     return Part(top + legs)
+
+
+def screen() -> Part:
+    """At the table's back edge beside the arm, where the head camera sees it; the renderer can show noise on it."""
+    return Part(f"""
+    <geom name="screen" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {_SCENERY}/>
+    <geom type="box" size="0.02 0.05 0.008" pos="-0.475 0.37 0.008" rgba="{_STEEL}" {_SCENERY}/>""")
 
 
 def head_camera(whole_table: bool = False) -> Part:
@@ -246,14 +259,13 @@ def spaced(values: tuple[float, ...]) -> str:
 def _shape(thing: Block) -> str:
     """Type and size as MuJoCo wants them: a capsule's half length leaves out its round ends."""
     x, _, z = thing.half
-    kind, size = {
-        "box": ("box", thing.half),
-        "ball": ("sphere", (x,)),
-        "cylinder": ("cylinder", (x, z)),
-        "capsule": ("capsule", (x, z - x)),
-        "ellipsoid": ("ellipsoid", thing.half),
+    return {
+        "box": f'type="box" size="{spaced(thing.half)}"',
+        "ball": f'type="sphere" size="{x}"',
+        "cylinder": f'type="cylinder" size="{x} {z}"',
+        "capsule": f'type="capsule" size="{z}" fromto="{z - x} 0 0 {x - z} 0 0"',
+        "ellipsoid": f'type="ellipsoid" size="{spaced(thing.half)}"',
     }[thing.shape]
-    return f'type="{kind}" size="{spaced(size)}"'
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:

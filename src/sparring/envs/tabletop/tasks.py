@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from sparring.envs.tabletop.button import Button
 from sparring.envs.tabletop.drawer import Drawer
+from sparring.envs.tabletop.explore import Explore
 from sparring.envs.tabletop.manipulate import REACHABLE, Lift, Push, place, stack
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.task import Sector, Task
@@ -39,6 +40,7 @@ TASKS: dict[str, Task] = {
         Button("button_d0", NARROW, yaw=0, joint_noise=0.02),
         Button("button_d1", WIDER, yaw=20, joint_noise=0.05),
         Button("button_d2", WIDE, yaw=45, joint_noise=0.05),
+        Explore("explore", joint_noise=0.05),
     )
 }
 

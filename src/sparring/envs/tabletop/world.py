@@ -4,7 +4,7 @@ Robots with equal scenes form a group with one model and one physics batch. Rows
 joint positions and speeds are as wide as the largest scene needs, zero where a robot's own scene ends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,12 +82,15 @@ class World:
             speed[at, :mine] = group.physics.qvel(local)[:, group.mechanism_speeds] / group.travel
         return Mechanisms(position, speed)
 
-    def place(self, row: int, arm: np.ndarray, objects: np.ndarray, mechanisms: np.ndarray) -> None:
-        """Put one robot at rest: its arm at `[8]`, objects at poses `[k, 7]`, their joints `[m]` so far along."""
+    def place(
+        self, row: int, arm: np.ndarray, objects: np.ndarray, mechanisms: np.ndarray, clutter: np.ndarray
+    ) -> None:
+        """Put one robot at rest: arm `[8]`, objects `[k, 7]`, joints inside them `[m]`, clutter `[c, 7]`."""
         group = self._groups[self._group[row]]
         qpos = group.physics.model.qpos0.copy()
         qpos[: len(arm)] = arm
         qpos[group.poses] = objects
+        qpos[group.clutter] = clutter
         qpos[group.mechanisms] = mechanisms * group.travel
         group.physics.place(self._local[row], qpos)
 
@@ -143,15 +146,14 @@ class _Group:
         self.physics = Physics(scene.compile(), num_envs, threads)
         self._renderer = None
         model = self.physics.model
-        free = [model.joint(thing.name) for thing in scene.objects]
-        inner = [model.joint(name) for name in scene.mechanisms]
+        objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
         # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
-        self.poses = np.array([joint.qposadr[0] for joint in free], np.int64)[:, None] + np.arange(7)
-        self.velocities = np.array([joint.dofadr[0] for joint in free], np.int64)[:, None] + np.arange(3)
-        # the same [m] of the joints inside them, and how far those go
-        self.mechanisms = np.array([joint.qposadr[0] for joint in inner], np.int64)
-        self.mechanism_speeds = np.array([joint.dofadr[0] for joint in inner], np.int64)
-        self.travel = np.array([joint.range[1] for joint in inner])
+        positions, speeds = _addresses(model, objects)
+        self.poses, self.velocities = positions[:, None] + np.arange(7), speeds[:, None] + np.arange(3)
+        self.clutter = _addresses(model, clutter)[0][:, None] + np.arange(7)
+        # the same [m] of the joints inside the objects, and how far those go
+        self.mechanisms, self.mechanism_speeds = _addresses(model, scene.mechanisms)
+        self.travel = np.array([model.joint(name).range[1] for name in scene.mechanisms])
 
     def renderer(self):
         """Built when the first picture is asked for."""
@@ -167,3 +169,10 @@ class _Group:
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
+
+
+def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Where these joints begin in qpos and in qvel."""
+    found = [model.joint(name) for name in joints]
+    positions, speeds = [joint.qposadr[0] for joint in found], [joint.dofadr[0] for joint in found]
+    return np.array(positions, np.int64), np.array(speeds, np.int64)
