@@ -28,7 +28,7 @@ RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
 # Two collision groups: a geom touches another when one's contype meets the other's conaffinity. The arm never touches
 # itself, which halves the candidate pairs; table and arm do touch, and objects touch everything.
-_SCENERY = 'contype="1" conaffinity="2"'
+SCENERY = 'contype="1" conaffinity="2"'
 _ROBOT = 'contype="2" conaffinity="1"'
 OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
@@ -102,14 +102,12 @@ class Scene:
     marker: Marker | None = BALL
     # things that tasks, experts and observations know nothing of
     clutter: tuple[Thing, ...] = ()
-    # whether a screen stands at the side
-    screen: bool = False
+    # what else stands there and never moves
+    scenery: tuple[Part, ...] = ()
 
     def compile(self):
         things = [thing.part() for thing in self.objects + self.clutter]
-        if self.screen:
-            things.append(screen())
-        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
+        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things, *self.scenery])
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
@@ -160,15 +158,13 @@ def scene_xml(parts: list[Part]) -> str:
 
 
 def room() -> Part:
-    return Part(
-        f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-TABLE_HEIGHT}" rgba="{_FLOOR}" {_SCENERY}/>'
-    )
+    return Part(f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-TABLE_HEIGHT}" rgba="{_FLOOR}" {SCENERY}/>')
 
 
 def table() -> Part:
     top = f"""
     <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
-      friction="{_SLIDES} 0.005 0.0001" {_SCENERY}/>"""
+      friction="{_SLIDES} 0.005 0.0001" {SCENERY}/>"""
     half = (TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
         f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
@@ -176,13 +172,6 @@ def table() -> Part:
         for y in (-0.49, 0.49)
     )
     return Part(top + legs)
-
-
-def screen() -> Part:
-    """At the table's back edge beside the arm, where the head camera sees it; the renderer can show noise on it."""
-    return Part(f"""
-    <geom name="screen" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {_SCENERY}/>
-    <geom type="box" size="0.02 0.05 0.008" pos="-0.475 0.37 0.008" rgba="{_STEEL}" {_SCENERY}/>""")
 
 
 def head_camera(whole_table: bool = False) -> Part:
