@@ -13,17 +13,19 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS
-from sparring.envs.tabletop.experts import Expert
+from sparring.envs.tabletop.experts import EXPERTS, Expert
 from sparring.envs.tabletop.tasks import TASKS
 from sparring.evaluate import wilson
 
+# tasks that can be done
+GUIDED = [name for name, task in TASKS.items() if type(task) in EXPERTS]
 # of 100 episodes, by distribution
 TARGETS = {"d0": 0.95, "d1": 0.90, "d2": 0.85}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
+    parser.add_argument("--tasks", nargs="+", choices=GUIDED, default=GUIDED, metavar="TASK")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="deviation added to actions")

@@ -16,6 +16,7 @@ from sparring.envs.tabletop.kinematics import Kinematics, select
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
 from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
+from sparring.envs.tabletop.things import place_clutter
 from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
 
@@ -44,7 +45,7 @@ class Tabletop:
 
         limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
         self.spec = self._make_spec(int(limits.max()))
-        self._state_scale = observe.scales(config.object_state, self._world.num_objects)
+        self._state_scale = observe.scales(config.object_state, self._world.num_objects, self._world.num_mechanisms)
         self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
         # where the phrasings of each task begin in spec.instructions
@@ -153,7 +154,8 @@ class Tabletop:
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
         size = self._config.image_size
         images = {f"image/{camera}": ((3, size, size), "uint8") for camera in self._config.cameras}
-        state = len(observe.scales(self._config.object_state, self._world.num_objects))
+        world = self._world
+        state = len(observe.scales(self._config.object_state, world.num_objects, world.num_mechanisms))
         return EnvSpec(
             observation={"state": ((state,), "float32"), **images, "task": ((), "int64")},
             action_dim=self._control.action_dim,
@@ -189,11 +191,13 @@ class Tabletop:
             rng = np.random.default_rng(seeds(int(row), int(self._episode[row])))
             task = self._tasks[self._task[row]]
             start = task.start(rng)
-            self._world.place(row, start.arm, start.objects)
             self._goal[row] = start.goal
             # the motors hold the arm where it starts
             self._command[row] = start.arm[: ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
+            # drawn last: an episode is the same with clutter and without
+            clutter = place_clutter(rng, task.scene, start)
+            self._world.place(row, start.arm, start.objects, start.mechanisms, clutter)
         self._elapsed[rows] = 0
         self._streak[rows] = 0
         self._locate_hand(rows)
@@ -217,7 +221,8 @@ class Tabletop:
     def _situation(self, rows: np.ndarray, objects: Objects) -> Situation:
         width = self._world.qpos(rows)[:, ARM_JOINTS:_ARM].sum(axis=1)
         grip = self._command[rows, -1]
-        return Situation(self._hand[rows], self._goal[rows], width, grip, objects.pos, objects.quat)
+        hand, goal, moving = self._hand[rows], self._goal[rows], self._world.mechanisms(rows)
+        return Situation(hand, goal, width, grip, objects.pos, objects.quat, *moving)
 
     def _score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now = self._situation(rows, self._world.objects(rows))
@@ -245,6 +250,8 @@ class Tabletop:
             blocks += [self._goal[rows], self._goal[rows] - hand]
             if self._world.num_objects:
                 blocks.append(observe.object_blocks(*self._world.objects(rows), hand))
+            if self._world.num_mechanisms:
+                blocks.append(observe.mechanism_blocks(*self._world.mechanisms(rows)))
         observation = {"state": (np.concatenate(blocks, axis=1) * self._state_scale).astype(np.float32)}
         if self._config.cameras:
             images = self._world.images(rows, self._goal[rows], self._config.cameras, self._config.image_size)

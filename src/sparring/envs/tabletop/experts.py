@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.button import Button, cap_top
 from sparring.envs.tabletop.control import (
     APPROACH,
     FINGER_STEP,
@@ -23,6 +24,7 @@ from sparring.envs.tabletop.control import (
     TURN_STEP,
     HandMover,
 )
+from sparring.envs.tabletop.drawer import Drawer, knob_now
 from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, compile_scene
@@ -154,7 +156,29 @@ def put_on(now: Situation) -> Wish:
     return Wish(point, _face(now.quats[:, 0]), grip, speed)
 
 
-EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on}
+def press(now: Situation) -> Wish:
+    """Over the cap, down, and a little further than it has to go."""
+    n, cap = len(now.hand), cap_top(now)
+    over = distance(now.hand[:, :2], cap[:, :2]) < 0.012
+    point = cap.copy()
+    point[:, 2] = np.where(over, now.goal[:, 2], cap[:, 2] + 0.04)
+    return Wish(point, np.zeros(n), -np.ones(n), np.ones(n))
+
+
+def open_drawer(now: Situation) -> Wish:
+    """Above the knob, down, close, and along the drawer's way."""
+    knob = knob_now(now)
+    aside, away = distance(now.hand[:, :2], knob[:, :2]), distance(now.hand, knob)
+    below = now.hand[:, 2] < knob[:, 2] + 0.035
+    point = knob.copy()
+    point[:, 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, 0.055)
+    closing = (away < 0.012) | ((away < 0.025) & (now.grip < 0.9 * FINGER_TRAVEL))
+    held = (away < 0.025) & (now.grip < 0.010)
+    point = np.where(held[:, None], now.goal, point)
+    return Wish(point, np.zeros(len(knob)), np.where(closing, -1.0, 1.0), np.where(held, 0.6, 1.0))
+
+
+EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on, Button: press, Drawer: open_drawer}
 
 
 def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:

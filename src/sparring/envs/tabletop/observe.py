@@ -18,10 +18,13 @@ object<k>           3     position from the table's centre, m x 4 (object_state)
 object<k>_from_hand 3     position - hand, m x 10 (object_state)
 object<k>_rotation  6     first two columns of its rotation matrix (object_state)
 object<k>_velocity  3     m/s x 2 (object_state)
+mechanism<k>        1     0 closed to 1 as far as it goes (object_state)
+mechanism<k>_speed  1     of that, per second x 0.2 (object_state)
 ==================  ====  =======================================================
 
 The four object blocks repeat for each object k of the task, in the order of its scene. Where tasks are mixed there are
-as many as the largest needs, zero for a robot that has fewer.
+as many as the largest needs, zero for a robot that has fewer. The same goes for mechanisms: the joints inside objects,
+such as a drawer or a button.
 """
 
 import numpy as np
@@ -42,27 +45,30 @@ _ROBOT_BLOCKS = {
 }
 _GOAL_BLOCKS = {"goal": (3, 4.0), "goal_from_hand": (3, 10.0)}
 _OBJECT_BLOCKS = {"": (3, 4.0), "_from_hand": (3, 10.0), "_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+_MECHANISM_BLOCKS = {"": (1, 1.0), "_speed": (1, 0.2)}
 
 
-def _blocks(object_state: bool, objects: int) -> dict[str, tuple[int, float]]:
+def _blocks(object_state: bool, objects: int, mechanisms: int) -> dict[str, tuple[int, float]]:
     if not object_state:
         return _ROBOT_BLOCKS
     each = {f"object{k}{name}": block for k in range(objects) for name, block in _OBJECT_BLOCKS.items()}
-    return _ROBOT_BLOCKS | _GOAL_BLOCKS | each
+    moving = {f"mechanism{k}{name}": block for k in range(mechanisms) for name, block in _MECHANISM_BLOCKS.items()}
+    return _ROBOT_BLOCKS | _GOAL_BLOCKS | each | moving
 
 
-def layout(object_state: bool = True, objects: int = 0) -> dict[str, slice]:
+def layout(object_state: bool = True, objects: int = 0, mechanisms: int = 0) -> dict[str, slice]:
     """block -> its place in `observation/state`, in order."""
     places, start = {}, 0
-    for name, (size, _) in _blocks(object_state, objects).items():
+    for name, (size, _) in _blocks(object_state, objects, mechanisms).items():
         places[name] = slice(start, start + size)
         start += size
     return places
 
 
-def scales(object_state: bool = True, objects: int = 0) -> np.ndarray:
+def scales(object_state: bool = True, objects: int = 0, mechanisms: int = 0) -> np.ndarray:
     """`[S]`: what each entry was multiplied by; divide by it to get metres, radians and seconds back."""
-    return np.concatenate([np.full(size, scale) for size, scale in _blocks(object_state, objects).values()])
+    blocks = _blocks(object_state, objects, mechanisms)
+    return np.concatenate([np.full(size, scale) for size, scale in blocks.values()])
 
 
 def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hand: np.ndarray) -> np.ndarray:
@@ -71,6 +77,11 @@ def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hand:
     there = quat.any(axis=2, keepdims=True)
     blocks = np.concatenate([pos, pos - hand[:, None], two_columns(quat), velocity], axis=2) * there
     return blocks.reshape(len(pos), -1)
+
+
+def mechanism_blocks(position: np.ndarray, speed: np.ndarray) -> np.ndarray:
+    """`[n, m]` each to their blocks `[n, 2 m]`, not yet scaled."""
+    return np.stack([position, speed], axis=2).reshape(len(position), -1)
 
 
 def two_columns(quat: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ list of `Part`s, so another task adds a cube, or a second arm, by adding a part.
 
 import os
 from dataclasses import dataclass
+from typing import Protocol
 
 TIMESTEP = 0.004
 SUBSTEPS = 10
@@ -27,9 +28,9 @@ RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
 # Two collision groups: a geom touches another when one's contype meets the other's conaffinity. The arm never touches
 # itself, which halves the candidate pairs; table and arm do touch, and objects touch everything.
-_SCENERY = 'contype="1" conaffinity="2"'
+SCENERY = 'contype="1" conaffinity="2"'
 _ROBOT = 'contype="2" conaffinity="1"'
-_OBJECT = 'contype="3" conaffinity="3"'
+OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
 # Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
@@ -49,15 +50,35 @@ class Part:
     options: str = ""
 
 
+class Thing(Protocol):
+    """A free body on the table, made of one shape or of many."""
+
+    # also of the body and of its free joint
+    name: str
+    # half the lengths of a box around it, metres
+    half: tuple[float, float, float]
+    # names of the joints that move a part of it (a drawer, a button)
+    mechanisms: tuple[str, ...]
+
+    def part(self) -> Part:
+        """What it adds to the scene."""
+
+
 @dataclass(frozen=True)
 class Block:
-    """A free box to be pushed, grasped or put upon; a cube unless it says otherwise."""
+    """A free solid to be pushed, grasped or put upon; a cube unless it says otherwise."""
 
     name: str
     rgb: tuple[float, float, float]
     # half lengths, metres
     half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
     mass: float = 0.06
+    # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
+    shape: str = "box"
+    mechanisms: tuple[str, ...] = ()
+
+    def part(self) -> Part:
+        return block(self)
 
 
 @dataclass(frozen=True)
@@ -76,13 +97,22 @@ BALL = Marker()
 class Scene:
     """What stands on the table for a task, beside the arm. Tasks with equal scenes share one model."""
 
-    objects: tuple[Block, ...] = ()
+    objects: tuple[Thing, ...] = ()
     # None: the goal is not drawn
     marker: Marker | None = BALL
+    # things that tasks, experts and observations know nothing of
+    clutter: tuple[Thing, ...] = ()
+    # what else stands there and never moves
+    scenery: tuple[Part, ...] = ()
 
     def compile(self):
-        things = [block(thing) for thing in self.objects]
-        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
+        things = [thing.part() for thing in self.objects + self.clutter]
+        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things, *self.scenery])
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """The joints inside the objects, by name."""
+        return tuple(name for thing in self.objects for name in thing.mechanisms)
 
 
 def load_mujoco():
@@ -128,15 +158,13 @@ def scene_xml(parts: list[Part]) -> str:
 
 
 def room() -> Part:
-    return Part(
-        f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-TABLE_HEIGHT}" rgba="{_FLOOR}" {_SCENERY}/>'
-    )
+    return Part(f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-TABLE_HEIGHT}" rgba="{_FLOOR}" {SCENERY}/>')
 
 
 def table() -> Part:
     top = f"""
     <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
-      friction="{_SLIDES} 0.005 0.0001" {_SCENERY}/>"""
+      friction="{_SLIDES} 0.005 0.0001" {SCENERY}/>"""
     half = (TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
         f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
@@ -194,16 +222,39 @@ def block(thing: Block) -> Part:
 
     Its joint comes after the arm's, so that the arm's positions are the first ones whatever stands on the table.
     """
-    rgba, size = (" ".join(str(value) for value in values) for values in (thing.rgb, thing.half))
+    # what is round would roll for ever without friction against rolling
+    rubs = f'friction="{_SLIDES} 0.02 0.001" condim="{4 if thing.shape == "box" else 6}"'
+    shape = (
+        f'<geom name="{thing.name}" {_shape(thing)} mass="{thing.mass}" rgba="{spaced(thing.rgb)} 1" {rubs} {OBJECT}/>'
+    )
+    return free_body(thing, shape)
+
+
+def free_body(thing: Thing, inside: str) -> Part:
+    """A body that moves freely, standing on the table at first; `inside` are its shapes and the bodies it carries."""
     return Part(
         f"""
     <body name="{thing.name}" pos="0 0 {thing.half[2]}">
-      <freejoint name="{thing.name}"/>
-      <geom name="{thing.name}" type="box" size="{size}" mass="{thing.mass}" rgba="{rgba} 1"
-        friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}/>
+      <freejoint name="{thing.name}"/>{inside}
     </body>""",
         options='cone="elliptic" impratio="5"',
     )
+
+
+def spaced(values: tuple[float, ...]) -> str:
+    return " ".join(str(value) for value in values)
+
+
+def _shape(thing: Block) -> str:
+    """Type and size as MuJoCo wants them: a capsule's half length leaves out its round ends."""
+    x, _, z = thing.half
+    return {
+        "box": f'type="box" size="{spaced(thing.half)}"',
+        "ball": f'type="sphere" size="{x}"',
+        "cylinder": f'type="cylinder" size="{x} {z}"',
+        "capsule": f'type="capsule" size="{z}" fromto="{z - x} 0 0 {x - z} 0 0"',
+        "ellipsoid": f'type="ellipsoid" size="{spaced(thing.half)}"',
+    }[thing.shape]
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:

@@ -19,6 +19,8 @@ class Start(NamedTuple):
     arm: np.ndarray
     goal: np.ndarray
     objects: np.ndarray
+    # [m] joints inside the objects, each as a part of its travel
+    mechanisms: np.ndarray = np.zeros(0)
 
 
 class Situation(NamedTuple):
@@ -33,6 +35,9 @@ class Situation(NamedTuple):
     # [n, K, 3], [n, K, 4]
     objects: np.ndarray
     quats: np.ndarray
+    # [n, m] joints inside the objects (how far a drawer is open): parts of their travel, and of it per second
+    mechanisms: np.ndarray = np.zeros((0, 0))
+    mechanism_speeds: np.ndarray = np.zeros((0, 0))
 
 
 class Task(Protocol):

@@ -6,7 +6,10 @@ hand reaches pointing down, and any yaw.
 
 from difflib import get_close_matches
 
-from sparring.envs.tabletop.manipulate import Lift, Push, place, stack
+from sparring.envs.tabletop.button import Button
+from sparring.envs.tabletop.drawer import Drawer
+from sparring.envs.tabletop.explore import Explore
+from sparring.envs.tabletop.manipulate import REACHABLE, Lift, Push, place, stack
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.task import Sector, Task
 from sparring.errors import UserError
@@ -31,6 +34,13 @@ TASKS: dict[str, Task] = {
         stack("stack_d0", NARROW, Sector(0.38, 0.44, 5), apart=(0.09, 0.20), yaw=0, noise=0.02),
         stack("stack_d1", WIDER, WIDER, apart=(0.10, 0.25), yaw=20, noise=0.05),
         stack("stack_d2", WIDE, WIDE, apart=(0.10, 0.30), yaw=45, noise=0.05),
+        Drawer("drawer_d0", NARROW, front=-90, spread=5, joint_noise=0.02),
+        Drawer("drawer_d1", WIDER, front=-90, spread=35, joint_noise=0.05),
+        Drawer("drawer_d2", REACHABLE, front=0, spread=180, joint_noise=0.05),
+        Button("button_d0", NARROW, yaw=0, joint_noise=0.02),
+        Button("button_d1", WIDER, yaw=20, joint_noise=0.05),
+        Button("button_d2", WIDE, yaw=45, joint_noise=0.05),
+        Explore("explore", joint_noise=0.05),
     )
 }
 

@@ -4,7 +4,7 @@ Robots with equal scenes form a group with one model and one physics batch. Rows
 joint positions and speeds are as wide as the largest scene needs, zero where a robot's own scene ends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +12,7 @@ import numpy as np
 from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.physics import Physics
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGERS, Scene
-
-_ARM = ARM_JOINTS + FINGERS
+from sparring.envs.tabletop.scene import Scene
 
 
 class Objects(NamedTuple):
@@ -24,6 +22,14 @@ class Objects(NamedTuple):
     pos: np.ndarray
     quat: np.ndarray
     velocity: np.ndarray
+
+
+class Mechanisms(NamedTuple):
+    """The joints inside the objects of n robots; zero where a robot has fewer than m."""
+
+    # [n, m] as parts of each joint's travel, and of it per second
+    position: np.ndarray
+    speed: np.ndarray
 
 
 class World:
@@ -38,7 +44,9 @@ class World:
             self._local[mine] = np.arange(len(mine))
             self._groups.append(_Group(scene, len(mine), threads))
         self.num_objects = max(len(scene.objects) for scene in kinds)
-        self._widths = (_ARM + 7 * self.num_objects, _ARM + 6 * self.num_objects)
+        self.num_mechanisms = max(len(scene.mechanisms) for scene in kinds)
+        models = [group.physics.model for group in self._groups]
+        self._widths = (max(model.nq for model in models), max(model.nv for model in models))
 
     def qpos(self, rows: np.ndarray) -> np.ndarray:
         if len(self._groups) == 1:
@@ -58,15 +66,33 @@ class World:
 
     def objects(self, rows: np.ndarray) -> Objects:
         n, k = len(rows), self.num_objects
-        # [n, 8 + 7 K] -> [n, K, 7]
-        poses = self.qpos(rows)[:, _ARM:].reshape(n, k, 7)
-        speeds = self.qvel(rows)[:, _ARM:].reshape(n, k, 6)
-        return Objects(poses[:, :, :3], poses[:, :, 3:], speeds[:, :, :3])
+        poses, velocity = np.zeros((n, k, 7)), np.zeros((n, k, 3))
+        for group, at, local in self._split(rows):
+            mine = len(group.poses)
+            # [n, nq] -> [n, k, 7]
+            poses[at, :mine] = group.physics.qpos(local)[:, group.poses]
+            velocity[at, :mine] = group.physics.qvel(local)[:, group.velocities]
+        return Objects(poses[:, :, :3], poses[:, :, 3:], velocity)
 
-    def place(self, row: int, arm: np.ndarray, objects: np.ndarray) -> None:
-        """Put one robot at rest with its arm at `[8]` and its objects at poses `[k, 7]`."""
-        physics = self._groups[self._group[row]].physics
-        physics.place(self._local[row], np.concatenate([arm, objects.ravel()]))
+    def mechanisms(self, rows: np.ndarray) -> Mechanisms:
+        position, speed = np.zeros((2, len(rows), self.num_mechanisms))
+        for group, at, local in self._split(rows) if self.num_mechanisms else ():
+            mine = len(group.travel)
+            position[at, :mine] = group.physics.qpos(local)[:, group.mechanisms] / group.travel
+            speed[at, :mine] = group.physics.qvel(local)[:, group.mechanism_speeds] / group.travel
+        return Mechanisms(position, speed)
+
+    def place(
+        self, row: int, arm: np.ndarray, objects: np.ndarray, mechanisms: np.ndarray, clutter: np.ndarray
+    ) -> None:
+        """Put one robot at rest: arm `[8]`, objects `[k, 7]`, joints inside them `[m]`, clutter `[c, 7]`."""
+        group = self._groups[self._group[row]]
+        qpos = group.physics.model.qpos0.copy()
+        qpos[: len(arm)] = arm
+        qpos[group.poses] = objects
+        qpos[group.clutter] = clutter
+        qpos[group.mechanisms] = mechanisms * group.travel
+        group.physics.place(self._local[row], qpos)
 
     def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
         if len(self._groups) == 1:
@@ -119,6 +145,15 @@ class _Group:
         self._scene, self._threads = scene, threads
         self.physics = Physics(scene.compile(), num_envs, threads)
         self._renderer = None
+        model = self.physics.model
+        objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
+        # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
+        positions, speeds = _addresses(model, objects)
+        self.poses, self.velocities = positions[:, None] + np.arange(7), speeds[:, None] + np.arange(3)
+        self.clutter = _addresses(model, clutter)[0][:, None] + np.arange(7)
+        # the same [m] of the joints inside the objects, and how far those go
+        self.mechanisms, self.mechanism_speeds = _addresses(model, scene.mechanisms)
+        self.travel = np.array([model.joint(name).range[1] for name in scene.mechanisms])
 
     def renderer(self):
         """Built when the first picture is asked for."""
@@ -134,3 +169,10 @@ class _Group:
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
+
+
+def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Where these joints begin in qpos and in qvel."""
+    found = [model.joint(name) for name in joints]
+    positions, speeds = [joint.qposadr[0] for joint in found], [joint.dofadr[0] for joint in found]
+    return np.array(positions, np.int64), np.array(speeds, np.int64)

@@ -1,0 +1,84 @@
+"""Loose things of many shapes, to play with or to be distracted by, and where on the table they lie."""
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from typing import NamedTuple
+
+import numpy as np
+
+from sparring.envs.tabletop.scene import Block, Scene, Thing
+from sparring.envs.tabletop.task import Sector, Start
+
+# one of each shape; not red, blue or green, which the tasks speak of
+TOYS = (
+    Block("ball", (0.95, 0.58, 0.72), (0.023, 0.023, 0.023), 0.05, "ball"),
+    Block("cylinder", (0.95, 0.78, 0.16), (0.020, 0.020, 0.030), 0.06, "cylinder"),
+    Block("capsule", (0.56, 0.32, 0.72), (0.042, 0.017, 0.017), 0.05, "capsule"),
+    Block("ellipsoid", (0.93, 0.92, 0.86), (0.032, 0.022, 0.018), 0.05, "ellipsoid"),
+    Block("box", (0.45, 0.30, 0.20), (0.020, 0.028, 0.024), 0.07),
+    Block("tile", (0.28, 0.30, 0.34), (0.035, 0.022, 0.009), 0.06),
+)
+# in reach, and neither off the table nor in the arm's base
+SPREAD = Sector(0.16, 0.49, 90)
+_GAP = 0.01
+_AWAY = 0.09
+_TRIES = 100
+
+
+class Zone(NamedTuple):
+    """What is nearer than `radius` to the line from one point (x, y) to another, which may be the same."""
+
+    one: np.ndarray
+    other: np.ndarray
+    radius: float
+
+    def room(self, point: np.ndarray) -> float:
+        """Metres from its border; negative inside."""
+        line, offset = self.other - self.one, point - self.one
+        along = np.clip(offset @ line / max(line @ line, 1e-12), 0, 1)
+        return np.hypot(*(offset - along * line)) - self.radius
+
+
+def scatter(rng: np.random.Generator, things: tuple[Thing, ...], zones: list[Zone]) -> np.ndarray:
+    """`[k, 7]`: the things on the table at any yaw, apart from each other and, if possible, from the zones."""
+    taken, poses = list(zones), np.zeros((len(things), 7))
+    for pose, thing in zip(poses, things, strict=True):
+        radius = footprint(thing) + _GAP
+        point, half = _roomy(rng, taken, radius), rng.uniform(-np.pi, np.pi) / 2
+        taken.append(Zone(point, point, radius))
+        pose[:] = *point, thing.half[2], np.cos(half), 0.0, 0.0, np.sin(half)
+    return poses
+
+
+def with_clutter(scene: Scene, count: int) -> Scene:
+    """The same scene with so many things that have nothing to do with the task."""
+    toys = (TOYS[k % len(TOYS)] for k in range(count))
+    return replace(scene, clutter=tuple(replace(toy, name=f"clutter{k}") for k, toy in enumerate(toys)))
+
+
+def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.ndarray:
+    """`[c, 7]`: the scene's clutter, away from its objects, from the goal and from the ways between them."""
+    if not scene.clutter:
+        return np.empty((0, 7))
+    points = [*start.objects[:, :2], start.goal[:2]]
+    ways = [Zone(one, other, _AWAY) for one, other in combinations_with_replacement(points, 2)]
+    objects = [Zone(point, point, footprint(thing)) for thing, point in zip(scene.objects, points, strict=False)]
+    return scatter(rng, scene.clutter, ways + objects)
+
+
+def footprint(thing: Thing) -> float:
+    """Radius of a circle on the table that it stays inside of at any yaw."""
+    return float(np.hypot(*thing.half[:2]))
+
+
+def _roomy(rng: np.random.Generator, zones: list[Zone], radius: float) -> np.ndarray:
+    """The first point with so much room around it, or the best of many."""
+    best, most = None, -np.inf
+    for _ in range(_TRIES):
+        point = SPREAD.draw(rng)
+        room = min((zone.room(point) for zone in zones), default=np.inf)
+        if room > most:
+            best, most = point, room
+        if room >= radius:
+            break
+    return best
