@@ -8,6 +8,7 @@ an environment without sparring. What a turn is, the kind says: a control step, 
 """
 
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -115,7 +116,8 @@ def metaworld(size: int, hz: float | None) -> tuple[Turn, dict]:
         env.step(act())
         return fast.draw(env.data)
 
-    return turn, {"simulated_seconds": env.frame_skip * env.model.opt.timestep, "gl": fast.driver()}
+    simulated = env.frame_skip * env.model.opt.timestep
+    return turn, {"simulated_seconds": simulated, "gl": fast.driver(), "versions": _versions("metaworld", "mujoco")}
 
 
 def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
@@ -142,7 +144,8 @@ def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
         env.step(act())
         return fast.draw(env.sim.data._data)
 
-    return turn, {"simulated_seconds": env.control_timestep, "gl": fast.driver()}
+    simulated = env.control_timestep
+    return turn, {"simulated_seconds": simulated, "gl": fast.driver(), "versions": _versions("robosuite", "mujoco")}
 
 
 class FastCameras:
@@ -235,6 +238,10 @@ def _thumbnail(image: np.ndarray) -> list[float]:
     n = len(image) // 16
     colour = image[:, :, 0].astype(float) - image[:, :, 2]
     return colour.reshape(16, n, 16, n).mean(axis=(1, 3)).ravel().round(1).tolist()
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def _resident_bytes() -> int:

@@ -13,6 +13,7 @@ medians are compared. A control step is 10 physics steps of 4 ms throughout.
 
 import argparse
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -53,12 +54,9 @@ def frames(args) -> list[dict]:
             micros = {name: numbers["seconds"] / numbers["frames"] * 1e6 for name, numbers in measured.items()}
             for name, numbers in measured.items():
                 ratio = micros[name] / micros["sparring"]
-                result = {"question": "a", "case": f"{size} px", "side": name, "value": micros[name], "ratio": ratio}
-                if size == 64 and name == "sparring":
-                    result |= target("value", "<=", 220)
-                if size == 64 and name.startswith("MuJoCo"):
-                    result |= target("ratio", ">=", 1.7)
-                results.append(result | numbers)
+                target = ("ratio", ">=", 1.7) if name.startswith("MuJoCo") else ("value", "<=", 220)
+                target = target if size == 64 else None
+                results.append(answer("a", f"{size} px", name, micros[name], ratio, numbers, target))
     return results
 
 
@@ -123,16 +121,8 @@ def second_thread(args) -> list[dict]:
             for name, numbers in measured.items():
                 numbers.pop("thumbnails", None)
                 ratio = measured["threads=1"]["seconds"] / numbers["seconds"]
-                result = {
-                    "question": "b",
-                    "case": case,
-                    "side": name,
-                    "value": numbers["seconds"] * 1e3,
-                    "ratio": ratio,
-                }
-                if case == "step, head + wrist" and name == "threads=2":
-                    result |= target("ratio", ">=", 1.7)
-                results.append(result | numbers)
+                target = ("ratio", ">=", 1.7) if (case, name) == ("step, head + wrist", "threads=2") else None
+                results.append(answer("b", case, name, numbers["seconds"] * 1e3, ratio, numbers, target))
     return results
 
 
@@ -153,10 +143,7 @@ def beside_peers(args) -> list[dict]:
         measured = take_turns(sides, args.rounds, args.seconds)
     rates = {name: numbers["simulated_seconds"] / numbers["seconds"] for name, numbers in measured.items()}
     ours = rates["sparring, 1 robot"]
-    return [
-        {"question": "c", "case": "64 px", "side": name, "value": rates[name], "ratio": ours / rates[name]} | numbers
-        for name, numbers in measured.items()
-    ]
+    return [answer("c", "64 px", name, rates[name], ours / rates[name], measured[name]) for name in measured]
 
 
 def many_robots(args) -> list[dict]:
@@ -170,10 +157,10 @@ def many_robots(args) -> list[dict]:
         }
         for (case, threads), numbers in take_turns(sides, args.rounds, args.seconds).items():
             rate = robots / numbers["seconds"]
-            side = f"{robots} robots, threads={threads}"
             ratio = rate / alone.setdefault(case, rate)
-            results.append({"question": "d", "case": case, "side": side, "value": rate, "ratio": ratio} | numbers)
-    return sorted(results, key=lambda result: result["case"] != "state only")
+            results.append(answer("d", case, f"robots={robots}, threads={threads}", rate, ratio, numbers))
+    # one kind of observation after the other
+    return sorted(results, key=lambda result: result["case"], reverse=True)
 
 
 QUESTIONS = {"a": frames, "b": second_thread, "c": beside_peers, "d": many_robots}
@@ -186,17 +173,14 @@ COLUMNS = {
 }
 
 
-def target(of: str, sign: str, bound: float) -> dict:
-    """What is asked of `value` or `ratio`."""
-    return {"target": {"of": of, "sign": sign, "bound": bound}}
-
-
-def verdict(result: dict) -> str:
-    if "target" not in result:
-        return ""
-    of, sign, bound = result["target"].values()
-    met = result[of] <= bound if sign == "<=" else result[of] >= bound
-    return f"{sign} {bound} {'met' if met else 'MISSED'}"
+def answer(question: str, case: str, side: str, value: float, ratio: float, numbers: dict, target=None) -> dict:
+    """`target` is what is asked of the value or the ratio, as ("ratio", ">=", 1.7)."""
+    result = {"question": question, "case": case, "side": side, "value": round(value, 2), "ratio": round(ratio, 3)}
+    if target is not None:
+        of, sign, bound = target
+        met = result[of] <= bound if sign == "<=" else result[of] >= bound
+        result |= {"target": f"{sign} {bound}", "met": met}
+    return result | numbers
 
 
 def as_table(letter: str, results: list[dict]) -> str:
@@ -204,7 +188,8 @@ def as_table(letter: str, results: list[dict]) -> str:
     for result in results:
         memory = f"{result['kib_per_robot']:,.0f}" if letter == "d" else ""
         numbers = f"{result['value']:,.1f}", f"{result['ratio']:.2f}"
-        rows.append((letter, result["case"], result["side"], *numbers, verdict(result), memory))
+        judged = f"{result['target']} {'met' if result['met'] else 'MISSED'}" if "target" in result else ""
+        rows.append((letter, result["case"], result["side"], *numbers, judged, memory))
     return report.table(rows)
 
 
@@ -216,6 +201,8 @@ def main() -> None:
     parser.add_argument("--peers-python", help="interpreter of the environment with Meta-World and robosuite")
     parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
     args = parser.parse_args()
+    if args.peers_python is not None and shutil.which(args.peers_python) is None:
+        parser.error(f"--peers-python {args.peers_python}: no such program; benchmarks/README.md says how to make it")
     args.robots = 4 if args.quick else 16
     if args.quick:
         args.rounds, args.seconds = 3, 0.05

@@ -98,7 +98,7 @@ def take_turns(sides: dict[str, Worker | AtOnce], rounds: int, seconds: float) -
     for side in sides.values():
         side.close()
     return {
-        name: {"seconds": statistics.median(times), "all_seconds": [float(f"{t:.4g}") for t in times]}
+        name: {"seconds": float(f"{statistics.median(times):.5g}"), "all_seconds": [float(f"{t:.4g}") for t in times]}
         | sides[name].about
         for name, times in measured.items()
     }
