@@ -1,0 +1,272 @@
+"""The things that env_speed.py times, each in a process of its own.
+
+    python env_peers.py KIND '{"size": 64, ...}'
+
+Once ready, the process says what it is in one line of JSON; then it answers each line that holds a number k with the
+seconds that k turns took, and ends with its input. Only what a kind needs is imported: Meta-World and robosuite live in
+an environment without sparring. What a turn is, the kind says: a control step, or all frames of some poses.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+Turn = Callable[[], object]
+CAMERAS = ("head", "wrist")
+
+
+def suite_step(task: str, robots: int, threads: int, cameras: list[str], size: int = 64) -> tuple[Turn, dict]:
+    """A control step of all robots. Memory is what they add to a process that already runs one."""
+    from sparring.envs.configs import TabletopConfig
+    from sparring.envs.tabletop.backend import Tabletop
+
+    config = TabletopConfig(task=task, cameras=tuple(cameras), image_size=size, threads=threads)
+    alone = _stepper(Tabletop(config, 1))
+    for _ in range(3):
+        alone()
+    before = _resident_bytes()
+    env = Tabletop(config, robots)
+    turn = _stepper(env)
+    kept = [turn() for _ in range(3)][-1:]
+    kib = (_resident_bytes() - before) / robots / 1024
+    # `alone` and the last observation are alive up to here: freed memory would be used again and not be counted
+    del alone, kept
+    return turn, {"simulated_seconds": robots / env.spec.control_hz, "kib_per_robot": round(kib, 1)}
+
+
+def suite_physics(task: str, robots: int, threads: int) -> tuple[Turn, dict]:
+    """The physics of a control step alone, the motors holding each arm where it is."""
+    world, rows, _ = _suite_world(task, robots, threads)
+    held = world.qpos(rows)[:, :8]
+    return lambda: world.advance(rows, held), {}
+
+
+def suite_frames(
+    task: str, poses: str, threads: int, together: int, size: int, cameras: list[str] = CAMERAS
+) -> tuple[Turn, dict]:
+    """All poses, drawn `together` at a time: from joint positions to pixels."""
+    qpos = np.load(poses)
+    world, rows, goal = _suite_world(task, len(qpos), threads)
+    state = world.state()
+    # a state begins with the time and the joint positions
+    state[:, 1 : 1 + qpos.shape[1]] = qpos
+    world.set_state(state)
+    groups = np.split(rows, range(together, len(rows), together))
+
+    def turn() -> dict:
+        return [world.images(group, goal[group], tuple(cameras), size) for group in groups][0]
+
+    # [n, 3, H, W] -> [H, W, 3] of the first pose
+    first = [image[0].transpose(1, 2, 0) for image in turn().values()]
+    return turn, {"frames": len(qpos) * len(cameras), "thumbnails": [_thumbnail(image) for image in first]}
+
+
+def mujoco_frames(model: str, poses: str, size: int, floor: float, cameras: list[str] = CAMERAS) -> tuple[Turn, dict]:
+    """The same poses drawn by MuJoCo: from joint positions to pixels.
+
+    MuJoCo draws an endless floor as thousands of tiles, which takes most of its time. `floor` is half the length of a
+    finite one of a single tile; 0 leaves the scene as it is.
+    """
+    import mujoco
+
+    compiled = mujoco.MjModel.from_binary_path(model)
+    if floor:
+        # half lengths and the distance of grid lines
+        compiled.geom("floor").size[:] = floor
+    data, fast = mujoco.MjData(compiled), FastCameras(compiled, cameras, size)
+    qpos = np.load(poses)
+
+    def turn() -> None:
+        for row in qpos:
+            data.qpos[:] = row
+            mujoco.mj_kinematics(compiled, data)
+            mujoco.mj_camlight(compiled, data)
+            fast.draw(data)
+
+    turn()
+    data.qpos[:] = qpos[0]
+    mujoco.mj_forward(compiled, data)
+    # rows come bottom up
+    thumbnails = [_thumbnail(image[::-1]) for image in fast.draw(data)]
+    return turn, {"frames": len(qpos) * len(cameras), "thumbnails": thumbnails, "gl": fast.driver()}
+
+
+def metaworld(size: int, hz: float | None) -> tuple[Turn, dict]:
+    """A control step of pick-place; `hz` None is Meta-World's own rate. Resets are not counted."""
+    from metaworld import ML1
+
+    benchmark = ML1("pick-place-v3", seed=0)
+    env = benchmark.train_classes["pick-place-v3"]()
+    env.set_task(benchmark.train_tasks[0])
+    env.reset()
+    env.max_path_length = sys.maxsize
+    if hz is not None:
+        env.frame_skip = round(1 / hz / env.model.opt.timestep)
+    fast = FastCameras(env.model, ["corner", "gripperPOV"], size)
+    act = _random_actions((4,))
+
+    def turn() -> np.ndarray:
+        env.step(act())
+        return fast.draw(env.data)
+
+    simulated = env.frame_skip * env.model.opt.timestep
+    return turn, {"simulated_seconds": simulated, "gl": fast.driver(), "versions": _versions("metaworld", "mujoco")}
+
+
+def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
+    """A control step of Lift with a Panda; `hz` None is robosuite's own rate. Resets are not counted."""
+    from robosuite import make
+
+    env = make(
+        "Lift",
+        robots="Panda",
+        has_renderer=False,
+        has_offscreen_renderer=False,
+        use_camera_obs=False,
+        ignore_done=True,
+        hard_reset=False,
+        **({} if hz is None else {"control_freq": hz}),
+    )
+    env.reset()
+    # its own cameras leave out the collision shapes, too
+    fast = FastCameras(env.sim.model._model, ["frontview", "robot0_eye_in_hand"], size)
+    fast.option.geomgroup[0] = 0
+    act = _random_actions((env.action_dim,))
+
+    def turn() -> np.ndarray:
+        env.step(act())
+        return fast.draw(env.sim.data._data)
+
+    simulated = env.control_timestep
+    return turn, {"simulated_seconds": simulated, "gl": fast.driver(), "versions": _versions("robosuite", "mujoco")}
+
+
+class FastCameras:
+    """MuJoCo's own renderer with all that costs time turned off, through MUJOCO_GL (egl or osmesa)."""
+
+    def __init__(self, model, cameras: list[str], size: int):
+        import mujoco
+
+        self._mujoco, self._model = mujoco, model
+        quality = model.vis.quality
+        quality.offsamples = quality.shadowsize = 0  # no smoothed edges, no shadow map
+        quality.numslices, quality.numstacks, quality.numquads = 12, 6, 1
+        model.vis.global_.offwidth = model.vis.global_.offheight = size
+        self._gl = importlib.import_module(f"mujoco.{os.environ['MUJOCO_GL']}").GLContext(size, size)
+        self._gl.make_current()
+        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self._scene = mujoco.MjvScene(model, maxgeom=1000)
+        # no shadow, reflection, sky box, fog or haze
+        self._scene.flags[:] = 0
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_CULL_FACE] = 1
+        self.option = mujoco.MjvOption()
+        self.option.flags[mujoco.mjtVisFlag.mjVIS_TEXTURE] = 0
+        self.option.sitegroup[:] = 0
+        self._cameras = [mujoco.MjvCamera() for _ in cameras]
+        for camera, name in zip(self._cameras, cameras, strict=True):
+            camera.type, camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, model.camera(name).id
+        self._rectangle = mujoco.MjrRect(0, 0, size, size)
+        self._pixels = np.empty((len(cameras), size, size, 3), np.uint8)
+
+    def draw(self, data) -> np.ndarray:
+        """`[cameras, H, W, 3]`, bottom row first. The scene is made once for all cameras."""
+        mujoco, scene = self._mujoco, self._scene
+        everything = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(self._model, data, self.option, None, self._cameras[0], everything, scene)
+        for number, (camera, pixels) in enumerate(zip(self._cameras, self._pixels, strict=True)):
+            if number:
+                mujoco.mjv_updateCamera(self._model, data, camera, scene)
+            mujoco.mjr_render(self._rectangle, scene, self._context)
+            mujoco.mjr_readPixels(pixels, None, self._rectangle, self._context)
+        return self._pixels
+
+    def driver(self) -> str:
+        from OpenGL import GL
+
+        return GL.glGetString(GL.GL_RENDERER).decode()
+
+
+def _stepper(env) -> Turn:
+    """Steps `env` under random actions. Episodes end at different times, as they come to do in training."""
+    from sparring.envs.backend import EpisodeSeeds
+
+    env.reset(EpisodeSeeds(0, total_envs=env.num_envs))
+    state = env.state()
+    state["elapsed"] = np.arange(env.num_envs) * env.spec.max_episode_steps // env.num_envs
+    env.set_state(state)
+    act = _random_actions((env.num_envs, 1, env.spec.action_dim))
+    return lambda: env.step(act())
+
+
+def _suite_world(task: str, robots: int, threads: int) -> tuple:
+    """Robots at the start of an episode, all rows, and their goals `[n, 3]`."""
+    from sparring.envs.tabletop.tasks import find
+    from sparring.envs.tabletop.world import World
+
+    kind = find(task)
+    world, goal = World([kind.scene] * robots, threads), np.zeros((robots, 3))
+    for row in range(robots):
+        start = kind.start(np.random.default_rng(row))
+        world.place(row, start.arm, start.objects)
+        goal[row] = start.goal
+    return world, np.arange(robots), goal
+
+
+def _random_actions(shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
+    """Drawn beforehand and dealt out in a ring, so that drawing them costs nobody time."""
+    actions = np.random.default_rng(0).uniform(-1, 1, (64, *shape)).astype(np.float32)
+    number = -1
+
+    def act() -> np.ndarray:
+        nonlocal number
+        number = (number + 1) % len(actions)
+        return actions[number]
+
+    return act
+
+
+def _thumbnail(image: np.ndarray) -> list[float]:
+    """`[H, W, 3]` -> 256 times red less blue, which lights hardly change: do two renderers show the same?"""
+    n = len(image) // 16
+    colour = image[:, :, 0].astype(float) - image[:, :, 2]
+    return colour.reshape(16, n, 16, n).mean(axis=(1, 3)).ravel().round(1).tolist()
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _seconds(turn: Turn, turns: int) -> float:
+    started = time.perf_counter()
+    for _ in range(turns):
+        turn()
+    return time.perf_counter() - started
+
+
+KINDS = {kind.__name__: kind for kind in (suite_step, suite_physics, suite_frames, mujoco_frames, metaworld, robosuite)}
+
+
+def main() -> None:
+    # answers go out on a line of their own: what libraries print joins the errors
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    turn, about = KINDS[sys.argv[1]](**json.loads(sys.argv[2]))
+    print(json.dumps(about), file=answers)
+    for line in sys.stdin:
+        print(_seconds(turn, int(line)), file=answers)
+
+
+if __name__ == "__main__":
+    main()
