@@ -85,7 +85,8 @@ def judge(run, config) -> dict:
     episodes, _ = play(run.phase.policy, env, EPISODES, config.seed)
     env.close()
     rate = wilson(sum(episode.success for episode in episodes), EPISODES)
-    return {"success": rate.rate, "low": round(rate.low, 4), "high": round(rate.high, 4)}
+    reward = statistics.fmean(episode.reward for episode in episodes)
+    return {"success": rate.rate, "low": round(rate.low, 4), "high": round(rate.high, 4), "reward": round(reward, 2)}
 
 
 def keep(outcome: dict) -> None:

@@ -5,6 +5,10 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
 
     observation/image/<camera>   uint8 [3, H, W]      Env
     observation/state            float32 [S]          Env
+    observation/privileged       float32 [P]          Env, on request; what critics may know and policies may not
+    observation/depth/<camera>   float32 [1, H, W]    Env, on request; metres along the optical axis, 0: nothing there
+    observation/segmentation/<camera>  uint8 [1, H, W]  Env, on request
+    observation/points           float32 [P, 6]       Env, on request; xyz in metres, rgb in 0..1
     observation/task             int64                Env; indexes env.tasks
     is_first                     bool                 Env
     noise                        float32 [Z] in (0,1) Collector; the policy's randomness; absent: act greedily

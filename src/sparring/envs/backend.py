@@ -23,6 +23,8 @@ class EnvSpec:
     action_dim: int
     # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
     discrete_actions: int = 0
+    # so many of the last action entries mean nothing: the env ignores them and a policy must not score them
+    action_padding: int = 0
     # `observation/task` indexes both; a task that can be put in several ways appears once for each
     task_names: tuple[str, ...] = ("",)
     instructions: tuple[str, ...] = ("",)

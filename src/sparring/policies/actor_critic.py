@@ -1,10 +1,13 @@
 """The plain policy: an encoder, an actor and a critic."""
 
+import math
+
 import torch
 from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.encoders import ObservationEncoder, mlp
 from sparring.policies.heads import (
@@ -17,22 +20,32 @@ from sparring.policies.heads import (
 )
 from sparring.policies.policy import Policy, executed_mask
 
+PRIVILEGED = ("observation", "privileged")
+
 
 class ActorCritic(Policy):
-    """Actor and critic share the encoder (normaliser, CNN) and nothing else."""
+    """Actor and critic share the encoder (normaliser, CNN) and nothing else.
+
+    Where the env shows `observation/privileged`, the critic alone reads it: it judges in training with what the policy
+    will never see.
+    """
 
     def __init__(self, config: ActorCriticConfig, spec, chunk: int):
         super().__init__()
         self.config, self.chunk = config, chunk
         self.encoder = ObservationEncoder(config, spec)
-        self.in_keys = self.encoder.in_keys
         self.actor = mlp(self.encoder.size, config.hidden, config.activation)
-        self.critic = mlp(self.encoder.size, config.hidden, config.activation)
+        privileged = math.prod(spec.observation["privileged"][0]) if "privileged" in spec.observation else 0
+        self.privileged = RunningNormalizer(privileged) if privileged else None
+        self.in_keys = self.encoder.in_keys + ([PRIVILEGED] if privileged else [])
+        self.critic = mlp(self.encoder.size + privileged, config.hidden, config.activation)
         width = config.hidden[-1] if config.hidden else self.encoder.size
-        self.critic_output = nn.Linear(width, 1)
+        self.critic_output = nn.Linear(width if config.hidden else width + privileged, 1)
         nn.init.orthogonal_(self.critic_output.weight, 1.0)
         nn.init.zeros_(self.critic_output.bias)
         self.head = _head(config, spec, width, chunk)
+        # entries of an action that mean nothing to the env: zero, and not scored
+        self.padding = spec.action_padding
         self.noise_size = self.head.noise_size
         if isinstance(self.head, StateDependentHead):
             self.noise_hold = config.sde_sample_freq
@@ -43,22 +56,24 @@ class ActorCritic(Policy):
         parameters = mean, log_std = self.head.parameters_of(latent)
         noise = td.get("noise", None)
         action = self.head.mode(mean) if noise is None else self.head.sample(latent, parameters, noise)
+        if self.padding:
+            action = nn.functional.pad(action, (0, self.padding))
         trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
-        if self.encoder.images is not None:
+        if self.encoder.images is not None and noise is not None:
             # the CNN is dear and has just run; without one, `complete` asks the critic for all decisions at once
-            td.set("value", self._value(features))
+            td.set("value", self._value(features, td))
         td.set("action", action)
         return td.set("trace", TensorDict(trace, td.batch_size))
 
     def complete(self, td: TensorDict) -> TensorDict:
         log_std = self.head.log_std if self.head.constant_std else td["trace", "log_std"]
-        score = self.head.score((td["trace", "mean"], log_std), td["action"])
+        score = self.head.score((td["trace", "mean"], log_std), self._scored(td["action"]))
         value = td.get("value", None)
         trace = {"log_prob": score.log_prob, "z2": score.z2, "dims": torch.full_like(score.log_prob, score.dims)}
         return TensorDict(
             {
                 "log_prob": self._executed_sum(score.log_prob, td),
-                "value": self._value(self.encoder(td)) if value is None else value,
+                "value": self.value(td) if value is None else value,
                 "trace": TensorDict(trace, td.batch_size),
             },
             td.batch_size,
@@ -67,28 +82,36 @@ class ActorCritic(Policy):
     def evaluate(self, td: TensorDict) -> TensorDict:
         features = self.encoder(td)
         parameters = self.head.parameters_of(self.actor(features))
-        score = self.head.score(parameters, td["action"])
+        score = self.head.score(parameters, self._scored(td["action"]))
         scored = {
             "log_prob": self._executed_sum(score.log_prob, td),
             "entropy": self._executed_sum(score.entropy, td),
-            "value": self._value(features),
+            "value": self._value(features, td),
         }
         if td.get("trace", None) is not None:
             scored["trace"] = _trace(parameters, score, td.batch_size)
         return TensorDict(scored, td.batch_size)
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        return self._value(self.encoder(td))
+        return self._value(self.encoder(td), td)
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         if self.encoder.normalizer is not None:
             self.encoder.normalizer.update(td["observation", "state"], sum_over_processes)
+        if self.privileged is not None:
+            self.privileged.update(td[PRIVILEGED], sum_over_processes)
 
     def critic_parameters(self) -> list[nn.Parameter]:
         return [*self.critic.parameters(), *self.critic_output.parameters()]
 
-    def _value(self, features):
+    def _value(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
+        if self.privileged is not None:
+            features = torch.cat([features, self.privileged(td[PRIVILEGED])], -1)
         return self.critic_output(self.critic(features))[..., 0]
+
+    def _scored(self, action: torch.Tensor) -> torch.Tensor:
+        # [B, C, A] -> [B, C, A without padding]
+        return action[..., : action.shape[-1] - self.padding]
 
     def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
         # [B, C] -> [B]
@@ -105,7 +128,7 @@ def _head(config, spec, width, chunk):
     if kind == "discrete":
         return DiscreteHead(width, chunk, spec.discrete_actions)
     head_class = {"gaussian": GaussianHead, "squashed": SquashedGaussianHead, "gsde": StateDependentHead}[kind]
-    return head_class(width, chunk, spec.action_dim, config.init_std)
+    return head_class(width, chunk, spec.action_dim - spec.action_padding, config.init_std)
 
 
 def _trace(parameters: Parameters, score: Score, batch_size) -> TensorDict:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import BLUE, CUBE_HALF, GREEN, RED, Block, Marker, Scene
+from sparring.envs.tabletop.scene import BLUE, CUBE_HALF, FINGER_TRAVEL, GREEN, RED, Block, Marker, Scene
 from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
 
 RED_CUBE = Block("red_cube", RED)
@@ -130,7 +130,10 @@ class PutOn:
         on = (distance(cube[:, :2], target[:, :2]) < self.tolerance) & (np.abs(cube[:, 2] - target[:, 2]) < 0.006)
         satisfied = on & ~held & (from_hand > 0.04)
         near, there = 1 - np.tanh(8 * from_hand), 1 - np.tanh(8 * distance(cube, target))
-        reward = 0.15 * near + 0.1 * held + 0.35 * there * (held | on) + on * (0.2 + 1.2 * np.clip(now.width, 0, 0.08))
+        carried = 0.15 * near + held * (0.1 + 0.35 * there)
+        # each stage beats the one before: carrying is worth at most 0.6, letting go and drawing back only gains
+        opened, drawn_back = np.clip(now.width / (2 * FINGER_TRAVEL), 0, 1), np.clip(from_hand / 0.04, 0, 1)
+        reward = np.where(on, 0.65 + 0.2 * opened + 0.1 * drawn_back, carried)
         return np.where(satisfied, 1.0, reward), satisfied
 
     def describe(self) -> dict[str, str]:
