@@ -175,7 +175,8 @@ def test_nothing_is_at_depth_zero():
 def test_segmentation_names_what_is_there():
     cap = Part(
         '<body name="bell" pos="0 0 0.1"><freejoint/><geom type="box" size="0.03 0.03 0.03" mass="1"/>'
-        '<body pos="0 0 0.05"><joint type="slide" axis="0 0 1"/><geom type="sphere" size="0.02" mass="0.1"/></body></body>'
+        '<body pos="0 0 0.05"><joint type="slide" axis="0 0 1"/><geom type="sphere" size="0.02" mass="0.1"/></body>'
+        "</body>"
     )
     renderer = _renderer(*_cubes(), cap)
     qpos = np.concatenate([_qpos(1, (0.05, -0.2, 0.022), (0.15, 0.1, 0.022), (0.2, -0.1, 0.03)), np.zeros((1, 1))], 1)

@@ -48,7 +48,9 @@ def test_sampling_agrees_with_brute_force():
         for c, tangent in enumerate((0.5, 0.6)):
             x = ((np.arange(12) + 0.5) / 6 - 1) * tangent
             u, v = np.meshgrid(x, -x)
-            seen.append(np.stack([u, v, -np.ones_like(u)], -1).reshape(-1, 3) * depth[i, c].reshape(-1, 1).astype(float))
+            seen.append(
+                np.stack([u, v, -np.ones_like(u)], -1).reshape(-1, 3) * depth[i, c].reshape(-1, 1).astype(float)
+            )
         points = np.concatenate(seen)
         colours = rgb[i].transpose(0, 2, 3, 1).reshape(-1, 3) / 255
         inside = ((points > low) & (points < high)).all(axis=1)

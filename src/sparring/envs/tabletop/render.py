@@ -105,12 +105,7 @@ class Renderer:
 
     def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None = None) -> np.ndarray:
         """One robot for a person to look at: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
-        images = self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look)
-        # [3, H, M W]
-        double = np.concatenate([images[f"rgb/{name}"][0] for name in self.cameras], axis=2)
-        # average each 2 x 2 block
-        blocks = double.reshape(3, PICTURE_SIZE, 2, len(self.cameras) * PICTURE_SIZE, 2)
-        return blocks.mean(axis=(2, 4)).round().astype(np.uint8).transpose(1, 2, 0).copy()
+        return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -163,6 +158,22 @@ class Renderer:
         return [future.result() for future in [self._pool.submit(function, *job) for job in jobs]]
 
 
+def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
+    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: each 2 x 2 block is averaged."""
+    double = np.concatenate([pixels[0] for pixels in views.values()], axis=2)
+    blocks = double.reshape(3, double.shape[1] // 2, 2, double.shape[2] // 2, 2)
+    return blocks.mean(axis=(2, 4)).round().astype(np.uint8).transpose(1, 2, 0).copy()
+
+
+def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:
+    """mjtGeom and size."""
+    return (
+        (SPHERE, (marker.radius, 0.0, 0.0))
+        if marker.kind == "ball"
+        else (CYLINDER, (marker.radius, _DISC_HALF_HEIGHT, 0.0))
+    )
+
+
 def _pixels(kind: str, size: int) -> tuple[int, int, int]:
     return KINDS[kind][0], size, size
 
@@ -199,12 +210,12 @@ def _labels(model) -> np.ndarray:
 
 
 def _with_marker(shapes: Shapes, marker: Marker) -> Shapes:
-    ball = marker.kind == "ball"
+    kind, size = goal_shape(marker)
     return shapes._replace(
-        kind=np.append(shapes.kind, SPHERE if ball else CYLINDER),
-        size=np.vstack([shapes.size, [marker.radius, 0.0 if ball else _DISC_HALF_HEIGHT, 0.0]]),
+        kind=np.append(shapes.kind, kind),
+        size=np.vstack([shapes.size, size]),
         rgb=np.vstack([shapes.rgb, marker.rgb]),
-        casts=np.append(shapes.casts, ball),
+        casts=np.append(shapes.casts, marker.kind == "ball"),
         label=np.append(shapes.label, np.uint8(GOAL)),
     )
 
