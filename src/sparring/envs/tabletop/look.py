@@ -52,13 +52,17 @@ def random_look(
     light: bool,
     camera_pose: bool,
     keep: np.ndarray,
+    floor: np.ndarray,
     wrist: np.ndarray,
 ) -> Look:
     """One robot's look. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
 
+    Shapes in `floor [G]` are scenery as well as background: what cameras see behind the table is mostly the floor.
     Everything is drawn, whatever is switched on: what one switch changes does not depend on the others.
     """
-    rgb = _repaint(rng, standard_row.rgb, keep)
+    painted = _repaint(rng, standard_row.rgb, keep)
+    repainted = (floor & background) | appearance
+    rgb = np.where(repainted[:, None], painted, standard_row.rgb)
     sky = rng.uniform(0.15, 0.95, 3)
     sun, strengths = _random_light(rng)
     metres = np.where(wrist, 0.005, 0.02)[:, None]
@@ -66,12 +70,11 @@ def random_look(
     camera_pos = rng.uniform(-metres, metres, standard_row.camera_pos.shape)
     camera_turn = rng.uniform(-radians, radians, standard_row.camera_turn.shape)
     changes = (
-        {"rgb": rgb} if appearance else {},
         {"background": sky} if background else {},
         {"sun": sun, "light": strengths} if light else {},
         {"camera_pos": camera_pos, "camera_turn": camera_turn} if camera_pose else {},
     )
-    return standard_row._replace(**{name: value for change in changes for name, value in change.items()})
+    return standard_row._replace(rgb=rgb, **{name: value for change in changes for name, value in change.items()})
 
 
 def rotations(turn: np.ndarray) -> np.ndarray:
@@ -87,7 +90,8 @@ def rotations(turn: np.ndarray) -> np.ndarray:
 def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """One new colour per old one, so that a thing made of several shapes stays of one piece."""
     colours, which = np.unique(rgb, axis=0, return_inverse=True)
-    broad = rng.uniform(0.10, 0.95, colours.shape)
+    # paler than what tasks speak of: a red cube is seen on any table
+    broad = np.array([colorsys.hsv_to_rgb(*rng.uniform([0, 0, 0.2], [1, 0.55, 0.95])) for _ in colours])
     slight = np.array([_nudge(rng, colour) for colour in colours])
     which = which.ravel()
     return np.where(keep[:, None], slight[which], broad[which])

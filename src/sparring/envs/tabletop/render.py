@@ -53,8 +53,9 @@ class Renderer:
 
     def random_look(self, rng, appearance: bool, background: bool, light: bool, camera_pose: bool) -> Look:
         """One robot's look, to be written into a row of `standard_look(n)`."""
-        standard = self.standard_look(1).rows(0)
-        return random_look(rng, standard, appearance, background, light, camera_pose, self._keep, self._wrist)
+        standard, floor = self.standard_look(1).rows(0), self._shapes.kind == PLANE
+        switches = (appearance, background, light, camera_pose)
+        return random_look(rng, standard, *switches, self._keep, floor, self._wrist)
 
     def views(
         self,
