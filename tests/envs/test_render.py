@@ -29,12 +29,12 @@ def _picture(*shapes, camera=(0, 0, 0)):
         label=nothing.astype(np.uint8),
         screen=-1,
     )
-    out = np.zeros((1, 3, SIZE, SIZE), np.uint8)
-    no_depth, no_labels = np.zeros((0, 1, SIZE, SIZE), np.float32), np.zeros((0, 1, SIZE, SIZE), np.uint8)
+    out = np.zeros((1, 1, 3, SIZE, SIZE), np.uint8)
+    no_depth, no_labels = np.zeros((1, 0, 1, SIZE, SIZE), np.float32), np.zeros((1, 0, 1, SIZE, SIZE), np.uint8)
     pos, mat = np.array(positions, float)[None], np.array(rotations, float)[None]
-    eye, axes = np.array(camera, float)[None], np.eye(3)[None]
-    draw(table, pos, mat, eye, axes, 1.0, standard_look(table, 1, 1), out, no_depth, no_labels)
-    return out[0].transpose(1, 2, 0)
+    eye, axes = np.array(camera, float)[None, None], np.eye(3)[None, None]
+    draw(table, pos, mat, eye, axes, np.array([1.0]), standard_look(table, 1, 1), 0, 1, out, no_depth, no_labels)
+    return out[0, 0].transpose(1, 2, 0)
 
 
 def _colour(rgb, normal):

@@ -34,50 +34,47 @@ class Shapes(NamedTuple):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def draw(shapes, pos, mat, camera_pos, camera_mat, tangent, look, rgb, depth, segmentation):
-    """Shapes at `[n, G, 3]`, `[n, G, 3, 3]`, seen by a camera at `[n, 3]`, `[n, 3, 3]` with n rows of looks.
+def draw(shapes, pos, mat, camera_pos, camera_mat, tangents, look, first, last, rgb, depth, segmentation):
+    """Robots `first` to `last` of n: shapes at `[n, G, 3]`, `[n, G, 3, 3]`, cameras at `[n, C, 3]`, `[n, C, 3, 3]`.
 
-    Fills uint8 `[n, 3, H, W]`, float32 `[n, 1, H, W]` (0: nothing there) and uint8 `[n, 1, H, W]`; those of them that
-    have no rows are left out. `tangent` is that of half the vertical field of view.
+    Fills uint8 `[C, n, 3, H, W]`, float32 `[C, n, 1, H, W]` (0: nothing there) and uint8 `[C, n, 1, H, W]`; those of
+    them that have no rows are left out. Tangents `[C]` are those of half the vertical fields of view.
     """
-    height, width = rgb.shape[2], rgb.shape[3]
+    height, width = rgb.shape[3], rgb.shape[4]
     count = shapes.kind.shape[0]
     nearest, light = np.empty((height, width)), np.empty((height, width))
     shape_at = np.empty((height, width), np.int64)
     corners = np.empty((8, 3))
-    # where pixels are on a screen at distance 1
-    us = (np.arange(width) + 0.5 - 0.5 * width) * (2 * tangent / height)
-    vs = (0.5 * height - np.arange(height) - 0.5) * (2 * tangent / height)
-    for i in range(pos.shape[0]):
-        nearest[:] = FAR
-        light[:] = 1.0
-        # the background counts as one shape more
-        shape_at[:] = count
-        eye, axes = camera_pos[i], camera_mat[i]
-        for g in range(count):
-            window = shape_window(
-                shapes.kind[g], shapes.size[g], pos[i, g], mat[i, g], eye, axes, tangent, height, width, corners
-            )
-            if window[0] < window[1] and window[2] < window[3]:
-                _draw_shape(
-                    shapes.kind[g], shapes.size[g], pos[i, g], mat[i, g], eye, axes, look.sun[i], look.light[i], g,
-                    window, us, vs, nearest, light, shape_at,
-                )  # fmt: skip
-        if rgb.shape[0] > 0:
-            if shapes.ground >= 0:
-                draw_shadows(shapes, pos[i], mat[i], eye, axes, tangent, us, vs, light, shape_at, corners)
-            paint(look.rgb[i], look.background[i], light, shape_at, rgb[i])
-            if shapes.screen >= 0 and look.noise[i] >= 0:
-                draw_static(shapes, pos[i], mat[i], eye, axes, us, vs, look.noise[i], nearest, shape_at, rgb[i])
-        if depth.shape[0] > 0:
-            for y in range(height):
-                for x in range(width):
-                    depth[i, 0, y, x] = nearest[y, x] if nearest[y, x] < FAR else 0.0
-        if segmentation.shape[0] > 0:
-            for y in range(height):
-                for x in range(width):
-                    g = shape_at[y, x]
-                    segmentation[i, 0, y, x] = shapes.label[g] if g < count else 0
+    for c in range(tangents.shape[0]):
+        tangent = tangents[c]
+        # where pixels are on a screen at distance 1
+        us = (np.arange(width) + 0.5 - 0.5 * width) * (2 * tangent / height)
+        vs = (0.5 * height - np.arange(height) - 0.5) * (2 * tangent / height)
+        for i in range(first, last):
+            eye, axes = camera_pos[i, c], camera_mat[i, c]
+            nearest[:] = FAR
+            light[:] = 1.0
+            # the background counts as one shape more
+            shape_at[:] = count
+            for g in range(count):
+                window = shape_window(
+                    shapes.kind[g], shapes.size[g], pos[i, g], mat[i, g], eye, axes, tangent, height, width, corners
+                )
+                if window[0] < window[1] and window[2] < window[3]:
+                    _draw_shape(
+                        shapes.kind[g], shapes.size[g], pos[i, g], mat[i, g], eye, axes, look.sun[i], look.light[i], g,
+                        window, us, vs, nearest, light, shape_at,
+                    )  # fmt: skip
+            if rgb.shape[1] > 0:
+                if shapes.ground >= 0:
+                    draw_shadows(shapes, pos[i], mat[i], eye, axes, tangent, us, vs, light, shape_at, corners)
+                paint(look.rgb[i], look.background[i], light, shape_at, rgb[c, i])
+                if shapes.screen >= 0 and look.noise[i] >= 0:
+                    draw_static(shapes, pos[i], mat[i], eye, axes, us, vs, look.noise[i], nearest, shape_at, rgb[c, i])
+            if depth.shape[1] > 0:
+                _copy_depth(nearest, depth[c, i, 0])
+            if segmentation.shape[1] > 0:
+                _copy_labels(shapes.label, shape_at, segmentation[c, i, 0])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -132,3 +129,17 @@ def _scan(kind, size, ray, lit, g, window, us, vs, nearest, light, shape_at):
             row_nearest[x] = t if seen else row_nearest[x]
             row_light[x] = bright * tone if seen else row_light[x]
             row_shape[x] = g if seen else row_shape[x]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _copy_depth(nearest, out):
+    for y in range(out.shape[0]):
+        for x in range(out.shape[1]):
+            out[y, x] = nearest[y, x] if nearest[y, x] < FAR else 0.0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _copy_labels(label, shape_at, out):
+    for y in range(out.shape[0]):
+        for x in range(out.shape[1]):
+            out[y, x] = label[shape_at[y, x]] if shape_at[y, x] < len(label) else 0

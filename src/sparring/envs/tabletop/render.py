@@ -46,7 +46,7 @@ class Renderer:
         self._wrist = model.cam_bodyid > 0
         self._standard = self.standard_look(1)
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def standard_look(self, n: int) -> Look:
         return standard_look(self._shapes, len(self.cameras), n)
@@ -99,8 +99,8 @@ class Renderer:
         camera_pos, camera_mat = frames.camera_pos[:, index], frames.camera_mat[:, index]
         box = (np.asarray(low, np.float64), np.asarray(high, np.float64))
         jobs = [
-            (depth[rows], rgb[rows], camera_pos[rows], camera_mat[rows], self._tangents[index], *box, count)
-            for rows in _slices(len(qpos), self._threads)
+            (depth[a:b], rgb[a:b], camera_pos[a:b], camera_mat[a:b], self._tangents[index], *box, count)
+            for a, b in _parts(len(qpos), self._threads)
         ]
         return np.concatenate(self._run(point_clouds, jobs))
 
@@ -126,21 +126,20 @@ class Renderer:
         return _Frames(pos, mat, camera_pos, camera_mat)
 
     def _views(self, frames: _Frames, cameras, size: int, look: Look | None, wants) -> dict[str, np.ndarray]:
-        n = len(frames.pos)
+        n, index = len(frames.pos), [self._index(name) for name in cameras]
+        places = (frames.pos, frames.mat, frames.camera_pos[:, index], frames.camera_mat[:, index])
         look = self._standard_rows(n) if look is None else look
-        views, jobs = {}, []
-        for name in cameras:
-            index = self._index(name)
-            camera_pos, camera_mat = frames.camera_pos[:, index].copy(), frames.camera_mat[:, index].copy()
-            # arrays without rows are not drawn
-            out = [np.empty((n if kind in wants else 0, *_pixels(kind, size)), KINDS[kind][1]) for kind in KINDS]
-            views |= {f"{kind}/{name}": array for kind, array in zip(KINDS, out, strict=True) if kind in wants}
-            for rows in _slices(n, self._threads):
-                places = (frames.pos[rows], frames.mat[rows], camera_pos[rows], camera_mat[rows])
-                outs = (array[rows] for array in out)
-                jobs.append((self._shapes, *places, self._tangents[index], look.rows(rows), *outs))
+        # [C, n, channels, S, S]; what has no rows is not drawn
+        out = {
+            kind: np.empty((len(index), n if kind in wants else 0, channels, size, size), dtype)
+            for kind, (channels, dtype) in KINDS.items()
+        }
+        jobs = [
+            (self._shapes, *places, self._tangents[index], look, first, last, *out.values())
+            for first, last in _parts(n, self._threads)
+        ]
         self._run(draw, jobs)
-        return views
+        return {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
 
     def _index(self, camera: str) -> int:
         if camera not in self.cameras:
@@ -154,9 +153,9 @@ class Renderer:
         return self._standard.rows(slice(n))
 
     def _run(self, function, jobs: list[tuple]) -> list:
-        if self._pool is None or len(jobs) == 1:
-            return [function(*job) for job in jobs]
-        return [future.result() for future in [self._pool.submit(function, *job) for job in jobs]]
+        """Results in order; the first job is done here, the others by the pool."""
+        others = [self._pool.submit(function, *job) for job in jobs[1:]]
+        return [function(*jobs[0]), *(future.result() for future in others)]
 
 
 def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
@@ -173,10 +172,6 @@ def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:
         if marker.kind == "ball"
         else (CYLINDER, (marker.radius, _DISC_HALF_HEIGHT, 0.0))
     )
-
-
-def _pixels(kind: str, size: int) -> tuple[int, int, int]:
-    return KINDS[kind][0], size, size
 
 
 def _shapes(model, marker: Marker | None) -> Shapes:
@@ -221,7 +216,7 @@ def _with_marker(shapes: Shapes, marker: Marker) -> Shapes:
     )
 
 
-def _slices(n: int, parts: int) -> list[slice]:
-    """`range(n)` cut into at most `parts` slices of nearly equal length."""
-    edges = np.linspace(0, n, min(n, parts) + 1).round().astype(int)
-    return [slice(lo, hi) for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+def _parts(n: int, parts: int) -> list[tuple[int, int]]:
+    """`range(n)` cut into at most `parts` pieces (first, last + 1) of nearly equal length, at least one."""
+    parts = max(1, min(n, parts))
+    return [(n * k // parts, n * (k + 1) // parts) for k in range(parts)]
