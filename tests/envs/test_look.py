@@ -6,6 +6,9 @@ import hashlib
 import numpy as np
 import pytest
 
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.look import rotations
 from sparring.envs.tabletop.render import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer
@@ -142,13 +145,14 @@ def test_looks_of_rows_are_their_own():
         drawn = renderer.random_look(np.random.default_rng(row), **ALL_SWITCHES)
         for field, value in zip(looks, drawn, strict=True):
             field[row] = value
-    together = renderer.views(qpos, _goal(5), CAMERAS, 32, looks)
+    wants = ("rgb", "depth", "segmentation")
+    together = renderer.views(qpos, _goal(5), CAMERAS, 32, looks, wants)
     split = _renderer(*_cubes(), SCREEN, threads=3)
-    again = split.views(qpos, _goal(5), CAMERAS, 32, looks)
+    again = split.views(qpos, _goal(5), CAMERAS, 32, looks, wants)
     split.close()
     for name, pixels in together.items():
         np.testing.assert_array_equal(pixels, again[name])
-        alone = renderer.views(qpos[3:4], _goal(1), CAMERAS, 32, looks.rows([3]))[name]
+        alone = renderer.views(qpos[3:4], _goal(1), CAMERAS, 32, looks.rows([3]), wants)[name]
         np.testing.assert_array_equal(pixels[3:4], alone)
         assert len(np.unique(pixels.reshape(5, -1), axis=0)) == 5
 
@@ -215,9 +219,29 @@ def test_static_is_a_function_of_its_number():
     np.testing.assert_array_equal(rgb[3], renderer.views(qpos[:1], _goal(1), ("head",), 128)["rgb/head"][0])
 
 
-def test_an_unknown_camera_is_told():
+def test_unknown_cameras_and_views_are_told():
     with pytest.raises(UserError, match="'side': this scene has head, wrist"):
         _renderer().views(_qpos(1), _goal(1), ("side",), 16)
+    with pytest.raises(UserError, match="'normals'.*rgb, depth, segmentation"):
+        _renderer().views(_qpos(1), _goal(1), CAMERAS, 16, wants=("rgb", "normals"))
+
+
+def test_robots_of_different_scenes_are_seen_together_and_each_with_its_look():
+    env = Tabletop(TabletopConfig(task=("lift_d0", "stack_d0"), threads=1), 4)
+    env.reset(EpisodeSeeds(0, total_envs=4))
+    world, rows, wants = env._world, np.arange(4), ("rgb", "segmentation")
+    plain = world.views(rows, env._goal, ("head",), 96, wants)
+    # the robots with two cubes are the odd ones
+    blue = (plain["segmentation/head"] == OBJECTS + 1).sum(axis=(1, 2, 3))
+    assert (blue[1::2] > 5).all() and (blue[::2] == 0).all()
+    np.testing.assert_array_equal(plain["rgb/head"], world.images(rows, env._goal, ("head",), 96)["head"])
+    group = world._groups[world._group[3]]
+    group.look = group.renderer().standard_look(2)
+    group.look.background[:], group.look.rgb[1] = 0, 0
+    painted = world.views(rows, env._goal, ("head",), 96)["rgb/head"]
+    np.testing.assert_array_equal(painted[:3], plain["rgb/head"][:3])
+    assert painted[3].max() == 0 and world.picture(3, env._goal[[3]]).max() == 0
+    env.close()
 
 
 def test_a_picture_shows_all_cameras():

@@ -106,7 +106,7 @@ def _draw_shape(kind, size, pos, mat, eye, axes, sun, strengths, g, window, us, 
         _scan(PLANE, half, ray, lit, g, window, us, vs, nearest, light, shape_at)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _scan(kind, size, ray, lit, g, window, us, vs, nearest, light, shape_at):
     """Visit the pixels of a window.
 

@@ -126,6 +126,9 @@ class Renderer:
         return _Frames(pos, mat, camera_pos, camera_mat)
 
     def _views(self, frames: _Frames, cameras, size: int, look: Look | None, wants) -> dict[str, np.ndarray]:
+        unknown = set(wants) - set(KINDS)
+        if unknown:
+            raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
         n, index = len(frames.pos), [self._index(name) for name in cameras]
         places = (frames.pos, frames.mat, frames.camera_pos[:, index], frames.camera_mat[:, index])
         look = self._standard_rows(n) if look is None else look
