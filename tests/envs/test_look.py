@@ -11,8 +11,10 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.look import rotations
+from sparring.envs.tabletop.points import point_clouds
+from sparring.envs.tabletop.raster import draw
 from sparring.envs.tabletop.render import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer
-from sparring.envs.tabletop.scene import HOME, Marker, Part, compile_scene, standard_parts
+from sparring.envs.tabletop.scene import BALL, HOME, Part, compile_scene, standard_parts
 from sparring.envs.tabletop.surfaces import PLANE
 from sparring.errors import UserError
 
@@ -25,9 +27,9 @@ ALL_SWITCHES = {"appearance": True, "background": True, "light": True, "camera_p
 NO_SWITCHES = dict.fromkeys(ALL_SWITCHES, False)
 
 
-def _renderer(*parts, threads=1, marker=None):
+def _renderer(*parts, threads=1, marker=BALL):
     model = compile_scene([*standard_parts(), *parts])
-    return Renderer(model, Kinematics(model), threads, marker or Marker())
+    return Renderer(model, Kinematics(model), threads, marker)
 
 
 def _cube(rgb):
@@ -217,6 +219,25 @@ def test_static_is_a_function_of_its_number():
     assert 60 < colours.shape[1] <= 16 * 9 and 100 < colours.mean() < 155
     assert rgb[3][:, off].max() < 40
     np.testing.assert_array_equal(rgb[3], renderer.views(qpos[:1], _goal(1), ("head",), 128)["rgb/head"][0])
+
+
+def test_nothing_is_compiled_twice():
+    """Compiling takes seconds: no number of robots or cameras, and no look, may lead to arrays of another kind."""
+    _renderer().points(_qpos(3), _goal(3), CAMERAS, 8, 4)
+    compiled = len(draw.signatures), len(point_clouds.signatures)
+    for renderer in (_renderer(), _renderer(Part('<camera name="above" pos="0 0 1.2"/>'), marker=None)):
+        for n in (1, 2, 5):
+            for cameras in (("head",), ("wrist",), renderer.cameras):
+                renderer.views(_qpos(n), _goal(n), cameras, 8)
+                renderer.points(_qpos(n), _goal(n), cameras, 8, 4, renderer.standard_look(n))
+        renderer.views(_qpos(2), _goal(2), CAMERAS, 8, renderer.standard_look(4).rows([3, 1]), ("depth",))
+    assert compiled == (len(draw.signatures), len(point_clouds.signatures))
+
+
+def test_a_look_needs_a_row_per_robot():
+    renderer = _renderer()
+    with pytest.raises(ValueError, match="1 rows for 2 robots"):
+        renderer.views(_qpos(2), _goal(2), CAMERAS, 16, renderer.standard_look(1))
 
 
 def test_unknown_cameras_and_views_are_told():

@@ -96,7 +96,7 @@ class Renderer:
         depth = np.concatenate([views[f"depth/{name}"] for name in cameras], axis=1)
         rgb = np.stack([views[f"rgb/{name}"] for name in cameras], axis=1)
         index = [self._index(name) for name in cameras]
-        camera_pos, camera_mat = frames.camera_pos[:, index], frames.camera_mat[:, index]
+        camera_pos, camera_mat = frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1)
         box = (np.asarray(low, np.float64), np.asarray(high, np.float64))
         jobs = [
             (depth[a:b], rgb[a:b], camera_pos[a:b], camera_mat[a:b], self._tangents[index], *box, count)
@@ -130,8 +130,11 @@ class Renderer:
         if unknown:
             raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
         n, index = len(frames.pos), [self._index(name) for name in cameras]
-        places = (frames.pos, frames.mat, frames.camera_pos[:, index], frames.camera_mat[:, index])
+        # `take` gives contiguous arrays: any other layout would be compiled for anew, which takes seconds
+        places = (frames.pos, frames.mat, frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1))
         look = self._standard_rows(n) if look is None else look
+        if len(look.noise) != n:
+            raise ValueError(f"a look of {len(look.noise)} rows for {n} robots")
         # [C, n, channels, S, S]; what has no rows is not drawn
         out = {
             kind: np.empty((len(index), n if kind in wants else 0, channels, size, size), dtype)
@@ -170,11 +173,9 @@ def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
 
 def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:
     """mjtGeom and size."""
-    return (
-        (SPHERE, (marker.radius, 0.0, 0.0))
-        if marker.kind == "ball"
-        else (CYLINDER, (marker.radius, _DISC_HALF_HEIGHT, 0.0))
-    )
+    if marker.kind == "ball":
+        return SPHERE, (marker.radius, 0.0, 0.0)
+    return CYLINDER, (marker.radius, _DISC_HALF_HEIGHT, 0.0)
 
 
 def _shapes(model, marker: Marker | None) -> Shapes:
