@@ -4,24 +4,11 @@ import numpy as np
 import pytest
 
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.raster import (
-    AMBIENT,
-    BACKGROUND,
-    BOX,
-    CAPSULE,
-    CYLINDER,
-    PLANE,
-    SKY,
-    SPHERE,
-    SUN,
-    TILE,
-    TILE_CONTRAST,
-    TO_SUN,
-    Shapes,
-    draw,
-)
+from sparring.envs.tabletop.look import AMBIENT, BACKGROUND, SKY, SUN, TO_SUN, standard_look
+from sparring.envs.tabletop.raster import Shapes, draw
 from sparring.envs.tabletop.render import Renderer
 from sparring.envs.tabletop.scene import HOME, compile_scene, load_mujoco
+from sparring.envs.tabletop.surfaces import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE, TILE, TILE_CONTRAST
 
 RED, BLUE = (0.9, 0.1, 0.1), (0.1, 0.1, 0.9)
 # turns a shape's z axis onto the world's y axis: seen from the side
@@ -32,17 +19,22 @@ SIZE = 65
 def _picture(*shapes, camera=(0, 0, 0)):
     """Shapes (kind, size, position, rotation, colour), from a camera that looks down -z, 45 degrees to each side."""
     kinds, sizes, positions, rotations, colours = zip(*shapes, strict=True)
+    nothing = np.zeros(len(kinds), bool)
     table = Shapes(
         np.array(kinds),
         np.array([(*size, 0, 0)[:3] for size in sizes], float),
         np.array(colours),
-        np.zeros(len(kinds), bool),
-        -1,
+        casts=nothing,
+        ground=-1,
+        label=nothing.astype(np.uint8),
+        screen=-1,
     )
-    out = np.zeros((1, 3, SIZE, SIZE), np.uint8)
+    out = np.zeros((1, 1, 3, SIZE, SIZE), np.uint8)
+    no_depth, no_labels = np.zeros((1, 0, 1, SIZE, SIZE), np.float32), np.zeros((1, 0, 1, SIZE, SIZE), np.uint8)
     pos, mat = np.array(positions, float)[None], np.array(rotations, float)[None]
-    draw(table, pos, mat, np.array(camera, float)[None], np.eye(3)[None], 1.0, out)
-    return out[0].transpose(1, 2, 0)
+    eye, axes = np.array(camera, float)[None, None], np.eye(3)[None, None]
+    draw(table, pos, mat, eye, axes, np.array([1.0]), standard_look(table, 1, 1), 0, 1, out, no_depth, no_labels)
+    return out[0, 0].transpose(1, 2, 0)
 
 
 def _colour(rgb, normal):
@@ -95,6 +87,34 @@ def test_tube_from_its_side(kind):
     ball = np.tan(np.arctan2(1.02, 3) + np.arcsin(0.5 / np.hypot(1.02, 3)))
     assert covered[:, 32].sum() == (np.abs(y[:, 32]) < (1.02 / 2.5 if kind == CYLINDER else ball)).sum()
     np.testing.assert_array_equal(picture[32, 32], _colour(RED, (0, 0, 1)))
+
+
+def test_ellipsoid_has_the_right_outline_and_shade():
+    turn = np.array([[np.cos(0.5), -np.sin(0.5), 0], [np.sin(0.5), np.cos(0.5), 0], [0, 0, 1]])
+    half, centre = np.array([0.9, 0.3, 0.6]), np.array([0.3, -0.2, -2.0])
+    picture = _picture((ELLIPSOID, half, centre, turn, RED))
+    x, y = _tangents()
+    rays = np.stack([x, y, -np.ones_like(x)], -1)
+    # a ray hits when the ellipsoid's centre, seen along it in stretched space, is within 1
+    d, o = (rays @ turn) / half, (-centre @ turn) / half
+    along = (d @ o) / (d * d).sum(-1)
+    hit = ((o - along[..., None] * d) ** 2).sum(-1) < 1
+    np.testing.assert_array_equal(_covered(picture), hit)
+    # the normal is the gradient of the quadratic form at the point that is met
+    t = -along - np.sqrt(along**2 - ((o * o).sum() - 1) / (d * d).sum(-1), where=hit, out=np.zeros_like(along))
+    normal = ((o + t[..., None] * d) / half) @ turn.T
+    normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
+    expected = np.array([_colour(RED, n) for n in normal[hit]])
+    assert hit.sum() > 200
+    np.testing.assert_allclose(picture[hit].astype(int), expected, atol=1)
+
+
+def test_ellipsoid_of_equal_axes_is_the_sphere_also_through_the_near_plane():
+    for centre in [(0.2, 0.1, -1.5), (0.6, 0.1, -0.3)]:
+        ball = _picture((SPHERE, (0.5,), centre, np.eye(3), RED))
+        same = _picture((ELLIPSOID, (0.5, 0.5, 0.5), centre, LYING, RED))
+        assert _covered(ball).any()
+        assert np.abs(ball.astype(int) - same).max() <= 1
 
 
 def test_box_shows_its_front_and_its_side():

@@ -102,18 +102,27 @@ class World:
 
     def images(self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int) -> Arrays:
         """Camera -> uint8 `[n, 3, size, size]`."""
-        images = {name: np.empty((len(rows), 3, size, size), np.uint8) for name in cameras}
+        views = self.views(rows, goal, cameras, size)
+        return {name: views[f"rgb/{name}"] for name in cameras}
+
+    def views(
+        self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int, wants: tuple[str, ...] = ("rgb",)
+    ) -> Arrays:
+        """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>" and "segmentation/<camera>"."""
+        views = {}
         for group, at, local in self._split(rows):
-            drawn = group.renderer().images(group.physics.qpos(local), goal[at], cameras, size)
+            look = None if group.look is None else group.look.rows(local)
+            drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants)
             if len(at) == len(rows):
                 return drawn
-            for name in cameras:
-                images[name][at] = drawn[name]
-        return images
+            for name, pixels in drawn.items():
+                views.setdefault(name, np.empty((len(rows), *pixels.shape[1:]), pixels.dtype))[at] = pixels
+        return views
 
     def picture(self, row: int, goal: np.ndarray) -> np.ndarray:
-        group = self._groups[self._group[row]]
-        return group.renderer().picture(group.physics.qpos([self._local[row]]), goal)
+        group, local = self._groups[self._group[row]], self._local[[row]]
+        look = None if group.look is None else group.look.rows(local)
+        return group.renderer().picture(group.physics.qpos(local), goal, look)
 
     def state(self) -> np.ndarray:
         """`[N, width]`: all that the physics of each robot depends on."""
@@ -141,6 +150,9 @@ class World:
 
 
 class _Group:
+    # a look.Look with a row for each robot of the group; None: all look as usual
+    look = None
+
     def __init__(self, scene: Scene, num_envs: int, threads: int):
         self._scene, self._threads = scene, threads
         self.physics = Physics(scene.compile(), num_envs, threads)

@@ -1,0 +1,114 @@
+"""How a scene looks to each robot: colours, light, camera offsets. The standard look, and random ones."""
+
+import colorsys
+from typing import NamedTuple
+
+import numpy as np
+
+# light = ambient + sky * (how much a face looks up) + sun * (how much it looks to the sun)
+AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
+TO_SUN = np.array([0.35, -0.45, 0.82]) / np.linalg.norm([0.35, -0.45, 0.82])
+BACKGROUND = np.array([0.80, 0.85, 0.90])
+
+
+class Look(NamedTuple):
+    """Of n robots, G shapes (the goal marker last, if there is one) and M cameras; one row has no leading n."""
+
+    # [n, G, 3]
+    rgb: np.ndarray
+    # [n, 3]
+    background: np.ndarray
+    # [n, 3] unit vector
+    sun: np.ndarray
+    # [n, 3]: ambient, sky, sun
+    light: np.ndarray
+    # [n, M, 3] metres and rotation vectors, in each camera's own axes
+    camera_pos: np.ndarray
+    camera_turn: np.ndarray
+    # [n] int64: which static the screen shows; below 0 it is off
+    noise: np.ndarray
+
+    def rows(self, index) -> "Look":
+        return Look(*(field[index] for field in self))
+
+
+def standard_look(shapes, n_cameras: int, n: int) -> Look:
+    return Look(
+        rgb=np.tile(shapes.rgb, (n, 1, 1)),
+        background=np.tile(BACKGROUND, (n, 1)),
+        sun=np.tile(TO_SUN, (n, 1)),
+        light=np.tile([AMBIENT, SKY, SUN], (n, 1)),
+        camera_pos=np.zeros((n, n_cameras, 3)),
+        camera_turn=np.zeros((n, n_cameras, 3)),
+        noise=np.full(n, -1),
+    )
+
+
+def random_look(
+    rng: np.random.Generator,
+    standard_row: Look,
+    appearance: bool,
+    background: bool,
+    light: bool,
+    camera_pose: bool,
+    keep: np.ndarray,
+    floor: np.ndarray,
+    wrist: np.ndarray,
+) -> Look:
+    """One robot's look. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
+
+    Shapes in `floor [G]` are scenery as well as background: what cameras see behind the table is mostly the floor.
+    Everything is drawn, whatever is switched on: what one switch changes does not depend on the others.
+    """
+    painted = _repaint(rng, standard_row.rgb, keep)
+    repainted = (floor & background) | appearance
+    rgb = np.where(repainted[:, None], painted, standard_row.rgb)
+    sky = rng.uniform(0.15, 0.95, 3)
+    sun, strengths = _random_light(rng)
+    metres = np.where(wrist, 0.005, 0.02)[:, None]
+    radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
+    camera_pos = rng.uniform(-metres, metres, standard_row.camera_pos.shape)
+    camera_turn = rng.uniform(-radians, radians, standard_row.camera_turn.shape)
+    changes = (
+        {"background": sky} if background else {},
+        {"sun": sun, "light": strengths} if light else {},
+        {"camera_pos": camera_pos, "camera_turn": camera_turn} if camera_pose else {},
+    )
+    return standard_row._replace(rgb=rgb, **{name: value for change in changes for name, value in change.items()})
+
+
+def rotations(turn: np.ndarray) -> np.ndarray:
+    """Rotation vectors `[..., 3]` to matrices `[..., 3, 3]`; the zero vector gives exactly the identity."""
+    angle = np.linalg.norm(turn, axis=-1)[..., None, None]
+    x, y, z = np.moveaxis(turn, -1, 0)
+    zero = np.zeros_like(x)
+    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], -1).reshape(*turn.shape, 3)
+    # Rodrigues' formula; np.sinc(x) is sin(pi x) / (pi x)
+    return np.eye(3) + np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / (2 * np.pi)) ** 2 * (cross @ cross)
+
+
+def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """One new colour per old one, so that a thing made of several shapes stays of one piece."""
+    colours, which = np.unique(rgb, axis=0, return_inverse=True)
+    # paler than what tasks speak of: a red cube is seen on any table
+    broad = np.array([colorsys.hsv_to_rgb(*rng.uniform([0, 0, 0.2], [1, 0.55, 0.95])) for _ in colours])
+    slight = np.array([_nudge(rng, colour) for colour in colours])
+    which = which.ravel()
+    return np.where(keep[:, None], slight[which], broad[which])
+
+
+def _nudge(rng: np.random.Generator, rgb: np.ndarray) -> tuple[float, float, float]:
+    hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
+    return colorsys.hsv_to_rgb(
+        (hue + rng.uniform(-0.02, 0.02)) % 1.0,
+        np.clip(saturation * rng.uniform(0.9, 1.1), 0, 1),
+        np.clip(value * rng.uniform(0.85, 1.1), 0, 1),
+    )
+
+
+def _random_light(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A sun from any side, 25 to 80 degrees high. A face turned to it is about as bright as it always is."""
+    height, around = np.deg2rad(rng.uniform(25, 80)), rng.uniform(0, 2 * np.pi)
+    sun = np.array([np.cos(height) * np.cos(around), np.cos(height) * np.sin(around), np.sin(height)])
+    ambient = rng.uniform(0.35, 0.65)
+    return sun, np.array([ambient, rng.uniform(0.05, 0.20), rng.uniform(0.85, 1.0) - ambient])

@@ -1,0 +1,88 @@
+"""MuJoCo's own renderer beside the suite's; left out where there is no GL."""
+
+import numpy as np
+import pytest
+
+from sparring.envs.tabletop import mujoco_render
+from sparring.envs.tabletop.kinematics import Kinematics
+from sparring.envs.tabletop.render import GOAL, OBJECTS, Renderer
+from sparring.envs.tabletop.scene import HOME, Marker, Part, compile_scene, standard_parts
+from sparring.errors import UserError
+
+CUBE = Part('<body><freejoint/><geom type="box" size="0.03 0.03 0.03" mass="0.1" rgba="0.86 0.18 0.16 1"/></body>')
+QPOS = np.array([[*HOME, 0.04, 0.04, x, -0.15, 0.03, 1, 0, 0, 0] for x in (0.0, 0.1)])
+GOALS = np.array([[0.05, 0.2, 0.03], [0.15, 0.1, 0.1]])
+CAMERAS = ("head", "wrist")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return compile_scene([*standard_parts(), CUBE])
+
+
+@pytest.fixture(scope="module")
+def pretty(model):
+    try:
+        renderer = mujoco_render.MujocoRenderer(model)
+    except UserError as error:
+        pytest.skip(str(error))
+    yield renderer
+    renderer.close()
+
+
+def test_things_are_where_the_suites_renderer_draws_them(model, pretty):
+    own = Renderer(model, Kinematics(model), threads=1)
+    labels = own.views(QPOS, GOALS, CAMERAS, 96, wants=("segmentation",))
+    views = pretty.views(QPOS, GOALS, CAMERAS, 96)
+    for i in range(2):
+        rgb, label = views["rgb/head"][i].astype(int), labels["segmentation/head"][i, 0]
+        red = (rgb[0] > 1.8 * rgb[1]) & (rgb[0] > 1.8 * rgb[2]) & (np.abs(rgb[1] - rgb[2]) < 40)
+        green = (rgb[1] > 1.5 * rgb[0]) & (rgb[1] > 1.2 * rgb[2])
+        for seen, expected in ((red, label == OBJECTS), (green, label == GOAL)):
+            assert expected.sum() > 8
+            assert (seen & expected).sum() / (seen | expected).sum() > 0.7
+    assert views["rgb/wrist"].shape == (2, 3, 96, 96) and views["rgb/wrist"].dtype == np.uint8
+    assert views["rgb/wrist"].std() > 10
+
+
+def test_looks_repaint_and_leave_the_physics_alone(model, pretty):
+    before = model.geom_rgba.copy()
+    own = Renderer(model, Kinematics(model), threads=1)
+    look = own.standard_look(2)
+    plain = pretty.views(QPOS, GOALS, ("head",), 64)["rgb/head"]
+    same = pretty.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"]
+    np.testing.assert_array_equal(plain, same)
+    look.rgb[1, model.geom("table").id] = [0.1, 0.2, 0.9]
+    blue = pretty.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"].astype(int)
+    np.testing.assert_array_equal(plain[0], blue[0])
+    assert ((blue[1, 2] - blue[1, 0]) > 60).mean() > 0.3
+    np.testing.assert_array_equal(pretty.views(QPOS, GOALS, ("head",), 64)["rgb/head"], plain)
+    np.testing.assert_array_equal(model.geom_rgba, before)
+
+
+def test_picture_has_the_size_of_the_other_renderers(model, pretty):
+    picture = pretty.picture(QPOS[:1], GOALS[:1])
+    assert picture.shape == (256, 512, 3) and picture.dtype == np.uint8 and picture.std() > 20
+
+
+def test_a_disc_is_drawn_too(model, pretty):
+    disc = mujoco_render.MujocoRenderer(model, Marker("disc", 0.05))
+    rgb = disc.views(QPOS[:1], np.array([[0.1, 0.1, 0.001]]), ("head",), 64)["rgb/head"][0].astype(int)
+    disc.close()
+    assert ((rgb[1] > 1.5 * rgb[0]) & (rgb[1] > 1.2 * rgb[2])).sum() > 20
+
+
+def test_other_than_rgb_and_unknown_cameras_are_refused(pretty):
+    with pytest.raises(UserError, match="rgb only, not rgb, depth"):
+        pretty.views(QPOS, GOALS, CAMERAS, 16, wants=("rgb", "depth"))
+    with pytest.raises(UserError, match="'side'.*head, wrist"):
+        pretty.views(QPOS, GOALS, ("side",), 16)
+
+
+def test_without_gl_one_is_told_what_to_install(model, monkeypatch):
+    monkeypatch.setattr(mujoco_render, "_WINDOWLESS", ("no_such_module",))
+    mujoco_render.windowless_gl.cache_clear()
+    with pytest.raises(UserError, match="libegl1 libgl1.*libosmesa6"):
+        mujoco_render.MujocoRenderer(model)
+    # nothing was kept: the next one who asks gets the truth
+    assert mujoco_render.windowless_gl.cache_info().currsize == 0
