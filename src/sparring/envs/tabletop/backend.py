@@ -11,15 +11,13 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
-from sparring.envs.tabletop.control import make_control
-from sparring.envs.tabletop.kinematics import Kinematics, select
-from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
+from sparring.envs.tabletop.control import HandMover, make_control
+from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, Mount
 from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
 from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
 
-_ARM = ARM_JOINTS + FINGERS
 _SPLITS = ("train", "eval")
 
 
@@ -30,21 +28,19 @@ class Tabletop:
         self.num_envs = num_envs
         self.config = self._config = config
         self._tasks = [find(name) for name in config.task]
+        self.mounts = _embodiment(self._tasks, config.cameras)
         self._threads = config.threads or os.cpu_count() or 1
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
         # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
         self._world = World([self._tasks[index].scene for index in self._task], self._threads)
-        # the arm alone: the same in every scene, and first in every scene's joint positions
-        model = compile_scene()
-        self._kinematics = Kinematics(model)
-        self._hand_frame = select(self._kinematics.sites, [model.site(HAND_SITE).id])
-        self._control = make_control(config.control_mode, model, config.action_scale)
+        self._hand_mover = HandMover(self.mounts)
+        self._control = make_control(config.control_mode, self._hand_mover, config.action_scale)
         self._recorded: list[int] = []
 
         limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
         self.spec = self._make_spec(int(limits.max()))
-        self._state_scale = observe.scales(config.object_state, self._world.num_objects)
+        self._state_scale = observe.scales(config.object_state, self._world.num_objects, len(self.mounts))
         self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
         # where the phrasings of each task begin in spec.instructions
@@ -52,7 +48,7 @@ class Tabletop:
         self._all = np.arange(num_envs)
 
         self._seeds: EpisodeSeeds | None = None
-        self._command = np.zeros((num_envs, ARM_JOINTS + 1))
+        self._command = np.zeros((num_envs, len(self.mounts), ARM_JOINTS + 1))
         self._goal = np.zeros((num_envs, 3))
         # steps since the episode began, and how many of the last ones in a row satisfied the task
         self._elapsed = np.zeros(num_envs, np.int64)
@@ -60,8 +56,8 @@ class Tabletop:
         self._episode = np.zeros(num_envs, np.int64)
         self._phrasing = np.zeros(num_envs, np.int64)
         # follow from the physics state
-        self._hand = np.zeros((num_envs, 3))
-        self._hand_axis = np.zeros((num_envs, 3))
+        self._hands = np.zeros((num_envs, len(self.mounts), 3))
+        self._hand_axes = np.zeros((num_envs, len(self.mounts), 3))
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         self._seeds = seeds
@@ -108,18 +104,24 @@ class Tabletop:
         return self._situation(self._all, self._world.objects(self._all))
 
     def arms(self) -> tuple[np.ndarray, np.ndarray]:
-        """Commands `[N, 7]` and joint positions `[N, 8]` of all robots."""
-        return self._command.copy(), self._world.qpos(self._all)[:, :_ARM]
+        """Commands `[N, R, 7]` and joint positions `[N, R, 8]` of all robots."""
+        return self._command.copy(), self._world.arms(self._all)
 
     def robot_tasks(self) -> list[Task]:
         """The task of each robot."""
         return [self._tasks[index] for index in self._task]
 
+    def moments(self) -> np.ndarray:
+        """`[N]`: a number of its own for each step of each episode, whichever robot goes through it."""
+        seeds = self._started()
+        episodes = [seeds(row, int(episode)) for row, episode in enumerate(self._episode)]
+        return np.array(episodes, np.uint64) << np.uint64(20) | self._elapsed.astype(np.uint64)
+
     def state(self) -> Arrays:
         seeds = self._started()
         return {
             "physics": self._world.state(),
-            "command": self._command.copy(),
+            "command": self._command.reshape(self.num_envs, -1).copy(),
             "goal": self._goal.copy(),
             "elapsed": self._elapsed.copy(),
             "streak": self._streak.copy(),
@@ -137,7 +139,7 @@ class Tabletop:
                 "build the env with the config and num_envs that the state was saved from"
             )
         self._world.set_state(state["physics"])
-        self._command[:] = state["command"]
+        self._command[:] = state["command"].reshape(self._command.shape)
         self._goal[:] = state["goal"]
         self._elapsed[:] = state["elapsed"]
         self._streak[:] = state["streak"]
@@ -145,7 +147,7 @@ class Tabletop:
         self._phrasing[:] = state["phrasing"]
         seed, split, first_env, total_envs = (int(v) for v in state["seeds"])
         self._seeds = EpisodeSeeds(seed, _SPLITS[split], first_env, total_envs)
-        self._locate_hand(self._all)
+        self._locate_hands(self._all)
 
     def close(self) -> None:
         self._world.close()
@@ -153,10 +155,10 @@ class Tabletop:
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
         size = self._config.image_size
         images = {f"image/{camera}": ((3, size, size), "uint8") for camera in self._config.cameras}
-        state = len(observe.scales(self._config.object_state, self._world.num_objects))
+        state = len(observe.scales(self._config.object_state, self._world.num_objects, len(self.mounts)))
         return EnvSpec(
             observation={"state": ((state,), "float32"), **images, "task": ((), "int64")},
-            action_dim=self._control.action_dim,
+            action_dim=self._control.action_dim * len(self.mounts),
             task_names=tuple(task.name for task in self._tasks for _ in task.instructions),
             instructions=tuple(text for task in self._tasks for text in task.instructions),
             max_episode_steps=max_episode_steps,
@@ -192,19 +194,22 @@ class Tabletop:
             self._world.place(row, start.arm, start.objects)
             self._goal[row] = start.goal
             # the motors hold the arm where it starts
-            self._command[row] = start.arm[: ARM_JOINTS + 1]
+            self._command[row] = np.reshape(start.arm, (len(self.mounts), -1))[:, : ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
         self._elapsed[rows] = 0
         self._streak[rows] = 0
-        self._locate_hand(rows)
+        self._locate_hands(rows)
 
     def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
         """One control step under actions `[n, A]`; rewards `[n]`."""
-        command = self._control(self._command[rows], action, self._world.qpos(rows)[:, :_ARM])
-        self._command[rows] = command
-        # both fingers follow one command
-        self._world.advance(rows, np.concatenate([command, command[:, -1:]], axis=1))
-        self._locate_hand(rows)
+        # [n, R, ...] -> [n R, ...]
+        parts = (self._command[rows], action.reshape(len(rows), len(self.mounts), -1), self._world.arms(rows))
+        command = self._control(*(part.reshape(-1, part.shape[-1]) for part in parts))
+        self._command[rows] = command.reshape(parts[0].shape)
+        # both fingers of a hand follow one command
+        motors = np.concatenate([command, command[:, -1:]], axis=1)
+        self._world.advance(rows, motors.reshape(len(rows), -1))
+        self._locate_hands(rows)
         reward, satisfied = self._score(rows)
         self._elapsed[rows] += 1
         self._streak[rows] = (self._streak[rows] + 1) * satisfied
@@ -215,9 +220,9 @@ class Tabletop:
         return (self._elapsed[rows] >= self._limit[rows]) & (self._streak[rows] >= self._hold[rows])
 
     def _situation(self, rows: np.ndarray, objects: Objects) -> Situation:
-        width = self._world.qpos(rows)[:, ARM_JOINTS:_ARM].sum(axis=1)
-        grip = self._command[rows, -1]
-        return Situation(self._hand[rows], self._goal[rows], width, grip, objects.pos, objects.quat)
+        widths = self._world.arms(rows)[:, :, ARM_JOINTS:].sum(axis=2)
+        grips = self._command[rows, :, -1]
+        return Situation(self._hands[rows], self._goal[rows], widths, grips, objects.pos, objects.quat)
 
     def _score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now = self._situation(rows, self._world.objects(rows))
@@ -229,24 +234,38 @@ class Tabletop:
             reward[mine], satisfied[mine] = task.score(Situation(*(values[mine] for values in now)))
         return reward, satisfied
 
-    def _locate_hand(self, rows: np.ndarray) -> None:
-        pos, mat = self._kinematics(self._world.qpos(rows)[:, :_ARM]).frames(self._hand_frame)
-        self._hand[rows] = pos[:, 0]
-        self._hand_axis[rows] = mat[:, 0, :, 2]
+    def _locate_hands(self, rows: np.ndarray) -> None:
+        pos, mat = self._hand_mover.where(self._world.arms(rows))
+        self._hands[rows] = pos
+        self._hand_axes[rows] = mat[..., 2]
 
     def _observe(self, rows: np.ndarray) -> Arrays:
         """What these robots see now; image rows are drawn for them only."""
         time_left = 1 - self._elapsed[rows, None] / self._limit[rows, None]
-        hand, qpos = self._hand[rows], self._world.qpos(rows)
-        # in the order of observe.layout
-        blocks = [qpos[:, :_ARM], self._world.qvel(rows)[:, :_ARM]]
-        blocks += [self._command[rows], hand, self._hand_axis[rows], time_left]
+        hands, goal = self._hands[rows], self._goal[rows]
+        # in the order of observe.layout; [n, R, 29] -> [n, 29 R]
+        arms = [self._world.arms(rows), self._world.arm_speeds(rows), self._command[rows], hands, self._hand_axes[rows]]
+        blocks = [np.concatenate(arms, axis=2).reshape(len(rows), -1), time_left]
         if self._config.object_state:
-            blocks += [self._goal[rows], self._goal[rows] - hand]
+            blocks += [goal, (goal[:, None] - hands).reshape(len(rows), -1)]
             if self._world.num_objects:
-                blocks.append(observe.object_blocks(*self._world.objects(rows), hand))
+                blocks.append(observe.object_blocks(*self._world.objects(rows), hands))
         observation = {"state": (np.concatenate(blocks, axis=1) * self._state_scale).astype(np.float32)}
         if self._config.cameras:
             images = self._world.images(rows, self._goal[rows], self._config.cameras, self._config.image_size)
             observation |= {f"image/{camera}": pixels for camera, pixels in images.items()}
         return observation | {"task": self._phrasing[rows].copy()}
+
+
+def _embodiment(tasks: list[Task], cameras: tuple[str, ...]) -> tuple[Mount, ...]:
+    """The arms that all these tasks are done with."""
+    first = tasks[0].scene
+    for task in tasks:
+        if task.scene.arms != first.arms:
+            counts = f"{tasks[0].name} has {len(first.arms)} arm(s) and {task.name} has {len(task.scene.arms)}"
+            raise UserError(f"env.task mixes robots: {counts}; mix tasks with equally many arms only")
+    missing = [camera for camera in cameras if camera not in first.cameras]
+    if missing:
+        there = ", ".join(first.cameras)
+        raise UserError(f"env.cameras names {', '.join(missing)}, but the robot of {tasks[0].name} has: {there}")
+    return first.arms

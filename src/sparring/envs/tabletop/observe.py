@@ -22,6 +22,9 @@ object<k>_velocity  3     m/s x 2 (object_state)
 
 The four object blocks repeat for each object k of the task, in the order of its scene. Where tasks are mixed there are
 as many as the largest needs, zero for a robot that has fewer.
+
+A robot with two arms has the blocks up to `hand_axis` twice, first all `left_`, then all `right_`, and instead of
+`goal_from_hand` and `object<k>_from_hand` two blocks each: `goal_from_left_hand`, `goal_from_right_hand`, and so on.
 """
 
 import numpy as np
@@ -29,7 +32,7 @@ import numpy as np
 from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, FINGERS
 
 # block -> (size, scale)
-_ROBOT_BLOCKS = {
+_ARM_BLOCKS = {
     "joints": (ARM_JOINTS, 1.0),
     "fingers": (FINGERS, 1 / FINGER_TRAVEL),
     "joint_speeds": (ARM_JOINTS, 0.3),
@@ -38,38 +41,44 @@ _ROBOT_BLOCKS = {
     "commanded_fingers": (1, 1 / FINGER_TRAVEL),
     "hand": (3, 4.0),
     "hand_axis": (3, 1.0),
-    "time_left": (1, 1.0),
 }
-_GOAL_BLOCKS = {"goal": (3, 4.0), "goal_from_hand": (3, 10.0)}
-_OBJECT_BLOCKS = {"": (3, 4.0), "_from_hand": (3, 10.0), "_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+_TIME, _PLACE, _FROM_HAND = (1, 1.0), (3, 4.0), (3, 10.0)
 
 
-def _blocks(object_state: bool, objects: int) -> dict[str, tuple[int, float]]:
+def _blocks(object_state: bool, objects: int, arms: int) -> dict[str, tuple[int, float]]:
+    prefixes = ("",) if arms == 1 else ("left_", "right_")
+    robot = {f"{prefix}{name}": block for prefix in prefixes for name, block in _ARM_BLOCKS.items()}
+    robot["time_left"] = _TIME
     if not object_state:
-        return _ROBOT_BLOCKS
-    each = {f"object{k}{name}": block for k in range(objects) for name, block in _OBJECT_BLOCKS.items()}
-    return _ROBOT_BLOCKS | _GOAL_BLOCKS | each
+        return robot
+    from_hands = {f"_from_{prefix}hand": _FROM_HAND for prefix in prefixes}
+    goal = {"": _PLACE} | from_hands
+    thing = {"": _PLACE} | from_hands | {"_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+    each = {f"object{k}{name}": block for k in range(objects) for name, block in thing.items()}
+    return robot | {f"goal{name}": block for name, block in goal.items()} | each
 
 
-def layout(object_state: bool = True, objects: int = 0) -> dict[str, slice]:
+def layout(object_state: bool = True, objects: int = 0, arms: int = 1) -> dict[str, slice]:
     """block -> its place in `observation/state`, in order."""
     places, start = {}, 0
-    for name, (size, _) in _blocks(object_state, objects).items():
+    for name, (size, _) in _blocks(object_state, objects, arms).items():
         places[name] = slice(start, start + size)
         start += size
     return places
 
 
-def scales(object_state: bool = True, objects: int = 0) -> np.ndarray:
+def scales(object_state: bool = True, objects: int = 0, arms: int = 1) -> np.ndarray:
     """`[S]`: what each entry was multiplied by; divide by it to get metres, radians and seconds back."""
-    return np.concatenate([np.full(size, scale) for size, scale in _blocks(object_state, objects).values()])
+    return np.concatenate([np.full(size, scale) for size, scale in _blocks(object_state, objects, arms).values()])
 
 
-def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hand: np.ndarray) -> np.ndarray:
-    """Objects `[n, K, 3]`, `[n, K, 4]`, `[n, K, 3]` and hands `[n, 3]` to their blocks `[n, 15 K]`, not yet scaled."""
+def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hands: np.ndarray) -> np.ndarray:
+    """Objects `[n, K, 3]`, `[n, K, 4]`, `[n, K, 3]`, hands `[n, R, 3]` to blocks `[n, (12 + 3 R) K]`, unscaled."""
     # an object that is not there has a zero quaternion, and all its entries are zero
     there = quat.any(axis=2, keepdims=True)
-    blocks = np.concatenate([pos, pos - hand[:, None], two_columns(quat), velocity], axis=2) * there
+    # [n, K, 3 R]
+    from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)
+    blocks = np.concatenate([pos, from_hands, two_columns(quat), velocity], axis=2) * there
     return blocks.reshape(len(pos), -1)
 
 

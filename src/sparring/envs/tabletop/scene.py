@@ -1,11 +1,12 @@
-"""The scene as MJCF text: an arm with a two-finger gripper on a table, made of analytic shapes only.
+"""The scene as MJCF text: one or two arms with two-finger grippers at a table, made of analytic shapes only.
 
-The world's origin is the centre of the table top, z up, in metres and radians; the arm looks along +x. A scene is a
-list of `Part`s, so another task adds a cube, or a second arm, by adding a part.
+The world's origin is the centre of the table top, z up, in metres and radians; arms look along +x. A scene is a list of
+`Part`s, so another task adds a cube, or a second arm, by adding a part.
 """
 
 import os
 from dataclasses import dataclass
+from math import pi
 
 TIMESTEP = 0.004
 SUBSTEPS = 10
@@ -17,7 +18,7 @@ FINGER_TRAVEL = 0.04
 ARM_BASE = (-0.38, 0.0, 0.0)
 # shoulder, elbow and wrist add up to pi: the hand points straight down
 HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
-# names that the rest of the package looks up
+# names that the rest of the package looks up; a `Mount` may put a prefix before "hand" and "wrist"
 HAND_SITE = "hand"
 CAMERAS = ("head", "wrist")
 
@@ -25,10 +26,9 @@ TABLE_HEIGHT = 0.72
 CUBE_HALF = 0.022
 RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
-# Two collision groups: a geom touches another when one's contype meets the other's conaffinity. The arm never touches
-# itself, which halves the candidate pairs; table and arm do touch, and objects touch everything.
+# Collision groups: a geom touches another when one's contype meets the other's conaffinity. An arm never touches
+# itself, which halves the candidate pairs; table and arm do touch, and objects touch everything. See also `Mount`.
 _SCENERY = 'contype="1" conaffinity="2"'
-_ROBOT = 'contype="2" conaffinity="1"'
 _OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
@@ -38,6 +38,33 @@ _SLIDES = 0.6
 
 _WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where an arm stands and how it holds its hand; its names begin with `prefix`."""
+
+    prefix: str = ""
+    base: tuple[float, float, float] = ARM_BASE
+    # radians about z that the hand is turned by at home, and that delta_ee_pos keeps it at: at 0 the fingers open along
+    # y, and the camera is on the side away from the base
+    hand_yaw: float = 0.0
+    # collision bits: scenery has 1 and 2, objects have both
+    contype: int = 2
+    conaffinity: int = 1
+
+    @property
+    def home(self) -> tuple[float, ...]:
+        # the hand points down, so its own yaw goes the other way round
+        return (*HOME[:-1], HOME[-1] - self.hand_yaw)
+
+
+SINGLE = (Mount(),)
+# fingers that open along x, cameras on the far side of what both hold; the bit 4 lets the two arms touch each other
+DUAL = (
+    Mount("left_", (-0.38, 0.22, 0.0), hand_yaw=pi / 2, contype=2, conaffinity=1 | 4),
+    Mount("right_", (-0.38, -0.22, 0.0), hand_yaw=-pi / 2, contype=2 | 4, conaffinity=1),
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +85,8 @@ class Block:
     # half lengths, metres
     half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
     mass: float = 0.06
+    # boxes that are part of it: (centre, half lengths), from its own centre
+    handles: tuple[tuple[tuple[float, float, float], tuple[float, float, float]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,10 +108,17 @@ class Scene:
     objects: tuple[Block, ...] = ()
     # None: the goal is not drawn
     marker: Marker | None = BALL
+    # their joints come first, in this order
+    arms: tuple[Mount, ...] = SINGLE
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return ("head", *(f"{mount.prefix}wrist" for mount in self.arms))
 
     def compile(self):
         things = [block(thing) for thing in self.objects]
-        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things])
+        head = head_camera(whole_table=bool(things), arms=len(self.arms))
+        return compile_scene([room(), table(), head, *(arm(mount) for mount in self.arms), *things])
 
 
 def load_mujoco():
@@ -146,44 +182,52 @@ def table() -> Part:
     return Part(top + legs)
 
 
-def head_camera(whole_table: bool = False) -> Part:
+def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
     """In front of the arm, up and to one side: the hand seldom hides its goal.
 
-    Objects may stand wherever the arm reaches; goals in the air are nearer to the middle.
+    Objects may stand wherever the arm reaches; goals in the air are nearer to the middle. Two arms are seen from
+    straight ahead, where neither hides the other.
     """
+    position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
-    return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position=(0.62, -0.52, 0.60), target=target)}/>')
+    if arms > 1:
+        position, target, fovy = (0.62, 0.0, 0.72), (-0.16, 0.0, 0.04), 50
+    return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position, target)}/>')
 
 
-def arm() -> Part:
+def arm(mount: Mount = SINGLE[0]) -> Part:
     """Six hinges (yaw, three pitches, roll, yaw) and a gripper. Gravity is compensated, as in most real controllers."""
+    prefix, solid = mount.prefix, _solid(mount)
     links = _link(
+        prefix,
         ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
-        f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {_ROBOT}/>'
+        f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {solid}/>'
         # the motor of the shoulder: only to look at
         f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
         ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {_ROBOT}/>'
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {solid}/>'
         f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
         ("elbow", "0 1 0", "-0.1 2.8", "0 0 0.28"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {_ROBOT}/>'
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {solid}/>'
         f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
         ("wrist_pitch", "0 1 0", "-2 2", "0 0 0.26"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {_ROBOT}/>',
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {solid}/>',
         ("wrist_roll", "1 0 0", "-1.6 1.6", "0 0 0.06"),
-        f'<geom type="sphere" size="0.03" rgba="{_DARK}" {_ROBOT}/>',
+        f'<geom type="sphere" size="0.03" rgba="{_DARK}" {solid}/>',
         ("wrist_yaw", "0 0 1", "-3 3", "0 0 0"),
-        _hand(),
+        _hand(mount),
     )
-    x, y, z = ARM_BASE
+    x, y, z = mount.base
     bodies = f"""
-    <body name="base" pos="{x} {y} {z}">
+    <body name="{prefix}base" pos="{x} {y} {z}">
       <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_GHOST}/>{links}
     </body>"""
     names = ("base_yaw", "shoulder", "elbow", "wrist_pitch", "wrist_roll", "wrist_yaw")
-    motors = "".join(f'<position name="{n}" joint="{n}" kp="400" kv="40" inheritrange="1"/>' for n in names)
+    motors = "".join(
+        f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="400" kv="40" inheritrange="1"/>' for n in names
+    )
     fingers = "".join(
-        f'<position name="{n}" joint="{n}" kp="200" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-15 15"/>'
+        f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="200" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-15 15"/>'
         for n in ("left_finger", "right_finger")
     )
     return Part(bodies, motors + fingers)
@@ -194,16 +238,24 @@ def block(thing: Block) -> Part:
 
     Its joint comes after the arm's, so that the arm's positions are the first ones whatever stands on the table.
     """
-    rgba, size = (" ".join(str(value) for value in values) for values in (thing.rgb, thing.half))
+    rgba, size = _numbers(thing.rgb), _numbers(thing.half)
+    surface = f'friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}'
+    handles = "".join(
+        f'<geom type="box" pos="{_numbers(pos)}" size="{_numbers(half)}" mass="0.02" rgba="{_DARK}" {surface}/>'
+        for pos, half in thing.handles
+    )
     return Part(
         f"""
     <body name="{thing.name}" pos="0 0 {thing.half[2]}">
       <freejoint name="{thing.name}"/>
-      <geom name="{thing.name}" type="box" size="{size}" mass="{thing.mass}" rgba="{rgba} 1"
-        friction="{_SLIDES} 0.02 0.001" condim="4" {_OBJECT}/>
+      <geom name="{thing.name}" type="box" size="{size}" mass="{thing.mass}" rgba="{rgba} 1" {surface}/>{handles}
     </body>""",
         options='cone="elliptic" impratio="5"',
     )
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return " ".join(str(value) for value in values)
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:
@@ -216,32 +268,38 @@ def _look_at(position: tuple[float, float, float], target: tuple[float, float, f
     return f'pos="{position[0]} {position[1]} {position[2]}" xyaxes="{numbers}"'
 
 
-def _link(joint: tuple[str, str, str, str], inside: str, *rest) -> str:
+def _solid(mount: Mount) -> str:
+    return f'contype="{mount.contype}" conaffinity="{mount.conaffinity}"'
+
+
+def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> str:
     """A body with one hinge `(name, axis, range, position)`, its shapes, and the links that follow it."""
     name, axis, limits, pos = joint
-    child = _link(*rest) if rest else ""
+    child = _link(prefix, *rest) if rest else ""
     return f"""
-    <body name="{name}" pos="{pos}" gravcomp="1">
-      <joint name="{name}" axis="{axis}" range="{limits}"/>{inside}{child}
+    <body name="{prefix}{name}" pos="{pos}" gravcomp="1">
+      <joint name="{prefix}{name}" axis="{axis}" range="{limits}"/>{inside}{child}
     </body>"""
 
 
-def _hand() -> str:
+def _hand(mount: Mount) -> str:
+    prefix, solid = mount.prefix, _solid(mount)
     return f"""
-      <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {_ROBOT}/>
-      <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {_ROBOT}/>
-      <camera name="wrist" pos="-0.080 0 0.040" euler="0 3.42 -1.5708" fovy="80"/>
-      <site name="{HAND_SITE}" pos="0 0 0.125"/>
-      {_finger("left", 1)}{_finger("right", -1)}"""
+      <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {solid}/>
+      <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {solid}/>
+      <camera name="{prefix}wrist" pos="-0.080 0 0.040" euler="0 3.42 -1.5708" fovy="80"/>
+      <site name="{prefix}{HAND_SITE}" pos="0 0 0.125"/>
+      {_finger(mount, "left", 1)}{_finger(mount, "right", -1)}"""
 
 
-def _finger(side: str, sign: int) -> str:
+def _finger(mount: Mount, side: str, sign: int) -> str:
+    name = f"{mount.prefix}{side}_finger"
     # the joint's range is wider than the motor's: an open gripper rests at its target and not against a stop,
     # where every substep would pay for solving a constraint
     return f"""
-      <body name="{side}_finger" pos="0 0 0.072" gravcomp="1">
-        <joint name="{side}_finger" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
+      <body name="{name}" pos="0 0 0.072" gravcomp="1">
+        <joint name="{name}" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
           armature="0.01"/>
         <geom type="box" size="0.011 0.006 0.030" pos="0 {sign * 0.006} 0.030" rgba="{_STEEL}" friction="2 0.05 0.001"
-          condim="4" {_ROBOT}/>
+          condim="4" {_solid(mount)}/>
       </body>"""

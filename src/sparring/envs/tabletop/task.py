@@ -9,30 +9,43 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, HOME, Scene
+from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount, Scene
 
 
 class Start(NamedTuple):
     """How one episode begins."""
 
-    # [8] joints and fingers, [3], [k, 7] positions and quaternions
+    # [R, 8] joints and fingers ([8] will do for one arm), [3], [k, 7] positions and quaternions
     arm: np.ndarray
     goal: np.ndarray
     objects: np.ndarray
 
 
 class Situation(NamedTuple):
-    """What tasks judge by and experts act on, of n robots."""
+    """What tasks judge by and experts act on, of n robots with R arms each."""
 
-    # [n, 3] each, from the table's centre
-    hand: np.ndarray
+    # [n, R, 3], [n, 3], from the table's centre
+    hands: np.ndarray
     goal: np.ndarray
-    # [n] metres between the fingers, and metres that each is commanded to be open
-    width: np.ndarray
-    grip: np.ndarray
+    # [n, R] metres between the fingers, and metres that each is commanded to be open
+    widths: np.ndarray
+    grips: np.ndarray
     # [n, K, 3], [n, K, 4]
     objects: np.ndarray
     quats: np.ndarray
+
+    # of the first arm: [n, 3], [n], [n]
+    @property
+    def hand(self) -> np.ndarray:
+        return self.hands[:, 0]
+
+    @property
+    def width(self) -> np.ndarray:
+        return self.widths[:, 0]
+
+    @property
+    def grip(self) -> np.ndarray:
+        return self.grips[:, 0]
 
 
 class Task(Protocol):
@@ -77,10 +90,12 @@ class Sector:
         return f"{self.near:.2f}..{self.far:.2f} m from the base, +-{self.degrees:g} deg"
 
 
-def arm_near_home(rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL) -> np.ndarray:
+def arm_near_home(
+    rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL, mount: Mount = SINGLE[0]
+) -> np.ndarray:
     """`[8]`: each joint uniform within `noise` rad of home."""
     arm = np.full(ARM_JOINTS + FINGERS, opening)
-    arm[:ARM_JOINTS] = HOME + rng.uniform(-noise, noise, ARM_JOINTS)
+    arm[:ARM_JOINTS] = mount.home + rng.uniform(-noise, noise, ARM_JOINTS)
     return arm
 
 

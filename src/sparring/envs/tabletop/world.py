@@ -38,7 +38,9 @@ class World:
             self._local[mine] = np.arange(len(mine))
             self._groups.append(_Group(scene, len(mine), threads))
         self.num_objects = max(len(scene.objects) for scene in kinds)
-        self._widths = (_ARM + 7 * self.num_objects, _ARM + 6 * self.num_objects)
+        # all robots have equally many arms
+        self._arms = _ARM * len(kinds[0].arms)
+        self._widths = (self._arms + 7 * self.num_objects, self._arms + 6 * self.num_objects)
 
     def qpos(self, rows: np.ndarray) -> np.ndarray:
         if len(self._groups) == 1:
@@ -58,15 +60,22 @@ class World:
 
     def objects(self, rows: np.ndarray) -> Objects:
         n, k = len(rows), self.num_objects
-        # [n, 8 + 7 K] -> [n, K, 7]
-        poses = self.qpos(rows)[:, _ARM:].reshape(n, k, 7)
-        speeds = self.qvel(rows)[:, _ARM:].reshape(n, k, 6)
+        # [n, 8 R + 7 K] -> [n, K, 7]
+        poses = self.qpos(rows)[:, self._arms :].reshape(n, k, 7)
+        speeds = self.qvel(rows)[:, self._arms :].reshape(n, k, 6)
         return Objects(poses[:, :, :3], poses[:, :, 3:], speeds[:, :, :3])
 
-    def place(self, row: int, arm: np.ndarray, objects: np.ndarray) -> None:
-        """Put one robot at rest with its arm at `[8]` and its objects at poses `[k, 7]`."""
+    def arms(self, rows: np.ndarray) -> np.ndarray:
+        """`[n, R, 8]`: six joints and two fingers of each arm."""
+        return self.qpos(rows)[:, : self._arms].reshape(len(rows), -1, _ARM)
+
+    def arm_speeds(self, rows: np.ndarray) -> np.ndarray:
+        return self.qvel(rows)[:, : self._arms].reshape(len(rows), -1, _ARM)
+
+    def place(self, row: int, arms: np.ndarray, objects: np.ndarray) -> None:
+        """Put one robot at rest with its arms at `[R, 8]` and its objects at poses `[k, 7]`."""
         physics = self._groups[self._group[row]].physics
-        physics.place(self._local[row], np.concatenate([arm, objects.ravel()]))
+        physics.place(self._local[row], np.concatenate([arms.ravel(), objects.ravel()]))
 
     def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
         if len(self._groups) == 1:
