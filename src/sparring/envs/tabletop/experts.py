@@ -9,8 +9,6 @@ noise, and goes on from any `set_state`. It sees object poses whether or not the
 the hand at a way-point and says so in the env's own control mode, through damped least squares where those are joints.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from sparring.envs.tabletop.backend import Tabletop
@@ -23,26 +21,15 @@ from sparring.envs.tabletop.control import (
     HandMover,
     about_z,
 )
+from sparring.envs.tabletop.dual import Handover, LiftTray
+from sparring.envs.tabletop.dual_experts import handover, lift_tray
 from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL
 from sparring.envs.tabletop.task import Situation, distance
+from sparring.envs.tabletop.wish import Wish
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
-
-
-class Wish(NamedTuple):
-    """Of n robots: where the hand should go, how it is turned about z, and what the fingers do.
-
-    Of robots with R arms, `[n, R, 3]` and `[n, R]`.
-    """
-
-    # [n, 3], [n] rad from how delta_ee_pos holds it, [n] from -1 (close) to 1 (open)
-    point: np.ndarray
-    yaw: np.ndarray
-    grip: np.ndarray
-    # [n] at most this part of the fastest step
-    speed: np.ndarray
 
 
 class Expert:
@@ -166,7 +153,7 @@ def put_on(now: Situation) -> Wish:
     return Wish(point, _face(now.quats[:, 0]), grip, speed)
 
 
-EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on}
+EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on, LiftTray: lift_tray, Handover: handover}
 
 
 def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:

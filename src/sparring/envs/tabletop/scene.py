@@ -46,9 +46,10 @@ class Mount:
 
     prefix: str = ""
     base: tuple[float, float, float] = ARM_BASE
-    # radians about z that the hand is turned by at home, and that delta_ee_pos keeps it at: at 0 the fingers open along
-    # y, and the camera is on the side away from the base
+    # radians about z that the hand is turned by at home and kept at in delta_ee_pos; at 0 the fingers open along y
     hand_yaw: float = 0.0
+    # which side of the hand the camera is on: at yaw 0, the one away from the base, or (-1) the one towards it
+    camera_side: int = 1
     # collision bits: scenery has 1 and 2, objects have both
     contype: int = 2
     conaffinity: int = 1
@@ -60,10 +61,11 @@ class Mount:
 
 
 SINGLE = (Mount(),)
-# fingers that open along x, cameras on the far side of what both hold; the bit 4 lets the two arms touch each other
+# Fingers that open along x, cameras that look towards the other hand. The hands are turned outwards, which leaves their
+# wrists the most room to turn where an arm reaches out to its own side. The bit 4 lets the two arms touch each other.
 DUAL = (
-    Mount("left_", (-0.38, 0.22, 0.0), hand_yaw=pi / 2, contype=2, conaffinity=1 | 4),
-    Mount("right_", (-0.38, -0.22, 0.0), hand_yaw=-pi / 2, contype=2 | 4, conaffinity=1),
+    Mount("left_", (-0.38, 0.28, 0.0), hand_yaw=pi / 2, camera_side=-1, contype=2, conaffinity=1 | 4),
+    Mount("right_", (-0.38, -0.28, 0.0), hand_yaw=-pi / 2, camera_side=-1, contype=2 | 4, conaffinity=1),
 )
 
 
@@ -191,7 +193,7 @@ def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
     position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
     if arms > 1:
-        position, target, fovy = (0.62, 0.0, 0.72), (-0.16, 0.0, 0.04), 50
+        position, target, fovy = (0.62, 0.0, 0.74), (-0.22, 0.0, 0.08), 52
     return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position, target)}/>')
 
 
@@ -284,10 +286,12 @@ def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> 
 
 def _hand(mount: Mount) -> str:
     prefix, solid = mount.prefix, _solid(mount)
+    outside, inside = 'pos="-0.080 0 0.040" euler="0 3.42 -1.5708"', 'pos="0.080 0 0.040" euler="0 -3.42 1.5708"'
+    camera = outside if mount.camera_side > 0 else inside
     return f"""
       <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {solid}/>
       <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {solid}/>
-      <camera name="{prefix}wrist" pos="-0.080 0 0.040" euler="0 3.42 -1.5708" fovy="80"/>
+      <camera name="{prefix}wrist" {camera} fovy="80"/>
       <site name="{prefix}{HAND_SITE}" pos="0 0 0.125"/>
       {_finger(mount, "left", 1)}{_finger(mount, "right", -1)}"""
 

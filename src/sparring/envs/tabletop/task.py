@@ -69,21 +69,22 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Sector:
-    """A part of a ring around the arm's base, on the table: where the arm reaches is such a ring."""
+    """A part of a ring around an arm's base, on the table: where the arm reaches is such a ring."""
 
     # metres from the axis of the base, and degrees to either side of straight ahead
     near: float
     far: float
     degrees: float
+    base: tuple[float, float, float] = ARM_BASE
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """A point (x, y), uniform over the area."""
         radius = np.sqrt(rng.uniform(self.near**2, self.far**2))
         angle = np.deg2rad(rng.uniform(-self.degrees, self.degrees))
-        return np.array([ARM_BASE[0] + radius * np.cos(angle), ARM_BASE[1] + radius * np.sin(angle)])
+        return np.array([self.base[0] + radius * np.cos(angle), self.base[1] + radius * np.sin(angle)])
 
     def holds(self, point: np.ndarray) -> bool:
-        x, y = point[0] - ARM_BASE[0], point[1] - ARM_BASE[1]
+        x, y = point[0] - self.base[0], point[1] - self.base[1]
         return self.near <= np.hypot(x, y) <= self.far and abs(np.arctan2(y, x)) <= np.deg2rad(self.degrees)
 
     def __str__(self) -> str:
