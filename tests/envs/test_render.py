@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.raster import (
     AMBIENT,
@@ -21,7 +22,7 @@ from sparring.envs.tabletop.raster import (
     draw,
 )
 from sparring.envs.tabletop.render import Renderer
-from sparring.envs.tabletop.scene import HOME, compile_scene, load_mujoco
+from sparring.envs.tabletop.scene import compile_scene, load_mujoco
 
 RED, BLUE = (0.9, 0.1, 0.1), (0.1, 0.1, 0.9)
 # turns a shape's z axis onto the world's y axis: seen from the side

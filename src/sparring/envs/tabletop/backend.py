@@ -11,8 +11,9 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.arm import ARM_JOINTS, Mount
 from sparring.envs.tabletop.control import HandMover, make_control
-from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, Mount
+from sparring.envs.tabletop.scene import CONTROL_HZ
 from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
 from sparring.envs.tabletop.world import Objects, World

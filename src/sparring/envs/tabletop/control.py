@@ -20,8 +20,9 @@ Turns are rotation vectors in the world's axes.
 import numpy as np
 from numba import njit
 
+from sparring.envs.tabletop.arm import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, HAND_SITE, SINGLE, Mount
 from sparring.envs.tabletop.kinematics import Kinematics, point_jacobian, select
-from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, HAND_SITE, SINGLE, Mount, compile_scene
+from sparring.envs.tabletop.scene import compile_scene
 
 JOINT_STEP = 0.05
 HAND_STEP = 0.02

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import CUBE_HALF, DUAL, RED, Block, Scene
+from sparring.envs.tabletop.arm import DUAL
+from sparring.envs.tabletop.scene import CUBE_HALF, RED, Block, Scene
 from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
 
 # from the tray's centre to where a hand holds a handle, metres along its own y and z
@@ -141,7 +142,7 @@ class Handover:
         "take the bar with the left hand and give it to the right one",
         "pick up the yellow bar on the left and let the right arm take it",
     )
-    max_episode_steps: int = 120
+    max_episode_steps: int = 130
     hold: int = 5
     height: float = 0.05
     clear: float = 0.06

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from sparring.envs.tabletop.arm import FINGER_TRAVEL
 from sparring.envs.tabletop.dual import BAR_GRIP, LEFT, RIGHT, bar_yaw, beside_bar, handles, left_end, on_bar, rotations
-from sparring.envs.tabletop.scene import FINGER_TRAVEL
 from sparring.envs.tabletop.task import Situation, distance
 from sparring.envs.tabletop.wish import Wish
 

@@ -11,6 +11,7 @@ the hand at a way-point and says so in the env's own control mode, through dampe
 
 import numpy as np
 
+from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import (
     APPROACH,
@@ -25,7 +26,6 @@ from sparring.envs.tabletop.dual import Handover, LiftTray
 from sparring.envs.tabletop.dual_experts import handover, lift_tray
 from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
 from sparring.envs.tabletop.reach import Reach
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL
 from sparring.envs.tabletop.task import Situation, distance
 from sparring.envs.tabletop.wish import Wish
 from sparring.errors import UserError

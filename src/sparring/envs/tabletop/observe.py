@@ -29,7 +29,7 @@ A robot with two arms has the blocks up to `hand_axis` twice, first all `left_`,
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, FINGERS
+from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL, FINGERS
 
 # block -> (size, scale)
 _ARM_BLOCKS = {

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount, Scene
+from sparring.envs.tabletop.arm import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount
+from sparring.envs.tabletop.scene import Scene
 
 
 class Start(NamedTuple):

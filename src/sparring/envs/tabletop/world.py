@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sparring.envs.backend import Arrays
+from sparring.envs.tabletop.arm import ARM_JOINTS, FINGERS
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.physics import Physics
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGERS, Scene
+from sparring.envs.tabletop.scene import Scene
 
 _ARM = ARM_JOINTS + FINGERS
 
