@@ -19,6 +19,8 @@ from sparring.evaluate import wilson
 
 # tasks that can be done
 GUIDED = [name for name, task in TASKS.items() if type(task) in EXPERTS]
+# how each task is done unless --control-mode says otherwise: where a hand has to turn, it must be able to
+USUAL_MODE, MODES = "delta_ee_pos", {"handover": "delta_ee", "lift_tray": "delta_ee"}
 # of 100 episodes, by distribution
 TARGETS = {"d0": 0.95, "d1": 0.90, "d2": 0.85}
 
@@ -29,7 +31,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="deviation added to actions")
-    parser.add_argument("--control-mode", nargs="+", choices=CONTROLS, default=["delta_ee_pos"])
+    parser.add_argument("--control-mode", nargs="+", choices=CONTROLS, default=[None], metavar="MODE")
     parser.add_argument("--dry-run", action="store_true", help="print only")
     arguments = parser.parse_args()
 
@@ -37,7 +39,8 @@ def main() -> None:
     for mode in arguments.control_mode:
         for noise in arguments.noise:
             for task in arguments.tasks:
-                cells.append(measure(task, mode, noise, arguments.episodes, arguments.seed))
+                usual = MODES.get(task[: -len("_d0")], USUAL_MODE)
+                cells.append(measure(task, mode or usual, noise, arguments.episodes, arguments.seed))
     rows = [("task", "control", "noise", "success", "95 % interval", "reward", "target")]
     print(table(rows + [_row(cell) for cell in cells]))
     if not arguments.dry_run:

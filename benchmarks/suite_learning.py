@@ -96,15 +96,15 @@ def keep(outcome: dict) -> None:
 
 
 def summary(runs: dict[str, dict]) -> str:
-    rows = [("problem", "seeds", "steps", "minutes", "success of each seed (200 episodes)", "first at target", "target")]
+    rows = [
+        ("problem", "seeds", "steps", "minutes", "success of each seed (200 episodes)", "first at target", "target")
+    ]
     for name, problem in PROBLEMS.items():
         mine = [run for run in runs.values() if run["problem"] == name]
         if mine:
             finals = ", ".join(_in_words(run["curve"][-1]) for run in mine)
             minutes = statistics.median(run["seconds"] for run in mine) / 60
-            rows.append(
-                (name, len(mine), f"{mine[0]['steps']:,}", f"{minutes:.1f}", finals, *_reached(problem, mine))
-            )
+            rows.append((name, len(mine), f"{mine[0]['steps']:,}", f"{minutes:.1f}", finals, *_reached(problem, mine)))
     return report.table(rows)
 
 

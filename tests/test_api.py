@@ -109,7 +109,7 @@ def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
     with pytest.raises(ValueError, match="ppo.gamma: cannot be changed after training"):
         evaluate_checkpoint(str(tmp_path), [Setting("ppo.gamma", 0.5, "here")])
     with pytest.raises(ValueError, match="trained with observation = "):
-        evaluate_checkpoint(str(tmp_path), [Setting("env.object_state", False, "here")])
+        evaluate_checkpoint(str(tmp_path), [Setting("env.object_state", "hidden", "here")])
     with pytest.raises(ValueError, match="there is no folder"):
         evaluate_checkpoint(str(tmp_path), [], json_file=tmp_path / "no" / "x.json")
     evaluation = evaluate_checkpoint(str(tmp_path), [Setting("env.task", "reach_d1", "here")])

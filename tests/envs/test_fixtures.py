@@ -194,7 +194,7 @@ def test_observations_tell_how_far_and_how_fast():
     assert (now.mechanisms > 0.05).all()
     np.testing.assert_allclose(_block(step.observation["state"], "mechanism0"), now.mechanisms, atol=1e-6)
     np.testing.assert_allclose(_block(step.observation["state"], "mechanism0_speed"), now.mechanism_speeds, atol=1e-5)
-    _, seen = _tabletop("button_d0", 3, object_state=False)
+    _, seen = _tabletop("button_d0", 3, object_state="hidden")
     assert seen["state"].shape[1] == 30
 
 

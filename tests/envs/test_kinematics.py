@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from sparring.envs.tabletop.arm import ARM_JOINTS, HAND_SITE, HOME
 from sparring.envs.tabletop.kinematics import Kinematics, point_jacobian, select
-from sparring.envs.tabletop.scene import ARM_JOINTS, HAND_SITE, HOME, compile_scene, load_mujoco
+from sparring.envs.tabletop.scene import compile_scene, load_mujoco
 
 mujoco = load_mujoco()
 

@@ -8,13 +8,14 @@ import pytest
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.look import rotations
 from sparring.envs.tabletop.points import point_clouds
 from sparring.envs.tabletop.raster import draw
 from sparring.envs.tabletop.render import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer
-from sparring.envs.tabletop.scene import BALL, HOME, Part, compile_scene, standard_parts
+from sparring.envs.tabletop.scene import BALL, Part, compile_scene, standard_parts
 from sparring.envs.tabletop.surfaces import PLANE
 from sparring.errors import UserError
 

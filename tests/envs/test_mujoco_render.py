@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from sparring.envs.tabletop import mujoco_render
+from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.render import GOAL, OBJECTS, Renderer
-from sparring.envs.tabletop.scene import HOME, Marker, Part, compile_scene, standard_parts
+from sparring.envs.tabletop.scene import Marker, Part, compile_scene, standard_parts
 from sparring.errors import UserError
 
 CUBE = Part('<body><freejoint/><geom type="box" size="0.03 0.03 0.03" mass="0.1" rgba="0.86 0.18 0.16 1"/></body>')

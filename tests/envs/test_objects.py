@@ -21,7 +21,7 @@ MIXED = ("reach_d0", "lift_d2", "push_d2")
 
 
 def test_there_are_tasks_with_three_distributions_each():
-    names = ("reach", "push", "lift", "place", "stack", "drawer", "button")
+    names = ("reach", "push", "lift", "place", "stack", "drawer", "button", "handover", "lift_tray")
     assert list(TASKS) == [f"{name}_d{d}" for name in names for d in range(3)] + ["explore"]
     for task in TASKS.values():
         assert len(set(task.instructions)) >= 3
@@ -104,7 +104,7 @@ def test_state_holds_what_its_layout_says():
     zero = np.zeros(4)
     expected = np.stack([np.cos(yaw), np.sin(yaw), zero, -np.sin(yaw), np.cos(yaw), zero], axis=1)
     np.testing.assert_allclose(_block(state, "object0_rotation"), expected, atol=1e-3)
-    blind, observation = _tabletop(2, task="push_d2", object_state=False)
+    blind, observation = _tabletop(2, task="push_d2", object_state="hidden")
     assert observation["state"].shape == (2, 30)
 
 
@@ -116,9 +116,8 @@ def test_rotation_columns_of_a_known_turn():
 
 def _situation(hand, cube, goal=(0, 0, 0), width=0.08, grip=0.04):
     one = np.array([[cube]], float)
-    return Situation(
-        np.array([hand], float), np.array([goal], float), np.array([width]), np.array([grip]), one, np.zeros((1, 1, 4))
-    )
+    hands, widths, grips = np.array([[hand]], float), np.array([[width]]), np.array([[grip]])
+    return Situation(hands, np.array([goal], float), widths, grips, one, np.zeros((1, 1, 4)))
 
 
 def test_lift_reward_by_hand():
@@ -147,7 +146,7 @@ def test_push_reward_by_hand():
 def _two(hand, cube, below, width=0.08, grip=0.04):
     pair = np.array([[cube, below]], float)
     goal, quats = np.zeros((1, 3)), np.zeros((1, 2, 4))
-    return Situation(np.array([hand], float), goal, np.array([width]), np.array([grip]), pair, quats)
+    return Situation(np.array([[hand]], float), goal, np.array([[width]]), np.array([[grip]]), pair, quats)
 
 
 def test_stack_reward_by_hand():
@@ -181,7 +180,7 @@ def test_a_cube_cannot_be_pushed_onto_the_plate():
 
 def test_sparse_reward_is_paid_once_at_the_end_of_a_success():
     env, _ = _tabletop(2, max_episode_steps=8, reward="sparse")
-    near, rewards = env._hand.copy(), []
+    near, rewards = env.situation().hand.copy(), []
     for number in range(1, 9):
         # robot 0 is at its goal in steps 4..8, robot 1 in 5..8
         env._goal[:] = near + [[9.0 * (number < 4)], [9.0 * (number < 5)]]

@@ -12,7 +12,7 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.registration import register
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.control import CONTROLS
+from sparring.envs.tabletop.control import CONTROLS, HandMover
 from sparring.envs.tabletop.task import Situation
 from sparring.envs.tabletop.tasks import TASKS, describe, find
 
@@ -48,7 +48,7 @@ def test_spec_matches_what_is_observed():
     assert env.spec.control_hz == 25 and env.spec.max_episode_steps == 50 and env.spec.action_dim == 7
     step = env.step(_actions(env, 1)[0])
     assert step.reward.dtype == np.float32 and step.executed.dtype == np.int64
-    blind, _ = _tabletop(object_state=False)
+    blind, _ = _tabletop(object_state="hidden")
     assert env.spec.observation["state"][0] == (36,) and blind.spec.observation["state"][0] == (30,)
 
 
@@ -71,7 +71,7 @@ def test_state_holds_what_its_layout_says():
 
 def test_reward_by_hand():
     hand, nothing = np.array([[0, 0, 0], [0, 0.03, 0], [1e3, 0, 0]]), np.zeros((3, 0, 3))
-    now = Situation(hand, np.zeros((3, 3)), np.zeros(3), np.zeros(3), nothing, nothing)
+    now = Situation(hand[:, None], np.zeros((3, 3)), np.zeros((3, 1)), np.zeros((3, 1)), nothing, nothing)
     reward, satisfied = find("reach_d0").score(now)
     np.testing.assert_allclose(reward, [1.0, 0.7 * (1 - np.tanh(0.15)), 0.0], atol=1e-12)
     assert satisfied.tolist() == [True, False, False]
@@ -99,7 +99,7 @@ def test_doing_nothing_fails():
 
 def test_success_needs_the_last_five_steps():
     env, _ = _tabletop(2, max_episode_steps=8)
-    near, far = env._hand.copy(), np.full((2, 3), 0.5)
+    near, far = env.situation().hand.copy(), np.full((2, 3), 0.5)
     still = np.zeros((2, 1, 7))
     for number in range(1, 9):
         # robot 0 is at its goal in steps 4..8, robot 1 in 5..8
@@ -339,8 +339,8 @@ def _hand_after(mode, action, steps=40):
     for _ in range(steps):
         env.step(np.array(action, float)[None, None] if mode == "qpos" else np.zeros((1, 1, len(action))))
     command, arm = env.arms()
-    _, mat = env._kinematics(arm).frames(env._hand_frame)
-    return env.situation().hand[0] - before, command[0], mat[0, 0]
+    _, mat = HandMover().where(arm)
+    return env.situation().hand[0] - before, command[0, 0], mat[0, 0]
 
 
 def test_one_delta_ee_action_moves_or_turns_the_hand():

@@ -29,6 +29,16 @@ def _no_camera_twice(cameras: tuple[str, ...]) -> tuple[str, ...]:
     return cameras
 
 
+DOMAINS = ("appearance", "background", "light", "camera_pose", "clutter", "friction")
+
+
+def _all_domains(names):
+    """ "all" is every one of them, and a bare name is a list of one."""
+    if names == "all":
+        return DOMAINS
+    return (names,) if isinstance(names, str) else names
+
+
 class TabletopConfig(Section):
     """The built-in robot arm on a table."""
 
@@ -36,11 +46,22 @@ class TabletopConfig(Section):
     task: TaskList = Field(
         ("reach_d0",), description="task and reset distribution; several are dealt out over the envs"
     )
-    cameras: Annotated[tuple[Literal["head", "wrist"], ...], AfterValidator(_no_camera_twice)] = Field(
-        (), description="cameras the policy sees; [] is state only"
-    )
+    cameras: Annotated[
+        tuple[Literal["head", "wrist", "left_wrist", "right_wrist"], ...], AfterValidator(_no_camera_twice)
+    ] = Field((), description="cameras the policy sees; [] is state only; with two arms left_wrist and right_wrist")
     image_size: int = Field(64, ge=16, le=512, description="pixels a side of each camera image")
-    object_state: bool = Field(True, description="object and goal positions are part of observation/state")
+    depth: bool = Field(False, description="observation/depth/<camera> beside each image, metres")
+    segmentation: bool = Field(False, description="observation/segmentation/<camera>: what each pixel belongs to")
+    points: int = Field(0, ge=0, le=8192, description="observation/points: so many points of what the cameras see")
+    object_state: Literal["state", "privileged", "hidden"] = Field(
+        "state", description="goal and object poses: in observation/state, for critics only, or shown to nobody"
+    )
+    pad_state: int = Field(
+        0, ge=0, le=4096, description="observation/state is padded with zeros to this; 0: not at all"
+    )
+    pad_action: int = Field(
+        0, ge=0, le=256, description="actions have so many entries, the last ignored; 0: no padding"
+    )
     control_mode: Literal["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"] = Field(
         "delta_qpos",
         description="what an action means: joint steps, hand steps (pointing down), hand steps and turns, or joints",
@@ -49,6 +70,13 @@ class TabletopConfig(Section):
         "dense", description="dense: shaped, in [0, 1] a step; sparse: 1 at the end of a successful episode"
     )
     action_scale: float = Field(1.0, gt=0, le=4, description="multiplies the largest step of an action")
+    domain_randomization: Annotated[tuple[Literal[DOMAINS], ...], BeforeValidator(_all_domains)] = Field(
+        (), description=f"what differs between episodes beside the task: all, or a list of {', '.join(DOMAINS)}"
+    )
+    noise_screen: bool = Field(False, description="the screen of the task explore shows random static, new each step")
+    video_renderer: Literal["builtin", "mujoco"] = Field(
+        "builtin", description="what draws videos; mujoco is prettier and needs the GL libraries EGL or OSMesa"
+    )
     threads: int = Field(0, ge=0, description="threads that step and draw the robots; 0 is one per core")
 
 

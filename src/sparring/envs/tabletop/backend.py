@@ -11,16 +11,17 @@ import numpy as np
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
-from sparring.envs.tabletop.control import make_control
-from sparring.envs.tabletop.kinematics import Kinematics, select
-from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, FINGERS, HAND_SITE, compile_scene
+from sparring.envs.tabletop.arm import ARM_JOINTS, Mount
+from sparring.envs.tabletop.control import HandMover, make_control
+from sparring.envs.tabletop.domain import Domain, cluttered
+from sparring.envs.tabletop.scene import CONTROL_HZ
+from sparring.envs.tabletop.sight import Sight
 from sparring.envs.tabletop.task import Situation, Task
 from sparring.envs.tabletop.tasks import find
 from sparring.envs.tabletop.things import place_clutter
 from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
 
-_ARM = ARM_JOINTS + FINGERS
 _SPLITS = ("train", "eval")
 
 
@@ -30,22 +31,24 @@ class Tabletop:
     def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
         self.config = self._config = config
-        self._tasks = [find(name) for name in config.task]
+        self._tasks = [cluttered(find(name), config.domain_randomization) for name in config.task]
+        self.mounts = _embodiment(self._tasks, config.cameras)
         self._threads = config.threads or os.cpu_count() or 1
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
         # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
-        self._world = World([self._tasks[index].scene for index in self._task], self._threads)
-        # the arm alone: the same in every scene, and first in every scene's joint positions
-        model = compile_scene()
-        self._kinematics = Kinematics(model)
-        self._hand_frame = select(self._kinematics.sites, [model.site(HAND_SITE).id])
-        self._control = make_control(config.control_mode, model, config.action_scale)
+        self._world = World([self._tasks[index].scene for index in self._task], self._threads, config.video_renderer)
+        self._domain = Domain(config.domain_randomization, self._world)
+        self._sight = Sight(config, self._world)
+        self._hand_mover = HandMover(self.mounts)
+        self._control = make_control(config.control_mode, self._hand_mover, config.action_scale)
         self._recorded: list[int] = []
 
         limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
+        counts = (self._world.num_objects, self._world.num_mechanisms, len(self.mounts))
+        self._robot_scale = observe.scales(*counts, world=False)
+        self._world_scale = observe.scales(*counts, robot=False)
         self.spec = self._make_spec(int(limits.max()))
-        self._state_scale = observe.scales(config.object_state, self._world.num_objects, self._world.num_mechanisms)
         self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
         # where the phrasings of each task begin in spec.instructions
@@ -53,7 +56,7 @@ class Tabletop:
         self._all = np.arange(num_envs)
 
         self._seeds: EpisodeSeeds | None = None
-        self._command = np.zeros((num_envs, ARM_JOINTS + 1))
+        self._command = np.zeros((num_envs, len(self.mounts), ARM_JOINTS + 1))
         self._goal = np.zeros((num_envs, 3))
         # steps since the episode began, and how many of the last ones in a row satisfied the task
         self._elapsed = np.zeros(num_envs, np.int64)
@@ -61,8 +64,8 @@ class Tabletop:
         self._episode = np.zeros(num_envs, np.int64)
         self._phrasing = np.zeros(num_envs, np.int64)
         # follow from the physics state
-        self._hand = np.zeros((num_envs, 3))
-        self._hand_axis = np.zeros((num_envs, 3))
+        self._hands = np.zeros((num_envs, len(self.mounts), 3))
+        self._hand_axes = np.zeros((num_envs, len(self.mounts), 3))
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         self._seeds = seeds
@@ -109,18 +112,24 @@ class Tabletop:
         return self._situation(self._all, self._world.objects(self._all))
 
     def arms(self) -> tuple[np.ndarray, np.ndarray]:
-        """Commands `[N, 7]` and joint positions `[N, 8]` of all robots."""
-        return self._command.copy(), self._world.qpos(self._all)[:, :_ARM]
+        """Commands `[N, R, 7]` and joint positions `[N, R, 8]` of all robots."""
+        return self._command.copy(), self._world.arms(self._all)
 
     def robot_tasks(self) -> list[Task]:
         """The task of each robot."""
         return [self._tasks[index] for index in self._task]
 
+    def moments(self) -> np.ndarray:
+        """`[N]`: a number of its own for each step of each episode, whichever robot goes through it."""
+        seeds = self._started()
+        episodes = [seeds(row, int(episode)) for row, episode in enumerate(self._episode)]
+        return np.array(episodes, np.uint64) << np.uint64(20) | self._elapsed.astype(np.uint64)
+
     def state(self) -> Arrays:
         seeds = self._started()
         return {
             "physics": self._world.state(),
-            "command": self._command.copy(),
+            "command": self._command.reshape(self.num_envs, -1).copy(),
             "goal": self._goal.copy(),
             "elapsed": self._elapsed.copy(),
             "streak": self._streak.copy(),
@@ -138,7 +147,7 @@ class Tabletop:
                 "build the env with the config and num_envs that the state was saved from"
             )
         self._world.set_state(state["physics"])
-        self._command[:] = state["command"]
+        self._command[:] = state["command"].reshape(self._command.shape)
         self._goal[:] = state["goal"]
         self._elapsed[:] = state["elapsed"]
         self._streak[:] = state["streak"]
@@ -146,19 +155,25 @@ class Tabletop:
         self._phrasing[:] = state["phrasing"]
         seed, split, first_env, total_envs = (int(v) for v in state["seeds"])
         self._seeds = EpisodeSeeds(seed, _SPLITS[split], first_env, total_envs)
-        self._locate_hand(self._all)
+        for row in self._all:
+            self._domain.begin(row, self._seeds(int(row), int(self._episode[row])))
+        self._locate_hands(self._all)
 
     def close(self) -> None:
         self._world.close()
 
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
-        size = self._config.image_size
-        images = {f"image/{camera}": ((3, size, size), "uint8") for camera in self._config.cameras}
-        world = self._world
-        state = len(observe.scales(self._config.object_state, world.num_objects, world.num_mechanisms))
+        config, robot, world = self._config, len(self._robot_scale), len(self._world_scale)
+        state = robot + (world if config.object_state == "state" else 0)
+        vectors = {"state": ((_padded("env.pad_state", config.pad_state, state),), "float32")}
+        if config.object_state == "privileged":
+            vectors["privileged"] = ((world,), "float32")
+        actions = self._control.action_dim * len(self.mounts)
+        action_dim = _padded("env.pad_action", config.pad_action, actions)
         return EnvSpec(
-            observation={"state": ((state,), "float32"), **images, "task": ((), "int64")},
-            action_dim=self._control.action_dim,
+            observation={**vectors, **self._sight.spec(), "task": ((), "int64")},
+            action_dim=action_dim,
+            action_padding=action_dim - actions,
             task_names=tuple(task.name for task in self._tasks for _ in task.instructions),
             instructions=tuple(text for task in self._tasks for text in task.instructions),
             max_episode_steps=max_episode_steps,
@@ -182,33 +197,38 @@ class Tabletop:
         if np.isnan(action).any():
             broken = np.flatnonzero(np.isnan(action).any(axis=(1, 2)))
             raise UserError(f"actions of robots {broken.tolist()} hold NaN; the policy that made them has diverged")
-        return np.clip(action, -1.0, 1.0)
+        return np.clip(action[..., : expected[1] - self.spec.action_padding], -1.0, 1.0)
 
     def _begin(self, rows: np.ndarray) -> None:
         """Start the current episode of these robots."""
         seeds = self._started()
         for row in rows:
-            rng = np.random.default_rng(seeds(int(row), int(self._episode[row])))
+            seed = seeds(int(row), int(self._episode[row]))
+            rng = np.random.default_rng(seed)
             task = self._tasks[self._task[row]]
             start = task.start(rng)
             self._goal[row] = start.goal
             # the motors hold the arm where it starts
-            self._command[row] = start.arm[: ARM_JOINTS + 1]
+            self._command[row] = np.reshape(start.arm, (len(self.mounts), -1))[:, : ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
             # drawn last: an episode is the same with clutter and without
             clutter = place_clutter(rng, task.scene, start)
-            self._world.place(row, start.arm, start.objects, start.mechanisms, clutter)
+            self._world.place(row, start, clutter)
+            self._domain.begin(row, seed)
         self._elapsed[rows] = 0
         self._streak[rows] = 0
-        self._locate_hand(rows)
+        self._locate_hands(rows)
 
     def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
         """One control step under actions `[n, A]`; rewards `[n]`."""
-        command = self._control(self._command[rows], action, self._world.qpos(rows)[:, :_ARM])
-        self._command[rows] = command
-        # both fingers follow one command
-        self._world.advance(rows, np.concatenate([command, command[:, -1:]], axis=1))
-        self._locate_hand(rows)
+        # [n, R, ...] -> [n R, ...]
+        parts = (self._command[rows], action.reshape(len(rows), len(self.mounts), -1), self._world.arms(rows))
+        command = self._control(*(part.reshape(-1, part.shape[-1]) for part in parts))
+        self._command[rows] = command.reshape(parts[0].shape)
+        # both fingers of a hand follow one command
+        motors = np.concatenate([command, command[:, -1:]], axis=1)
+        self._world.advance(rows, motors.reshape(len(rows), -1))
+        self._locate_hands(rows)
         reward, satisfied = self._score(rows)
         self._elapsed[rows] += 1
         self._streak[rows] = (self._streak[rows] + 1) * satisfied
@@ -219,10 +239,9 @@ class Tabletop:
         return (self._elapsed[rows] >= self._limit[rows]) & (self._streak[rows] >= self._hold[rows])
 
     def _situation(self, rows: np.ndarray, objects: Objects) -> Situation:
-        width = self._world.qpos(rows)[:, ARM_JOINTS:_ARM].sum(axis=1)
-        grip = self._command[rows, -1]
-        hand, goal, moving = self._hand[rows], self._goal[rows], self._world.mechanisms(rows)
-        return Situation(hand, goal, width, grip, objects.pos, objects.quat, *moving)
+        widths = self._world.arms(rows)[:, :, ARM_JOINTS:].sum(axis=2)
+        grips, moving = self._command[rows, :, -1], self._world.mechanisms(rows)
+        return Situation(self._hands[rows], self._goal[rows], widths, grips, objects.pos, objects.quat, *moving)
 
     def _score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now = self._situation(rows, self._world.objects(rows))
@@ -234,26 +253,61 @@ class Tabletop:
             reward[mine], satisfied[mine] = task.score(Situation(*(values[mine] for values in now)))
         return reward, satisfied
 
-    def _locate_hand(self, rows: np.ndarray) -> None:
-        pos, mat = self._kinematics(self._world.qpos(rows)[:, :_ARM]).frames(self._hand_frame)
-        self._hand[rows] = pos[:, 0]
-        self._hand_axis[rows] = mat[:, 0, :, 2]
+    def _locate_hands(self, rows: np.ndarray) -> None:
+        pos, mat = self._hand_mover.where(self._world.arms(rows))
+        self._hands[rows] = pos
+        self._hand_axes[rows] = mat[..., 2]
 
     def _observe(self, rows: np.ndarray) -> Arrays:
-        """What these robots see now; image rows are drawn for them only."""
+        """What these robots feel and see now; image rows are drawn for them only."""
+        state, world = self._feel(rows), self._world_vector(rows)
+        privileged = {}
+        if self._config.object_state == "state":
+            state = np.concatenate([state, world], axis=1)
+        elif self._config.object_state == "privileged":
+            privileged["privileged"] = world
+        # no copy where there is nothing to pad
+        missing = self.spec.observation["state"][0][0] - state.shape[1]
+        state = np.pad(state, ((0, 0), (0, missing))) if missing else state
+        seen = self._sight.observe(rows, self._goal[rows], self.moments)
+        return {"state": state, **privileged, **seen, "task": self._phrasing[rows].copy()}
+
+    def _feel(self, rows: np.ndarray) -> np.ndarray:
+        """`[n, S]`: what a robot knows of itself, in the order of observe.layout."""
+        arms = [self._world.arms(rows), self._world.arm_speeds(rows)]
+        arms += [self._command[rows], self._hands[rows], self._hand_axes[rows]]
         time_left = 1 - self._elapsed[rows, None] / self._limit[rows, None]
-        hand, qpos = self._hand[rows], self._world.qpos(rows)
-        # in the order of observe.layout
-        blocks = [qpos[:, :_ARM], self._world.qvel(rows)[:, :_ARM]]
-        blocks += [self._command[rows], hand, self._hand_axis[rows], time_left]
-        if self._config.object_state:
-            blocks += [self._goal[rows], self._goal[rows] - hand]
-            if self._world.num_objects:
-                blocks.append(observe.object_blocks(*self._world.objects(rows), hand))
-            if self._world.num_mechanisms:
-                blocks.append(observe.mechanism_blocks(*self._world.mechanisms(rows)))
-        observation = {"state": (np.concatenate(blocks, axis=1) * self._state_scale).astype(np.float32)}
-        if self._config.cameras:
-            images = self._world.images(rows, self._goal[rows], self._config.cameras, self._config.image_size)
-            observation |= {f"image/{camera}": pixels for camera, pixels in images.items()}
-        return observation | {"task": self._phrasing[rows].copy()}
+        # [n, R, 29] -> [n, 29 R]
+        blocks = [np.concatenate(arms, axis=2).reshape(len(rows), -1), time_left]
+        return (np.concatenate(blocks, axis=1) * self._robot_scale).astype(np.float32)
+
+    def _world_vector(self, rows: np.ndarray) -> np.ndarray:
+        """`[n, W]`: where goal and things are, in the order of observe.layout."""
+        hands, goal = self._hands[rows], self._goal[rows]
+        blocks = [goal, (goal[:, None] - hands).reshape(len(rows), -1)]
+        if self._world.num_objects:
+            blocks.append(observe.object_blocks(*self._world.objects(rows), hands))
+        if self._world.num_mechanisms:
+            blocks.append(observe.mechanism_blocks(*self._world.mechanisms(rows)))
+        return (np.concatenate(blocks, axis=1) * self._world_scale).astype(np.float32)
+
+
+def _padded(key: str, wanted: int, size: int) -> int:
+    """How long a vector of this size becomes."""
+    if wanted and wanted < size:
+        raise UserError(f"{key}={wanted} is shorter than the {size} entries there are; give at least {size}, or 0")
+    return wanted or size
+
+
+def _embodiment(tasks: list[Task], cameras: tuple[str, ...]) -> tuple[Mount, ...]:
+    """The arms that all these tasks are done with."""
+    first = tasks[0].scene
+    for task in tasks:
+        if task.scene.arms != first.arms:
+            counts = f"{tasks[0].name} has {len(first.arms)} arm(s) and {task.name} has {len(task.scene.arms)}"
+            raise UserError(f"env.task mixes robots: {counts}; mix tasks with equally many arms only")
+    missing = [camera for camera in cameras if camera not in first.cameras]
+    if missing:
+        there = ", ".join(first.cameras)
+        raise UserError(f"env.cameras names {', '.join(missing)}, but the robot of {tasks[0].name} has: {there}")
+    return first.arms

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import OBJECT, Part, Scene, free_body
+from sparring.envs.tabletop.blocks import OBJECT, free_body
+from sparring.envs.tabletop.scene import Part, Scene
 from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
 
 TRAVEL = 0.012

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparring.envs.tabletop.arm import ARM_BASE
+from sparring.envs.tabletop.blocks import OBJECT, free_body, spaced
 from sparring.envs.tabletop.manipulate import REACHABLE
-from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, free_body, spaced
+from sparring.envs.tabletop.scene import Part, Scene
 from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
 
 TRAVEL = 0.10

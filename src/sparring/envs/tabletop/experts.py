@@ -9,10 +9,9 @@ noise, and goes on from any `set_state`. It sees object poses whether or not the
 the hand at a way-point and says so in the env's own control mode, through damped least squares where those are joints.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
+from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.button import Button, cap_top
 from sparring.envs.tabletop.control import (
@@ -20,38 +19,28 @@ from sparring.envs.tabletop.control import (
     FINGER_STEP,
     HAND_STEP,
     JOINT_STEP,
-    POINTING_DOWN,
     TURN_STEP,
     HandMover,
+    about_z,
 )
 from sparring.envs.tabletop.drawer import Drawer, knob_now
+from sparring.envs.tabletop.dual import Handover, LiftTray
+from sparring.envs.tabletop.dual_experts import handover, lift_tray
 from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
 from sparring.envs.tabletop.reach import Reach
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, compile_scene
 from sparring.envs.tabletop.task import Situation, distance
+from sparring.envs.tabletop.wish import Wish
 from sparring.errors import UserError
-
-
-class Wish(NamedTuple):
-    """Of n robots: where the hand should go, how it is turned about z, and what the fingers do."""
-
-    # [n, 3], [n] rad, [n] from -1 (close) to 1 (open)
-    point: np.ndarray
-    yaw: np.ndarray
-    grip: np.ndarray
-    # [n] at most this part of the fastest step
-    speed: np.ndarray
+from sparring.noise import keyed_uniform
 
 
 class Expert:
     """Actions `[N, 1, A]` for the robots of `env` as they are now; `noise` is the deviation added to each."""
 
     def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
-        self._env, self._noise = env, noise
-        self._rng = np.random.default_rng(seed)
-        model = compile_scene()
-        self._mover = HandMover(model)
-        self._low, self._high = model.jnt_range[:ARM_JOINTS].T
+        self._env, self._noise, self._seed = env, noise, seed
+        self._mover = HandMover(env.mounts)
+        self._low, self._high = self._mover.model.jnt_range[:ARM_JOINTS].T
         tasks = env.robot_tasks()
         lost = {task.name for task in tasks if type(task) not in EXPERTS}
         if lost:
@@ -68,16 +57,26 @@ class Expert:
         for expert, rows in self._rows.items():
             if len(rows):
                 action[rows] = self._act(expert(Situation(*(values[rows] for values in now))), rows)
-        action += self._noise * self._rng.standard_normal(action.shape)
+        if self._noise:
+            action += self._noise * keyed_normal(self._seed, self._env.moments(), action.shape[1])
         return np.clip(action, -1, 1)[:, None]
 
     def _act(self, wish: Wish, rows: np.ndarray) -> np.ndarray:
-        """The wish as actions `[n, A]` of the env's control mode."""
+        """The wish as actions `[n, R A]` of the env's control mode."""
         command, arm = (values[rows] for values in self._env.arms())
-        pos, mat, _ = self._mover.pose(command, arm)
+        pos, mat = self._mover.where(np.concatenate([command[..., :ARM_JOINTS], arm[..., ARM_JOINTS:]], axis=2))
+        down = np.broadcast_to(self._mover.pointing_down, mat.shape)
+        # one row per arm: [n, R, ...] -> [n R, ...]
+        command, arm, pos = (values.reshape(-1, values.shape[-1]) for values in (command, arm, pos))
+        mat, down = mat.reshape(-1, 3, 3), down.reshape(-1, 3, 3)
+        point, yaw, grip, speed = wish.point.reshape(-1, 3), *(values.reshape(-1) for values in wish[1:])
+        return self._spoken(Wish(point, yaw, grip, speed), command, arm, pos, mat, down).reshape(len(rows), -1)
+
+    def _spoken(self, wish: Wish, command, arm, pos, mat, down) -> np.ndarray:
+        """The same `[m, A]` of m arms that are commanded to be at `pos` with axes `mat`."""
         scale, mode = self._env.config.action_scale, self._env.config.control_mode
         move = _at_most(wish.point - pos, HAND_STEP * wish.speed * scale)
-        turn = _at_most(_turn(mat, wish.yaw), np.full(len(rows), TURN_STEP * scale))
+        turn = _at_most(_turn(mat, about_z(wish.yaw) @ down), np.full(len(pos), TURN_STEP * scale))
         grip = wish.grip[:, None]
         if mode == "delta_ee_pos":
             return np.concatenate([move / (HAND_STEP * scale), grip], axis=1)
@@ -178,7 +177,16 @@ def open_drawer(now: Situation) -> Wish:
     return Wish(point, np.zeros(len(knob)), np.where(closing, -1.0, 1.0), np.where(held, 0.6, 1.0))
 
 
-EXPERTS = {Reach: reach, Lift: lift, Push: push, PutOn: put_on, Button: press, Drawer: open_drawer}
+EXPERTS = {
+    Reach: reach,
+    Lift: lift,
+    Push: push,
+    PutOn: put_on,
+    Button: press,
+    Drawer: open_drawer,
+    Handover: handover,
+    LiftTray: lift_tray,
+}
 
 
 def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:
@@ -203,11 +211,15 @@ def _face(quat: np.ndarray) -> np.ndarray:
     return (yaw + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
 
-def _turn(mat: np.ndarray, yaw: np.ndarray) -> np.ndarray:
-    """`[n, 3]`: half the rotation vector that takes axes `[n, 3, 3]` to pointing down, turned by `yaw`."""
-    cos, sin, zero = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw))
-    about_z = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, zero + 1], axis=1).reshape(-1, 3, 3)
-    return 0.25 * np.cross(mat, about_z @ POINTING_DOWN, axis=1).sum(axis=2)
+def _turn(mat: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """`[n, 3]`: half the rotation vector that takes axes `[n, 3, 3]` to others."""
+    return 0.25 * np.cross(mat, target, axis=1).sum(axis=2)
+
+
+def keyed_normal(seed: int, moments: np.ndarray, size: int) -> np.ndarray:
+    """`[N, size]` standard normal numbers that depend on each robot's own moment only, not on who else there is."""
+    one, other = np.split(keyed_uniform(seed, moments, np.zeros(1), 2 * size)[0].astype(np.float64), 2, axis=1)
+    return np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * other)
 
 
 def _at_most(vectors: np.ndarray, length: np.ndarray) -> np.ndarray:

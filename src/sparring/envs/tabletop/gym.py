@@ -1,7 +1,7 @@
 """The tabletop as an ordinary `gymnasium.Env`, one robot, for use with any other library.
 
     sparring.envs.registration.register()
-    env = gymnasium.make("sparring/reach_d0", cameras=("head",), object_state=False)
+    env = gymnasium.make("sparring/reach_d0", cameras=("head",), object_state="hidden")
 
 Keyword arguments are the fields of `TabletopConfig`. With no cameras an observation is the state vector; with cameras
 it is a dict of `state` and one `[H, W, 3]` image per camera. `info["success"]` is set when an episode ends.

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import BLUE, CUBE_HALF, FINGER_TRAVEL, GREEN, RED, Block, Marker, Scene
+from sparring.envs.tabletop.arm import FINGER_TRAVEL
+from sparring.envs.tabletop.blocks import CUBE_HALF, Block
+from sparring.envs.tabletop.scene import BLUE, GREEN, RED, Marker, Scene
 from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
 
 RED_CUBE = Block("red_cube", RED)

@@ -1,4 +1,4 @@
-"""The layout of `observation/state`, every entry scaled to be about 1.
+"""The layout of `observation/state` and `observation/privileged`, every entry scaled to be about 1.
 
 ==================  ====  =======================================================
 block               size  what
@@ -12,27 +12,33 @@ commanded_fingers   1     0 closed to 1 open
 hand                3     hand position from the table's centre, m x 4
 hand_axis           3     where the fingers point, unit vector
 time_left           1     1 at the start of an episode, 0 at its end
-goal                3     goal from the table's centre, m x 4 (object_state)
-goal_from_hand      3     goal - hand, m x 10 (object_state)
-object<k>           3     position from the table's centre, m x 4 (object_state)
-object<k>_from_hand 3     position - hand, m x 10 (object_state)
-object<k>_rotation  6     first two columns of its rotation matrix (object_state)
-object<k>_velocity  3     m/s x 2 (object_state)
-mechanism<k>        1     0 closed to 1 as far as it goes (object_state)
-mechanism<k>_speed  1     of that, per second x 0.2 (object_state)
+goal                3     goal from the table's centre, m x 4 *
+goal_from_hand      3     goal - hand, m x 10 *
+object<k>           3     position from the table's centre, m x 4 *
+object<k>_from_hand 3     position - hand, m x 10 *
+object<k>_rotation  6     first two columns of its rotation matrix *
+object<k>_velocity  3     m/s x 2 *
+mechanism<k>        1     0 closed to 1 as far as it goes *
+mechanism<k>_speed  1     of that, per second x 0.2 *
 ==================  ====  =======================================================
+
+Blocks with a star are about the world: with `env.object_state=state` they follow the others, with `privileged` they are
+a vector of their own, with `hidden` nobody is shown them.
 
 The four object blocks repeat for each object k of the task, in the order of its scene. Where tasks are mixed there are
 as many as the largest needs, zero for a robot that has fewer. The same goes for mechanisms: the joints inside objects,
 such as a drawer or a button.
+
+A robot with two arms has the blocks up to `hand_axis` twice, first all `left_`, then all `right_`, and instead of
+`goal_from_hand` and `object<k>_from_hand` two blocks each: `goal_from_left_hand`, `goal_from_right_hand`, and so on.
 """
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, FINGERS
+from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL, FINGERS
 
 # block -> (size, scale)
-_ROBOT_BLOCKS = {
+_ARM_BLOCKS = {
     "joints": (ARM_JOINTS, 1.0),
     "fingers": (FINGERS, 1 / FINGER_TRAVEL),
     "joint_speeds": (ARM_JOINTS, 0.3),
@@ -41,41 +47,48 @@ _ROBOT_BLOCKS = {
     "commanded_fingers": (1, 1 / FINGER_TRAVEL),
     "hand": (3, 4.0),
     "hand_axis": (3, 1.0),
-    "time_left": (1, 1.0),
 }
-_GOAL_BLOCKS = {"goal": (3, 4.0), "goal_from_hand": (3, 10.0)}
-_OBJECT_BLOCKS = {"": (3, 4.0), "_from_hand": (3, 10.0), "_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+_TIME, _PLACE, _FROM_HAND = (1, 1.0), (3, 4.0), (3, 10.0)
 _MECHANISM_BLOCKS = {"": (1, 1.0), "_speed": (1, 0.2)}
 
 
-def _blocks(object_state: bool, objects: int, mechanisms: int) -> dict[str, tuple[int, float]]:
-    if not object_state:
-        return _ROBOT_BLOCKS
-    each = {f"object{k}{name}": block for k in range(objects) for name, block in _OBJECT_BLOCKS.items()}
-    moving = {f"mechanism{k}{name}": block for k in range(mechanisms) for name, block in _MECHANISM_BLOCKS.items()}
-    return _ROBOT_BLOCKS | _GOAL_BLOCKS | each | moving
+def _blocks(objects: int, mechanisms: int, arms: int, robot: bool, world: bool) -> dict[str, tuple[int, float]]:
+    prefixes = ("",) if arms == 1 else ("left_", "right_")
+    body = {f"{prefix}{name}": block for prefix in prefixes for name, block in _ARM_BLOCKS.items()}
+    body["time_left"] = _TIME
+    from_hands = {f"_from_{prefix}hand": _FROM_HAND for prefix in prefixes}
+    goal = {"": _PLACE} | from_hands
+    thing = {"": _PLACE} | from_hands | {"_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+    things = {f"goal{name}": block for name, block in goal.items()}
+    things |= {f"object{k}{name}": block for k in range(objects) for name, block in thing.items()}
+    things |= {f"mechanism{k}{name}": block for k in range(mechanisms) for name, block in _MECHANISM_BLOCKS.items()}
+    return (body if robot else {}) | (things if world else {})
 
 
-def layout(object_state: bool = True, objects: int = 0, mechanisms: int = 0) -> dict[str, slice]:
-    """block -> its place in `observation/state`, in order."""
+def layout(
+    objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = True, world: bool = True
+) -> dict[str, slice]:
+    """block -> its place in the vector, in order; of what the robot feels of itself, of the world about it, or both."""
     places, start = {}, 0
-    for name, (size, _) in _blocks(object_state, objects, mechanisms).items():
+    for name, (size, _) in _blocks(objects, mechanisms, arms, robot, world).items():
         places[name] = slice(start, start + size)
         start += size
     return places
 
 
-def scales(object_state: bool = True, objects: int = 0, mechanisms: int = 0) -> np.ndarray:
+def scales(objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = True, world: bool = True) -> np.ndarray:
     """`[S]`: what each entry was multiplied by; divide by it to get metres, radians and seconds back."""
-    blocks = _blocks(object_state, objects, mechanisms)
+    blocks = _blocks(objects, mechanisms, arms, robot, world)
     return np.concatenate([np.full(size, scale) for size, scale in blocks.values()])
 
 
-def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hand: np.ndarray) -> np.ndarray:
-    """Objects `[n, K, 3]`, `[n, K, 4]`, `[n, K, 3]` and hands `[n, 3]` to their blocks `[n, 15 K]`, not yet scaled."""
+def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hands: np.ndarray) -> np.ndarray:
+    """Objects `[n, K, 3]`, `[n, K, 4]`, `[n, K, 3]`, hands `[n, R, 3]` to blocks `[n, (12 + 3 R) K]`, unscaled."""
     # an object that is not there has a zero quaternion, and all its entries are zero
     there = quat.any(axis=2, keepdims=True)
-    blocks = np.concatenate([pos, pos - hand[:, None], two_columns(quat), velocity], axis=2) * there
+    # [n, K, 3 R]
+    from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)
+    blocks = np.concatenate([pos, from_hands, two_columns(quat), velocity], axis=2) * there
     return blocks.reshape(len(pos), -1)
 
 

@@ -4,6 +4,8 @@ A row of `state` is all that a robot's future depends on: each rollout starts fr
 is the same in any process and with any number of threads.
 """
 
+import copy
+
 import numpy as np
 
 from sparring.envs.tabletop.scene import SUBSTEPS, load_mujoco
@@ -20,7 +22,9 @@ class Physics:
         # one thread: rollout runs on the caller's
         threads = min(threads, num_envs)
         self._rollout = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        # one for all, until a robot gets a friction of its own
         self._models = [model] * num_envs
+        self._own_models = False
         self._data = [mujoco.MjData(model) for _ in range(threads)]
 
         mujoco.mj_resetData(model, self._data[0])
@@ -44,13 +48,20 @@ class Physics:
         self.state[row] = self._initial
         self.state[row, self._qpos] = qpos
 
+    def set_friction(self, row: int, factor: float) -> None:
+        """From now on everything about this robot rubs so many times as much."""
+        if not self._own_models:
+            self._models = [copy.copy(self.model) for _ in self._models]
+            self._own_models = True
+        self._models[row].geom_friction[:, 0] = factor * self.model.geom_friction[:, 0]
+
     def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
         """One control step of the robots `rows` `[n]` under motor targets `[n, nu]`."""
         n = len(rows)
         self._control[:n] = control[:, None]
         trajectory = self._trajectory[:n]
         self._rollout.rollout(
-            self._models[:n],
+            [self._models[row] for row in rows] if self._own_models else self._models[:n],
             self._data,
             self.state[rows],
             self._control[:n],

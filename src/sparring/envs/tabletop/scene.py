@@ -1,43 +1,31 @@
-"""The scene as MJCF text: an arm with a two-finger gripper on a table, made of analytic shapes only.
+"""The scene as MJCF text: one or two arms with two-finger grippers at a table, made of analytic shapes only.
 
-The world's origin is the centre of the table top, z up, in metres and radians; the arm looks along +x. A scene is a
-list of `Part`s, so another task adds a cube, or a second arm, by adding a part.
+The world's origin is the centre of the table top, z up, in metres and radians; arms look along +x. A scene is a list of
+`Part`s, so another task adds a cube, or a second arm, by adding a part.
 """
 
 import os
 from dataclasses import dataclass
 from typing import Protocol
 
+from sparring.envs.tabletop.arm import SINGLE, Mount, arm_bodies, arm_motors
+
 TIMESTEP = 0.004
 SUBSTEPS = 10
 CONTROL_HZ = 1 / (TIMESTEP * SUBSTEPS)
 
-ARM_JOINTS = 6
-FINGERS = 2
-FINGER_TRAVEL = 0.04
-ARM_BASE = (-0.38, 0.0, 0.0)
-# shoulder, elbow and wrist add up to pi: the hand points straight down
-HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
-# names that the rest of the package looks up
-HAND_SITE = "hand"
-CAMERAS = ("head", "wrist")
-
 TABLE_HEIGHT = 0.72
-CUBE_HALF = 0.022
 RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
-# Two collision groups: a geom touches another when one's contype meets the other's conaffinity. The arm never touches
-# itself, which halves the candidate pairs; table and arm do touch, and objects touch everything.
+# Collision groups: a geom touches another when one's contype meets the other's conaffinity. An arm never touches
+# itself, which halves the candidate pairs; table and arm do touch, and objects touch everything. See also `Mount`.
 SCENERY = 'contype="1" conaffinity="2"'
-_ROBOT = 'contype="2" conaffinity="1"'
-OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
 # Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
 # 1 or more it would tip over when pushed at half its height.
-_SLIDES = 0.6
+SLIDES = 0.6
 
-_WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
 
 
@@ -65,23 +53,6 @@ class Thing(Protocol):
 
 
 @dataclass(frozen=True)
-class Block:
-    """A free solid to be pushed, grasped or put upon; a cube unless it says otherwise."""
-
-    name: str
-    rgb: tuple[float, float, float]
-    # half lengths, metres
-    half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
-    mass: float = 0.06
-    # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
-    shape: str = "box"
-    mechanisms: tuple[str, ...] = ()
-
-    def part(self) -> Part:
-        return block(self)
-
-
-@dataclass(frozen=True)
 class Marker:
     """Where the goal is drawn: a ball of this radius, or a flat disc. It touches nothing."""
 
@@ -104,15 +75,23 @@ class Scene:
     clutter: tuple[Thing, ...] = ()
     # what else stands there and never moves
     scenery: tuple[Part, ...] = ()
+    # their joints come first, in this order
+    arms: tuple[Mount, ...] = SINGLE
 
-    def compile(self):
-        things = [thing.part() for thing in self.objects + self.clutter]
-        return compile_scene([room(), table(), head_camera(whole_table=bool(things)), arm(), *things, *self.scenery])
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return ("head", *(f"{mount.prefix}wrist" for mount in self.arms))
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
         """The joints inside the objects, by name."""
         return tuple(name for thing in self.objects for name in thing.mechanisms)
+
+    def compile(self):
+        things = [thing.part() for thing in self.objects + self.clutter]
+        head = head_camera(whole_table=bool(things), arms=len(self.arms))
+        arms = [arm(mount) for mount in self.arms]
+        return compile_scene([room(), table(), head, *arms, *things, *self.scenery])
 
 
 def load_mujoco():
@@ -164,7 +143,7 @@ def room() -> Part:
 def table() -> Part:
     top = f"""
     <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
-      friction="{_SLIDES} 0.005 0.0001" {SCENERY}/>"""
+      friction="{SLIDES} 0.005 0.0001" {SCENERY}/>"""
     half = (TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
         f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
@@ -174,87 +153,21 @@ def table() -> Part:
     return Part(top + legs)
 
 
-def head_camera(whole_table: bool = False) -> Part:
+def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
     """In front of the arm, up and to one side: the hand seldom hides its goal.
 
-    Objects may stand wherever the arm reaches; goals in the air are nearer to the middle.
+    Objects may stand wherever the arm reaches; goals in the air are nearer to the middle. Two arms are seen from
+    straight ahead, where neither hides the other.
     """
+    position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
-    return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position=(0.62, -0.52, 0.60), target=target)}/>')
+    if arms > 1:
+        position, target, fovy = (0.62, 0.0, 0.74), (-0.22, 0.0, 0.08), 52
+    return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position, target)}/>')
 
 
-def arm() -> Part:
-    """Six hinges (yaw, three pitches, roll, yaw) and a gripper. Gravity is compensated, as in most real controllers."""
-    links = _link(
-        ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
-        f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {_ROBOT}/>'
-        # the motor of the shoulder: only to look at
-        f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
-        ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {_ROBOT}/>'
-        f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
-        ("elbow", "0 1 0", "-0.1 2.8", "0 0 0.28"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {_ROBOT}/>'
-        f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
-        ("wrist_pitch", "0 1 0", "-2 2", "0 0 0.26"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {_ROBOT}/>',
-        ("wrist_roll", "1 0 0", "-1.6 1.6", "0 0 0.06"),
-        f'<geom type="sphere" size="0.03" rgba="{_DARK}" {_ROBOT}/>',
-        ("wrist_yaw", "0 0 1", "-3 3", "0 0 0"),
-        _hand(),
-    )
-    x, y, z = ARM_BASE
-    bodies = f"""
-    <body name="base" pos="{x} {y} {z}">
-      <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_GHOST}/>{links}
-    </body>"""
-    names = ("base_yaw", "shoulder", "elbow", "wrist_pitch", "wrist_roll", "wrist_yaw")
-    motors = "".join(f'<position name="{n}" joint="{n}" kp="400" kv="40" inheritrange="1"/>' for n in names)
-    fingers = "".join(
-        f'<position name="{n}" joint="{n}" kp="200" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-15 15"/>'
-        for n in ("left_finger", "right_finger")
-    )
-    return Part(bodies, motors + fingers)
-
-
-def block(thing: Block) -> Part:
-    """Held by friction alone: elliptic cones and a stiff friction direction keep it from creeping out of the fingers.
-
-    Its joint comes after the arm's, so that the arm's positions are the first ones whatever stands on the table.
-    """
-    # what is round would roll for ever without friction against rolling
-    rubs = f'friction="{_SLIDES} 0.02 0.001" condim="{4 if thing.shape == "box" else 6}"'
-    shape = (
-        f'<geom name="{thing.name}" {_shape(thing)} mass="{thing.mass}" rgba="{spaced(thing.rgb)} 1" {rubs} {OBJECT}/>'
-    )
-    return free_body(thing, shape)
-
-
-def free_body(thing: Thing, inside: str) -> Part:
-    """A body that moves freely, standing on the table at first; `inside` are its shapes and the bodies it carries."""
-    return Part(
-        f"""
-    <body name="{thing.name}" pos="0 0 {thing.half[2]}">
-      <freejoint name="{thing.name}"/>{inside}
-    </body>""",
-        options='cone="elliptic" impratio="5"',
-    )
-
-
-def spaced(values: tuple[float, ...]) -> str:
-    return " ".join(str(value) for value in values)
-
-
-def _shape(thing: Block) -> str:
-    """Type and size as MuJoCo wants them: a capsule's half length leaves out its round ends."""
-    x, _, z = thing.half
-    return {
-        "box": f'type="box" size="{spaced(thing.half)}"',
-        "ball": f'type="sphere" size="{x}"',
-        "cylinder": f'type="cylinder" size="{x} {z}"',
-        "capsule": f'type="capsule" size="{z}" fromto="{z - x} 0 0 {x - z} 0 0"',
-        "ellipsoid": f'type="ellipsoid" size="{spaced(thing.half)}"',
-    }[thing.shape]
+def arm(mount: Mount = SINGLE[0]) -> Part:
+    return Part(arm_bodies(mount), arm_motors(mount))
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:
@@ -265,34 +178,3 @@ def _look_at(position: tuple[float, float, float], target: tuple[float, float, f
     above = (-x * z, -y * z, x * x + y * y)
     numbers = " ".join(f"{value:.6f}" for value in right + above)
     return f'pos="{position[0]} {position[1]} {position[2]}" xyaxes="{numbers}"'
-
-
-def _link(joint: tuple[str, str, str, str], inside: str, *rest) -> str:
-    """A body with one hinge `(name, axis, range, position)`, its shapes, and the links that follow it."""
-    name, axis, limits, pos = joint
-    child = _link(*rest) if rest else ""
-    return f"""
-    <body name="{name}" pos="{pos}" gravcomp="1">
-      <joint name="{name}" axis="{axis}" range="{limits}"/>{inside}{child}
-    </body>"""
-
-
-def _hand() -> str:
-    return f"""
-      <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {_ROBOT}/>
-      <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {_ROBOT}/>
-      <camera name="wrist" pos="-0.080 0 0.040" euler="0 3.42 -1.5708" fovy="80"/>
-      <site name="{HAND_SITE}" pos="0 0 0.125"/>
-      {_finger("left", 1)}{_finger("right", -1)}"""
-
-
-def _finger(side: str, sign: int) -> str:
-    # the joint's range is wider than the motor's: an open gripper rests at its target and not against a stop,
-    # where every substep would pay for solving a constraint
-    return f"""
-      <body name="{side}_finger" pos="0 0 0.072" gravcomp="1">
-        <joint name="{side}_finger" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
-          armature="0.01"/>
-        <geom type="box" size="0.011 0.006 0.030" pos="0 {sign * 0.006} 0.030" rgba="{_STEEL}" friction="2 0.05 0.001"
-          condim="4" {_ROBOT}/>
-      </body>"""

@@ -1,5 +1,7 @@
 """What the robots see, as observations: images, depth, segmentation and points of the cameras that are asked for."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from sparring.envs.backend import Arrays
@@ -34,13 +36,13 @@ class Sight:
         spec = {f"{_NAMES[kind]}/{name}": types[kind] for kind in self._wants for name in self._config.cameras}
         return spec | ({"points": ((self._config.points, 6), "float32")} if self._config.points else {})
 
-    def observe(self, rows: np.ndarray, goal: np.ndarray, moments: np.ndarray) -> Arrays:
-        """Of these robots with their goals `[n, 3]`; `moments [n]` decides what a noise screen shows."""
+    def observe(self, rows: np.ndarray, goal: np.ndarray, moments: Callable[[], np.ndarray]) -> Arrays:
+        """Of these robots with their goals `[n, 3]`; `moments() [N]` tells what a noise screen shows to each robot."""
         config = self._config
         if not config.cameras:
             return {}
         if config.noise_screen:
-            self._world.set_noise(rows, moments)
+            self._world.set_noise(moments())
         views = self._world.views(rows, goal, config.cameras, config.image_size, self._wants)
         seen = {f"{_NAMES[kind]}/{name}": views[f"{kind}/{name}"] for kind in self._wants for name in config.cameras}
         if config.points:

@@ -9,13 +9,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, HOME, Scene
+from sparring.envs.tabletop.arm import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount
+from sparring.envs.tabletop.scene import Scene
 
 
 class Start(NamedTuple):
     """How one episode begins."""
 
-    # [8] joints and fingers, [3], [k, 7] positions and quaternions
+    # [R, 8] joints and fingers ([8] will do for one arm), [3], [k, 7] positions and quaternions
     arm: np.ndarray
     goal: np.ndarray
     objects: np.ndarray
@@ -24,20 +25,33 @@ class Start(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What tasks judge by and experts act on, of n robots."""
+    """What tasks judge by and experts act on, of n robots with R arms each."""
 
-    # [n, 3] each, from the table's centre
-    hand: np.ndarray
+    # [n, R, 3], [n, 3], from the table's centre
+    hands: np.ndarray
     goal: np.ndarray
-    # [n] metres between the fingers, and metres that each is commanded to be open
-    width: np.ndarray
-    grip: np.ndarray
+    # [n, R] metres between the fingers, and metres that each is commanded to be open
+    widths: np.ndarray
+    grips: np.ndarray
     # [n, K, 3], [n, K, 4]
     objects: np.ndarray
     quats: np.ndarray
     # [n, m] joints inside the objects (how far a drawer is open): parts of their travel, and of it per second
     mechanisms: np.ndarray = np.zeros((0, 0))
     mechanism_speeds: np.ndarray = np.zeros((0, 0))
+
+    # of the first arm: [n, 3], [n], [n]
+    @property
+    def hand(self) -> np.ndarray:
+        return self.hands[:, 0]
+
+    @property
+    def width(self) -> np.ndarray:
+        return self.widths[:, 0]
+
+    @property
+    def grip(self) -> np.ndarray:
+        return self.grips[:, 0]
 
 
 class Task(Protocol):
@@ -61,31 +75,34 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Sector:
-    """A part of a ring around the arm's base, on the table: where the arm reaches is such a ring."""
+    """A part of a ring around an arm's base, on the table: where the arm reaches is such a ring."""
 
     # metres from the axis of the base, and degrees to either side of straight ahead
     near: float
     far: float
     degrees: float
+    base: tuple[float, float, float] = ARM_BASE
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """A point (x, y), uniform over the area."""
         radius = np.sqrt(rng.uniform(self.near**2, self.far**2))
         angle = np.deg2rad(rng.uniform(-self.degrees, self.degrees))
-        return np.array([ARM_BASE[0] + radius * np.cos(angle), ARM_BASE[1] + radius * np.sin(angle)])
+        return np.array([self.base[0] + radius * np.cos(angle), self.base[1] + radius * np.sin(angle)])
 
     def holds(self, point: np.ndarray) -> bool:
-        x, y = point[0] - ARM_BASE[0], point[1] - ARM_BASE[1]
+        x, y = point[0] - self.base[0], point[1] - self.base[1]
         return self.near <= np.hypot(x, y) <= self.far and abs(np.arctan2(y, x)) <= np.deg2rad(self.degrees)
 
     def __str__(self) -> str:
         return f"{self.near:.2f}..{self.far:.2f} m from the base, +-{self.degrees:g} deg"
 
 
-def arm_near_home(rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL) -> np.ndarray:
+def arm_near_home(
+    rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL, mount: Mount = SINGLE[0]
+) -> np.ndarray:
     """`[8]`: each joint uniform within `noise` rad of home."""
     arm = np.full(ARM_JOINTS + FINGERS, opening)
-    arm[:ARM_JOINTS] = HOME + rng.uniform(-noise, noise, ARM_JOINTS)
+    arm[:ARM_JOINTS] = mount.home + rng.uniform(-noise, noise, ARM_JOINTS)
     return arm
 
 

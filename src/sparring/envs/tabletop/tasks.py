@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from sparring.envs.tabletop.button import Button
 from sparring.envs.tabletop.drawer import Drawer
+from sparring.envs.tabletop.dual import Area, Handover, LiftTray
 from sparring.envs.tabletop.explore import Explore
 from sparring.envs.tabletop.manipulate import REACHABLE, Lift, Push, place, stack
 from sparring.envs.tabletop.reach import Reach
@@ -40,6 +41,12 @@ TASKS: dict[str, Task] = {
         Button("button_d0", NARROW, yaw=0, joint_noise=0.02),
         Button("button_d1", WIDER, yaw=20, joint_noise=0.05),
         Button("button_d2", WIDE, yaw=45, joint_noise=0.05),
+        Handover("handover_d0", Area((-0.14, -0.09), (0.325, 0.375)), yaw=0, joint_noise=0.02),
+        Handover("handover_d1", Area((-0.22, 0.00), (0.28, 0.42)), yaw=20, joint_noise=0.05),
+        Handover("handover_d2", Area((-0.48, 0.15), (0.00, 0.53)), yaw=90, joint_noise=0.05),
+        LiftTray("lift_tray_d0", Area((-0.15, -0.10), (-0.025, 0.025)), yaw=0, offset=0.01, joint_noise=0.02),
+        LiftTray("lift_tray_d1", Area((-0.22, -0.02), (-0.10, 0.10)), yaw=20, offset=0.02, joint_noise=0.05),
+        LiftTray("lift_tray_d2", Area((-0.45, 0.10), (-0.35, 0.35)), yaw=60, offset=0.03, joint_noise=0.05),
         Explore("explore", joint_noise=0.05),
     )
 }

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import Block, Scene, Thing
+from sparring.envs.tabletop.blocks import Block
+from sparring.envs.tabletop.scene import Scene, Thing
 from sparring.envs.tabletop.task import Sector, Start
 
 # one of each shape; not red, blue or green, which the tasks speak of

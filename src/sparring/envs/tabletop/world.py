@@ -10,9 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from sparring.envs.backend import Arrays
+from sparring.envs.tabletop.arm import ARM_JOINTS, FINGERS
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.physics import Physics
 from sparring.envs.tabletop.scene import Scene
+from sparring.envs.tabletop.task import Start
+
+_ARM = ARM_JOINTS + FINGERS
 
 
 class Objects(NamedTuple):
@@ -33,8 +37,8 @@ class Mechanisms(NamedTuple):
 
 
 class World:
-    def __init__(self, scenes: list[Scene], threads: int):
-        """`scenes[i]` is what robot i has before it."""
+    def __init__(self, scenes: list[Scene], threads: int, video_renderer: str = "builtin"):
+        """`scenes[i]` is what robot i has before it; `video_renderer` draws pictures for people."""
         kinds = list(dict.fromkeys(scenes))
         self._group = np.array([kinds.index(scene) for scene in scenes])
         self._local = np.zeros(len(scenes), np.int64)
@@ -42,11 +46,13 @@ class World:
         for number, scene in enumerate(kinds):
             mine = np.flatnonzero(self._group == number)
             self._local[mine] = np.arange(len(mine))
-            self._groups.append(_Group(scene, len(mine), threads))
+            self._groups.append(_Group(scene, len(mine), threads, video_renderer))
         self.num_objects = max(len(scene.objects) for scene in kinds)
         self.num_mechanisms = max(len(scene.mechanisms) for scene in kinds)
         models = [group.physics.model for group in self._groups]
         self._widths = (max(model.nq for model in models), max(model.nv for model in models))
+        # all robots have equally many arms
+        self._arms = _ARM * len(kinds[0].arms)
 
     def qpos(self, rows: np.ndarray) -> np.ndarray:
         if len(self._groups) == 1:
@@ -82,16 +88,21 @@ class World:
             speed[at, :mine] = group.physics.qvel(local)[:, group.mechanism_speeds] / group.travel
         return Mechanisms(position, speed)
 
-    def place(
-        self, row: int, arm: np.ndarray, objects: np.ndarray, mechanisms: np.ndarray, clutter: np.ndarray
-    ) -> None:
-        """Put one robot at rest: arm `[8]`, objects `[k, 7]`, joints inside them `[m]`, clutter `[c, 7]`."""
+    def arms(self, rows: np.ndarray) -> np.ndarray:
+        """`[n, R, 8]`: six joints and two fingers of each arm."""
+        return self.qpos(rows)[:, : self._arms].reshape(len(rows), -1, _ARM)
+
+    def arm_speeds(self, rows: np.ndarray) -> np.ndarray:
+        return self.qvel(rows)[:, : self._arms].reshape(len(rows), -1, _ARM)
+
+    def place(self, row: int, start: Start, clutter: np.ndarray) -> None:
+        """Put one robot at rest as its episode begins, clutter at poses `[c, 7]`."""
         group = self._groups[self._group[row]]
         qpos = group.physics.model.qpos0.copy()
-        qpos[: len(arm)] = arm
-        qpos[group.poses] = objects
+        qpos[: self._arms] = start.arm.ravel()
+        qpos[group.poses] = start.objects
         qpos[group.clutter] = clutter
-        qpos[group.mechanisms] = mechanisms * group.travel
+        qpos[group.mechanisms] = start.mechanisms * group.travel
         group.physics.place(self._local[row], qpos)
 
     def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
@@ -99,6 +110,25 @@ class World:
             return self._groups[0].physics.advance(rows, control)
         for group, at, local in self._split(rows):
             group.physics.advance(local, control[at])
+
+    def set_friction(self, row: int, factor: float) -> None:
+        self._groups[self._group[row]].physics.set_friction(self._local[row], factor)
+
+    def set_look(self, row: int, rng: np.random.Generator, **switches: bool) -> None:
+        """Draw how one robot's scene looks from now on."""
+        group, local = self._groups[self._group[row]], self._local[row]
+        drawn = group.renderer().random_look(rng, **switches)
+        for all_rows, mine in zip(group.looks(), drawn, strict=True):
+            all_rows[local] = mine
+
+    @property
+    def has_screen(self) -> bool:
+        return all(group.has_screen for group in self._groups)
+
+    def set_noise(self, numbers: np.ndarray) -> None:
+        """`[N]`: which static the screen before each robot shows."""
+        for group, at, local in self._split(np.arange(len(self._group))):
+            group.looks().noise[local] = numbers[at]
 
     def images(self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int) -> Arrays:
         """Camera -> uint8 `[n, 3, size, size]`."""
@@ -119,10 +149,19 @@ class World:
                 views.setdefault(name, np.empty((len(rows), *pixels.shape[1:]), pixels.dtype))[at] = pixels
         return views
 
+    def points(self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int, count: int) -> np.ndarray:
+        """`Renderer.points` of these robots: `[n, count, 6]`."""
+        points = np.empty((len(rows), count, 6), np.float32)
+        for group, at, local in self._split(rows):
+            look = None if group.look is None else group.look.rows(local)
+            points[at] = group.renderer().points(group.physics.qpos(local), goal[at], cameras, size, count, look)
+        return points
+
     def picture(self, row: int, goal: np.ndarray) -> np.ndarray:
+        """`[H, W, 3]` of one robot, for a person to look at."""
         group, local = self._groups[self._group[row]], self._local[[row]]
         look = None if group.look is None else group.look.rows(local)
-        return group.renderer().picture(group.physics.qpos(local), goal, look)
+        return group.painter().picture(group.physics.qpos(local), goal, look)
 
     def state(self) -> np.ndarray:
         """`[N, width]`: all that the physics of each robot depends on."""
@@ -153,11 +192,12 @@ class _Group:
     # a look.Look with a row for each robot of the group; None: all look as usual
     look = None
 
-    def __init__(self, scene: Scene, num_envs: int, threads: int):
-        self._scene, self._threads = scene, threads
+    def __init__(self, scene: Scene, num_envs: int, threads: int, video_renderer: str):
+        self._scene, self._num_envs, self._threads, self._video_renderer = scene, num_envs, threads, video_renderer
         self.physics = Physics(scene.compile(), num_envs, threads)
-        self._renderer = None
+        self._renderer = self._painter = None
         model = self.physics.model
+        self.has_screen = any(model.geom(i).name == "screen" for i in range(model.ngeom))
         objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
         # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
         positions, speeds = _addresses(model, objects)
@@ -176,11 +216,28 @@ class _Group:
             self._renderer = Renderer(model, Kinematics(model), self._threads, self._scene.marker)
         return self._renderer
 
+    def painter(self):
+        """What draws videos; built when the first one is asked for."""
+        if self._video_renderer == "builtin":
+            return self.renderer()
+        if self._painter is None:
+            from sparring.envs.tabletop.mujoco_render import MujocoRenderer
+
+            self._painter = MujocoRenderer(self.physics.model, self._scene.marker)
+        return self._painter
+
+    def looks(self):
+        """Of all robots of the group, to be changed in place."""
+        if self.look is None:
+            self.look = self.renderer().standard_look(self._num_envs)
+        return self.look
+
     def close(self) -> None:
         self.physics.close()
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
+        for renderer in (self._renderer, self._painter):
+            if renderer is not None:
+                renderer.close()
+        self._renderer = self._painter = None
 
 
 def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
