@@ -162,7 +162,7 @@ def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
     position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
     if arms > 1:
-        position, target, fovy = (0.62, 0.0, 0.74), (-0.22, 0.0, 0.08), 52
+        position, target, fovy = (0.62, 0.0, 0.95), (-0.15, 0.0, 0.08), 58
     return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position, target)}/>')
 
 
