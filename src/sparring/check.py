@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def env_findings(config: Config) -> Iterator[Finding]:
         yield from _shown_and_taken(config.env.name, envs[0].spec)
         if isinstance(config.env, GymConfig):
             _check_shapes(config)
-        yield from _played(*envs, config.rollout.action_steps)
+        yield from _played(*envs, config.rollout.action_steps, _sheet_path(config))
     except Exception as error:  # an env is somebody else's code: whatever it raises is a finding
         yield "contract", False, _in_words(error)
     finally:
@@ -158,31 +159,44 @@ def _check_shapes(config: Config) -> None:
     robot.close()
 
 
-def _played(env, again, chunk: int) -> Iterator[Finding]:
-    """Random actions until every robot must have ended an episode, twice from the same seed."""
+def _played(env, again, chunk: int, sheet: Path) -> Iterator[Finding]:
+    """Random actions until every robot must have ended an episode, twice from the same seed; a film goes to `sheet`."""
     from sparring.collect.collector import Collector
     from sparring.policies.random import RandomPolicy
+    from sparring.record.pictures import filmstrip, write_png
 
     first = Collector(env, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
     limit = env.spec.max_episode_steps or PATIENCE
-    started = time.perf_counter()
-    trail = [_digest(first.decide()) for _ in range(limit + 1)]
-    seconds = time.perf_counter() - started
+    trail = [_digest(first.decide())]
+    # what is compiled or loaded on first use is not part of the speed
+    started, before = time.perf_counter(), first.env_steps
+    trail += [_digest(first.decide()) for _ in range(limit)]
+    speed = (first.env_steps - before) / (time.perf_counter() - started)
     yield "contract", True, "reset and step return what they should"
     ended = len(first.episodes)
     advice = "" if ended else "; have it return terminated or truncated, or set rollout.max_episode_steps"
     yield "episodes end", ended > 0, f"{ended} ended in {len(trail)} decisions of {ROBOTS} robots{advice}"
-    second = Collector(again, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
-    # stops at the first difference
-    differs = next((n for n in range(limit + 1) if _digest(second.decide()) != trail[n]), None)
+    differs, film = _replayed(Collector(again, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk), trail)
     yield "determinism", differs is None, _determinism(differs)
     resuming = (
         "none; resumed runs start episodes anew" if env.state() is None else "can be put back; runs resume exactly"
     )
     yield "saved state", True, resuming
-    yield "speed", True, f"{first.env_steps / seconds:,.0f} env steps/s with {ROBOTS} robots and random actions"
-    picture = env.backend.render(0)
-    yield "pictures", True, "none" if picture is None else f"{list(np.shape(picture))}"
+    yield "speed", True, f"{speed:,.0f} env steps/s with {ROBOTS} robots and random actions"
+    yield "pictures", True, str(write_png(sheet, filmstrip(film))) if film else "none"
+
+
+def _replayed(collector, trail: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
+    """The first decision that went otherwise than in `trail`, if any, and a film of one robot until then."""
+    env, film = collector.env, []
+    if env.backend.render(0) is not None:
+        env.backend.record([0])
+    for number, before in enumerate(trail):
+        digest = _digest(collector.decide())
+        film += env.last.frames.get(0, [])
+        if digest != before:
+            return number, film
+    return None, film
 
 
 def _determinism(differs: int | None) -> str:
@@ -200,6 +214,13 @@ def _digest(td) -> bytes:
     for _, value in sorted(td.select("observation", "next").items(True, True), key=lambda item: str(item[0])):
         digest.update(value.numpy().tobytes())
     return digest.digest()
+
+
+def _sheet_path(config: Config) -> Path:
+    """Where the pictures of this env go."""
+    name = "_".join(getattr(config.env, "task", ())) or config.env.name
+    safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
+    return Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{safe}.png"
 
 
 def _in_words(error: Exception) -> str:

@@ -78,7 +78,7 @@ def test_a_drawer_stays_where_it_is_left(opening):
     env, _ = _tabletop("drawer_d2", 4, max_episode_steps=1000)
     for row in range(4):
         start = find("drawer_d2").start(np.random.default_rng(row))
-        env._world.place(row, start.arm, start.objects, np.array([opening]), np.empty((0, 7)))
+        env._world.place(row, start._replace(mechanisms=np.array([opening])), np.empty((0, 7)))
     before = env.situation()
     _stay(env, 50)
     now = env.situation()
@@ -205,7 +205,7 @@ def test_mixed_with_tasks_that_have_none():
     _, own = _tabletop("drawer_d1", 4)
     np.testing.assert_array_equal(state[1], own["state"][1])
     start = find("drawer_d1").start(np.random.default_rng(0))
-    env._world.place(1, start.arm, start.objects, np.array([0.5]), np.empty((0, 7)))
+    env._world.place(1, start._replace(mechanisms=np.array([0.5])), np.empty((0, 7)))
     np.testing.assert_array_equal(env.situation().mechanisms[:, 0], [0, 0.5, 0, 0])
 
 

@@ -157,10 +157,10 @@ def test_stack_reward_by_hand():
     assert reward[0] == pytest.approx(0.25 + 0.35 * (1 - np.tanh(8 * np.hypot(0.2, 0.044)))) and not done[0]
     # on its place and still held
     reward, done = score(_two((0.2, 0, 0.066), (0.2, 0, 0.066), below, **held))
-    assert reward[0] == pytest.approx(0.15 + 0.1 + 0.35 + 0.2 + 1.2 * 0.044) and not done[0]
+    assert reward[0] == pytest.approx(0.65 + 0.2 * 0.044 / 0.08) and not done[0]
     # let go, the hand not yet away, and away
     reward, done = score(_two((0.2, 0, 0.066), (0.2, 0, 0.066), below))
-    assert reward[0] == pytest.approx(0.15 + 0.35 + 0.2 + 0.096) and not done[0]
+    assert reward[0] == pytest.approx(0.65 + 0.2) and not done[0]
     reward, done = score(_two((0.2, 0, 0.12), (0.2, 0, 0.066), below))
     assert reward[0] == 1 and done[0]
     # beside it on the table is not on it

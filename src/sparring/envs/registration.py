@@ -1,4 +1,4 @@
-"""Makes the built-in tasks known to gymnasium as `sparring/<task>`."""
+"""Makes the built-in tasks known to gymnasium as `sparring/<task>`; gymnasium calls it where we are installed."""
 
 
 def register() -> None:
@@ -11,4 +11,9 @@ def register() -> None:
         env_id = f"sparring/{task}"
         if env_id not in gymnasium.registry:
             # no max_episode_steps: the env truncates its own episodes, a TimeLimit around it would be a second clock
-            gymnasium.register(env_id, "sparring.envs.tabletop.gym:TabletopGym", kwargs={"task": (task,)})
+            gymnasium.register(
+                env_id,
+                "sparring.envs.tabletop.gym:TabletopGym",
+                vector_entry_point="sparring.envs.tabletop.gym_vector:TabletopVectorGym",
+                kwargs={"task": (task,)},
+            )

@@ -15,8 +15,13 @@ def write_png(path: Path, picture: np.ndarray) -> Path:
     """`[H, W, 3]` uint8."""
     from PIL import Image
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.ascontiguousarray(picture)).save(path)
+    if path.suffix.lower() != ".png":
+        raise UserError(f"'{path}' does not end in .png; pictures are written as PNG")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.ascontiguousarray(picture)).save(path)
+    except OSError as error:
+        raise UserError(f"cannot write '{path}': {error.strerror or error}") from None
     return path
 
 

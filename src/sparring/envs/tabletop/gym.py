@@ -3,20 +3,21 @@
     sparring.envs.registration.register()
     env = gymnasium.make("sparring/reach_d0", cameras=("head",), object_state="hidden")
 
-Keyword arguments are the fields of `TabletopConfig`. With no cameras an observation is the state vector; with cameras
-it is a dict of `state` and one `[H, W, 3]` image per camera. `info["success"]` is set when an episode ends.
+Keyword arguments are the fields of `TabletopConfig`. With nothing but the state to observe, an observation is that
+vector; else it is a dict: `state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for
+(`privileged`, `depth/<camera>`, `segmentation/<camera>`, `points`). `info["success"]` is set when an episode ends.
 """
 
 import gymnasium
 import numpy as np
 
-from sparring.envs.backend import Arrays, EpisodeSeeds
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import CONTROL_HZ
 
-# entries of the state are about 1; checkers ask for finite bounds
-STATE_BOUND = 20.0
+# entries of vectors are about 1; checkers ask for finite bounds
+BOUND = 20.0
 
 
 class TabletopGym(gymnasium.Env):
@@ -26,14 +27,10 @@ class TabletopGym(gymnasium.Env):
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"render_mode={render_mode!r}; expected None or one of {self.metadata['render_modes']}")
         self.render_mode = render_mode
-        self._config = TabletopConfig(**{"threads": 1, **config})
-        self._backend = Tabletop(self._config, num_envs=1, max_episode_steps=max_episode_steps)
+        self._backend = Tabletop(TabletopConfig(**{"threads": 1, **config}), 1, max_episode_steps)
         spec = self._backend.spec
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
-        state = gymnasium.spaces.Box(-STATE_BOUND, STATE_BOUND, spec.observation["state"][0], np.float32)
-        size = self._config.image_size
-        images = {name: gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8) for name in self._config.cameras}
-        self.observation_space = gymnasium.spaces.Dict({"state": state, **images}) if images else state
+        self.observation_space = observation_space(spec)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
@@ -55,9 +52,36 @@ class TabletopGym(gymnasium.Env):
         self._backend.close()
 
     def _only(self, arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
-        """The one robot's observation, in gymnasium's shapes."""
-        state = np.clip(arrays["state"][0], -STATE_BOUND, STATE_BOUND)
-        if not self._config.cameras:
-            return state
-        images = {name: arrays[f"image/{name}"][0].transpose(1, 2, 0).copy() for name in self._config.cameras}
-        return {"state": state, **images}
+        """The one robot's observation."""
+        seen = observed(arrays)
+        return {name: value[0] for name, value in seen.items()} if isinstance(seen, dict) else seen[0]
+
+
+def observation_space(spec: EnvSpec) -> gymnasium.Space:
+    """Of one robot."""
+    spaces = {_short(name): _box(name, *kind) for name, kind in spec.observation.items() if name != "task"}
+    return spaces["state"] if list(spaces) == ["state"] else gymnasium.spaces.Dict(spaces)
+
+
+def observed(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
+    """What N robots observe, in gymnasium's shapes."""
+    seen = {_short(name): _within(name, value) for name, value in arrays.items() if name != "task"}
+    return seen["state"] if list(seen) == ["state"] else seen
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("image/")
+
+
+def _box(name: str, shape: tuple[int, ...], dtype: str) -> gymnasium.spaces.Box:
+    if name.startswith("image/"):
+        # [3, H, W] -> [H, W, 3]
+        shape = (*shape[1:], shape[0])
+    low, high = (0, 255) if dtype == "uint8" else (-BOUND, BOUND)
+    return gymnasium.spaces.Box(low, high, shape, np.dtype(dtype))
+
+
+def _within(name: str, value: np.ndarray) -> np.ndarray:
+    if name.startswith("image/"):
+        return np.ascontiguousarray(value.transpose(0, 2, 3, 1))
+    return value if value.dtype == np.uint8 else np.clip(value, -BOUND, BOUND)

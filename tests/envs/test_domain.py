@@ -1,0 +1,123 @@
+"""Domain randomisation and what is seen of it: each part switchable, seeded, and found again."""
+
+import numpy as np
+import pytest
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import DOMAINS, TabletopConfig
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.errors import UserError
+
+
+def _env(num_envs=4, seed=0, max_episode_steps=6, **config):
+    config = {"task": "push_d0", "threads": 1, "cameras": ("head",), "image_size": 32} | config
+    env = Tabletop(TabletopConfig(**config), num_envs, max_episode_steps)
+    return env, env.reset(EpisodeSeeds(seed, total_envs=num_envs))
+
+
+def _walk(env, steps=10):
+    rng, seen = np.random.default_rng(0), []
+    for _ in range(steps):
+        step = env.step(rng.uniform(-1, 1, (env.num_envs, 1, env.spec.action_dim)))
+        seen.append((step.observation, step.reward))
+    return seen
+
+
+def test_all_names_every_switch_and_a_bare_name_is_a_list():
+    assert TabletopConfig(domain_randomization="all").domain_randomization == DOMAINS
+    assert TabletopConfig(domain_randomization="light").domain_randomization == ("light",)
+    with pytest.raises(ValueError, match="camera_pose"):
+        TabletopConfig(domain_randomization=("lights",))
+
+
+@pytest.mark.parametrize("switch", ["appearance", "background", "light", "camera_pose"])
+def test_a_look_changes_the_picture_and_nothing_else(switch):
+    (plain, before), (varied, after) = _env(), _env(domain_randomization=(switch,))
+    np.testing.assert_array_equal(before["state"], after["state"])
+    differs = (before["image/head"] != after["image/head"]).any(axis=(1, 2, 3))
+    assert differs.all()
+    # of each robot its own
+    assert len({image.tobytes() for image in after["image/head"]}) == 4
+    for (one, reward), (other, same) in zip(_walk(plain), _walk(varied), strict=True):
+        np.testing.assert_array_equal(one["state"], other["state"])
+        np.testing.assert_array_equal(reward, same)
+
+
+def test_looks_change_between_episodes_and_not_within_one():
+    env, first = _env(task="reach_d0", domain_randomization=("background",), max_episode_steps=3)
+    corner = [first["image/head"][:, :, 0, 0]]
+    corner += [observation["image/head"][:, :, 0, 0] for observation, _ in _walk(env, 4)]
+    np.testing.assert_array_equal(corner[0], corner[2])
+    assert (corner[2] != corner[3]).any(axis=1).all()
+
+
+def test_friction_changes_how_a_cube_slides_and_nothing_before_that():
+    def travel(**config):
+        env, seen = _env(2, task="push_d0", cameras=(), max_episode_steps=1000, **config)
+        start = env.situation().objects[:, 0].copy()
+        # a kick, and then hands off
+        env._world._groups[0].physics.state[:, 1 + env._world._groups[0].physics.model.nq + 8] = 1.0
+        for _ in range(20):
+            env.step(np.zeros((2, 1, env.spec.action_dim)))
+        return seen["state"], np.linalg.norm(env.situation().objects[:, 0] - start, axis=1)
+
+    (plain_state, plain), (state, varied) = travel(), travel(domain_randomization=("friction",))
+    np.testing.assert_array_equal(plain_state, state)
+    # v^2 / (2 mu g) = 8.5 cm at the usual 0.6
+    assert plain == pytest.approx(0.085, abs=0.02) and (np.abs(varied / plain - 1) > 0.02).all()
+    assert (varied < plain / 0.6).all() and (varied > plain / 1.5).all()
+
+
+def test_clutter_lies_about_and_changes_no_start():
+    (_, before), (env, after) = _env(), _env(domain_randomization=("clutter",))
+    np.testing.assert_array_equal(before["state"], after["state"])
+    assert (before["image/head"] != after["image/head"]).any(axis=(1, 2, 3)).all()
+    # 3 free bodies more than the cube
+    assert env._world.qpos(np.arange(4)).shape[1] == 8 + 4 * 7
+
+
+@pytest.mark.parametrize("cameras", [(), ("head",)])
+def test_everything_at_once_replays_from_a_saved_state(cameras):
+    kwargs = {"domain_randomization": "all", "task": ("push_d0", "stack_d0"), "cameras": cameras}
+    env, _ = _env(**kwargs)
+    _walk(env, 4)
+    state, later = env.state(), _walk(env, 8)
+    other, _ = _env(seed=5, **kwargs)
+    other.set_state(state)
+    for (one, reward), (two, same) in zip(later, _walk(other, 8), strict=True):
+        np.testing.assert_array_equal(reward, same)
+        for name in one:
+            np.testing.assert_array_equal(one[name], two[name])
+
+
+def test_the_noise_screen_is_new_each_step_and_the_same_again():
+    def screen(**config):
+        env, first = _env(2, task="explore", image_size=64, **config)
+        still = [env.step(np.zeros((2, 1, 7))).observation["image/head"] for _ in range(3)]
+        return [first["image/head"], *still]
+
+    noisy, again, dark = screen(noise_screen=True), screen(noise_screen=True), screen()
+    for one, two in zip(noisy, again, strict=True):
+        np.testing.assert_array_equal(one, two)
+    changed = [(one != two).mean() for one, two in zip(noisy[1:-1], noisy[2:], strict=True)]
+    quiet = [(one != two).mean() for one, two in zip(dark[1:-1], dark[2:], strict=True)]
+    assert min(changed) > 0.005 and min(changed) > 3 * max(quiet)
+
+
+def test_the_screen_belongs_to_explore():
+    with pytest.raises(UserError, match="push_d0 has no screen; the task explore has one"):
+        _env(noise_screen=True)
+    with pytest.raises(UserError, match=r"env.depth and env.points need a camera"):
+        _env(cameras=(), depth=True, points=16)
+
+
+def test_depth_segmentation_and_points_are_observations():
+    env, seen = _env(2, cameras=("head", "wrist"), depth=True, segmentation=True, points=64)
+    assert env.spec.observation["depth/head"] == ((1, 32, 32), "float32")
+    assert {name: (value.shape[1:], value.dtype.name) for name, value in seen.items()} == env.spec.observation
+    # the head camera stands about a metre away, and the red cube is object 3
+    assert 0.5 < np.median(seen["depth/head"]) < 2 and (seen["segmentation/wrist"] == 3).any()
+    # the arm, the cube and the disc: above the table and within reach
+    assert (seen["points"][..., 2] > 0).all() and (seen["points"][..., 3:] <= 1).all()
+    cube, points = env.situation().objects[:, 0], seen["points"][..., :3]
+    assert (np.linalg.norm(points - cube[:, None], axis=2).min(axis=1) < 0.03).all()

@@ -1,0 +1,163 @@
+"""Object poses as a group of their own, padding, and what policies make of both."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from tensordict import TensorDict
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.make import make_env
+from sparring.envs.registration import register
+from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.tasks import TASKS
+from sparring.errors import UserError
+from sparring.policies.configs import ActorCriticConfig
+from sparring.policies.make import make_policy
+from sparring.run import Run
+from sparring.tree import load_config
+
+
+def _seen(**config):
+    env = Tabletop(TabletopConfig(**{"task": "stack_d0", "threads": 1} | config), 3)
+    return env, env.reset(EpisodeSeeds(0, total_envs=3))
+
+
+def test_poses_are_in_the_state_or_beside_it_or_nowhere():
+    _, together = _seen()
+    apart_env, apart = _seen(object_state="privileged")
+    _, hidden = _seen(object_state="hidden")
+    robot, world = len(observe.scales(world=False)), len(observe.scales(objects=2, robot=False))
+    assert (robot, world) == (30, 36) and apart_env.spec.observation["privileged"] == ((36,), "float32")
+    np.testing.assert_array_equal(together["state"], np.concatenate([apart["state"], apart["privileged"]], 1))
+    np.testing.assert_array_equal(hidden["state"], apart["state"])
+    assert "privileged" not in hidden and "privileged" not in together
+
+
+def _image_policy():
+    config = load_config({"env": {"task": "push_d0", "cameras": ["head"], "object_state": "privileged", "threads": 1}})
+    env = make_env(config.env, 8)
+    torch.manual_seed(0)
+    return make_policy(ActorCriticConfig(), env.spec, 1), env.reset(0)
+
+
+def test_an_image_policy_acts_the_same_whatever_the_privileged_poses_are():
+    policy, td = _image_policy()
+    noise = torch.rand(8, policy.noise_size)
+    shuffled = td.clone()
+    # other robots' poses, entry by entry in another order
+    shuffled["observation", "privileged"] = td["observation", "privileged"][torch.arange(7, -1, -1)].flip(-1)
+    assert (shuffled["observation", "privileged"] != td["observation", "privileged"]).any()
+    with torch.no_grad():
+        one, two = policy.act(td.clone().set("noise", noise)), policy.act(shuffled.set("noise", noise))
+    assert torch.equal(one["action"], two["action"]) and torch.equal(one["trace", "mean"], two["trace", "mean"])
+    # the critic does look at them
+    assert (one["value"] != two["value"]).any()
+
+
+def test_a_trained_image_policy_needs_no_privileged_poses_to_act():
+    policy, td = _image_policy()
+    td["observation"].pop("privileged")
+    with torch.no_grad():
+        assert policy.act(td)["action"].shape == (8, 1, 7)
+
+
+def test_padding_is_zero_ignored_and_not_scored():
+    plain_env, plain = _seen()
+    env, padded = _seen(pad_state=80, pad_action=32)
+    assert padded["state"].shape == (3, 80) and not padded["state"][:, 66:].any()
+    np.testing.assert_array_equal(padded["state"][:, :66], plain["state"])
+    assert (env.spec.action_dim, env.spec.action_padding) == (32, 25)
+    action = np.random.default_rng(0).uniform(-1, 1, (3, 1, 32))
+    one, two = env.step(action), plain_env.step(action[..., :7])
+    np.testing.assert_array_equal(one.observation["state"][:, :66], two.observation["state"])
+
+    policy = make_policy(ActorCriticConfig(), env.spec, 1)
+    td = TensorDict({"observation": {"state": torch.from_numpy(padded["state"])}}, [3])
+    with torch.no_grad():
+        td = policy.act(td.set("noise", torch.rand(3, policy.noise_size)))
+        td["next"] = TensorDict({"executed": torch.ones(3, dtype=torch.int64)}, [3])
+        before = policy.evaluate(td)
+        assert td["action"].shape == (3, 1, 32) and not td["action"][..., 7:].any()
+        assert (before["trace", "dims"] == 7).all()
+        td["action"][..., 7:] = 5.0
+        assert torch.equal(policy.evaluate(td)["log_prob"], before["log_prob"])
+
+
+def test_padding_shorter_than_what_is_there_is_refused():
+    with pytest.raises(UserError, match="env.pad_state=10 is shorter than the 66 entries there are"):
+        _seen(pad_state=10)
+    with pytest.raises(UserError, match="env.pad_action=3 is shorter than the 7 entries"):
+        _seen(pad_action=3)
+
+
+@pytest.mark.parametrize("cameras", [[], ["head"]])
+def test_training_with_padding_and_a_privileged_critic(cameras):
+    config = load_config(
+        {
+            "env": {"task": "lift_d0", "object_state": "privileged", "pad_state": 40, "pad_action": 9, "threads": 1}
+            | {"cameras": cameras, "image_size": 36},
+            "rollout": {"n_envs": 4, "steps": 8},
+            "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
+        }
+    )
+    run = Run(config, folder=False, quiet=True)
+    for _ in range(2):
+        # the parity gate watches over it
+        assert np.isfinite(run.phase.step(0.0)["loss"])
+    assert run.phase.policy.privileged.count > 0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("task", list(TASKS))
+def test_every_task_is_a_gymnasium_env(task):
+    register()
+    env = gymnasium.make(f"sparring/{task}", render_mode="rgb_array")
+    check_env(env.unwrapped)
+    env.close()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kwargs", [{}, {"cameras": ("head", "wrist"), "image_size": 32, "depth": True, "points": 8}])
+def test_many_robots_are_a_gymnasium_vector_env(kwargs):
+    register()
+    env = gymnasium.make_vec("sparring/lift_d0", num_envs=3, max_episode_steps=5, render_mode="rgb_array", **kwargs)
+    first, _ = env.reset(seed=3)
+    again, _ = env.reset(seed=3)
+    assert env.observation_space.contains(first) and env.num_envs == 3
+    for name in first if kwargs else ():
+        np.testing.assert_array_equal(first[name], again[name])
+    env.action_space.seed(0)
+    for number in range(1, 6):
+        observation, reward, terminated, truncated, infos = env.step(env.action_space.sample())
+        assert env.observation_space.contains(observation) and reward.shape == (3,)
+        assert (truncated == (number == 5)).all() and not terminated.any()
+    # the last observation of the ended episodes, and the first of the next ones
+    final = infos["final_obs"][1]
+    final, begun = (final["state"], observation["state"][1]) if kwargs else (final, observation[1])
+    at = observe.layout()["time_left"]
+    assert final[at] == 0 and begun[at] == 1 and infos["_final_obs"].all() and infos["success"].shape == (3,)
+    assert len(env.render()) == 3
+    env.close()
+
+
+def test_the_two_gymnasium_ways_step_alike():
+    register()
+    many = gymnasium.make_vec("sparring/push_d1", num_envs=1)
+    one = gymnasium.make("sparring/push_d1")
+    a, b = many.reset(seed=11)[0][0], one.reset(seed=11)[0]
+    np.testing.assert_array_equal(a, b)
+    action = np.full(7, 0.3, np.float32)
+    np.testing.assert_array_equal(many.step(action[None])[0][0], one.step(action)[0])
+
+
+def test_stable_baselines3_trains_on_it_as_it_is():
+    sb3 = pytest.importorskip("stable_baselines3")
+    register()
+    env = gymnasium.make("sparring/reach_d0", cameras=("head",), image_size=36)
+    model = sb3.PPO("MultiInputPolicy", env, n_steps=64, batch_size=32, n_epochs=1, seed=0)
+    model.learn(128)
+    assert model.num_timesteps == 128
