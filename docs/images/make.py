@@ -1,0 +1,70 @@
+"""Makes the pictures of docs/suite.md: `python docs/images/make.py`."""
+
+from pathlib import Path
+
+import numpy as np
+
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.gallery import head, task_rows
+from sparring.record.pictures import write_png
+from sparring.record.sheet import contact_sheet
+
+HERE = Path(__file__).parent
+# one colour per number of a segmentation
+PALETTE = np.random.default_rng(4).integers(60, 255, (256, 3), np.uint8)
+
+
+def main() -> None:
+    for name, rows in (("tasks", task_rows()), ("domains", domain_rows()), ("views", view_rows())):
+        picture = contact_sheet(rows)
+        # half the size: pages stay light
+        print(write_png(HERE / f"suite_{name}.png", picture[::2, ::2] if name == "tasks" else picture))
+
+
+def domain_rows() -> list[list[tuple[str, np.ndarray]]]:
+    """The same start under different domains."""
+    switches = ("appearance", "background", "light", "camera_pose", "clutter")
+    pictures = [("as usual", _start())] + [(name, _start(domain_randomization=(name,))) for name in switches]
+    everything = [(f"all, episode {seed}", _start(seed, domain_randomization="all")) for seed in range(3)]
+    noise = ("explore, noise_screen", _start(task="explore", noise_screen=True, cameras=("head",)))
+    return [pictures[:5], [*pictures[5:], *everything, noise]]
+
+
+def view_rows() -> list[list[tuple[str, np.ndarray]]]:
+    """What a camera gives at 224 pixels."""
+    cameras, size = ("head", "wrist"), 224
+    config = TabletopConfig(
+        task="stack_d1", threads=1, cameras=cameras, image_size=size, depth=True, segmentation=True, points=1024
+    )
+    seen = Tabletop(config, 1).reset(EpisodeSeeds(0))
+    rows = []
+    for camera in cameras:
+        image, depth = seen[f"image/{camera}"][0].transpose(1, 2, 0), seen[f"depth/{camera}"][0, 0]
+        grey = (255 * np.clip(1 - depth / depth.max(), 0, 1)).astype(np.uint8)[..., None].repeat(3, 2)
+        parts = PALETTE[seen[f"segmentation/{camera}"][0, 0]]
+        rows.append([(f"image/{camera}", image), (f"depth/{camera}", grey), (f"segmentation/{camera}", parts)])
+    rows[0].append(("points, from above", _from_above(seen["points"][0], size)))
+    return rows
+
+
+def _start(seed: int = 0, **config) -> np.ndarray:
+    env = Tabletop(TabletopConfig(**{"task": "stack_d1", "threads": 1} | config), 1)
+    env.reset(EpisodeSeeds(seed))
+    picture = head(env.render(0))
+    env.close()
+    return picture
+
+
+def _from_above(points: np.ndarray, size: int) -> np.ndarray:
+    """Points `[P, 6]` on white, the highest on top."""
+    canvas = np.full((size, size, 3), 255, np.uint8)
+    for x, y, _, *rgb in points[points[:, 2].argsort()]:
+        row, column = int(size * (0.9 - (x + 0.5) / 0.9)), int(size * (0.5 - y / 0.9))
+        canvas[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2] = np.multiply(rgb, 255)
+    return canvas
+
+
+if __name__ == "__main__":
+    main()
