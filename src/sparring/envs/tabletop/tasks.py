@@ -1,7 +1,9 @@
 """Every task by name; adding one to `TASKS` makes it available everywhere.
 
 The suffix is the distribution of starts: d0 narrow (about +-3 cm), d1 wider, d2 more than 60 % of the table that the
-hand reaches pointing down, and any yaw.
+hand reaches pointing down, and any yaw. For two arms d2 is 69 % of the places, at yaws of up to 60 degrees, where both
+reach their handle of the tray, and 87 % of those, at any yaw, where the left hand reaches the bar and the right does
+not.
 """
 
 from difflib import get_close_matches
