@@ -12,8 +12,8 @@ from sparring.record.pictures import write_png
 from sparring.record.sheet import contact_sheet
 
 HERE = Path(__file__).parent
-# one colour per number of a segmentation
-PALETTE = np.random.default_rng(4).integers(60, 255, (256, 3), np.uint8)
+# one colour per number of a segmentation: nothing, scenery, robot, two objects
+PALETTE = np.array([(255, 255, 255), (228, 219, 204), (120, 128, 140), (220, 60, 50), (50, 90, 215)], np.uint8)
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ TOYS = (
 SPREAD = Sector(0.16, 0.49, 90)
 _GAP = 0.01
 _AWAY = 0.09
+# around the foot of an arm
+_BASE = 0.12
 _TRIES = 100
 
 
@@ -64,7 +66,8 @@ def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.nd
     points = [*start.objects[:, :2], start.goal[:2]]
     ways = [Zone(one, other, _AWAY) for one, other in combinations_with_replacement(points, 2)]
     objects = [Zone(point, point, footprint(thing)) for thing, point in zip(scene.objects, points, strict=False)]
-    return scatter(rng, scene.clutter, ways + objects)
+    arms = [Zone(base, base, _BASE) for base in (np.array(mount.base[:2]) for mount in scene.arms)]
+    return scatter(rng, scene.clutter, ways + objects + arms)
 
 
 def footprint(thing: Thing) -> float:
