@@ -215,7 +215,7 @@ def _suite_world(task: str, robots: int, threads: int) -> tuple:
     world, goal = World([kind.scene] * robots, threads), np.zeros((robots, 3))
     for row in range(robots):
         start = kind.start(np.random.default_rng(row))
-        world.place(row, start.arm, start.objects)
+        world.place(row, start, clutter=np.empty((0, 7)))
         goal[row] = start.goal
     return world, np.arange(robots), goal
 

@@ -11,6 +11,7 @@ train with is in configs/, so `sparring train finetune --config configs/lift_d2.
 """
 
 import argparse
+import fcntl
 import json
 import statistics
 import time
@@ -90,9 +91,13 @@ def judge(run, config) -> dict:
 
 
 def keep(outcome: dict) -> None:
-    runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
-    runs[f"{outcome['problem']}/{outcome['seed']}"] = outcome
-    report.write_json(RESULTS, {"about": report.metadata(), "runs": runs})
+    RUNS.mkdir(exist_ok=True)
+    # another seed may end at the same moment
+    with open(RUNS / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
+        runs[f"{outcome['problem']}/{outcome['seed']}"] = outcome
+        report.write_json(RESULTS, {"about": report.metadata(), "runs": runs})
 
 
 def summary(runs: dict[str, dict]) -> str:
