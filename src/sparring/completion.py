@@ -45,7 +45,7 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
     },
     "eval": {"--episodes": NUMBER, "--seed": NUMBER, "--stochastic": SWITCH, "--videos": NUMBER, "--json": FILE},
     "check": {},
-    "tasks": {},
+    "tasks": {"--sheet": FILE},
     "config": {"--config": FILE},
     "completion": {},
 }
