@@ -17,10 +17,12 @@ PALETTE = np.array([(255, 255, 255), (228, 219, 204), (120, 128, 140), (220, 60,
 
 
 def main() -> None:
-    for name, rows in (("tasks", task_rows()), ("domains", domain_rows()), ("views", view_rows())):
-        picture = contact_sheet(rows)
-        # half the size: pages stay light
-        print(write_png(HERE / f"suite_{name}.png", picture[::2, ::2] if name == "tasks" else picture))
+    tasks = task_rows()
+    # the last picture of each row, five to a line
+    last = [(row[-1][0].split(",")[0].removesuffix("_d0"), row[-1][1]) for row in tasks]
+    sheets = {"tasks": tasks, "overview": [last[:5], last[5:]], "domains": domain_rows(), "views": view_rows()}
+    for name, rows in sheets.items():
+        print(write_png(HERE / f"suite_{name}.png", contact_sheet(rows)))
 
 
 def domain_rows() -> list[list[tuple[str, np.ndarray]]]:
