@@ -61,7 +61,7 @@ def suite_frames(
     groups = np.split(rows, range(together, len(rows), together))
 
     def turn() -> dict:
-        return [world.images(group, goal[group], tuple(cameras), size) for group in groups][0]
+        return [world.views(group, goal[group], tuple(cameras), size) for group in groups][0]
 
     # [n, 3, H, W] -> [H, W, 3] of the first pose
     first = [image[0].transpose(1, 2, 0) for image in turn().values()]

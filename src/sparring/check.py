@@ -22,6 +22,8 @@ from sparring.tree import Config, load_config
 ROBOTS = 4
 # of an env that has no time limit
 PATIENCE = 1000
+# pictures that a contact sheet picks from
+FILM = 300
 # (what was looked at, whether it is right, what was seen)
 Finding = tuple[str, bool, str]
 
@@ -187,13 +189,16 @@ def _played(env, again, chunk: int, sheet: Path) -> Iterator[Finding]:
 
 
 def _replayed(collector, trail: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
-    """The first decision that went otherwise than in `trail`, if any, and a film of one robot until then."""
+    """The first decision that went otherwise than in `trail`, if any, and a film of one robot's first episode."""
     env, film = collector.env, []
-    if env.backend.render(0) is not None:
-        env.backend.record([0])
+    filming = env.backend.render(0) is not None
+    env.backend.record([0] if filming else [])
     for number, before in enumerate(trail):
         digest = _digest(collector.decide())
         film += env.last.frames.get(0, [])
+        if filming and (0 in env.last.ended or len(film) >= FILM):
+            filming = False
+            env.backend.record([])
         if digest != before:
             return number, film
     return None, film

@@ -104,8 +104,53 @@ def test_the_noise_screen_is_new_each_step_and_the_same_again():
     assert min(changed) > 0.005 and min(changed) > 3 * max(quiet)
 
 
+def test_pictures_of_a_noisy_screen_are_as_new_as_observations_and_come_back_with_a_state():
+    env, _ = _env(2, task="explore", noise_screen=True, domain_randomization=("light",))
+    env.record([0])
+    frames = env.step(np.zeros((2, 3, 7))).frames[0]
+    np.testing.assert_array_equal(frames[-1], env.render(0))
+    assert (frames[0] != frames[1]).mean() > 0.005 and (frames[1] != frames[2]).mean() > 0.005
+    other, _ = _env(2, seed=3, task="explore", noise_screen=True, domain_randomization=("light",))
+    other.set_state(env.state())
+    np.testing.assert_array_equal(other.render(1), env.render(1))
+
+
+@pytest.mark.parametrize("switch", ["light", "camera_pose", "background"])
+def test_clutter_leaves_the_other_domains_as_they_are(switch):
+    looks = []
+    for switches in ((switch,), (switch, "clutter")):
+        env, _ = _env(domain_randomization=switches, task="reach_d0")
+        look = env._world._groups[0].look
+        looks.append((look.sun, look.light, look.camera_pos, look.camera_turn, look.background))
+    for one, two in zip(*looks, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_clutter_does_not_move_the_camera():
+    one, two = (
+        _env(task="reach_d0", domain_randomization=s)[0]._world._groups[0].physics.model for s in ((), "clutter")
+    )
+    assert one.cam_fovy[0] == two.cam_fovy[0] and (one.cam_quat[0] == two.cam_quat[0]).all()
+
+
+def test_explore_has_no_success_to_report():
+    assert not _env(task="explore")[0].spec.reports_success
+    assert _env(task=("explore", "push_d0"))[0].spec.reports_success
+
+
+def test_a_state_of_another_task_is_refused():
+    with pytest.raises(UserError, match=r"other tasks than env.task=\['lift_d0'\]"):
+        _env(task="lift_d0")[0].set_state(_env(task="push_d0")[0].state())
+
+
+def test_a_task_that_no_robot_has_still_counts():
+    alone, _ = _env(1, task=("lift_d0", "stack_d0"), cameras=())
+    both, _ = _env(2, task=("lift_d0", "stack_d0"), cameras=())
+    assert alone.spec.observation == both.spec.observation
+
+
 def test_the_screen_belongs_to_explore():
-    with pytest.raises(UserError, match="push_d0 has no screen; the task explore has one"):
+    with pytest.raises(UserError, match="only the task explore has a screen"):
         _env(noise_screen=True)
     with pytest.raises(UserError, match=r"env.depth and env.points need a camera"):
         _env(cameras=(), depth=True, points=16)

@@ -124,7 +124,7 @@ def test_every_task_is_a_gymnasium_env(task):
 @pytest.mark.parametrize("kwargs", [{}, {"cameras": ("head", "wrist"), "image_size": 32, "depth": True, "points": 8}])
 def test_many_robots_are_a_gymnasium_vector_env(kwargs):
     register()
-    env = gymnasium.make_vec("sparring/lift_d0", num_envs=3, max_episode_steps=5, render_mode="rgb_array", **kwargs)
+    env = gymnasium.make_vec("sparring/lift_d0", num_envs=3, episode_steps=5, render_mode="rgb_array", **kwargs)
     first, _ = env.reset(seed=3)
     again, _ = env.reset(seed=3)
     assert env.observation_space.contains(first) and env.num_envs == 3
@@ -142,6 +142,31 @@ def test_many_robots_are_a_gymnasium_vector_env(kwargs):
     assert final[at] == 0 and begun[at] == 1 and infos["_final_obs"].all() and infos["success"].shape == (3,)
     assert len(env.render()) == 3
     env.close()
+
+
+def test_a_gymnasium_episode_has_the_length_asked_for_and_its_last_picture_is_its_own():
+    register()
+    env = gymnasium.make("sparring/lift_d0", render_mode="rgb_array", episode_steps=4)
+    env.reset(seed=0)
+    pictures = []
+    for number in range(1, 5):
+        observation, _, _, truncated, _ = env.step(np.zeros(7, np.float32))
+        pictures.append(env.render())
+        assert truncated == (number == 4)
+    assert observation[observe.layout()["time_left"]] == 0
+    # nothing moves, so nothing changes; the next episode begins elsewhere
+    moved = [(one != two).mean() for one, two in zip(pictures[:-1], pictures[1:], strict=True)]
+    assert moved[-1] < 0.01
+    env.reset()
+    assert (env.render() != pictures[-1]).mean() > moved[-1]
+
+
+def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
+    register()
+    with pytest.raises(UserError, match="render_mode='human': expected None or 'rgb_array'"):
+        gymnasium.make_vec("sparring/lift_d0", num_envs=2, render_mode="human")
+    with pytest.raises(UserError, match="camera_s: Extra inputs"):
+        gymnasium.make("sparring/lift_d0", camera_s=("head",))
 
 
 def test_the_two_gymnasium_ways_step_alike():

@@ -224,13 +224,13 @@ def test_static_is_a_function_of_its_number():
 
 def test_nothing_is_compiled_twice():
     """Compiling takes seconds: no number of robots or cameras, and no look, may lead to arrays of another kind."""
-    _renderer().points(_qpos(3), _goal(3), CAMERAS, 8, 4)
+    _renderer().views(_qpos(3), _goal(3), CAMERAS, 8, points=4)
     compiled = len(draw.signatures), len(point_clouds.signatures)
     for renderer in (_renderer(), _renderer(Part('<camera name="above" pos="0 0 1.2"/>'), marker=None)):
         for n in (1, 2, 5):
             for cameras in (("head",), ("wrist",), renderer.cameras):
                 renderer.views(_qpos(n), _goal(n), cameras, 8)
-                renderer.points(_qpos(n), _goal(n), cameras, 8, 4, renderer.standard_look(n))
+                renderer.views(_qpos(n), _goal(n), cameras, 8, renderer.standard_look(n), points=4)
         renderer.views(_qpos(2), _goal(2), CAMERAS, 8, renderer.standard_look(4).rows([3, 1]), ("depth",))
     assert compiled == (len(draw.signatures), len(point_clouds.signatures))
 
@@ -256,7 +256,7 @@ def test_robots_of_different_scenes_are_seen_together_and_each_with_its_look():
     # the robots with two cubes are the odd ones
     blue = (plain["segmentation/head"] == OBJECTS + 1).sum(axis=(1, 2, 3))
     assert (blue[1::2] > 5).all() and (blue[::2] == 0).all()
-    np.testing.assert_array_equal(plain["rgb/head"], world.images(rows, env._goal, ("head",), 96)["head"])
+    np.testing.assert_array_equal(plain["rgb/head"], world.views(rows, env._goal, ("head",), 96)["rgb/head"])
     group = world._groups[world._group[3]]
     group.look = group.renderer().standard_look(2)
     group.look.background[:], group.look.rgb[1] = 0, 0

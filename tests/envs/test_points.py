@@ -78,7 +78,7 @@ def test_clouds_of_the_scene_show_the_goal_and_not_the_table():
     clouds = []
     for threads in (1, 2):
         renderer = Renderer(model, Kinematics(model), threads)
-        clouds.append(renderer.points(qpos, goal, ("head", "wrist"), 64, 256))
+        clouds.append(renderer.views(qpos, goal, ("head", "wrist"), 64, points=256)["points"])
         renderer.close()
     np.testing.assert_array_equal(*clouds)
     points, colours = clouds[0][..., :3], clouds[0][..., 3:]

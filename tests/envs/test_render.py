@@ -171,13 +171,13 @@ def test_real_scene_agrees_with_mujocos_rays():
     # no shadows, and the goal far out of sight
     renderer._shapes = renderer._shapes._replace(ground=-1)
     qpos = _noisy_homes()
-    images = renderer.images(qpos, np.full((3, 3), 1e3), ("head", "wrist"), size)
+    images = renderer.views(qpos, np.full((3, 3), 1e3), ("head", "wrist"), size)
     for i in range(3):
         data.qpos[:] = qpos[i]
         mujoco.mj_forward(model, data)
         for camera in ("head", "wrist"):
             expected = _by_mujoco_rays(mujoco, model, data, camera, size)
-            wrong = np.abs(images[camera][i].transpose(1, 2, 0).astype(int) - expected).max(axis=2) > 2
+            wrong = np.abs(images[f"rgb/{camera}"][i].transpose(1, 2, 0).astype(int) - expected).max(axis=2) > 2
             # rays that graze an edge may fall on either side of it
             assert wrong.mean() < 0.003, (camera, wrong.sum())
 
@@ -213,8 +213,8 @@ def test_the_goal_throws_a_shadow_on_the_table():
     renderer = Renderer(model, Kinematics(model), threads=1)
     home = np.array([[*HOME, 0.04, 0.04]])
     low, far = np.array([[0.1, -0.2, 0.03]]), np.array([[0.0, 0.0, 1e3]])
-    lit = renderer.images(home, far, ("head",), 96)["head"].astype(int)
-    shaded = renderer.images(home, low, ("head",), 96)["head"].astype(int)
+    lit = renderer.views(home, far, ("head",), 96)["rgb/head"].astype(int)
+    shaded = renderer.views(home, low, ("head",), 96)["rgb/head"].astype(int)
     darker = ((lit - shaded) > 5).all(axis=1).sum()
     assert darker > 10
 
@@ -225,8 +225,8 @@ def test_any_number_of_threads_gives_the_same_bytes():
     pictures = []
     for threads in (1, 2, 3):
         renderer = Renderer(model, Kinematics(model), threads)
-        pictures.append(renderer.images(qpos, goal, ("head", "wrist"), 32))
+        pictures.append(renderer.views(qpos, goal, ("head", "wrist"), 32))
         renderer.close()
     for other in pictures[1:]:
         for camera in ("head", "wrist"):
-            np.testing.assert_array_equal(pictures[0][camera], other[camera])
+            np.testing.assert_array_equal(pictures[0][f"rgb/{camera}"], other[f"rgb/{camera}"])

@@ -36,7 +36,9 @@ class ActorCritic(Policy):
         self.encoder = ObservationEncoder(config, spec)
         self.actor = mlp(self.encoder.size, config.hidden, config.activation)
         privileged = math.prod(spec.observation["privileged"][0]) if "privileged" in spec.observation else 0
-        self.privileged = RunningNormalizer(privileged) if privileged else None
+        self.privileged = None
+        if privileged:
+            self.privileged = RunningNormalizer(privileged) if config.normalize_observations else nn.Identity()
         self.in_keys = self.encoder.in_keys + ([PRIVILEGED] if privileged else [])
         self.critic = mlp(self.encoder.size + privileged, config.hidden, config.activation)
         width = config.hidden[-1] if config.hidden else self.encoder.size
@@ -98,7 +100,7 @@ class ActorCritic(Policy):
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         if self.encoder.normalizer is not None:
             self.encoder.normalizer.update(td["observation", "state"], sum_over_processes)
-        if self.privileged is not None:
+        if isinstance(self.privileged, RunningNormalizer):
             self.privileged.update(td[PRIVILEGED], sum_over_processes)
 
     def critic_parameters(self) -> list[nn.Parameter]:

@@ -5,6 +5,7 @@ the random start of each ended robot in turn.
 """
 
 import os
+from zlib import crc32
 
 import numpy as np
 
@@ -30,14 +31,16 @@ class Tabletop:
 
     def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
-        self.config = self._config = config
+        self.config = config
         self._tasks = [cluttered(find(name), config.domain_randomization) for name in config.task]
         self.mounts = _embodiment(self._tasks, config.cameras)
         self._threads = config.threads or os.cpu_count() or 1
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
         # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
-        self._world = World([self._tasks[index].scene for index in self._task], self._threads, config.video_renderer)
+        scenes = [task.scene for task in self._tasks]
+        # with room for the objects of all tasks, also of those that no robot here has
+        self._world = World([scenes[k] for k in self._task], self._threads, config.video_renderer, possible=scenes)
         self._domain = Domain(config.domain_randomization, self._world)
         self._sight = Sight(config, self._world)
         self._hand_mover = HandMover(self.mounts)
@@ -62,6 +65,7 @@ class Tabletop:
         self._elapsed = np.zeros(num_envs, np.int64)
         self._streak = np.zeros(num_envs, np.int64)
         self._episode = np.zeros(num_envs, np.int64)
+        self._episode_seed = np.zeros(num_envs, np.uint64)
         self._phrasing = np.zeros(num_envs, np.int64)
         # follow from the physics state
         self._hands = np.zeros((num_envs, len(self.mounts), 3))
@@ -121,9 +125,7 @@ class Tabletop:
 
     def moments(self) -> np.ndarray:
         """`[N]`: a number of its own for each step of each episode, whichever robot goes through it."""
-        seeds = self._started()
-        episodes = [seeds(row, int(episode)) for row, episode in enumerate(self._episode)]
-        return np.array(episodes, np.uint64) << np.uint64(20) | self._elapsed.astype(np.uint64)
+        return self._episode_seed << np.uint64(20) | self._elapsed.astype(np.uint64)
 
     def state(self) -> Arrays:
         seeds = self._started()
@@ -135,6 +137,7 @@ class Tabletop:
             "streak": self._streak.copy(),
             "episode": self._episode.copy(),
             "phrasing": self._phrasing.copy(),
+            "task": self._task_names(),
             "seeds": np.array([seeds.seed, _SPLITS.index(seeds.split), seeds.first_env, seeds.total_envs]),
         }
 
@@ -146,6 +149,8 @@ class Tabletop:
                 f"but this env has {mine[0]} with {mine[1]}; "
                 "build the env with the config and num_envs that the state was saved from"
             )
+        if not np.array_equal(state["task"], self._task_names()):
+            raise UserError(f"this state was saved with other tasks than env.task={list(self.config.task)}")
         self._world.set_state(state["physics"])
         self._command[:] = state["command"].reshape(self._command.shape)
         self._goal[:] = state["goal"]
@@ -156,14 +161,16 @@ class Tabletop:
         seed, split, first_env, total_envs = (int(v) for v in state["seeds"])
         self._seeds = EpisodeSeeds(seed, _SPLITS[split], first_env, total_envs)
         for row in self._all:
-            self._domain.begin(row, self._seeds(int(row), int(self._episode[row])))
+            self._episode_seed[row] = seed = self._seeds(int(row), int(self._episode[row]))
+            self._domain.begin(row, seed)
         self._locate_hands(self._all)
+        self._renew_static(self._all)
 
     def close(self) -> None:
         self._world.close()
 
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
-        config, robot, world = self._config, len(self._robot_scale), len(self._world_scale)
+        config, robot, world = self.config, len(self._robot_scale), len(self._world_scale)
         state = robot + (world if config.object_state == "state" else 0)
         vectors = {"state": ((_padded("env.pad_state", config.pad_state, state),), "float32")}
         if config.object_state == "privileged":
@@ -177,8 +184,13 @@ class Tabletop:
             task_names=tuple(task.name for task in self._tasks for _ in task.instructions),
             instructions=tuple(text for task in self._tasks for text in task.instructions),
             max_episode_steps=max_episode_steps,
+            reports_success=any(task.reports_success for task in self._tasks),
             control_hz=CONTROL_HZ,
         )
+
+    def _task_names(self) -> np.ndarray:
+        """`[N]`: a number for the name of each robot's task."""
+        return np.array([crc32(task.name.encode()) for task in self.robot_tasks()])
 
     def _started(self) -> EpisodeSeeds:
         if self._seeds is None:
@@ -191,7 +203,7 @@ class Tabletop:
         expected = (self.num_envs, self.spec.action_dim)
         if action.ndim != 3 or action.shape[1] < 1 or (action.shape[0], action.shape[2]) != expected:
             raise UserError(
-                f"action has shape {action.shape}, but {self._config.control_mode} takes "
+                f"action has shape {action.shape}, but {self.config.control_mode} takes "
                 f"[N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
             )
         if np.isnan(action).any():
@@ -203,7 +215,7 @@ class Tabletop:
         """Start the current episode of these robots."""
         seeds = self._started()
         for row in rows:
-            seed = seeds(int(row), int(self._episode[row]))
+            self._episode_seed[row] = seed = seeds(int(row), int(self._episode[row]))
             rng = np.random.default_rng(seed)
             task = self._tasks[self._task[row]]
             start = task.start(rng)
@@ -218,6 +230,7 @@ class Tabletop:
         self._elapsed[rows] = 0
         self._streak[rows] = 0
         self._locate_hands(rows)
+        self._renew_static(rows)
 
     def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
         """One control step under actions `[n, A]`; rewards `[n]`."""
@@ -232,7 +245,12 @@ class Tabletop:
         reward, satisfied = self._score(rows)
         self._elapsed[rows] += 1
         self._streak[rows] = (self._streak[rows] + 1) * satisfied
-        return self._succeeded(rows) if self._config.reward == "sparse" else reward
+        self._renew_static(rows)
+        return self._succeeded(rows) if self.config.reward == "sparse" else reward
+
+    def _renew_static(self, rows: np.ndarray) -> None:
+        if self.config.noise_screen:
+            self._world.set_noise(rows, self.moments()[rows])
 
     def _succeeded(self, rows: np.ndarray) -> np.ndarray:
         """Which episodes have just ended, and ended well."""
@@ -262,14 +280,14 @@ class Tabletop:
         """What these robots feel and see now; image rows are drawn for them only."""
         state, world = self._feel(rows), self._world_vector(rows)
         privileged = {}
-        if self._config.object_state == "state":
+        if self.config.object_state == "state":
             state = np.concatenate([state, world], axis=1)
-        elif self._config.object_state == "privileged":
+        elif self.config.object_state == "privileged":
             privileged["privileged"] = world
         # no copy where there is nothing to pad
         missing = self.spec.observation["state"][0][0] - state.shape[1]
         state = np.pad(state, ((0, 0), (0, missing))) if missing else state
-        seen = self._sight.observe(rows, self._goal[rows], self.moments)
+        seen = self._sight.observe(rows, self._goal[rows])
         return {"state": state, **privileged, **seen, "task": self._phrasing[rows].copy()}
 
     def _feel(self, rows: np.ndarray) -> np.ndarray:

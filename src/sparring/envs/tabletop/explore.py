@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import SCENERY, Part, Scene
+from sparring.envs.tabletop.scene import SCENERY, SCREEN, Part, Scene
 from sparring.envs.tabletop.task import Situation, Start, arm_near_home
 from sparring.envs.tabletop.things import SPREAD, TOYS, scatter
 
 # at the table's back edge beside the arm, where the head camera sees it
 SCREEN = Part(f"""
-    <geom name="screen" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {SCENERY}/>
+    <geom name="{SCREEN}" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {SCENERY}/>
     <geom type="box" size="0.02 0.05 0.008" pos="-0.475 0.37 0.008" rgba="0.55 0.58 0.64 1" {SCENERY}/>""")
 
 

@@ -5,16 +5,19 @@
 
 Keyword arguments are the fields of `TabletopConfig`. With nothing but the state to observe, an observation is that
 vector; else it is a dict: `state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for
-(`privileged`, `depth/<camera>`, `segmentation/<camera>`, `points`). `info["success"]` is set when an episode ends.
+(`privileged`, `depth/<camera>`, `segmentation/<camera>`, `points`, shaped as in docs/suite.md). `info["success"]` is
+set when an episode ends. `episode_steps` is the time limit; gymnasium keeps its own `max_episode_steps` to itself.
 """
 
 import gymnasium
 import numpy as np
+from pydantic import ValidationError
 
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import CONTROL_HZ
+from sparring.errors import UserError
 
 # entries of vectors are about 1; checkers ask for finite bounds
 BOUND = 20.0
@@ -23,11 +26,12 @@ BOUND = 20.0
 class TabletopGym(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(CONTROL_HZ)}
 
-    def __init__(self, max_episode_steps: int | None = None, render_mode: str | None = None, **config):
-        if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"render_mode={render_mode!r}; expected None or one of {self.metadata['render_modes']}")
-        self.render_mode = render_mode
-        self._backend = Tabletop(TabletopConfig(**{"threads": 1, **config}), 1, max_episode_steps)
+    def __init__(self, episode_steps: int | None = None, render_mode: str | None = None, **config):
+        self.render_mode = checked_render_mode(render_mode)
+        self._backend = Tabletop(make_config({"threads": 1, **config}), 1, episode_steps)
+        # the last picture of an episode is taken before the backend begins the next one
+        self._backend.record([0] if render_mode else [])
+        self._picture: np.ndarray | None = None
         spec = self._backend.spec
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
         self.observation_space = observation_space(spec)
@@ -35,6 +39,7 @@ class TabletopGym(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
         observation = self._backend.reset(EpisodeSeeds(int(self.np_random.integers(2**31))))
+        self._picture = None
         return self._only(observation), {"success": False}
 
     def step(self, action: np.ndarray):
@@ -42,11 +47,14 @@ class TabletopGym(gymnasium.Env):
         step = self._backend.step(np.asarray(action)[None, None])
         # the backend has begun the next episode; gymnasium shows the end of this one
         observation = self._only(step.final if len(step.ended) else step.observation)
+        self._picture = step.frames[0][-1] if self.render_mode else None
         info = {"success": bool(step.success[0])}
         return observation, float(step.reward[0, 0]), bool(step.terminated[0]), bool(step.truncated[0]), info
 
     def render(self) -> np.ndarray | None:
-        return self._backend.render(0) if self.render_mode == "rgb_array" else None
+        if self.render_mode is None:
+            return None
+        return self._backend.render(0) if self._picture is None else self._picture
 
     def close(self) -> None:
         self._backend.close()
@@ -55,6 +63,20 @@ class TabletopGym(gymnasium.Env):
         """The one robot's observation."""
         seen = observed(arrays)
         return {name: value[0] for name, value in seen.items()} if isinstance(seen, dict) else seen[0]
+
+
+def make_config(settings: dict) -> TabletopConfig:
+    try:
+        return TabletopConfig(**settings)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"sparring env: {wrong}. `sparring config` lists the settings of its env section") from None
+
+
+def checked_render_mode(mode: str | None) -> str | None:
+    if mode not in (None, "rgb_array"):
+        raise UserError(f"render_mode={mode!r}: expected None or 'rgb_array'")
+    return mode
 
 
 def observation_space(spec: EnvSpec) -> gymnasium.Space:

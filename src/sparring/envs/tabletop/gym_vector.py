@@ -1,7 +1,7 @@
 """N robots as a `gymnasium.vector.VectorEnv`, stepped together: what `make_vec("sparring/lift_d0", 16)` gives.
 
 Episodes restart at once (autoreset mode SAME_STEP): the true last observation of one that ended is in
-`infos["final_obs"]`, its outcome in `infos["success"]`.
+`infos["final_obs"]`, its outcome in `infos["success"]`. `render()` shows the episodes that go on from here.
 """
 
 import gymnasium
@@ -10,9 +10,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from sparring.envs.backend import EpisodeSeeds
-from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.gym import observation_space, observed
+from sparring.envs.tabletop.gym import checked_render_mode, make_config, observation_space, observed
 from sparring.envs.tabletop.scene import CONTROL_HZ
 
 
@@ -23,11 +22,9 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         "render_fps": round(CONTROL_HZ),
     }
 
-    def __init__(
-        self, num_envs: int = 1, max_episode_steps: int | None = None, render_mode: str | None = None, **config
-    ):
-        self.num_envs, self.render_mode = num_envs, render_mode
-        self._backend = Tabletop(TabletopConfig(**config), num_envs, max_episode_steps)
+    def __init__(self, num_envs: int = 1, episode_steps: int | None = None, render_mode: str | None = None, **config):
+        self.num_envs, self.render_mode = num_envs, checked_render_mode(render_mode)
+        self._backend = Tabletop(make_config(config), num_envs, episode_steps)
         spec = self._backend.spec
         self.single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
         self.single_observation_space = observation_space(spec)
@@ -53,7 +50,7 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         return observed(step.observation), step.reward[:, 0].astype(np.float64), step.terminated, step.truncated, infos
 
     def render(self) -> list[np.ndarray] | None:
-        return [self._backend.render(env) for env in range(self.num_envs)] if self.render_mode == "rgb_array" else None
+        return [self._backend.render(env) for env in range(self.num_envs)] if self.render_mode else None
 
     def close_extras(self, **kwargs) -> None:
         self._backend.close()

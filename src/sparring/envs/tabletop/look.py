@@ -58,17 +58,18 @@ def random_look(
     """One robot's look. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
 
     Shapes in `floor [G]` are scenery as well as background: what cameras see behind the table is mostly the floor.
-    Everything is drawn, whatever is switched on: what one switch changes does not depend on the others.
+    Everything is drawn, whatever is switched on, and colours last, as clutter brings some of its own: what one switch
+    changes does not depend on the others.
     """
-    painted = _repaint(rng, standard_row.rgb, keep)
-    repainted = (floor & background) | appearance
-    rgb = np.where(repainted[:, None], painted, standard_row.rgb)
     sky = rng.uniform(0.15, 0.95, 3)
     sun, strengths = _random_light(rng)
     metres = np.where(wrist, 0.005, 0.02)[:, None]
     radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
     camera_pos = rng.uniform(-metres, metres, standard_row.camera_pos.shape)
     camera_turn = rng.uniform(-radians, radians, standard_row.camera_turn.shape)
+    painted = _repaint(rng, standard_row.rgb, keep)
+    repainted = (floor & background) | appearance
+    rgb = np.where(repainted[:, None], painted, standard_row.rgb)
     changes = (
         {"background": sky} if background else {},
         {"sun": sun, "light": strengths} if light else {},

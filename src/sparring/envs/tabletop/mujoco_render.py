@@ -132,10 +132,13 @@ class MujocoRenderer:
 def windowless_gl() -> str:
     """Which of mujoco's modules opens a GL context here; tried in another process, as a failed import leaves traces."""
     for name in _WINDOWLESS:
-        probe = subprocess.run([sys.executable, "-c", _PROBE.format(name=name)], capture_output=True, timeout=120)
-        if probe.returncode == 0:
-            return name
+        probe = [sys.executable, "-c", _PROBE.format(name=name)]
+        try:
+            if subprocess.run(probe, capture_output=True, timeout=60).returncode == 0:
+                return name
+        except subprocess.TimeoutExpired:
+            continue
     raise UserError(
-        "MuJoCo's renderer needs OpenGL without a window, and neither EGL nor OSMesa works here. Install one "
-        "(apt install libegl1 libgl1, or apt install libosmesa6), or use the suite's own renderer, which needs neither."
+        "MuJoCo's renderer needs OpenGL without a window, and neither EGL nor OSMesa works here. Install one (apt "
+        "install libegl1 libgl1, or apt install libosmesa6), or set env.video_renderer=builtin, which needs neither."
     )

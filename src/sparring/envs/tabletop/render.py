@@ -9,7 +9,7 @@ from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.look import Look, random_look, rotations, standard_look
 from sparring.envs.tabletop.points import CROP_HIGH, CROP_LOW, point_clouds
 from sparring.envs.tabletop.raster import Shapes, draw
-from sparring.envs.tabletop.scene import BALL, Marker
+from sparring.envs.tabletop.scene import BALL, SCREEN, Marker
 from sparring.envs.tabletop.surfaces import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE
 from sparring.errors import UserError
 
@@ -22,7 +22,6 @@ NOTHING, SCENERY, ROBOT, OBJECTS, GOAL = 0, 1, 2, 3, 255
 _FREE_JOINT = 0
 # a disc lies on the table and is as flat as a sticker
 _DISC_HALF_HEIGHT = 0.001
-_SCREEN, _SCREEN_OFF = "screen", (0.10, 0.11, 0.13)
 
 
 class _Frames(NamedTuple):
@@ -65,42 +64,30 @@ class Renderer:
         size: int,
         look: Look | None = None,
         wants: tuple[str, ...] = ("rgb",),
+        points: int = 0,
     ) -> dict[str, np.ndarray]:
         """Robots `[n, nq]` and their goals `[n, 3]` as each camera sees them.
 
         "rgb/<camera>" uint8 `[n, 3, size, size]`; "depth/<camera>" float32 `[n, 1, size, size]`, metres along the
-        optical axis, 0 where there is nothing; "segmentation/<camera>" uint8 `[n, 1, size, size]`.
+        optical axis, 0 where there is nothing; "segmentation/<camera>" uint8 `[n, 1, size, size]`; where asked for,
+        "points" float32 `[n, points, 6]`: what all cameras see above the table, x, y, z and r, g, b in 0..1.
         """
-        return self._views(self._frames(qpos, goal, look), cameras, size, look, wants)
-
-    def images(self, qpos: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int) -> dict[str, np.ndarray]:
-        """Camera -> uint8 `[n, 3, size, size]`."""
-        views = self.views(qpos, goal, cameras, size)
-        return {name: views[f"rgb/{name}"] for name in cameras}
-
-    def points(
-        self,
-        qpos: np.ndarray,
-        goal: np.ndarray,
-        cameras: tuple[str, ...],
-        size: int,
-        count: int,
-        look: Look | None = None,
-        low: np.ndarray = CROP_LOW,
-        high: np.ndarray = CROP_HIGH,
-    ) -> np.ndarray:
-        """What all cameras see inside a box of the world, as float32 `[n, count, 6]`: x, y, z and r, g, b in 0..1."""
         frames = self._frames(qpos, goal, look)
-        views = self._views(frames, cameras, size, look, ("rgb", "depth"))
+        if not points:
+            return self._views(frames, cameras, size, look, wants)
+        views = self._views(frames, cameras, size, look, tuple(dict.fromkeys([*wants, "rgb", "depth"])))
+        cloud = self._points(frames, views, cameras, points)
+        return {name: pixels for name, pixels in views.items() if name.split("/")[0] in wants} | {"points": cloud}
+
+    def _points(self, frames: _Frames, views: dict[str, np.ndarray], cameras, count: int) -> np.ndarray:
         # [n, C, S, S] and [n, C, 3, S, S]
         depth = np.concatenate([views[f"depth/{name}"] for name in cameras], axis=1)
         rgb = np.stack([views[f"rgb/{name}"] for name in cameras], axis=1)
         index = [self._index(name) for name in cameras]
         camera_pos, camera_mat = frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1)
-        box = (np.asarray(low, np.float64), np.asarray(high, np.float64))
         jobs = [
-            (depth[a:b], rgb[a:b], camera_pos[a:b], camera_mat[a:b], self._tangents[index], *box, count)
-            for a, b in _parts(len(qpos), self._threads)
+            (depth[a:b], rgb[a:b], camera_pos[a:b], camera_mat[a:b], self._tangents[index], CROP_LOW, CROP_HIGH, count)
+            for a, b in _parts(len(depth), self._threads)
         ]
         return np.concatenate(self._run(point_clouds, jobs))
 
@@ -184,14 +171,11 @@ def _shapes(model, marker: Marker | None) -> Shapes:
     if unknown:
         raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, ellipsoids, tubes, boxes")
     names = [model.geom(i).name for i in range(model.ngeom)]
-    screen = names.index(_SCREEN) if _SCREEN in names else -1
-    rgb = model.geom_rgba[:, :3].astype(np.float64)
-    if screen >= 0:
-        rgb[screen] = _SCREEN_OFF
+    screen = names.index(SCREEN) if SCREEN in names else -1
     shapes = Shapes(
         kind=model.geom_type.astype(np.int64),
         size=model.geom_size.astype(np.float64),
-        rgb=rgb,
+        rgb=model.geom_rgba[:, :3].astype(np.float64),
         # the arm's solid shapes and the objects; not the world's (table, legs, floor), nor decoration
         casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),
         ground=int(model.geom("table").id),

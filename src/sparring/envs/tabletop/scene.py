@@ -15,6 +15,8 @@ SUBSTEPS = 10
 CONTROL_HZ = 1 / (TIMESTEP * SUBSTEPS)
 
 TABLE_HEIGHT = 0.72
+# the geom that can show static
+SCREEN = "screen"
 RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
 # Collision groups: a geom touches another when one's contype meets the other's conaffinity. An arm never touches
@@ -89,7 +91,7 @@ class Scene:
 
     def compile(self):
         things = [thing.part() for thing in self.objects + self.clutter]
-        head = head_camera(whole_table=bool(things), arms=len(self.arms))
+        head = head_camera(whole_table=bool(self.objects), arms=len(self.arms))
         arms = [arm(mount) for mount in self.arms]
         return compile_scene([room(), table(), head, *arms, *things, *self.scenery])
 

@@ -1,7 +1,5 @@
 """What the robots see, as observations: images, depth, segmentation and points of the cameras that are asked for."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from sparring.envs.backend import Arrays
@@ -21,9 +19,7 @@ class Sight:
         if blind:
             raise UserError(f"{' and '.join(blind)} need a camera to look through; set e.g. env.cameras=[head]")
         if config.noise_screen and not world.has_screen:
-            raise UserError(
-                f"env.noise_screen=true, but {', '.join(config.task)} has no screen; the task explore has one"
-            )
+            raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
         self._wants = tuple(
             name for name, on in (("rgb", True), ("depth", config.depth), ("segmentation", config.segmentation)) if on
         )
@@ -36,15 +32,11 @@ class Sight:
         spec = {f"{_NAMES[kind]}/{name}": types[kind] for kind in self._wants for name in self._config.cameras}
         return spec | ({"points": ((self._config.points, 6), "float32")} if self._config.points else {})
 
-    def observe(self, rows: np.ndarray, goal: np.ndarray, moments: Callable[[], np.ndarray]) -> Arrays:
-        """Of these robots with their goals `[n, 3]`; `moments() [N]` tells what a noise screen shows to each robot."""
+    def observe(self, rows: np.ndarray, goal: np.ndarray) -> Arrays:
+        """Of these robots with their goals `[n, 3]`."""
         config = self._config
         if not config.cameras:
             return {}
-        if config.noise_screen:
-            self._world.set_noise(moments())
-        views = self._world.views(rows, goal, config.cameras, config.image_size, self._wants)
+        views = self._world.views(rows, goal, config.cameras, config.image_size, self._wants, config.points)
         seen = {f"{_NAMES[kind]}/{name}": views[f"{kind}/{name}"] for kind in self._wants for name in config.cameras}
-        if config.points:
-            seen["points"] = self._world.points(rows, goal, config.cameras, config.image_size, config.points)
-        return seen
+        return seen | ({"points": views["points"]} if config.points else {})

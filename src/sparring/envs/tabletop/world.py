@@ -13,7 +13,7 @@ from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGERS
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.physics import Physics
-from sparring.envs.tabletop.scene import Scene
+from sparring.envs.tabletop.scene import SCREEN, Scene
 from sparring.envs.tabletop.task import Start
 
 _ARM = ARM_JOINTS + FINGERS
@@ -37,8 +37,18 @@ class Mechanisms(NamedTuple):
 
 
 class World:
-    def __init__(self, scenes: list[Scene], threads: int, video_renderer: str = "builtin"):
-        """`scenes[i]` is what robot i has before it; `video_renderer` draws pictures for people."""
+    def __init__(
+        self, scenes: list[Scene], threads: int, video_renderer: str = "builtin", possible: Sequence[Scene] = ()
+    ):
+        """`scenes[i]` is what robot i has before it; `video_renderer` draws pictures for people.
+
+        There is room for as many objects as any of these scenes or of the `possible` ones has.
+        """
+        if video_renderer == "mujoco":
+            from sparring.envs.tabletop.mujoco_render import windowless_gl
+
+            # now, not when hours later the first video is due
+            windowless_gl()
         kinds = list(dict.fromkeys(scenes))
         self._group = np.array([kinds.index(scene) for scene in scenes])
         self._local = np.zeros(len(scenes), np.int64)
@@ -47,8 +57,8 @@ class World:
             mine = np.flatnonzero(self._group == number)
             self._local[mine] = np.arange(len(mine))
             self._groups.append(_Group(scene, len(mine), threads, video_renderer))
-        self.num_objects = max(len(scene.objects) for scene in kinds)
-        self.num_mechanisms = max(len(scene.mechanisms) for scene in kinds)
+        self.num_objects = max(len(scene.objects) for scene in (*kinds, *possible))
+        self.num_mechanisms = max(len(scene.mechanisms) for scene in (*kinds, *possible))
         models = [group.physics.model for group in self._groups]
         self._widths = (max(model.nq for model in models), max(model.nv for model in models))
         # all robots have equally many arms
@@ -125,37 +135,30 @@ class World:
     def has_screen(self) -> bool:
         return all(group.has_screen for group in self._groups)
 
-    def set_noise(self, numbers: np.ndarray) -> None:
-        """`[N]`: which static the screen before each robot shows."""
-        for group, at, local in self._split(np.arange(len(self._group))):
+    def set_noise(self, rows: np.ndarray, numbers: np.ndarray) -> None:
+        """`[n]`: which static the screens before these robots show."""
+        for group, at, local in self._split(rows):
             group.looks().noise[local] = numbers[at]
 
-    def images(self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int) -> Arrays:
-        """Camera -> uint8 `[n, 3, size, size]`."""
-        views = self.views(rows, goal, cameras, size)
-        return {name: views[f"rgb/{name}"] for name in cameras}
-
     def views(
-        self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int, wants: tuple[str, ...] = ("rgb",)
+        self,
+        rows: np.ndarray,
+        goal: np.ndarray,
+        cameras: tuple[str, ...],
+        size: int,
+        wants: tuple[str, ...] = ("rgb",),
+        points: int = 0,
     ) -> Arrays:
-        """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>" and "segmentation/<camera>"."""
+        """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>", "segmentation/<camera>", "points"."""
         views = {}
         for group, at, local in self._split(rows):
             look = None if group.look is None else group.look.rows(local)
-            drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants)
+            drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants, points)
             if len(at) == len(rows):
                 return drawn
             for name, pixels in drawn.items():
                 views.setdefault(name, np.empty((len(rows), *pixels.shape[1:]), pixels.dtype))[at] = pixels
         return views
-
-    def points(self, rows: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int, count: int) -> np.ndarray:
-        """`Renderer.points` of these robots: `[n, count, 6]`."""
-        points = np.empty((len(rows), count, 6), np.float32)
-        for group, at, local in self._split(rows):
-            look = None if group.look is None else group.look.rows(local)
-            points[at] = group.renderer().points(group.physics.qpos(local), goal[at], cameras, size, count, look)
-        return points
 
     def picture(self, row: int, goal: np.ndarray) -> np.ndarray:
         """`[H, W, 3]` of one robot, for a person to look at."""
@@ -197,7 +200,7 @@ class _Group:
         self.physics = Physics(scene.compile(), num_envs, threads)
         self._renderer = self._painter = None
         model = self.physics.model
-        self.has_screen = any(model.geom(i).name == "screen" for i in range(model.ngeom))
+        self.has_screen = any(model.geom(i).name == SCREEN for i in range(model.ngeom))
         objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
         # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
         positions, speeds = _addresses(model, objects)
