@@ -66,6 +66,7 @@ class Button:
     )
     max_episode_steps: int = 50
     hold: int = 5
+    reports_success: bool = True
     depth: float = 0.008
 
     def start(self, rng: np.random.Generator) -> Start:

@@ -94,6 +94,7 @@ class Drawer:
     )
     max_episode_steps: int = 70
     hold: int = 5
+    reports_success: bool = True
     opening: float = 0.07
 
     def start(self, rng: np.random.Generator) -> Start:

@@ -66,6 +66,7 @@ class LiftTray:
     )
     max_episode_steps: int = 70
     hold: int = 5
+    reports_success: bool = True
     height: float = 0.08
     # where each arm takes its handle, from its own base
     reach: Sector = Sector(0.16, 0.49, 90)
@@ -145,6 +146,7 @@ class Handover:
     )
     max_episode_steps: int = 130
     hold: int = 5
+    reports_success: bool = True
     height: float = 0.05
     clear: float = 0.06
     # where the bar's middle should be when it changes hands

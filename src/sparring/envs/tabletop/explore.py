@@ -29,6 +29,7 @@ class Explore:
     )
     max_episode_steps: int = 100
     hold: int = 5
+    reports_success: bool = False
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)

@@ -38,6 +38,7 @@ class Push:
     )
     max_episode_steps: int = 60
     hold: int = 5
+    reports_success: bool = True
     radius: float = 0.04
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -81,6 +82,7 @@ class Lift:
     )
     max_episode_steps: int = 50
     hold: int = 5
+    reports_success: bool = True
     height: float = 0.06
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -118,6 +120,7 @@ class PutOn:
     tolerance: float
     max_episode_steps: int = 80
     hold: int = 5
+    reports_success: bool = True
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)

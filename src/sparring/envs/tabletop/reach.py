@@ -26,6 +26,7 @@ class Reach:
     )
     max_episode_steps: int = 50
     hold: int = 5
+    reports_success: bool = True
     radius: float = 0.03
 
     def start(self, rng: np.random.Generator) -> Start:

@@ -62,6 +62,8 @@ class Task(Protocol):
     max_episode_steps: int
     # an episode is a success when `score` was satisfied in each of its last `hold` steps
     hold: int
+    # False where there is nothing to succeed in
+    reports_success: bool
 
     def start(self, rng: np.random.Generator) -> Start:
         """Draw the start of one episode."""
