@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.envs.tabletop.scene import SCENERY, Part, Scene
-from sparring.envs.tabletop.task import Situation, Start, arm_near_home
-from sparring.envs.tabletop.things import SPREAD, TOYS, scatter
+from sparring.envs.tabletop.task import WIDE, Situation, Start, Task, arm_near_home
+from sparring.envs.tabletop.things import TOYS, scatter
 
 # at the table's back edge beside the arm, where the head camera sees it
 SCREEN = Part(f"""
@@ -15,7 +15,7 @@ SCREEN = Part(f"""
 
 
 @dataclass(frozen=True)
-class Explore:
+class Explore(Task):
     """Never rewarded and never done. The screen shows noise when env.noise_screen asks for it."""
 
     name: str
@@ -29,6 +29,7 @@ class Explore:
     )
     max_episode_steps: int = 100
     hold: int = 5
+    reports_success: bool = False
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
@@ -39,4 +40,4 @@ class Explore:
         return np.zeros(n), np.zeros(n, bool)
 
     def describe(self) -> dict[str, str]:
-        return {f"{len(TOYS)} things": str(SPREAD), "yaw": "any"}
+        return {f"{len(TOYS)} things": str(WIDE), "yaw": "any"}
