@@ -19,6 +19,8 @@ TOYS = (
     Block("box", (0.45, 0.30, 0.20), (0.020, 0.028, 0.024), 0.07),
     Block("tile", (0.28, 0.30, 0.34), (0.035, 0.022, 0.009), 0.06),
 )
+# metres above the table that things begin: MuJoCo 3.8 finds an ellipsoid that exactly touches it to be deep inside
+_DROP = 1e-4
 _GAP = 0.01
 _AWAY = 0.09
 # around the foot of an arm
@@ -47,7 +49,7 @@ def scatter(rng: np.random.Generator, things: tuple[Thing, ...], zones: list[Zon
         radius = footprint(thing) + _GAP
         point, yaw = _roomy(rng, taken, radius), rng.uniform(-np.pi, np.pi)
         taken.append(Zone(point, point, radius))
-        pose[:] = standing(point, thing.half[2], yaw)
+        pose[:] = standing(point, thing.half[2] + _DROP, yaw)
     return poses
 
 
