@@ -14,7 +14,7 @@ from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.arm import DUAL
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS, HandMover
-from sparring.envs.tabletop.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, handles
+from sparring.envs.tabletop.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, handles, rotations
 from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.manipulate import REACHABLE
 from sparring.envs.tabletop.scene import Scene, load_mujoco
@@ -46,6 +46,15 @@ def test_all_names_carry_the_arm_they_belong_to():
     assert model.nq == 16 + 7 and model.nu == 16
     # held by nothing but friction
     assert model.neq == 0 and model.nmocap == 0 and model.ntendon == 0
+
+
+def test_rotations_are_those_of_mujoco():
+    mujoco, quats = load_mujoco(), np.random.default_rng(0).normal(size=(20, 4))
+    quats /= np.linalg.norm(quats, axis=1, keepdims=True)
+    expected = np.zeros((20, 9))
+    for quat, mat in zip(quats, expected, strict=True):
+        mujoco.mju_quat2Mat(mat, quat)
+    np.testing.assert_allclose(rotations(quats), expected.reshape(20, 3, 3), atol=1e-12)
 
 
 def test_hands_are_where_mujoco_says():

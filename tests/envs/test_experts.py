@@ -42,6 +42,15 @@ def test_experts_speak_every_control_mode(mode, task):
     assert _play(env, Expert(env)).all()
 
 
+@pytest.mark.parametrize("mode", ["qpos", "delta_ee_pos"])
+def test_padding_follows_what_they_do(mode):
+    plain, padded = _env("lift_d0", 4, mode), _env("lift_d0", 4, mode, pad_action=12)
+    action, size = Expert(padded, noise=0.2)(), plain.spec.action_dim
+    assert action.shape == (4, 1, 12) and (action[..., size:] == 0).all()
+    np.testing.assert_array_equal(action[..., :size], Expert(plain, noise=0.2)())
+    padded.step(action)
+
+
 def test_experts_of_mixed_tasks_act_at_once_and_need_no_object_state():
     env = _env(("lift_d0", "push_d0", "reach_d0"), 9, object_state="hidden")
     expert, succeeded = Expert(env), np.zeros(9, bool)
@@ -58,6 +67,21 @@ def test_noise_varies_what_they_do_and_is_seeded():
     assert (first != other).any() and np.abs(first).max() <= 1
     # positions alone decide, so a disturbed expert gets there all the same
     assert _play(env, Expert(env, noise=0.3)).mean() >= 0.9
+
+
+@pytest.mark.parametrize("task", ["lift_d0", "lift_tray_d0"])
+def test_noise_on_absolute_actions_is_noise_on_the_step_to_them(task):
+    env = _env(task, 20, "qpos")
+    commands = []
+    for noise in (0.0, 0.1):
+        env.reset(EpisodeSeeds(3, "eval", total_envs=20))
+        env.step(Expert(env, noise)())
+        commands.append(env.arms()[0])
+    # [N, R, 7]; a step is 0.1 rad and 1 cm at most, a tenth of it is the deviation, five deviations are rare
+    apart = np.abs(commands[1] - commands[0])
+    assert 0.003 < apart[..., :6].mean() < 0.01 and apart[..., :6].max() < 0.05 and apart[..., 6].max() < 0.005
+    env.reset(EpisodeSeeds(3, "eval", total_envs=20))
+    assert _play(env, Expert(env, noise=0.1)).mean() >= 0.95
 
 
 def test_noise_is_the_same_however_many_robots_there_are():

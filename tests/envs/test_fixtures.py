@@ -223,6 +223,21 @@ def test_toys_lie_apart_in_reach_and_stay():
     np.testing.assert_allclose(now.objects[:, :, 2], np.broadcast_to([toy.half[2] for toy in TOYS], (40, 6)), atol=1e-3)
 
 
+def test_toys_begin_just_above_the_table_and_do_not_hop():
+    env, _ = _tabletop("explore", 100)
+    half, start = np.array([toy.half[2] for toy in TOYS]), env.situation().objects[:, :, 2]
+    np.testing.assert_allclose(start, np.broadcast_to(half + 1e-4, start.shape), atol=1e-12)
+    # where it touches the table exactly, the ellipsoid is moved by 4 mm in the first step
+    _stay(env, 1)
+    np.testing.assert_allclose(env.situation().objects[:, :, 2], start, atol=6e-4)
+
+
+def test_success_is_reported_where_there_is_something_to_do():
+    assert find("explore").reports_success is False
+    for task in ("push_d0", "lift_d0", "stack_d0", "drawer_d0", "button_d0", "handover_d0", "lift_tray_d0"):
+        assert find(task).reports_success is True
+
+
 def test_exploring_is_never_rewarded_and_never_done():
     env, _ = _tabletop("explore", 4)
     total, done = 0, np.zeros(4, bool)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.envs.tabletop.blocks import OBJECT, free_body
+from sparring.envs.tabletop.manipulate import resting, yaw_range
 from sparring.envs.tabletop.scene import Part, Scene
-from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
+from sparring.envs.tabletop.task import Sector, Situation, Start, Task, arm_near_home, distance
 
 TRAVEL = 0.012
 _CAP_RADIUS, _CAP_HALF = 0.022, 0.012
@@ -49,7 +50,7 @@ BUTTON = PushButton()
 
 
 @dataclass(frozen=True)
-class Button:
+class Button(Task):
     """Press the cap down by 8 mm or more and hold it there. The gripper starts closed."""
 
     name: str
@@ -66,13 +67,11 @@ class Button:
     )
     max_episode_steps: int = 50
     hold: int = 5
-    reports_success: bool = True
     depth: float = 0.008
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
-        point, half = self.place.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw)) / 2
-        box = np.array([*point, BUTTON.half[2], np.cos(half), 0.0, 0.0, np.sin(half)])
+        box = resting(BUTTON, self.place.draw(rng), rng, self.yaw)
         # the middle of the cap's top once it is pressed far enough
         goal = box[:3] + [0.0, 0.0, BUTTON.top - self.depth]
         return Start(arm, goal, box[None], np.zeros(1))
@@ -84,8 +83,8 @@ class Button:
         return np.where(satisfied, 1.0, 0.4 * near + 0.4 * pressed), satisfied
 
     def describe(self) -> dict[str, str]:
-        yaw = "any" if self.yaw == 45 else f"+-{self.yaw:g} deg"
-        return {"button": str(self.place), "yaw": yaw, "depth": f"{1000 * self.depth:.0f} mm"}
+        depth = f"{1000 * self.depth:.0f} mm"
+        return {"button": str(self.place), "yaw": yaw_range(self.yaw), "depth": depth}
 
 
 def cap_top(now: Situation) -> np.ndarray:

@@ -8,7 +8,7 @@ from sparring.envs.tabletop.arm import ARM_BASE
 from sparring.envs.tabletop.blocks import OBJECT, free_body, spaced
 from sparring.envs.tabletop.manipulate import REACHABLE
 from sparring.envs.tabletop.scene import Part, Scene
-from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
+from sparring.envs.tabletop.task import Sector, Situation, Start, Task, arm_near_home, distance, standing
 
 TRAVEL = 0.10
 # where the hand grips the knob, from the middle of the cabinet with the drawer closed. The knob stands up, and the
@@ -75,7 +75,7 @@ CABINET = Cabinet()
 
 
 @dataclass(frozen=True)
-class Drawer:
+class Drawer(Task):
     """Open it by 7 cm or more."""
 
     name: str
@@ -94,7 +94,6 @@ class Drawer:
     )
     max_episode_steps: int = 70
     hold: int = 5
-    reports_success: bool = True
     opening: float = 0.07
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -106,7 +105,7 @@ class Drawer:
             centre = middle - (KNOB[0] + TRAVEL / 2) * front
             if _fits(centre, front):
                 break
-        cabinet = np.array([*centre, CABINET.half[2], np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
+        cabinet = standing(centre, CABINET.half[2], yaw)
         # the knob a little further out than asked for: being just there is enough
         return Start(arm, knobs(cabinet[None], np.array([self.opening + 0.015]))[0], cabinet[None], np.zeros(1))
 

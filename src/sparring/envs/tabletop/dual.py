@@ -6,8 +6,9 @@ import numpy as np
 
 from sparring.envs.tabletop.arm import DUAL
 from sparring.envs.tabletop.blocks import CUBE_HALF, Block
+from sparring.envs.tabletop.observe import two_columns
 from sparring.envs.tabletop.scene import RED, Scene
-from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
+from sparring.envs.tabletop.task import WIDE, Sector, Situation, Start, Task, arm_near_home, distance, standing
 
 # from the tray's centre to where a hand holds a handle, metres along its own y and z
 HANDLE_Y, HANDLE_Z = 0.105, 0.026
@@ -46,7 +47,7 @@ class Area:
 
 
 @dataclass(frozen=True)
-class LiftTray:
+class LiftTray(Task):
     """Take the tray by its two handles and hold it 8 cm or more above the table, level, the cube still on it."""
 
     name: str
@@ -66,10 +67,9 @@ class LiftTray:
     )
     max_episode_steps: int = 70
     hold: int = 5
-    reports_success: bool = True
     height: float = 0.08
     # where each arm takes its handle, from its own base
-    reach: Sector = Sector(0.16, 0.49, 90)
+    reach: Sector = WIDE
 
     def start(self, rng: np.random.Generator) -> Start:
         arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
@@ -77,7 +77,7 @@ class LiftTray:
         across, along = _axes(yaw)
         cube = centre + np.sum(rng.uniform(-self.offset, self.offset, (2, 1)) * [across, along], axis=0)
         bottom = 2 * TRAY.half[2]
-        objects = np.stack([_pose(centre, TRAY.half[2], yaw), _pose(cube, bottom + CUBE_HALF, yaw)])
+        objects = np.stack([standing(centre, TRAY.half[2], yaw), standing(cube, bottom + CUBE_HALF, yaw)])
         # a goal a little higher than asked for: being just there is enough
         return Start(arms, np.array([*centre, TRAY.half[2] + self.height + 0.02]), objects)
 
@@ -125,7 +125,7 @@ class LiftTray:
 
 
 @dataclass(frozen=True)
-class Handover:
+class Handover(Task):
     """The left hand takes the bar near one end, the right hand takes the other end in the air, the left one lets go.
 
     Done when the right hand holds the bar, whose middle is 5 cm or more above where it lay, and the left hand is open
@@ -146,20 +146,19 @@ class Handover:
     )
     max_episode_steps: int = 130
     hold: int = 5
-    reports_success: bool = True
     height: float = 0.05
     clear: float = 0.06
     # where the bar's middle should be when it changes hands
     meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)
     # where the left arm takes its end of the bar, from its own base
-    reach: Sector = Sector(0.16, 0.49, 90)
+    reach: Sector = WIDE
 
     def start(self, rng: np.random.Generator) -> Start:
         arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
         while True:
             centre, yaw = self.bar.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
             if self.reaches(centre, yaw):
-                return Start(arms, np.array(self.meeting), _pose(centre, BAR.half[2], yaw)[None])
+                return Start(arms, np.array(self.meeting), standing(centre, BAR.half[2], yaw)[None])
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         along, from_bar = beside_bar(now)
@@ -243,19 +242,10 @@ def gripping(now: Situation, thickness: float) -> np.ndarray:
 
 def rotations(quat: np.ndarray) -> np.ndarray:
     """`[n, 4]` unit quaternions to `[n, 3, 3]`."""
-    w, x, y, z = quat.T
-    rows = [
-        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-    ]
-    return np.moveaxis(np.array(rows), 2, 0)
+    one, two = np.split(two_columns(quat), 2, axis=1)
+    return np.stack([one, two, np.cross(one, two)], axis=2)
 
 
 def _axes(yaw: float) -> np.ndarray:
     """`[2, 2]`: the horizontal directions of a thing's own x and y."""
     return np.array([[np.cos(yaw), np.sin(yaw)], [-np.sin(yaw), np.cos(yaw)]])
-
-
-def _pose(point: np.ndarray, z: float, yaw: float) -> np.ndarray:
-    return np.array([*point, z, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])

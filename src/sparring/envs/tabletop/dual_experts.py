@@ -2,17 +2,19 @@
 
 import numpy as np
 
-from sparring.envs.tabletop.arm import FINGER_TRAVEL
 from sparring.envs.tabletop.dual import BAR_GRIP, LEFT, RIGHT, bar_yaw, beside_bar, handles, left_end, on_bar, rotations
 from sparring.envs.tabletop.task import Situation, distance
-from sparring.envs.tabletop.wish import Wish
+from sparring.envs.tabletop.wish import Wish, grasp
+
+# metres: handles and bar keep the fingers further open than this
+_PRESSED = 0.008
 
 
 def lift_tray(now: Situation) -> Wish:
     """Each hand above its handle, down, close; once both hold, up together."""
     places = handles(now)
-    point, grip = _grasp(now, places)
-    both = _squeezed(now, places).all(axis=1, keepdims=True)
+    point, grip, held = grasp(now.hands, now.grips, places, _PRESSED)
+    both = held.all(axis=1, keepdims=True)
     raised = places.copy()
     # from the lower end on, so that the tray stays level
     raised[..., 2] = np.minimum(places[..., 2].min(axis=1) + 0.04, now.goal[:, 2] + 0.03)[:, None]
@@ -29,7 +31,7 @@ def lift_tray(now: Situation) -> Wish:
 def handover(now: Situation) -> Wish:
     """Left: take the bar, bring it to the middle, leave. Right: wait, take its other end, keep it."""
     along, from_bar = beside_bar(now)
-    left, right = ((from_bar < 0.025) & (now.grips < 0.008)).T
+    left, right = ((from_bar < 0.025) & (now.grips < _PRESSED)).T
     take, close = _grasp_ends(now, np.where(left, np.sign(along[:, LEFT]), left_end(now)))
     # of a hand that holds the bar, so that the bar's middle is at the meeting point
     meet = now.goal[:, None] + [[0, 1, 0], [0, -1, 0]] * np.abs(along)[..., None]
@@ -59,7 +61,8 @@ def handover(now: Situation) -> Wish:
 
 def _grasp_ends(now: Situation, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the left hand at the bar's end on the side `end` `[n]` of its own y, and the right hand at the other one."""
-    return _grasp(now, np.stack([on_bar(now, end * BAR_GRIP), on_bar(now, -end * BAR_GRIP)], axis=1))
+    places = np.stack([on_bar(now, end * BAR_GRIP), on_bar(now, -end * BAR_GRIP)], axis=1)
+    return grasp(now.hands, now.grips, places, _PRESSED)[:2]
 
 
 def _presented(now: Situation) -> np.ndarray:
@@ -73,19 +76,3 @@ def _leave(now: Situation, from_bar: np.ndarray) -> np.ndarray:
     hand, high = now.hands[:, LEFT], now.goal + [0.0, BAR_GRIP, 0.12]
     high[:, :2] = np.where(from_bar[:, None] < 0.05, hand[:, :2], high[:, :2])
     return np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, high)
-
-
-def _grasp(now: Situation, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Way-points `[n, R, 3]` and fingers `[n, R]` until each hand holds its place `[n, R, 3]`."""
-    offset = now.hands - places
-    aside, away = np.linalg.norm(offset[..., :2], axis=2), np.linalg.norm(offset, axis=2)
-    below = offset[..., 2] < 0.045
-    point = places.copy()
-    point[..., 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, 0.065)
-    closing = (away < 0.012) | ((away < 0.025) & (now.grips < 0.9 * FINGER_TRAVEL))
-    return point, np.where(closing, -1.0, 1.0)
-
-
-def _squeezed(now: Situation, places: np.ndarray) -> np.ndarray:
-    """`[n, R]` bool: the fingers are around that place and press on it."""
-    return (np.linalg.norm(now.hands - places, axis=2) < 0.025) & (now.grips < 0.008)

@@ -29,13 +29,20 @@ from sparring.envs.tabletop.dual_experts import handover, lift_tray
 from sparring.envs.tabletop.manipulate import Lift, Push, PutOn
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.task import Situation, distance
-from sparring.envs.tabletop.wish import Wish
+from sparring.envs.tabletop.wish import Wish, grasp
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
 
+# metres: a cube keeps the fingers further open than this
+_CUBE_PRESSED = 0.012
+
 
 class Expert:
-    """Actions `[N, 1, A]` for the robots of `env` as they are now; `noise` is the deviation added to each."""
+    """Actions `[N, 1, A]` for the robots of `env` as they are now.
+
+    `noise` is the deviation added to each, as a part of the largest step: where actions are absolute, to the step that
+    leads to them.
+    """
 
     def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
         self._env, self._noise, self._seed = env, noise, seed
@@ -53,16 +60,20 @@ class Expert:
 
     def __call__(self) -> np.ndarray:
         now = self._env.situation()
-        action = np.zeros((self._env.num_envs, self._env.spec.action_dim))
+        padding = self._env.spec.action_padding
+        step = np.zeros((self._env.num_envs, self._env.spec.action_dim - padding))
         for expert, rows in self._rows.items():
             if len(rows):
-                action[rows] = self._act(expert(Situation(*(values[rows] for values in now))), rows)
+                step[rows] = self._steps(expert(Situation(*(values[rows] for values in now))), rows)
         if self._noise:
-            action += self._noise * keyed_normal(self._seed, self._env.moments(), action.shape[1])
-        return np.clip(action, -1, 1)[:, None]
+            step += self._noise * keyed_normal(self._seed, self._env.moments(), step.shape[1])
+        action = np.clip(step, -1, 1)
+        if self._env.config.control_mode == "qpos":
+            action = np.clip(self._targets(action), -1, 1)
+        return np.pad(action, ((0, 0), (0, padding)))[:, None]
 
-    def _act(self, wish: Wish, rows: np.ndarray) -> np.ndarray:
-        """The wish as actions `[n, R A]` of the env's control mode."""
+    def _steps(self, wish: Wish, rows: np.ndarray) -> np.ndarray:
+        """The wish as steps `[n, R A]` of what the env's control mode moves, 1 is the largest."""
         command, arm = (values[rows] for values in self._env.arms())
         pos, mat = self._mover.where(np.concatenate([command[..., :ARM_JOINTS], arm[..., ARM_JOINTS:]], axis=2))
         down = np.broadcast_to(self._mover.pointing_down, mat.shape)
@@ -70,9 +81,9 @@ class Expert:
         command, arm, pos = (values.reshape(-1, values.shape[-1]) for values in (command, arm, pos))
         mat, down = mat.reshape(-1, 3, 3), down.reshape(-1, 3, 3)
         point, yaw, grip, speed = wish.point.reshape(-1, 3), *(values.reshape(-1) for values in wish[1:])
-        return self._spoken(Wish(point, yaw, grip, speed), command, arm, pos, mat, down).reshape(len(rows), -1)
+        return self._arm_steps(Wish(point, yaw, grip, speed), command, arm, pos, mat, down).reshape(len(rows), -1)
 
-    def _spoken(self, wish: Wish, command, arm, pos, mat, down) -> np.ndarray:
+    def _arm_steps(self, wish: Wish, command, arm, pos, mat, down) -> np.ndarray:
         """The same `[m, A]` of m arms that are commanded to be at `pos` with axes `mat`."""
         scale, mode = self._env.config.action_scale, self._env.config.control_mode
         move = _at_most(wish.point - pos, HAND_STEP * wish.speed * scale)
@@ -84,15 +95,26 @@ class Expert:
             return np.concatenate([move / (HAND_STEP * scale), turn / (TURN_STEP * scale), grip], axis=1)
         joints = self._mover.turned(command, arm, np.concatenate([move, turn], axis=1))
         # near the way-point slower rather than in another direction; far from it, each joint as fast as it can
-        fastest = JOINT_STEP * scale * (APPROACH if mode == "qpos" else 1)
+        fastest = self._joint_step()
         slowed = joints / np.maximum(np.abs(joints).max(axis=1, keepdims=True) / fastest, 1)
         far = distance(wish.point, pos)[:, None] > 0.06
         joints = np.where(far, np.clip(joints, -fastest, fastest), slowed)
-        if mode == "delta_qpos":
-            return np.concatenate([joints / (JOINT_STEP * scale), grip], axis=1)
-        part = (command[:, :ARM_JOINTS] + joints - self._low) / (self._high - self._low)
-        opening = (command[:, -1:] + grip * FINGER_STEP * scale) / FINGER_TRAVEL
-        return 2 * np.concatenate([part, opening], axis=1) - 1
+        return np.concatenate([joints / fastest, grip], axis=1)
+
+    def _targets(self, step: np.ndarray) -> np.ndarray:
+        """Steps `[N, R A]` of the joints and fingers to where they lead, -1 and 1 are the limits."""
+        command, _ = self._env.arms()
+        # [N, R A] -> [N, R, A]
+        step = step.reshape(command.shape)
+        joints = command[..., :ARM_JOINTS] + step[..., :ARM_JOINTS] * self._joint_step()
+        opening = command[..., -1:] + step[..., -1:] * FINGER_STEP * self._env.config.action_scale
+        part = (joints - self._low) / (self._high - self._low)
+        return 2 * np.concatenate([part, opening / FINGER_TRAVEL], axis=2).reshape(len(step), -1) - 1
+
+    def _joint_step(self) -> float:
+        """Radians of the largest step of a joint."""
+        config = self._env.config
+        return JOINT_STEP * config.action_scale * (APPROACH if config.control_mode == "qpos" else 1)
 
 
 def reach(now: Situation) -> Wish:
@@ -103,8 +125,7 @@ def reach(now: Situation) -> Wish:
 def lift(now: Situation) -> Wish:
     """Above the cube, down, close, up."""
     cube = now.objects[:, 0]
-    point, grip = _grasp(now)
-    held = _squeezed(now)
+    point, grip, held = grasp(now.hand, now.grip, cube, pressed=_CUBE_PRESSED)
     point[held] = np.stack([now.hand[held, 0], now.hand[held, 1], now.goal[held, 2] + 0.02], axis=1)
     return Wish(point, _face(now.quats[:, 0]), grip, np.ones(len(cube)))
 
@@ -130,28 +151,27 @@ def push(now: Situation) -> Wish:
     xy, z = np.where(ready[:, None], pushing, xy), np.where(ready, 0.022, z)
     done = left[:, 0] < 0.012
     xy = np.where(done[:, None], now.hand[:, :2], xy)
-    speed = np.where(ready, 1.0, 1.0)
-    return Wish(np.concatenate([xy, z[:, None]], axis=1), np.zeros(n), -np.ones(n), speed)
+    return Wish(np.concatenate([xy, z[:, None]], axis=1), np.zeros(n), -np.ones(n), np.ones(n))
 
 
 def put_on(now: Situation) -> Wish:
     """Grasp, up, over, down, let go, up."""
     cube, target, offset = now.objects[:, 0], now.goal.copy(), now.hand - now.objects[:, 0]
     target[:, :2] = now.objects[:, 1, :2]
-    point, grip = _grasp(now)
+    point, grip, held = grasp(now.hand, now.grip, cube, pressed=_CUBE_PRESSED)
     aside, height = distance(cube[:, :2], target[:, :2]), cube[:, 2] - target[:, 2]
     # straight up until it clears what it goes on, then over, then down
     clear = height > 0.015
     carry = np.where(clear[:, None], target, cube)
     carry[:, 2] = target[:, 2] + np.where(aside < 0.008, 0.0, 0.035)
-    point = np.where(_squeezed(now)[:, None], carry + offset, point)
+    point = np.where(held[:, None], carry + offset, point)
 
     there = (aside < 0.015) & (np.abs(height) < 0.005)
     let_go = now.width > 0.07
     away = now.hand.copy()
     away[:, 2] = np.where(let_go, target[:, 2] + 0.08, away[:, 2])
     point, grip = np.where(there[:, None], away, point), np.where(there, 1.0, grip)
-    speed = np.where(_squeezed(now) & (aside < 0.02), 0.5, 1.0)
+    speed = np.where(held & (aside < 0.02), 0.5, 1.0)
     return Wish(point, _face(now.quats[:, 0]), grip, speed)
 
 
@@ -167,14 +187,9 @@ def press(now: Situation) -> Wish:
 def open_drawer(now: Situation) -> Wish:
     """Above the knob, down, close, and along the drawer's way."""
     knob = knob_now(now)
-    aside, away = distance(now.hand[:, :2], knob[:, :2]), distance(now.hand, knob)
-    below = now.hand[:, 2] < knob[:, 2] + 0.035
-    point = knob.copy()
-    point[:, 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, 0.055)
-    closing = (away < 0.012) | ((away < 0.025) & (now.grip < 0.9 * FINGER_TRAVEL))
-    held = (away < 0.025) & (now.grip < 0.010)
+    point, grip, held = grasp(now.hand, now.grip, knob, pressed=0.010, over=0.055)
     point = np.where(held[:, None], now.goal, point)
-    return Wish(point, np.zeros(len(knob)), np.where(closing, -1.0, 1.0), np.where(held, 0.6, 1.0))
+    return Wish(point, np.zeros(len(knob)), grip, np.where(held, 0.6, 1.0))
 
 
 EXPERTS = {
@@ -187,22 +202,6 @@ EXPERTS = {
     Handover: handover,
     LiftTray: lift_tray,
 }
-
-
-def _grasp(now: Situation) -> tuple[np.ndarray, np.ndarray]:
-    """Way-points `[n, 3]` and fingers `[n]` until the first object is held."""
-    cube = now.objects[:, 0]
-    aside, away = distance(now.hand[:, :2], cube[:, :2]), distance(now.hand, cube)
-    below = now.hand[:, 2] < cube[:, 2] + 0.045
-    point = cube.copy()
-    point[:, 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, 0.065)
-    closing = (away < 0.012) | ((away < 0.025) & (now.grip < 0.9 * FINGER_TRAVEL))
-    return point, np.where(closing, -1.0, 1.0)
-
-
-def _squeezed(now: Situation) -> np.ndarray:
-    """`[n]`: the fingers are around the first object and press on it."""
-    return (distance(now.hand, now.objects[:, 0]) < 0.025) & (now.grip < 0.012)
 
 
 def _face(quat: np.ndarray) -> np.ndarray:

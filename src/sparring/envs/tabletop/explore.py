@@ -5,22 +5,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.envs.tabletop.scene import SCENERY, SCREEN, Part, Scene
-from sparring.envs.tabletop.task import Situation, Start, arm_near_home
-from sparring.envs.tabletop.things import SPREAD, TOYS, scatter
+from sparring.envs.tabletop.task import WIDE, Situation, Start, Task, arm_near_home
+from sparring.envs.tabletop.things import TOYS, scatter
 
-# at the table's back edge beside the arm, where the head camera sees it
-SCREEN = Part(f"""
+# a screen at the table's back edge beside the arm, where the head camera sees it
+STAND = Part(f"""
     <geom name="{SCREEN}" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {SCENERY}/>
     <geom type="box" size="0.02 0.05 0.008" pos="-0.475 0.37 0.008" rgba="0.55 0.58 0.64 1" {SCENERY}/>""")
 
 
 @dataclass(frozen=True)
-class Explore:
+class Explore(Task):
     """Never rewarded and never done. The screen shows noise when env.noise_screen asks for it."""
 
     name: str
     joint_noise: float
-    scene: Scene = Scene(TOYS, marker=None, scenery=(SCREEN,))
+    scene: Scene = Scene(TOYS, marker=None, scenery=(STAND,))
     instructions: tuple[str, ...] = (
         "look around and play with the things on the table",
         "explore the table",
@@ -40,4 +40,4 @@ class Explore:
         return np.zeros(n), np.zeros(n, bool)
 
     def describe(self) -> dict[str, str]:
-        return {f"{len(TOYS)} things": str(SPREAD), "yaw": "any"}
+        return {f"{len(TOYS)} things": str(WIDE), "yaw": "any"}

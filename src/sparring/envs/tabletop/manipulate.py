@@ -6,8 +6,8 @@ import numpy as np
 
 from sparring.envs.tabletop.arm import FINGER_TRAVEL
 from sparring.envs.tabletop.blocks import CUBE_HALF, Block
-from sparring.envs.tabletop.scene import BLUE, GREEN, RED, Marker, Scene
-from sparring.envs.tabletop.task import Sector, Situation, Start, arm_near_home, distance
+from sparring.envs.tabletop.scene import BLUE, GREEN, RED, Marker, Scene, Thing
+from sparring.envs.tabletop.task import Sector, Situation, Start, Task, arm_near_home, distance, standing
 
 RED_CUBE = Block("red_cube", RED)
 BLUE_CUBE = Block("blue_cube", BLUE)
@@ -18,7 +18,7 @@ REACHABLE = Sector(0.12, 0.515, 120)
 
 
 @dataclass(frozen=True)
-class Push:
+class Push(Task):
     """Push the cube onto a disc on the table and leave it there. The gripper starts closed."""
 
     name: str
@@ -38,7 +38,6 @@ class Push:
     )
     max_episode_steps: int = 60
     hold: int = 5
-    reports_success: bool = True
     radius: float = 0.04
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -55,7 +54,7 @@ class Push:
 
     def describe(self) -> dict[str, str]:
         low, high = self.travel
-        return {"cube": str(self.cube), "yaw": _angle(self.yaw), "disc": f"{low:.2f}..{high:.2f} m from the cube"}
+        return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), "disc": f"{low:.2f}..{high:.2f} m from the cube"}
 
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Cube and goal, such that the arm also reaches the place behind the cube from where to push."""
@@ -66,7 +65,7 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Lift:
+class Lift(Task):
     """Grasp the cube and hold it 6 cm or more above where it stood."""
 
     name: str
@@ -82,7 +81,6 @@ class Lift:
     )
     max_episode_steps: int = 50
     hold: int = 5
-    reports_success: bool = True
     height: float = 0.06
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -100,11 +98,11 @@ class Lift:
         return reward / 2, satisfied
 
     def describe(self) -> dict[str, str]:
-        return {"cube": str(self.cube), "yaw": _angle(self.yaw), "height": f"{self.height:.2f} m"}
+        return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), "height": f"{self.height:.2f} m"}
 
 
 @dataclass(frozen=True)
-class PutOn:
+class PutOn(Task):
     """Grasp the cube, put it on the second object, let go and draw back."""
 
     name: str
@@ -120,7 +118,6 @@ class PutOn:
     tolerance: float
     max_episode_steps: int = 80
     hold: int = 5
-    reports_success: bool = True
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
@@ -144,7 +141,7 @@ class PutOn:
     def describe(self) -> dict[str, str]:
         low, high = self.apart
         below = f"{low:.2f}..{high:.2f} m from the cube"
-        return {"cube": str(self.cube), "yaw": _angle(self.yaw), self.scene.objects[1].name: below}
+        return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), self.scene.objects[1].name: below}
 
 
 def place(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
@@ -177,10 +174,9 @@ def two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tupl
             return points
 
 
-def resting(block: Block, point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarray:
-    """`[7]`: a block that stands on the table at (x, y), turned by up to `yaw` degrees."""
-    half = np.deg2rad(rng.uniform(-yaw, yaw)) / 2
-    return np.array([*point, block.half[2], np.cos(half), 0.0, 0.0, np.sin(half)])
+def resting(thing: Thing, point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarray:
+    """`[7]`: a thing that stands on the table at (x, y), turned by up to `yaw` degrees."""
+    return standing(point, thing.half[2], np.deg2rad(rng.uniform(-yaw, yaw)))
 
 
 def resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
@@ -205,5 +201,6 @@ def pushing_place(cube: np.ndarray, goal: np.ndarray) -> np.ndarray:
     return np.concatenate([cube[:, :2] - 0.035 * towards, np.full((len(cube), 1), 0.03)], axis=1)
 
 
-def _angle(degrees: float) -> str:
+def yaw_range(degrees: float) -> str:
+    """The yaw of what looks the same every 90 degrees, up to so far to either side."""
     return "any" if degrees == 45 else f"+-{degrees:g} deg"

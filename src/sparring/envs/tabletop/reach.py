@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.envs.tabletop.scene import Scene
-from sparring.envs.tabletop.task import Situation, Start, arm_near_home, distance
+from sparring.envs.tabletop.task import Situation, Start, Task, arm_near_home, distance
 
 
 @dataclass(frozen=True)
-class Reach:
+class Reach(Task):
     """Bring the hand to a point in the air and stay there."""
 
     name: str
@@ -26,7 +26,6 @@ class Reach:
     )
     max_episode_steps: int = 50
     hold: int = 5
-    reports_success: bool = True
     radius: float = 0.03
 
     def start(self, rng: np.random.Generator) -> Start:

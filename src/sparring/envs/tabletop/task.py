@@ -1,7 +1,7 @@
 """What a task is: a scene, a start, a reward, and when it counts as done.
 
-The backend knows no task by name: it calls these members. The tasks themselves are in reach.py and manipulate.py, their
-names in tasks.py.
+The backend knows no task by name: it calls these members. The tasks themselves are in reach.py, manipulate.py,
+drawer.py, button.py, dual.py and explore.py, their names in tasks.py.
 """
 
 from dataclasses import dataclass
@@ -62,8 +62,8 @@ class Task(Protocol):
     max_episode_steps: int
     # an episode is a success when `score` was satisfied in each of its last `hold` steps
     hold: int
-    # False where there is nothing to succeed in
-    reports_success: bool
+    # False where nothing is to be done, so that a success rate would say nothing
+    reports_success: bool = True
 
     def start(self, rng: np.random.Generator) -> Start:
         """Draw the start of one episode."""
@@ -99,6 +99,10 @@ class Sector:
         return f"{self.near:.2f}..{self.far:.2f} m from the base, +-{self.degrees:g} deg"
 
 
+# in reach, and neither off the table nor in the arm's base
+WIDE = Sector(0.16, 0.49, 90)
+
+
 def arm_near_home(
     rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL, mount: Mount = SINGLE[0]
 ) -> np.ndarray:
@@ -106,6 +110,11 @@ def arm_near_home(
     arm = np.full(ARM_JOINTS + FINGERS, opening)
     arm[:ARM_JOINTS] = mount.home + rng.uniform(-noise, noise, ARM_JOINTS)
     return arm
+
+
+def standing(point: np.ndarray, z: float, yaw: float) -> np.ndarray:
+    """`[7]`: a thing that stands upright at (x, y), its centre at height `z`, turned by `yaw` rad."""
+    return np.array([*point, z, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -14,10 +14,10 @@ from sparring.envs.tabletop.dual import Area, Handover, LiftTray
 from sparring.envs.tabletop.explore import Explore
 from sparring.envs.tabletop.manipulate import REACHABLE, Lift, Push, place, stack
 from sparring.envs.tabletop.reach import Reach
-from sparring.envs.tabletop.task import Sector, Task
+from sparring.envs.tabletop.task import WIDE, Sector, Task
 from sparring.errors import UserError
 
-NARROW, WIDER, WIDE = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35), Sector(0.16, 0.49, 90)
+NARROW, WIDER = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35)
 
 TASKS: dict[str, Task] = {
     task.name: task

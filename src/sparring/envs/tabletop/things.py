@@ -8,7 +8,7 @@ import numpy as np
 
 from sparring.envs.tabletop.blocks import Block
 from sparring.envs.tabletop.scene import Scene, Thing
-from sparring.envs.tabletop.task import Sector, Start
+from sparring.envs.tabletop.task import WIDE, Start, standing
 
 # one of each shape; not red, blue or green, which the tasks speak of
 TOYS = (
@@ -19,8 +19,8 @@ TOYS = (
     Block("box", (0.45, 0.30, 0.20), (0.020, 0.028, 0.024), 0.07),
     Block("tile", (0.28, 0.30, 0.34), (0.035, 0.022, 0.009), 0.06),
 )
-# in reach, and neither off the table nor in the arm's base
-SPREAD = Sector(0.16, 0.49, 90)
+# metres above the table that things begin: MuJoCo 3.8 finds an ellipsoid that exactly touches it to be deep inside
+_DROP = 1e-4
 _GAP = 0.01
 _AWAY = 0.09
 # around the foot of an arm
@@ -47,9 +47,9 @@ def scatter(rng: np.random.Generator, things: tuple[Thing, ...], zones: list[Zon
     taken, poses = list(zones), np.zeros((len(things), 7))
     for pose, thing in zip(poses, things, strict=True):
         radius = footprint(thing) + _GAP
-        point, half = _roomy(rng, taken, radius), rng.uniform(-np.pi, np.pi) / 2
+        point, yaw = _roomy(rng, taken, radius), rng.uniform(-np.pi, np.pi)
         taken.append(Zone(point, point, radius))
-        pose[:] = *point, thing.half[2], np.cos(half), 0.0, 0.0, np.sin(half)
+        pose[:] = standing(point, thing.half[2] + _DROP, yaw)
     return poses
 
 
@@ -79,7 +79,7 @@ def _roomy(rng: np.random.Generator, zones: list[Zone], radius: float) -> np.nda
     """The first point with so much room around it, or the best of many."""
     best, most = None, -np.inf
     for _ in range(_TRIES):
-        point = SPREAD.draw(rng)
+        point = WIDE.draw(rng)
         room = min((zone.room(point) for zone in zones), default=np.inf)
         if room > most:
             best, most = point, room
