@@ -278,12 +278,11 @@ class Tabletop:
 
     def _observe(self, rows: np.ndarray) -> Arrays:
         """What these robots feel and see now; image rows are drawn for them only."""
-        state, world = self._feel(rows), self._world_vector(rows)
-        privileged = {}
+        state, privileged = self._feel(rows), {}
         if self.config.object_state == "state":
-            state = np.concatenate([state, world], axis=1)
+            state = np.concatenate([state, self._world_vector(rows)], axis=1)
         elif self.config.object_state == "privileged":
-            privileged["privileged"] = world
+            privileged["privileged"] = self._world_vector(rows)
         # no copy where there is nothing to pad
         missing = self.spec.observation["state"][0][0] - state.shape[1]
         state = np.pad(state, ((0, 0), (0, missing))) if missing else state
