@@ -49,10 +49,8 @@ class Push(Task):
         cube = now.objects[:, 0]
         away = distance(cube[:, :2], now.goal[:, :2])
         satisfied = away < self.radius
-        # height counts threefold: a hand that presses on the table pushes too, but slowly, and learning gets stuck there
-        off = np.linalg.norm((now.hand - pushing_place(cube, now.goal)) * [1, 1, 3], axis=1)
-        near = 1 - np.tanh(8 * off)
-        return (0.3 * near + 0.8 * (1 - np.tanh(8 * away)) + 0.5 * satisfied) / 1.6, satisfied
+        near = 1 - np.tanh(8 * distance(now.hand, pushing_place(cube, now.goal)))
+        return (0.2 * near + 0.8 * (1 - np.tanh(8 * away)) + 0.5 * satisfied) / 1.5, satisfied
 
     def describe(self) -> dict[str, str]:
         low, high = self.travel
