@@ -32,6 +32,8 @@ FINGER_STEP = 0.01
 APPROACH = 2
 # a command runs at most this far ahead of the arm, so that a blocked arm does not wind up
 LEASH = 0.3
+# a hand that is commanded by its own position goes no lower, metres: the finger tips are 7 mm below it
+LOWEST = 0.008
 _DAMPING = 1e-3
 _UPRIGHTING = 0.5
 # columns are the hand's axes when it points down: the fingers at the table, the camera outwards
@@ -132,12 +134,13 @@ class HandMover:
     def upright(self, command: np.ndarray, qpos: np.ndarray, move: np.ndarray) -> np.ndarray:
         """By `move` `[n, 3]`, and part of the way back to pointing down."""
         pos, mat, poses = self._pose(command, qpos)
-        return _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos), _twist(move, mat, self.pointing_down))
+        twist = _twist(_above_table(move, pos), mat, self.pointing_down)
+        return _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos), twist)
 
     def turned(self, command: np.ndarray, qpos: np.ndarray, twist: np.ndarray) -> np.ndarray:
         """By `twist` `[n, 6]`: a step and a rotation vector."""
         pos, _, poses = self._pose(command, qpos)
-        return _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos), np.ascontiguousarray(twist))
+        return _damped_least_squares(point_jacobian(poses, ARM_JOINTS, pos), _above_table(twist, pos))
 
 
 class _Limits:
@@ -149,6 +152,16 @@ class _Limits:
         joints, near = command[:, :ARM_JOINTS], qpos[:, :ARM_JOINTS]
         np.clip(joints, near - LEASH, near + LEASH, out=joints)
         return np.clip(command, self.low, self.high, out=command)
+
+
+def _above_table(move: np.ndarray, pos: np.ndarray) -> np.ndarray:
+    """Steps `[n, 3 or more]` that command no hand at `[n, 3]` to go below LOWEST.
+
+    A command that sinks into the table would press the fingers onto it, and no small action would lift them again.
+    """
+    move = move.copy()
+    move[:, 2] = np.maximum(move[:, 2], np.minimum(LOWEST - pos[:, 2], 0))
+    return move
 
 
 def about_z(angle: np.ndarray) -> np.ndarray:
