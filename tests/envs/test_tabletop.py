@@ -331,6 +331,20 @@ def test_gymnasium(kwargs, task):
     env.close()
 
 
+@pytest.mark.parametrize("mode", ["delta_ee_pos", "delta_ee"])
+def test_a_hand_that_is_told_to_go_down_stops_above_the_table_and_comes_up_at_once(mode):
+    env, _ = _tabletop(1, control_mode=mode, max_episode_steps=1000)
+    down = np.zeros((1, 1, env.spec.action_dim))
+    down[..., 2] = -1
+    for _ in range(60):
+        env.step(down)
+    # 7 mm is where the finger tips would touch
+    assert 0.006 < env.situation().hand[0, 2] < 0.012
+    for _ in range(3):
+        env.step(-down)
+    assert env.situation().hand[0, 2] > 0.03
+
+
 def _hand_after(mode, action, steps=40):
     """How far the hand of one robot has gone, and how its joints and axes stand, once the motors have followed."""
     env, _ = _tabletop(1, control_mode=mode, max_episode_steps=1000)
