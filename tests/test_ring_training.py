@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from sparring.api import Trainer
 from sparring.algorithms.ppo import PPO
+from sparring.api import Trainer
 from sparring.distributed import Distributed
 from sparring.envs.make import make_env
 from sparring.phases.finetune import Finetune

@@ -105,7 +105,7 @@ class Rows:
         return _nested(batch, [len(number)])
 
     def ends(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(step, env) [2, F] of the episodes' ends among these numbers, and the slots [F] of their last observations."""
+        """(step, env) [2, F] of the episodes' ends among these, and the slots [F] of their last observations."""
         slot = self._span(self.slot, first, count)
         at = (slot >= 0).nonzero().T
         return at, slot[at[0], at[1]]
