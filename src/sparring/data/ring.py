@@ -12,6 +12,7 @@ made is a promise of x86; elsewhere the many steps of the interpreter between th
 
 import logging
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +63,15 @@ class VLABuffer:
         # the number of the next transition
         self._count = 0
         self._closed = False
+        # number and slots of each transition with an episode's end, the oldest first
+        self._ends: deque[tuple[int, list[int]]] = deque()
         self._free_slots: list[int] = []
         self._rows: Rows | None = None
         # rows are in RAM; what they are served as is where the transitions came from
         self._device = torch.device("cpu")
+        # the newest rollout, and the memory it was copied into
         self._rollout: TensorDict | None = None
+        self._copied: TensorDict | None = None
 
     @classmethod
     def attach(cls, handle: RingHandle) -> "VLABuffer":
@@ -123,7 +128,7 @@ class VLABuffer:
         number, rows = self._count, self._rows
         self._evict(number - self.capacity)
         rows.write(number, td)
-        self._keep_finals(rows.slot[number % rows.rows], td["next"])
+        self._keep_finals(number, td.get("next"))
         rows.control[_NEWEST] = number
         self._count, self._closed, self._rollout = number + 1, False, None
 
@@ -153,12 +158,13 @@ class VLABuffer:
     def is_full(self) -> bool:
         return len(self) == self.capacity
 
-    def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
+    def get(self, flatten: bool = True, following: bool = False, out: TensorDict | None = None) -> TensorDict:
         """A copy of all there is, at most the newest `capacity`: `[T, N]`, or `[T*N]` in time order.
 
         `following` adds `next/observation`. With a writer at work, the oldest few may be gone before they are copied.
+        `out`: what an earlier `get(flatten=False)` returned, to be overwritten; memory in use is faster than new.
         """
-        rollout = self._newest(self.capacity, following)
+        rollout = self._newest(self.capacity, following, out)
         return rollout.flatten(0, 1) if flatten else rollout
 
     def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
@@ -188,10 +194,11 @@ class VLABuffer:
         """A rollout begins; the ring keeps what it has."""
 
     def rollout(self) -> TensorDict:
-        """The newest `steps` decisions [T, N], copied once, and the columns that were `set`."""
+        """The newest `steps` decisions [T, N] and the columns that were `set`; overwritten by the next rollout."""
         self._check_writer()
         if self._rollout is None:
-            self._rollout = self._newest(self.steps, following=False)
+            self._copied = self._newest(self.steps, False, self._copied)
+            self._rollout = self._copied.copy()
         return self._rollout.copy()
 
     def set(self, key, value: torch.Tensor) -> None:
@@ -216,21 +223,21 @@ class VLABuffer:
 
     def _evict(self, oldest: int) -> None:
         """Numbers below `oldest` are not to be read any more, and their slots are free."""
-        control, rows = self._rows.control, self._rows
-        before = int(control[_OLDEST])
-        control[_OLDEST] = max(oldest, before)
-        for number in range(before, oldest):
-            slot = rows.slot[number % rows.rows]
-            self._free_slots += slot[slot >= 0].tolist()
+        if oldest > self._rows.control[_OLDEST]:
+            self._rows.control[_OLDEST] = oldest
+        while self._ends and self._ends[0][0] < oldest:
+            self._free_slots += self._ends.popleft()[1]
 
-    def _keep_finals(self, slot: torch.Tensor, following: TensorDict) -> None:
-        """Last observations go into slots; `slot` [N] is told which."""
-        slot.fill_(-1)
-        ended = (following["terminated"] | following["truncated"]).nonzero()[:, 0]
-        if len(ended):
-            slots = torch.tensor([self._take_slot() for _ in range(len(ended))])
-            self._rows.write_finals(slots, following["observation"][ended])
-            slot[ended.cpu()] = slots
+    def _keep_finals(self, number: int, following: TensorDict) -> None:
+        """Last observations go into slots, and the row says which."""
+        slot = self._rows.slot[number % self._rows.rows].fill_(-1)
+        done = following.get("terminated") | following.get("truncated")
+        if done.any():
+            ended = done.nonzero()[:, 0]
+            slots = [self._take_slot() for _ in range(len(ended))]
+            self._rows.write_finals(torch.tensor(slots), following["observation"][ended])
+            slot[ended.cpu()] = torch.tensor(slots)
+            self._ends.append((number, slots))
 
     def _take_slot(self) -> int:
         """One that was used before, if there is one: memory that was never touched costs nothing."""
@@ -267,13 +274,13 @@ class VLABuffer:
         newest = int(self._rows.control[_NEWEST])
         return newest, min(newest, int(self._rows.control[_OLDEST]))
 
-    def _newest(self, steps: int, following: bool) -> TensorDict:
+    def _newest(self, steps: int, following: bool, out: TensorDict | None) -> TensorDict:
         while True:
             newest, oldest = self._interval()
             first = max(oldest, newest - steps)
             if first == newest:
                 raise RuntimeError(_EMPTY)
-            rollout = self._rows.copy(first, newest - first, following)
+            rollout = self._rows.copy(first, newest - first, following, out)
             overtaken = max(0, int(self._rows.control[_OLDEST]) - first)
             if overtaken < newest - first:
                 return self._serve(rollout[overtaken:] if overtaken else rollout)

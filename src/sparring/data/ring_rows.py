@@ -81,14 +81,19 @@ class Rows:
         row = number % self.rows
         return _nested({key: column[row].clone() for key, column in self.observation.items()}, [self.envs])
 
-    def copy(self, first: int, count: int, following: bool) -> TensorDict:
-        """Numbers `first` to `first + count - 1`, [count, N]; `following`: with `next/observation`."""
-        columns = {key: self._span(column, first, count) for key, column in self.columns.items()}
+    def copy(self, first: int, count: int, following: bool, out: TensorDict | None = None) -> TensorDict:
+        """Numbers `first` to `first + count - 1`, [count, N]; `following`: with `next/observation`.
+
+        `out` is written into if it has this shape.
+        """
+        into = {} if out is None or out.batch_size != (count, self.envs) else dict(_leaves(out))
+        columns = {key: self._span(column, first, count, into.get(key)) for key, column in self.columns.items()}
         if following:
             (step, env), slots = self.ends(first, count)
             for key, column in self.observation.items():
-                seen = columns["next", "observation", *key] = self._span(column, first + 1, count)
-                seen[step, env] = self.final[key][slots]
+                there = ("next", "observation", *key)
+                columns[there] = self._span(column, first + 1, count, into.get(there))
+                columns[there][step, env] = self.final[key][slots].to(columns[there].device)
         return _nested(columns, [count, self.envs])
 
     def gather(self, number: torch.Tensor, env: torch.Tensor) -> TensorDict:
@@ -114,11 +119,16 @@ class Rows:
         """[F] -> last observations [F]"""
         return _nested({key: column[slots] for key, column in self.final.items()}, [len(slots)])
 
-    def _span(self, column: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Time order across the seam of the ring."""
+    def _span(self, column: torch.Tensor, first: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy in time order across the seam of the ring."""
+        if out is None:
+            out = torch.empty((count, *column.shape[1:]), dtype=column.dtype)
         start = first % self.rows
-        rest = start + count - self.rows
-        return column[start : start + count].clone() if rest <= 0 else torch.cat([column[start:], column[:rest]])
+        before_seam = min(count, self.rows - start)
+        out[:before_seam].copy_(column[start : start + before_seam])
+        if before_seam < count:
+            out[before_seam:].copy_(column[: count - before_seam])
+        return out
 
 
 def _leaves(td: TensorDict) -> list[tuple[Key, torch.Tensor]]:
