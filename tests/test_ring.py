@@ -305,6 +305,16 @@ def test_a_ring_without_room_for_one_end_of_each_env_is_refused():
         VLABuffer(4, final_slots=1).add(Stream(2).step())
 
 
+def test_a_transition_must_have_what_the_first_one_had():
+    ring, stream = VLABuffer(4), Stream(2)
+    ring.add(stream.step())
+    with pytest.raises(KeyError, match="lacks action, next/reward, which earlier ones had"):
+        ring.add(stream.step().exclude("action", ("next", "reward")))
+    # what it did not have is not kept
+    ring.add(stream.step().set("extra", torch.zeros(2)))
+    assert ring.get().get("extra", None) is None
+
+
 def test_nothing_to_read_says_so():
     with pytest.raises(RuntimeError, match="holds no transition that can be read"):
         VLABuffer(4).sample(1)

@@ -229,14 +229,12 @@ class VLABuffer:
             self._free_slots += self._ends.popleft()[1]
 
     def _keep_finals(self, number: int, following: TensorDict) -> None:
-        """Last observations go into slots, and the row says which."""
-        slot = self._rows.slot[number % self._rows.rows].fill_(-1)
+        """Where episodes ended, their last observations go into slots."""
         done = following.get("terminated") | following.get("truncated")
         if done.any():
             ended = done.nonzero()[:, 0]
             slots = [self._take_slot() for _ in range(len(ended))]
-            self._rows.write_finals(torch.tensor(slots), following["observation"][ended])
-            slot[ended.cpu()] = torch.tensor(slots)
+            self._rows.write_finals(number, ended, torch.tensor(slots), following.get("observation"))
             self._ends.append((number, slots))
 
     def _take_slot(self) -> int:

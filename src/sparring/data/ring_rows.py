@@ -50,29 +50,33 @@ class Rows:
         self.final = {key[1:]: view for key, view in views.items() if key[0] == "final"}
         self.slots = len(next(iter(self.final.values())))
         self.observation = {key[1:]: view for key, view in self.columns.items() if key[0] == "observation"}
-        # branch -> (leaf, column) pairs: a branch is looked up once, and `write` is a handful of plain copies
-        self._branches: dict[Key, list[tuple[str, torch.Tensor]]] = {}
+        # the columns nested like a transition, so that `write` walks through both at once
+        self._tree: dict = {}
         for (*branch, leaf), column in self.columns.items():
-            self._branches.setdefault(tuple(branch), []).append((leaf, column))
+            node = self._tree
+            for name in branch:
+                node = node.setdefault(name, {})
+            node[leaf] = column
 
     # ---- writing
 
     def write(self, number: int, td: TensorDict) -> None:
-        """A transition [N], but for `next/observation`."""
+        """A transition [N] whose episodes go on; its next observation is that of number + 1."""
         row = number % self.rows
-        for branch, leaves in self._branches.items():
-            values = td.get(branch) if branch else td
-            for leaf, column in leaves:
-                column[row].copy_(values.get(leaf))
+        if _write(self._tree, row, td) < len(self.columns):
+            missing = sorted("/".join(key) for key in self.columns.keys() - dict(_leaves(td)).keys())
+            raise KeyError(f"the transition lacks {', '.join(missing)}, which earlier ones had")
+        self.slot[row].fill_(-1)
 
     def write_observation(self, number: int, observation: TensorDict) -> None:
         for key, column in self.observation.items():
             column[number % self.rows].copy_(observation.get(key))
 
-    def write_finals(self, slots: torch.Tensor, observation: TensorDict) -> None:
-        """Last observations [F] into `slots` [F]."""
+    def write_finals(self, number: int, ended: torch.Tensor, slots: torch.Tensor, observation: TensorDict) -> None:
+        """The last observations of the envs `ended` [F], out of `observation` [N], into `slots` [F]."""
         for key, column in self.final.items():
-            column[slots] = observation.get(key).to(column.device)
+            column.index_copy_(0, slots, observation.get(key).index_select(0, ended).to(column.device))
+        self.slot[number % self.rows].index_copy_(0, ended.cpu(), slots)
 
     # ---- copying
 
@@ -129,6 +133,19 @@ class Rows:
         if before_seam < count:
             out[before_seam:].copy_(column[: count - before_seam])
         return out
+
+
+def _write(tree: dict, row: int, td: TensorDict) -> int:
+    """Copy what `td` has a column for; how many columns were written."""
+    written = 0
+    for name, value in td.items():
+        column = tree.get(name)
+        if isinstance(column, dict):
+            written += _write(column, row, value)
+        elif column is not None:
+            column.select(0, row).copy_(value)
+            written += 1
+    return written
 
 
 def _leaves(td: TensorDict) -> list[tuple[Key, torch.Tensor]]:

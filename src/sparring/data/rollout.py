@@ -56,7 +56,11 @@ class RolloutBuffer:
         if done.any():
             ended = done.nonzero()[:, 0]
             self.final_at.append(torch.stack([torch.full_like(ended, self.position), ended]))
-            self.final.append(td["next", "observation"][ended])
+            # leaf by leaf: indexing a TensorDict takes several times as long
+            last = TensorDict({}, [len(ended)])
+            for key, value in td["next", "observation"].items(True, True):
+                last.set(key, value.index_select(0, ended))
+            self.final.append(last)
         self.position += 1
         self._closed = False
 
