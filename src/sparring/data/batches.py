@@ -103,8 +103,10 @@ class BatchBuilder:
     def _make(self, number: int) -> tuple[TensorDict | None, "torch.cuda.Event | None"]:
         """Batch `number` on the device, and the event after which it is there; (None, None): there are no more."""
         batch = self._draw(number) if self.batch_size is not None else self._following(number)
-        if batch is None or self._stream is None:
-            return (batch if batch is None else batch.to(self.device)), None
+        if batch is None:
+            return None, None
+        if self._stream is None or next(iter(batch.values(True, True))).is_cuda:
+            return batch.to(self.device), None
         with torch.cuda.stream(self._stream):
             batch = batch.pin_memory().to(self.device, non_blocking=True)
             copied = torch.cuda.Event()
