@@ -12,6 +12,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
+from sparring.data.rollout import RolloutBuffer
 from sparring.distributed import Distributed
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
@@ -61,7 +62,7 @@ class Ours:
         self.env = Env(backend)
         self.policy = ActorCritic(ActorCriticConfig(init_std=1.0, normalize_observations=False), backend.spec, chunk=1)
         algorithm = PPO(_ppo_config(work), self.policy)
-        self.phase = Finetune(self.env, self.policy, algorithm, work.steps, Distributed("cpu"))
+        self.phase = Finetune(self.env, self.policy, algorithm, RolloutBuffer(work.steps), Distributed("cpu"))
 
     def iterate(self) -> Seconds:
         metrics = self.phase.step(0.0)

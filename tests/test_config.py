@@ -224,7 +224,8 @@ def test_all_mistakes_at_once_each_with_its_key_its_origin_and_what_is_accepted(
     assert mistakes("evaluation.baseline=maybe", "--batch_size", "0", file=file) == [
         "ppo.clip_ration (from run.yaml line 3): unknown key; nearest: ppo.clip_ratio (a number > 0 and < 1)",
         "rolout.n_envs (from run.yaml line 7): unknown key; nearest: rollout.n_envs (an integer > 0)",
-        "buffer (from run.yaml line 10): is a section, not a value; its keys are buffer.type, buffer.size",
+        "buffer (from run.yaml line 10): is a section, not a value; its keys are buffer.type, buffer.size, "
+        "buffer.memory_limit_gb, buffer.folder",
         "env.image_size.width (from run.yaml line 13): env.image_size has no keys below it; "
         "expected an integer >= 16 and <= 512",
         "policy.hidden = [64, 0] (from run.yaml line 9): expected a list, each an integer > 0",

@@ -58,3 +58,25 @@ def test_what_is_learned_from_one_rollout_is_gone_in_the_next():
     rollout["advantage"] = torch.ones(4, 2)
     collector.collect(buffer)
     assert buffer.get().get("advantage", None) is None
+
+
+def test_the_true_next_observations_are_served_on_request():
+    _, buffer = filled(steps=6)
+    state = buffer.get(flatten=False)["observation", "state"]
+    following = buffer.get(flatten=False, following=True)["next", "observation", "state"]
+    # episodes of 3 and 5 steps: (env, episode, step) goes on by one step, also where the episode ends
+    assert torch.equal(following, state + torch.tensor([0.0, 0.0, 1.0]))
+    assert ("next", "observation") not in buffer.get().keys(True)
+    batch = buffer.sample(200, torch.Generator().manual_seed(0))
+    assert torch.equal(batch["next", "observation", "state"][:, 2], batch["observation", "state"][:, 2] + 1)
+    assert len(batch["observation", "state"].unique(dim=0)) == 12
+    assert [w["observation", "state"][:, 0, 2].tolist() for w in buffer.windows(4)] == [[0, 1, 2, 0]]
+
+
+def test_where_the_last_transition_led_to_must_be_known():
+    _, other = filled(steps=4)
+    buffer = RolloutBuffer(4)
+    for transition in other.get(flatten=False, following=True).unbind(0):
+        buffer.add(transition)
+    with pytest.raises(RuntimeError, match=r"close\(\) the rollout first"):
+        buffer.sample(3)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sparring.checkpoint import checkpoint_folder, load_spec, load_weights
 from sparring.config_text import read_settings
+from sparring.data.make import make_buffer
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
@@ -69,11 +70,10 @@ class Trainer:
                 self.env,
                 self.policy,
                 self.algorithm,
-                config.rollout_steps,
+                make_buffer(config.buffer, config.rollout_steps, self.env.num_envs, config.run_folder),
                 self.algorithm.distributed,
                 config.seed,
                 self.policy.chunk,
-                config.buffer.type,
             )
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
         else:

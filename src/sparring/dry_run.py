@@ -12,7 +12,7 @@ def dry_run(config: Config) -> str:
     run = Run(config, folder=False, quiet=True)
     phase = run.phase
     metrics = phase.step(0.0)
-    rollout = phase.buffer.get(flatten=False)
+    rollout = phase.buffer.rollout()
     steps = phase.progress.env_steps
     lines = [
         f"dry run of '{config.phase}' on {run.distributed.device}: one rollout, one update, nothing written",

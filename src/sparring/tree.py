@@ -74,7 +74,11 @@ class Config(Section):
     @property
     def rollout_steps(self) -> int:
         """Decisions of each robot between two updates."""
-        return self.buffer.size // self.rollout.n_envs if self.buffer.size else self.rollout.steps
+        if self.buffer.size is None:
+            return self.rollout.steps
+        holds = self.buffer.size // self.rollout.n_envs
+        # a ring holds older ones beside the newest rollout
+        return min(holds, self.rollout.steps) if self.buffer.type == "vla" else holds
 
     @property
     def run_folder(self) -> Path:

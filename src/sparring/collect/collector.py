@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from sparring.collect.episodes import Episode, EpisodeTracker
 from sparring.contract import check_completed, check_decision, check_observation, check_step
-from sparring.data.rollout import RolloutBuffer
+from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
@@ -51,9 +51,9 @@ class Collector:
         """One transition [N], for those who look on; its tensors are not fit for training."""
         return self._decide(self._noise(1)[0])
 
-    def collect(self, buffer: RolloutBuffer) -> None:
+    def collect(self, buffer: Buffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
-        buffer.clear()
+        buffer.start()
         # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
         with torch.inference_mode():
             for noise in self._noise(buffer.steps):
@@ -81,13 +81,14 @@ class Collector:
         self.episodes += self.tracker.add(self.env.last)
         return td
 
-    def _complete(self, buffer: RolloutBuffer) -> None:
+    def _complete(self, buffer: Buffer) -> None:
         buffer.close(self.root)
-        # [T*N] -> [T, N]
-        completed = self.policy.complete(buffer.get()).unflatten(0, (buffer.steps, self.env.num_envs))
+        # [T, N] -> [T*N] -> [T, N]
+        completed = self.policy.complete(buffer.rollout().flatten(0, 1))
+        completed = completed.unflatten(0, (buffer.steps, self.env.num_envs))
         for key, column in completed.items(True, True):
             buffer.set(key, column)
-        rollout = buffer.get(flatten=False)
+        rollout = buffer.rollout()
         if self.decision == buffer.steps:
             check_completed(rollout, "policy.complete")
         buffer.set("version", torch.full_like(rollout["next", "executed"], self.version))
@@ -98,14 +99,14 @@ class Collector:
         episodes, self.episodes = self.episodes, []
         return episodes
 
-    def _next_values(self, buffer: RolloutBuffer, rollout: TensorDict) -> torch.Tensor:
+    def _next_values(self, buffer: Buffer, rollout: TensorDict) -> torch.Tensor:
         """V of the true next observation: the following row's, except where the episode or the rollout ended."""
         following = torch.empty_like(rollout["value"])
         following[:-1] = rollout["value"][1:]
         following[-1] = self.policy.value(buffer.last)
-        if buffer.final:
-            final = torch.cat(buffer.final)
-            step, env = torch.cat(buffer.final_at, 1)
+        ends = buffer.finals()
+        if ends is not None:
+            (step, env), final = ends
             following[step, env] = self.policy.value(TensorDict({"observation": final}, final.batch_size))
         return following
 

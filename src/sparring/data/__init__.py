@@ -1,3 +1,6 @@
 """Storage: where experience is kept."""
 
-BUFFERS = {"standard": "sparring.data.rollout:RolloutBuffer"}
+BUFFERS = {
+    "standard": "sparring.data.rollout:RolloutBuffer",
+    "vla": "sparring.data.ring:VLABuffer",
+}

@@ -5,16 +5,19 @@ observations of episodes that ended on the way sit in a compact list beside it. 
 and written in place from then on.
 """
 
+from collections.abc import Iterator
+
 import torch
 from tensordict import TensorDict
 
 
 class RolloutBuffer:
-    """`add` T transitions [N], then `get` them, then `clear`."""
+    """`add` T transitions [N], or a rollout of them, then `get` them, then `clear`."""
 
     def __init__(self, steps: int):
         self.steps = steps
         self.position = 0
+        self._closed = False
         self._observation: TensorDict | None = None
         self._transition: TensorDict | None = None
         # branch -> (leaf, its T rows) pairs: views into the two above, so that `add` is a handful of plain copies
@@ -24,11 +27,23 @@ class RolloutBuffer:
         self.final_at: list[torch.Tensor] = []
         self.final: list[TensorDict] = []
 
+    def __len__(self) -> int:
+        """Decisions of each env that it holds."""
+        return self.position
+
     def is_full(self) -> bool:
         return self.position == self.steps
 
     def add(self, td: TensorDict) -> None:
-        """One decision of every env, with `next/*`; of `next/observation` only what no other row holds is kept."""
+        """A transition [N] or a rollout [T, N], with `next/*`.
+
+        Of `next/observation` only what no other row holds is kept.
+        """
+        if td.batch_dims == 2:
+            for transition in td.unbind(0):
+                self.add(transition)
+            self.close(td[-1]["next"])
+            return
         if self.is_full():
             raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
         if self._transition is None:
@@ -41,12 +56,18 @@ class RolloutBuffer:
         if done.any():
             ended = done.nonzero()[:, 0]
             self.final_at.append(torch.stack([torch.full_like(ended, self.position), ended]))
-            self.final.append(td["next", "observation"][ended])
+            # leaf by leaf: indexing a TensorDict takes several times as long
+            last = TensorDict({}, [len(ended)])
+            for key, value in td["next", "observation"].items(True, True):
+                last.set(key, value.index_select(0, ended))
+            self.final.append(last)
         self.position += 1
+        self._closed = False
 
     def close(self, td: TensorDict) -> None:
-        """The observation after the last transition: row T."""
-        self._observation[self.steps] = td["observation"]
+        """The observation [N] after the last transition: row T."""
+        self._observation[self.position] = td["observation"]
+        self._closed = True
 
     def set(self, key, value: torch.Tensor) -> None:
         """Attach a column [T, N] that is worked out after the fact; it is gone with the rollout."""
@@ -57,22 +78,71 @@ class RolloutBuffer:
         """`observation` after the last transition, [N]."""
         return TensorDict({"observation": self._observation[self.steps]}, self._observation.batch_size[1:])
 
-    def get(self, flatten: bool = True) -> TensorDict:
-        """`[T, N]`, or `[T*N]` in time order; views, not copies."""
-        if not self.is_full():
-            raise RuntimeError(f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first")
+    def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
+        """`[T, N]`, or `[T*N]` in time order; views, not copies. `following` adds `next/observation`, a copy."""
+        self._check_full()
         rollout = self._transition.copy().set("observation", self._observation[:-1])
         for key, value in self._columns.items():
             rollout.set(key, value)
+        if following:
+            rollout["next"] = rollout["next"].copy().set("observation", self._following())
         return rollout.flatten(0, 1) if flatten else rollout
 
+    def rollout(self) -> TensorDict:
+        """`[T, N]`, with the columns that were `set`."""
+        return self.get(flatten=False)
+
+    def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
+        """Slices of time `[length, N]`, the oldest first; a shorter rest is left out."""
+        rollout = self.get(flatten=False, following=following)
+        for first in range(0, self.steps - length + 1, length):
+            yield rollout[first : first + length]
+
+    def sample(self, batch_size: int, generator: torch.Generator | None = None) -> TensorDict:
+        """`[B]` transitions with `next/observation`, each stored one as likely as the others."""
+        flat = self.get()
+        index = torch.randint(len(flat), (batch_size,), generator=generator).to(flat["next", "reward"].device)
+        batch = flat[index]
+        batch["next", "observation"] = self._following(index)
+        return batch
+
+    def finals(self) -> tuple[torch.Tensor, TensorDict] | None:
+        """(step, env) [2, F] of the episodes that ended, and their true last observations [F]."""
+        return (torch.cat(self.final_at, 1), torch.cat(self.final)) if self.final else None
+
+    def start(self) -> None:
+        """A rollout begins."""
+        self.clear()
+
     def clear(self) -> None:
-        self.position = 0
+        self.position, self._closed = 0, False
         self.final_at, self.final, self._columns = [], [], {}
 
     def bytes(self) -> int:
         stores = [s for s in (self._observation, self._transition) if s is not None]
         return sum(tensor.nbytes for store in stores for tensor in store.values(True, True))
+
+    def _following(self, index: torch.Tensor | None = None) -> TensorDict:
+        """The true next observations, [T, N], or [B] of the flat `index`."""
+        if not self._closed:
+            raise RuntimeError("where the last transition led to is not known yet; close() the rollout first")
+        envs = self._observation.batch_size[1]
+        # the row below is what follows, where no episode ended
+        following = self._observation[1:].flatten(0, 1)
+        following = following.clone() if index is None else following[index]
+        if self.final:
+            (step, env), final = self.finals()
+            # [T*N]: which of the last observations, -1: none
+            which = torch.full((self.steps * envs,), -1, device=step.device)
+            which[step * envs + env] = torch.arange(len(step), device=step.device)
+            which = which if index is None else which[index]
+            ended = which >= 0
+            following[ended] = final[which[ended]]
+        return following.unflatten(0, (self.steps, envs)) if index is None else following
+
+    def _check_full(self) -> None:
+        if not self.is_full():
+            raise RuntimeError(f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first")
 
     @torch.inference_mode(False)
     def _allocate(self, td: TensorDict) -> None:

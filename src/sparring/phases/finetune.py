@@ -8,14 +8,14 @@ from torch import nn
 from sparring.algorithms.make import make_algorithm
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
-from sparring.data import BUFFERS
+from sparring.data.buffer import Buffer
+from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
-from sparring.resolve import resolve
 
 
 class Finetune:
@@ -26,14 +26,13 @@ class Finetune:
         env: Env,
         policy: Policy,
         algorithm,
-        steps: int,
+        buffer: Buffer,
         distributed: Distributed,
         seed: int = 0,
         chunk: int = 1,
-        buffer_type: str = "standard",
     ):
         self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
-        self.buffer = resolve(buffer_type, BUFFERS, "buffer")(steps)
+        self.buffer = buffer
         self.collector = Collector(env, policy, seed, chunk=chunk)
         self.progress = Progress()
 
@@ -54,11 +53,10 @@ class Finetune:
             env,
             policy,
             algorithm,
-            config.rollout_steps,
+            make_buffer(config.buffer, config.rollout_steps, rollout.n_envs, config.run_folder),
             distributed,
             config.seed,
             rollout.action_steps,
-            config.buffer.type,
         )
 
     @property
@@ -69,7 +67,7 @@ class Finetune:
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self.collector.collect(self.buffer)
         collected = time.perf_counter()
-        metrics = self.algorithm.update(self.buffer.get(flatten=False), fraction)
+        metrics = self.algorithm.update(self.buffer.rollout(), fraction)
         updated = time.perf_counter()
         self.collector.version += 1
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())

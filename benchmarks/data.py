@@ -1,0 +1,261 @@
+"""What does it cost to keep experience? Two separate questions, and a trial of strength:
+
+a) adding a rollout and getting it back, beside a list of TensorDicts and beside bare tensor copies
+b) memory that images take, beside keeping both `observation` and `next/observation`
+
+    python benchmarks/data.py [--quick] [--only a b] [--rounds 15] [--threads 1]
+    python benchmarks/data.py --hammer 60        # a writer and a reader process at one ring, with checksums
+
+A rollout is 128 decisions of 16 robots with head and wrist cameras at 64 px; in 1 of 50 decisions an episode ends. The
+sides take turns within one run, so that a busy moment hits all; medians are compared. Each side keeps what it got until
+its next turn, as a training loop does, so giving memory back is part of its time.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import report
+import torch
+from ring_hammer import hammer
+from tensordict import TensorDict
+
+from sparring.data.ring import VLABuffer
+from sparring.data.rollout import RolloutBuffer
+
+CAMERAS = ("head", "wrist")
+AT_LEAST_5 = {"sense": ">=", "target": 5.0}
+
+
+class Experience:
+    """T transitions of N robots, as an env and a policy would make them."""
+
+    def __init__(self, steps: int, envs: int, size: int):
+        self.steps, self.envs, self.size = steps, envs, size
+        self.random = torch.Generator().manual_seed(0)
+        observation, self.transitions = self._observation(), []
+        for _ in range(steps):
+            root = self._observation()
+            self.transitions.append(self._transition(observation, root))
+            observation = root
+        self.root = TensorDict({"observation": observation}, [envs])
+
+    def _transition(self, observation: TensorDict, root: TensorDict) -> TensorDict:
+        done = torch.rand(self.envs, generator=self.random) < 0.02
+        after = root
+        if done.any():
+            after = root.clone()
+            after[done] = self._observation()[done]
+        nothing = torch.zeros(self.envs, dtype=torch.bool)
+        following = {
+            "observation": after,
+            "reward": torch.rand(self.envs, 1, generator=self.random),
+            "executed": torch.ones(self.envs, dtype=torch.int64),
+            "terminated": done,
+            "truncated": nothing.clone(),
+            "success": nothing.clone(),
+        }
+        action = torch.rand(self.envs, 1, 8, generator=self.random)
+        values = {"observation": observation, "is_first": nothing.clone(), "action": action}
+        return TensorDict(values | {"next": TensorDict(following, [self.envs])}, [self.envs])
+
+    def _observation(self) -> TensorDict:
+        shape = (self.envs, 3, self.size, self.size)
+        images = {c: torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.random) for c in CAMERAS}
+        values = {
+            "image": TensorDict(images, [self.envs]),
+            "state": torch.rand(self.envs, 24, generator=self.random),
+            "task": torch.zeros(self.envs, dtype=torch.int64),
+        }
+        return TensorDict(values, [self.envs])
+
+
+# ---- a
+
+
+def list_of(experience: Experience, copies: bool) -> Callable:
+    """`copies`: it owns what it keeps, as the buffers do."""
+
+    def turn(_):
+        kept = []
+        for td in experience.transitions:
+            kept.append(td.clone() if copies else td)
+        return torch.stack(kept)
+
+    return turn
+
+
+def rollout_buffer(experience: Experience) -> Callable:
+    buffer = RolloutBuffer(experience.steps)
+
+    def turn(_):
+        buffer.clear()
+        for td in experience.transitions:
+            buffer.add(td)
+        buffer.close(experience.root)
+        return buffer.get(flatten=False)
+
+    return turn
+
+
+def ring(experience: Experience, reuse: bool) -> Callable:
+    buffer = VLABuffer(experience.steps)
+
+    def turn(before):
+        # its transitions come round again, and the first does not go on where the last one led to
+        buffer.clear()
+        for td in experience.transitions:
+            buffer.add(td)
+        buffer.close(experience.root)
+        return buffer.get(flatten=False, out=before if reuse else None)
+
+    return turn
+
+
+def bare_copies(experience: Experience, out: bool, reuse: bool = False) -> Callable:
+    """Nothing but copies of what is kept, tensor by tensor, observations once; `out`: and of all rows at the end."""
+    ended = [td["next", "terminated"].nonzero()[:, 0] for td in experience.transitions]
+    last = [list(td["next", "observation"].values(True, True)) for td in experience.transitions]
+    rows = [bare(td) for td in experience.transitions] + [bare(experience.root)]
+    store = {key: torch.zeros(len(rows), *value.shape, dtype=value.dtype) for key, value in rows[0].items()}
+
+    def turn(before):
+        for number, row in enumerate(rows):
+            for key, value in row.items():
+                store[key][number].copy_(value)
+        finals = [[leaf.index_select(0, e) for leaf in leaves] for e, leaves in zip(ended, last, strict=True) if len(e)]
+        if not out:
+            return store, finals
+        if before is None or not reuse:
+            return {key: column[:-1].clone() for key, column in store.items()}
+        return {key: before[key].copy_(column[:-1]) for key, column in store.items()}
+
+    return turn
+
+
+def bare(td: TensorDict) -> dict:
+    return dict(td.exclude(("next", "observation")).items(True, True))
+
+
+def add_and_get(args) -> list[dict]:
+    experience = Experience(args.steps, args.robots, args.size)
+    sides = {
+        "list of TensorDicts": list_of(experience, copies=False),
+        "list of copied TensorDicts": list_of(experience, copies=True),
+        "RolloutBuffer": rollout_buffer(experience),
+        "bare copies in": bare_copies(experience, out=False),
+        "VLABuffer, memory in use": ring(experience, reuse=True),
+        "bare copies in and out, memory in use": bare_copies(experience, out=True, reuse=True),
+        "VLABuffer, new memory": ring(experience, reuse=False),
+        "bare copies in and out, new memory": bare_copies(experience, out=True),
+    }
+    beside = {
+        "RolloutBuffer": "bare copies in",
+        "VLABuffer, memory in use": "bare copies in and out, memory in use",
+        "VLABuffer, new memory": "bare copies in and out, new memory",
+    }
+    seconds = take_turns(sides, args.rounds)
+    results = []
+    for name, value in seconds.items():
+        results.append(answer("a", f"{name}: ms", value * 1e3))
+        if name in beside:
+            for kept, target in (("list of TensorDicts", {}), ("list of copied TensorDicts", AT_LEAST_5)):
+                results.append(answer("a", f"{name}: times as fast as the {kept}", seconds[kept] / value, **target))
+            results.append(answer("a", f"{name}: times the bare copies", value / seconds[beside[name]], "<=", 1.3))
+    return results
+
+
+def take_turns(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Median seconds of each side; who goes first changes from round to round."""
+    held, times = dict.fromkeys(sides), {name: [] for name in sides}
+    names = list(sides)
+    for number in range(rounds + 2):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            started = time.perf_counter()
+            held[name] = sides[name](held[name])
+            times[name].append(time.perf_counter() - started)
+    # the first two touch memory for the first time
+    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+
+
+# ---- b
+
+
+def memory(args) -> list[dict]:
+    experience = Experience(args.steps, args.robots, args.size)
+    image = ("observation", "image")
+    both = sum(tensor.nbytes for td in experience.transitions for tensor in td[image].values()) * 2
+    buffer = VLABuffer(args.steps)
+    for td in experience.transitions:
+        buffer.add(td)
+    buffer.close(experience.root)
+    rows = sum(column.nbytes for key, column in buffer._rows.observation.items() if key[0] == "image")
+    ends = sum(int(td["next", "terminated"].sum()) for td in experience.transitions)
+    finals = ends * sum(column[0].nbytes for key, column in buffer._rows.final.items() if key[0] == "image")
+    return [
+        answer("b", "both observations: MB of images", both / 1e6),
+        answer("b", f"VLABuffer: MB of images, {ends} ends of episodes", (rows + finals) / 1e6),
+        answer("b", "VLABuffer: times less", both / (rows + finals), ">=", 1.9),
+    ]
+
+
+# ---- results
+
+QUESTIONS = {"a": add_and_get, "b": memory}
+
+
+def answer(question: str, what: str, value: float, sense: str = "", target: float | None = None) -> dict:
+    return {"question": question, "what": what, "value": round(value, 3), "sense": sense, "target": target}
+
+
+def as_table(results: list[dict]) -> str:
+    rows = [("", "what", "value", "target", "")]
+    for r in results:
+        met = "" if r["target"] is None else "met" if meets(r) else "NOT MET"
+        target = "" if r["target"] is None else f"{r['sense']} {r['target']}"
+        rows.append((r["question"], r["what"], f"{r['value']:.2f}", target, met))
+    return report.table(rows)
+
+
+def meets(result: dict) -> bool:
+    value, target = result["value"], result["target"]
+    return value >= target if result["sense"] == ">=" else value <= target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each side in (a)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of all sides")
+    parser.add_argument("--hammer", type=float, metavar="SECONDS", help="only this: two processes at one ring")
+    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    args = parser.parse_args()
+    args.steps, args.robots, args.size = (16, 4, 32) if args.quick else (128, 16, 64)
+    args.rounds = 2 if args.quick else args.rounds
+    torch.set_num_threads(args.threads)
+    about = report.metadata() | {
+        "sizes": {name: getattr(args, name) for name in ("steps", "robots", "size", "threads")}
+    }
+    if args.hammer:
+        counts = hammer(args.hammer)
+        print(report.table([("hammer", f"{args.hammer:g} s"), *counts.items()]))
+        save(args, "data_hammer", about, {"seconds": args.hammer} | counts)
+        raise SystemExit(1 if counts["wrong"] or counts["disorder"] else 0)
+    results = [result for letter in args.only for result in QUESTIONS[letter](args)]
+    if args.quick:
+        # sizes too small to judge by
+        results = [result | {"target": None} for result in results]
+    print(as_table(results))
+    save(args, "data", about, results)
+
+
+def save(args, name: str, about: dict, results) -> None:
+    about["load_after"] = report.load()
+    print(f"load before {about['load']}, after {about['load_after']}")
+    if not args.quick:
+        report.write_json(report.RESULTS / f"{name}.json", {"about": about, "results": results})
+
+
+if __name__ == "__main__":
+    main()

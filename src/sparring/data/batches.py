@@ -1,0 +1,134 @@
+"""BatchBuilder: batches for any consumer from any store, ready on its device before it asks."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import Protocol
+
+import torch
+from tensordict import TensorDict
+
+
+class Samples(Protocol):
+    """A store to draw from at random."""
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict: ...
+
+
+class BatchBuilder:
+    """An iterator over batches, made `prefetch` ahead by a thread of its own.
+
+    From a store with `sample`, batch k is drawn with a generator that is a function of (seed, k), for ever. From
+    anything else that can be iterated, such as windows in time order, batches are its items until it ends. Either way a
+    resumed builder goes on with the same batches, as long as the store holds the same; a store that is written to
+    meanwhile is read up to `prefetch` batches before its time.
+    """
+
+    def __init__(
+        self,
+        source: Samples | Iterable[TensorDict],
+        batch_size: int | None = None,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        prefetch: int = 2,
+    ):
+        if hasattr(source, "sample") == (batch_size is None):
+            raise ValueError("batch_size goes with a store to sample() from, and only with such")
+        if prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}: expected at least 1, the batch that is asked for")
+        self.source, self.batch_size, self.seed = source, batch_size, seed
+        self.device, self.prefetch = torch.device(device), prefetch
+        # batches handed out so far
+        self.consumed = 0
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._restart()
+
+    def __iter__(self) -> "BatchBuilder":
+        return self
+
+    def __next__(self) -> TensorDict:
+        self._order()
+        self._raise_what_failed()
+        batch, copied = self._pending.popleft().result()
+        if batch is None:
+            # it has ended, and stays so
+            self._pending.clear()
+            raise StopIteration
+        self.consumed += 1
+        self._order()
+        return batch if copied is None else self._hand_over(batch, copied)
+
+    def close(self) -> None:
+        """End the thread; a batch in the making is finished first and dropped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def __enter__(self) -> "BatchBuilder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def state_dict(self) -> dict:
+        return {"seed": self.seed, "consumed": self.consumed}
+
+    def load_state_dict(self, state: dict) -> None:
+        # the thread may be at one of them
+        wait([future for future in self._pending if not future.cancel()])
+        self.seed, self.consumed = state["seed"], state["consumed"]
+        self._restart()
+
+    def _restart(self) -> None:
+        self._pending: deque[Future] = deque()
+        # made by the thread, as the first item may be long in coming
+        self._batches: Iterator[TensorDict] | None = None
+        self._next = self.consumed
+
+    def _order(self) -> None:
+        while len(self._pending) < self.prefetch:
+            self._pending.append(self._thread.submit(self._make, self._next))
+            self._next += 1
+
+    def _raise_what_failed(self) -> None:
+        """At once, although batches made before are still waiting: they are of a store that is broken."""
+        for future in self._pending:
+            if future.done() and future.exception() is not None:
+                raise future.exception()
+
+    # ---- in the thread
+
+    @torch.inference_mode(False)
+    def _make(self, number: int) -> tuple[TensorDict | None, "torch.cuda.Event | None"]:
+        """Batch `number` on the device, and the event after which it is there; (None, None): there are no more."""
+        batch = self._draw(number) if self.batch_size is not None else self._following(number)
+        if batch is None:
+            return None, None
+        if self._stream is None or next(iter(batch.values(True, True))).is_cuda:
+            return batch.to(self.device), None
+        with torch.cuda.stream(self._stream):
+            batch = batch.pin_memory().to(self.device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return batch, copied
+
+    def _draw(self, number: int) -> TensorDict:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        return self.source.sample(self.batch_size, generator)
+
+    def _following(self, number: int) -> TensorDict | None:
+        if self._batches is None:
+            self._batches = islice(iter(self.source), number, None)
+        return next(self._batches, None)
+
+    # ---- in the consumer
+
+    @staticmethod
+    def _hand_over(batch: TensorDict, copied: "torch.cuda.Event") -> TensorDict:
+        """The consumer's stream waits for the copy, and its memory is kept until the stream is done with it."""
+        stream = torch.cuda.current_stream(batch.device)
+        stream.wait_event(copied)
+        for tensor in batch.values(True, True):
+            tensor.record_stream(stream)
+        return batch

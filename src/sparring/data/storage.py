@@ -1,0 +1,127 @@
+"""Pre-allocated columns in one piece of memory: in RAM, in shared memory, or in a file.
+
+Where each column lies is worked out before anything is allocated, so that its size can be told, and refused, first.
+Memory is not touched until it is written: columns that are rarely needed in full cost what is used of them.
+"""
+
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from sparring.errors import UserError
+
+Key = tuple[str, ...]
+# a cache line: what one process writes does not slow down what another reads beside it
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Column:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which column lies where; travels to other processes in a handle."""
+
+    columns: Mapping[Key, Column]
+    nbytes: int
+
+    @classmethod
+    def of(cls, columns: Mapping[Key, Column]) -> "Layout":
+        """One after the other, in the order given."""
+        placed, end = {}, 0
+        for key, column in columns.items():
+            placed[key] = Column(column.shape, column.dtype, end)
+            end += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(placed, end)
+
+    @torch.inference_mode(False)
+    def views(self, memory: torch.Tensor) -> dict[Key, torch.Tensor]:
+        return {key: column.view(memory) for key, column in self.columns.items()}
+
+
+@dataclass
+class Memory:
+    """Bytes to write into, and the file they are in; None: RAM of this process alone."""
+
+    data: torch.Tensor
+    file: Path | None = None
+
+    @classmethod
+    @torch.inference_mode(False)
+    def in_ram(cls, nbytes: int) -> "Memory":
+        return cls(torch.empty(nbytes, dtype=torch.uint8))
+
+    @classmethod
+    @torch.inference_mode(False)
+    def in_file(cls, nbytes: int, needed: int, folder: Path) -> "Memory":
+        """A new sparse file, gone with this object. `needed`: how much of it is sure to be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        free = _free_space(folder)
+        if needed > free:
+            raise UserError(
+                f"the buffer needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; "
+                "choose a smaller buffer.size, or another buffer.folder"
+            )
+        handle, name = tempfile.mkstemp(prefix="buffer-", suffix=".bin", dir=folder)
+        os.ftruncate(handle, nbytes)
+        os.close(handle)
+        memory = cls.open(Path(name), nbytes)
+        weakref.finalize(memory, Path(name).unlink, missing_ok=True)
+        return memory
+
+    @classmethod
+    @torch.inference_mode(False)
+    def open(cls, file: Path, nbytes: int) -> "Memory":
+        """The same bytes, from any process."""
+        return cls(torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8), file)
+
+
+def shared_memory_folder() -> Path:
+    """Where files are RAM, if the system has such a place."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())
+
+
+def half_of_free_ram() -> int:
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        # MemAvailable counts what the system would give up, such as its cache of files
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * page // 2
+    (available,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available) * 1024 // 2
+
+
+def gigabytes(nbytes: int) -> str:
+    """'1.3 GB', '52 MB', '1.2 kB': two digits, as people say it."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size / 2:
+            return _two_digits(nbytes / size) + f" {unit}"
+    return _two_digits(nbytes / 1e3) + " kB"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _free_space(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
