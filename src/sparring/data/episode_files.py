@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,11 @@ class Column:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def extra(self) -> int:
         return int(self.name.startswith("observation/"))
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
@@ -190,9 +191,14 @@ class Segment:
 
     def undamaged(self) -> int:
         """How many of its episodes have the data that their checksums promise, up to the first that has not."""
-        for count, record in enumerate(self.records):
-            if zlib.crc32(self.bytes[record.offset : record.end]) != record.crc:
-                return count
+        if not self.records:
+            return 0
+        # read, not mapped: all of it would stay in this process's memory
+        with open(self.data_path, "rb") as file:
+            for count, record in enumerate(self.records):
+                file.seek(record.offset)
+                if zlib.crc32(file.read(record.size)) != record.crc:
+                    return count
         return len(self.records)
 
     def torn(self, layout: Layout) -> tuple[int, int]:

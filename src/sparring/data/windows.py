@@ -1,7 +1,7 @@
 """Windows: slices of time [B, L] out of stored episodes, for training through a memory.
 
 A window never crosses the end of an episode. Where it is shorter than L (the whole episode is, or its last steps are
-left) it is filled up with zeros, and `mask` is true only at steps to learn from. With `burn_in` = k a batch has k more
+left) it is filled up, and `mask` is true only at steps to learn from. With `burn_in` = k a batch has k more
 columns in front, for bringing the memory up to date without learning: `burn_in` is true at those that hold a step.
 Column k is always where learning starts. `is_first` is true where the memory is to be cleared: at the start of an
 episode, and at the first step of a window whose memory is neither stored nor carried.
@@ -55,24 +55,25 @@ class WindowReader:
     def read(self, windows: Sequence[Window]) -> TensorDict:
         """[B, k+L]; at least one of the windows has steps."""
         size = self.burn_in + self.length
-        places = [self._place(window) for window in windows]
+        spans = [self._span(window) for window in windows]
         batch = TensorDict({}, [len(windows), size])
         for column in self.columns(next(w.store for w in windows if w.store is not None)):
             values = torch.empty(len(windows), size + column.extra, *column.shape, dtype=_torch_dtype(column))
             # [B, bytes]
             rows = values.numpy().reshape(len(windows), -1).view(np.uint8)
-            for row, window, place in zip(rows, windows, places, strict=True):
-                _copy(row, window, place, column)
+            for row, span in zip(rows, spans, strict=True):
+                span.copy(row, column)
             self._set(batch, column, values)
-        return self._mark(batch, places)
+        return self._mark(batch, spans)
 
-    def _place(self, window: Window) -> tuple[int, int, int]:
-        """(first step, end step, column of the first step)."""
+    def _span(self, window: Window) -> "_Span":
         if window.store is None:
-            return 0, 0, self.burn_in
-        steps = window.store.block(window.episode)[1].steps
+            return _Span(np.empty(0, np.uint8), 0, {}, 0, 0, self.burn_in)
+        data, record = window.store.block(window.episode)
         first = max(window.start - self.burn_in, 0)
-        return first, min(window.start + self.length, steps), self.burn_in - (window.start - first)
+        end = min(window.start + self.length, record.steps)
+        at = self.burn_in - (window.start - first)
+        return _Span(data, record.offset, window.store.layout.offsets(record.steps), first, end, at)
 
     def _wanted(self, column: Column) -> bool:
         return self.keys is None or column.name in self.keys or f"next/{column.name}" in self.keys
@@ -86,9 +87,9 @@ class WindowReader:
         if column.extra and (self.keys is None or f"next/{column.name}" in self.keys):
             batch.set(("next", *key), values[:, 1:])
 
-    def _mark(self, batch: TensorDict, places: list[tuple[int, int, int]]) -> TensorDict:
+    def _mark(self, batch: TensorDict, spans: list["_Span"]) -> TensorDict:
         # [B, 1] each
-        first, end, column = torch.tensor(places).T.unsqueeze(-1)
+        first, end, column = torch.tensor([(s.first, s.end, s.at) for s in spans]).T.unsqueeze(-1)
         # [1, k+L]
         at = torch.arange(batch.batch_size[1])[None]
         holds_step = (at >= column) & (at < column + end - first)
@@ -99,19 +100,30 @@ class WindowReader:
         return batch
 
 
-def _copy(row: np.ndarray, window: Window, place: tuple[int, int, int], column: Column) -> None:
-    """The window's steps of a column into their place in a row of bytes, and zeros around them."""
-    first, end, at = place
-    if first == end:
-        row[:] = 0
-        return
-    data, record = window.store.block(window.episode)
-    size, start = column.row_bytes, record.offset + window.store.layout.offsets(record.steps)[column.name]
-    source = data[start + first * size : start + (end + column.extra) * size]
-    low = at * size
-    row[:low] = 0
-    row[low : low + len(source)] = source
-    row[low + len(source) :] = 0
+class _Span(NamedTuple):
+    """Steps `first` to `end` of an episode, which go to column `at` of a batch."""
+
+    # of the segment, and where the episode and its columns are in it
+    data: np.ndarray
+    offset: int
+    offsets: dict[str, int]
+    first: int
+    end: int
+    at: int
+
+    def copy(self, row: np.ndarray, column: Column) -> None:
+        """Into a row of bytes, with zeros around them."""
+        count = self.end - self.first
+        if not count:
+            row[:] = 0
+            return
+        size = column.row_bytes
+        start = self.offset + self.offsets[column.name] + self.first * size
+        low, length = self.at * size, (count + column.extra) * size
+        row[low : low + length] = self.data[start : start + length]
+        if length < len(row):
+            row[:low] = 0
+            row[low + length :] = 0
 
 
 class ShuffledWindows:
