@@ -68,8 +68,8 @@ class BareCopies:
 
     def __init__(self, store: EpisodeStore):
         # (bytes of a segment, where an episode begins in them)
-        self.episodes = [(data, record.offset) for data, record in map(store.block, range(len(store)))]
-        steps = store.block(0)[1].steps
+        self.episodes = [(segment.bytes, record.offset) for segment, record in map(store.locate, range(len(store)))]
+        steps = store.locate(0)[1].steps
         self.columns, self.starts, self.room = store.layout.columns, store.layout.offsets(steps), steps - LENGTH
         self.out = {c.name: np.empty((BATCH, (LENGTH + c.extra) * c.row_bytes), np.uint8) for c in self.columns}
         self.random = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def measure(folder: Path, args) -> tuple[dict, list[dict]]:
 def as_table(results: list[dict]) -> str:
     rows = [("windows", "steps/s", "frames/s", "of the limit", f"target {TARGET:,} frames/s")]
     for result in results:
-        judged = result["case"] not in ("bare copies", "shuffled, cold")
+        judged = result["case"] != "bare copies"
         met = ("met" if result["frames_per_second"] >= TARGET else "MISSED") if judged else ""
         steps, frames = f"{result['steps_per_second']:,}", f"{result['frames_per_second']:,}"
         rows.append((result["case"], steps, frames, f"{result['of_the_limit']:.2f}", met))

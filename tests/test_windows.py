@@ -1,6 +1,7 @@
 """Windows against the plain list of episodes they were cut from: contents, marks, coverage, order, shares."""
 
 import tempfile
+import threading
 from collections import Counter
 
 import numpy as np
@@ -296,3 +297,32 @@ def test_mistakes_are_explained(tmp_path):
         MixedWindows({ShuffledWindows(store, 4): 0})
     with pytest.raises(UserError, match="one length, burn_in"):
         MixedWindows({ShuffledWindows(store, 4): 1, ShuffledWindows(store, 5): 1})
+
+
+def test_a_thread_samples_while_another_appends_and_old_episodes_go(tmp_path):
+    lengths = [5 + number * 7 % 20 for number in range(400)]
+    store = make_store(tmp_path, lengths[:20], max_bytes=100_000)
+    samplers = [ShuffledWindows(store, 6, 2), PrioritizedWindows(store, 6, 2)]
+    done, batches = threading.Event(), []
+
+    def sample():
+        while not done.is_set():
+            batches.extend(sampler.sample(4, generator(len(batches))) for sampler in samplers)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    for number in range(20, 400):
+        store.append(numbered_episode(number, lengths[number]))
+    done.set()
+    thread.join()
+    assert store.number(0) > 300 and len(batches) > 10
+    for batch in batches[:: len(batches) // 10]:
+        assert_true_to(batch, lengths, 6, 2, clears_memory=True)
+
+
+def test_an_empty_key_is_kept_empty(tmp_path):
+    store = EpisodeStore(tmp_path)
+    episode = numbered_episode(0, 9)
+    store.append(episode.set("extra", torch.zeros(9, 0)))
+    assert ShuffledWindows(store, 4).sample(3, generator())["extra"].shape == (3, 4, 0)
+    assert store.episode(0)["extra"].shape == (9, 0)

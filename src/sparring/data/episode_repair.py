@@ -7,7 +7,8 @@ the disk before the next one is begun.
 import logging
 from pathlib import Path
 
-from sparring.data.episode_files import Layout, Segment, segment_numbers
+from sparring.data.episode_files import Layout
+from sparring.data.episode_segment import Segment, segment_numbers
 from sparring.errors import UserError
 
 log = logging.getLogger(__name__)

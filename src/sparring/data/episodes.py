@@ -4,9 +4,9 @@ Every observation is stored once: an episode of T steps has T+1 rows of `observa
 slice of a memory map: no decoding, and no copy. What an episode looks like on disk: episode_files.py.
 """
 
-import fcntl
 import logging
 import os
+import threading
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,11 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data import episode_repair
-from sparring.data.episode_files import Column, Layout, Record, Segment, checksum, segment_numbers
+from sparring.data.episode_files import META, Column, Layout, Record, checksum, take_lock
+from sparring.data.episode_segment import Segment, segment_numbers
 from sparring.errors import UserError
 
 log = logging.getLogger(__name__)
-
-_LAST = ("next", "observation")
 
 
 class EpisodeStore:
@@ -44,6 +43,8 @@ class EpisodeStore:
         # what is deleted at once is a small part of what is kept
         self.segment_bytes = min(segment_bytes, max_bytes // 8) if max_bytes else segment_bytes
         self.layout: Layout | None = None
+        # held while the list of episodes changes, and by threads that look up several things in it
+        self.lock = threading.RLock()
         self._segments: list[Segment] = []
         self._lock: int | None = None
         self._told = False
@@ -51,11 +52,12 @@ class EpisodeStore:
             raise UserError(f"'{folder}' does not exist; give a folder that an EpisodeStore was written to")
         if not read_only:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _take_lock(self.folder)
+            self._lock = take_lock(self.folder)
         self.refresh()
         if self.layout is not None:
             (episode_repair.inspect if read_only else episode_repair.mend)(self.folder, self.layout, self._segments)
             self._list_episodes()
+        self.next_number = int(self.numbers[-1]) + 1 if len(self) else 0
 
     def __len__(self) -> int:
         return len(self._where)
@@ -70,13 +72,14 @@ class EpisodeStore:
 
     def episode(self, i: int) -> TensorDict:
         """Views into the file: do not keep them longer than you need, and do not write into them."""
-        data, record = self.block(i)
+        segment, record = self.locate(i)
         episode = TensorDict({}, [record.steps])
         for column in self.layout.columns:
             start = record.offset + self.layout.offsets(record.steps)[column.name]
             rows = record.steps + column.extra
-            values = data[start : start + rows * column.row_bytes].view(column.dtype).reshape(rows, *column.shape)
-            values, key = torch.from_numpy(values), tuple(column.name.split("/"))
+            raw = segment.bytes[start : start + rows * column.row_bytes]
+            values = torch.from_numpy(raw.view(column.dtype).reshape(rows, *column.shape))
+            key = tuple(column.name.split("/"))
             episode.set(key, values[: record.steps])
             if column.extra:
                 episode.set(("next", *key), values[1:])
@@ -84,21 +87,20 @@ class EpisodeStore:
 
     def info(self, i: int) -> dict:
         """What was said of an episode when it was appended."""
-        return self.block(i)[1].info
+        return self.locate(i)[1].info
 
     def number(self, i: int) -> int:
         """The number of an episode, which it keeps when older ones are deleted."""
-        return self.block(i)[1].number
+        return self.locate(i)[1].number
 
     def position(self, number: int) -> int | None:
         """Where an episode of this number is among those kept; None where it was deleted."""
         i = int(np.searchsorted(self.numbers, number))
         return i if i < len(self) and self.numbers[i] == number else None
 
-    def block(self, i: int) -> tuple[np.ndarray, Record]:
-        """The bytes of its segment, and where in them episode `i` is."""
-        segment, record = self._where[i]
-        return segment.bytes, record
+    def locate(self, i: int) -> tuple[Segment, Record]:
+        """The segment that episode `i` is in, and where."""
+        return self._where[i]
 
     def append(self, episode: TensorDict, **info) -> int:
         """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
@@ -108,30 +110,26 @@ class EpisodeStore:
         pieces = self.layout.block(rows, steps)
         size = self.layout.block_bytes(steps)
         record = Record(self.next_number, 0, size, steps, checksum(pieces), info)
-        record = replace(record, offset=self._make_room(size, len(record.line())))
-        self._segments[-1].append(record, pieces)
-        self._where.append((self._segments[-1], record))
-        self.next_number += 1
-        self._arrays_changed()
+        with self.lock:
+            record = replace(record, offset=self._make_room(size, len(record.line())))
+            self._segments[-1].append(record, pieces)
+            self._where.append((self._segments[-1], record))
+            self.next_number += 1
+            self._arrays_changed()
         return record.number
 
     def refresh(self) -> None:
         """See what the writer has added and deleted since; the writer itself always sees it all."""
-        self.layout = self.layout or Layout.load(self.folder)
-        known = {segment.number: segment for segment in self._segments}
-        self._segments = []
-        for number in segment_numbers(self.folder, ".index"):
-            segment = known.get(number) or Segment(self.folder, number)
-            try:
-                segment.refresh()
-            except FileNotFoundError:
-                if segment.index_path.exists():
-                    raise UserError(
-                        f"'{segment.data_path}' is missing; copy the folder again, or delete its .index"
-                    ) from None
-                continue  # deleted just now
-            self._segments.append(segment)
-        self._list_episodes()
+        with self.lock:
+            known = {segment.number: segment for segment in self._segments}
+            numbers = segment_numbers(self.folder, ".index")
+            # after the segments were listed, since the writer writes it before the first of them
+            self.layout = self.layout or Layout.load(self.folder)
+            if numbers and self.layout is None:
+                raise UserError(f"'{self.folder}' has episodes but no {META}; copy the folder again")
+            found = [known.get(number) or Segment(self.folder, number) for number in numbers]
+            self._segments = [segment for segment in found if _still_there(segment)]
+            self._list_episodes()
 
     def rewind(self, next_number: int) -> None:
         """Forget the episodes from this number on: a run that goes on from a checkpoint writes them again.
@@ -144,10 +142,11 @@ class EpisodeStore:
                 f"'{self.folder}' holds episodes up to number {self.next_number - 1}, but is to go on from number "
                 f"{next_number}: it is not the folder this run wrote, or lost its end; start the run anew"
             )
-        for segment in self._segments:
-            segment.cut(sum(record.number < next_number for record in segment.records))
-        self._list_episodes()
-        self.next_number = next_number
+        with self.lock:
+            for segment in self._segments:
+                segment.cut(sum(record.number < next_number for record in segment.records))
+            self._list_episodes()
+            self.next_number = next_number
 
     def state_dict(self) -> dict:
         """What it counts on is on the disk when this returns."""
@@ -185,7 +184,6 @@ class EpisodeStore:
         self._segments = [segment for segment in self._segments if segment.records]
         self._where = [(segment, record) for segment in self._segments for record in segment.records]
         self._arrays_changed()
-        self.next_number = int(self.numbers[-1]) + 1 if len(self) else 0
 
     def _arrays_changed(self) -> None:
         for name in ("numbers", "ends"):
@@ -221,6 +219,7 @@ class EpisodeStore:
         while self.max_bytes and self.bytes() + size + line + 20 > self.max_bytes:
             oldest = self._segments.pop(0)
             del self._where[: len(oldest.records)]
+            self._arrays_changed()
             oldest.delete()
         return self._segments[-1].data_end
 
@@ -229,12 +228,22 @@ class EpisodeStore:
             return
         self._told = True
         step = self.layout.step_bytes
-        limit = (
-            f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
-            if self.max_bytes
-            else "no limit"
-        )
+        limit = "no limit"
+        if self.max_bytes:
+            limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
         log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
+
+
+def _still_there(segment: Segment) -> bool:
+    """Refreshed; False where the writer has deleted it just now."""
+    try:
+        segment.refresh()
+    except FileNotFoundError:
+        # the index is deleted first
+        if segment.index_path.exists():
+            raise UserError(f"'{segment.data_path}' is missing; copy the folder again, or delete its .index") from None
+        return False
+    return True
 
 
 def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
@@ -242,10 +251,8 @@ def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
     (steps,) = episode.batch_size
     if not steps:
         raise UserError("an episode without a step cannot be stored")
-    if episode.get(_LAST, None) is None:
-        raise UserError("the episode has no 'next/observation'; its last row is the episode's last observation")
     rows = {}
-    for key, value in episode.exclude(_LAST).items(True, True):
+    for key, value in episode.exclude(("next", "observation")).items(True, True):
         key = key if isinstance(key, tuple) else (key,)
         name = "/".join(key)
         if value.dtype == torch.bfloat16:
@@ -253,7 +260,10 @@ def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
         values = value.numpy(force=True)
         rows[name] = [values]
         if key[0] == "observation":
-            following = episode["next", *key].numpy(force=True)
+            following = episode.get(("next", *key), None)
+            if following is None:
+                raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
+            following = following.numpy(force=True)
             _check_order(values, following, name)
             rows[name].append(following[-1:])
     return steps, rows
@@ -272,19 +282,6 @@ def _differences(old: Layout, new: Layout) -> str:
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     told = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
     return "; ".join(told) + "; give another folder, or leave out keys that differ"
-
-
-def _take_lock(folder: Path) -> int:
-    """Held until it is closed or the process ends, in whatever way."""
-    handle = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(
-            f"'{folder}' is already open for writing; open it with read_only=True, or give another folder"
-        ) from None
-    return handle
 
 
 def _megabytes(size: int) -> str:

@@ -57,28 +57,35 @@ class PrioritizedWindows:
         return batch
 
     def pick(self, count: int, generator: torch.Generator) -> list[Window]:
-        check_memory(self.store, self.reader, self.memory)
-        self._follow_store()
+        with self.store.lock:
+            check_memory(self.store, self.reader, self.memory)
+            self._follow_store()
+            drawn, weight = self._draw(count, generator)
+            episodes = np.searchsorted(self.store.numbers, drawn["number"]).tolist()
+            where = [self.store.locate(episode) for episode in episodes]
+        columns = (column.tolist() for column in (drawn["start"], weight, drawn["index"]))
+        return [Window(self.store, *at, *rest) for at, *rest in zip(where, *columns, strict=True)]
+
+    def _draw(self, count: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Windows and their weights."""
         mass = (self._windows["priority"] + _LEAST) ** self.alpha
         ends = np.cumsum(mass)
         drawn = torch.rand(count, generator=generator, dtype=torch.float64).numpy() * ends[-1]
         i = np.minimum(np.searchsorted(ends, drawn, side="right"), len(ends) - 1)
         weight = (len(ends) * mass[i] / ends[-1]) ** -self.beta
-        drawn = self._windows[i]
-        episode = np.searchsorted(self.store.numbers, drawn["number"])
-        columns = episode, drawn["start"], weight / weight.max(), drawn["index"]
-        return [Window(self.store, *values) for values in zip(*(c.tolist() for c in columns), strict=True)]
+        return self._windows[i], weight / weight.max()
 
     def update(self, index, priority) -> None:
         """Priorities [B] of the windows with these indices [B]; those that were deleted meanwhile are passed over."""
         index, priority = np.asarray(index), np.asarray(priority, np.float64)
         if not (np.isfinite(priority) & (priority >= 0)).all():
             raise UserError(f"priorities must be finite and 0 or more, got {priority[:8].tolist()}")
-        self._follow_store()
-        i = np.searchsorted(self._windows["index"], index)
-        known = np.isin(index, self._windows["index"])
-        self._windows["priority"][i[known]] = priority[known]
-        self._highest = max(self._highest, float(priority.max(initial=0)))
+        with self.store.lock:
+            self._follow_store()
+            i = np.searchsorted(self._windows["index"], index)
+            known = np.isin(index, self._windows["index"])
+            self._windows["priority"][i[known]] = priority[known]
+            self._highest = max(self._highest, float(priority.max(initial=0)))
 
     def state_dict(self) -> dict:
         columns = {name: torch.from_numpy(self._windows[name].copy()) for name in _FIELDS.names}
@@ -103,7 +110,7 @@ class PrioritizedWindows:
         self._numbers = numbers
 
     def _windows_of(self, i: int) -> np.ndarray:
-        record, length = self.store.block(i)[1], self.reader.length
+        record, length = self.store.locate(i)[1], self.reader.length
         starts = np.minimum(np.arange(0, record.steps, length), max(record.steps - length, 0))
         windows = np.empty(len(starts), _FIELDS)
         windows["index"] = np.arange(len(starts)) + self._next_index

@@ -62,7 +62,8 @@ class SequentialWindows:
 
     def _advance(self) -> list[Window]:
         """The next window of every stream; none at the end of a pass."""
-        windows = [self._next_of(b) for b in range(self.batch_size)]
+        with self.store.lock:
+            windows = [self._next_of(b) for b in range(self.batch_size)]
         if any(window.store is not None for window in windows):
             return windows
         self._under_way = False
@@ -73,10 +74,10 @@ class SequentialWindows:
         number, step = self._streams[b]
         while True:
             episode = self.store.position(number)
-            if episode is not None and step < self.store.block(episode)[1].steps:
+            if episode is not None and step < self.store.locate(episode)[1].steps:
                 self._streams[b] = (number, step + self.reader.length)
-                return Window(self.store, episode, step)
+                return Window(self.store, *self.store.locate(episode), step)
             if not self._waiting:
                 self._streams[b] = _NOWHERE
-                return Window(None, 0, 0)
+                return Window(None, None, None, 0)
             number, step = self._waiting.pop(), 0

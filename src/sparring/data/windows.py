@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.data.episode_files import Column
+from sparring.data.episode_files import Column, Record
+from sparring.data.episode_segment import Segment
 from sparring.data.episodes import EpisodeStore
 from sparring.errors import UserError
 
@@ -25,8 +26,9 @@ class Window(NamedTuple):
     """Steps of one episode from `start` on, none without a store; `weight` and `index` are of a prioritised draw."""
 
     store: EpisodeStore | None
-    # its place among the episodes kept
-    episode: int
+    # where the episode is; they stay valid when it is deleted
+    segment: Segment | None
+    record: Record | None
     start: int
     weight: float = 1.0
     index: int = -1
@@ -56,11 +58,14 @@ class WindowReader:
         """[B, k+L]; at least one of the windows has steps."""
         size = self.burn_in + self.length
         spans = [self._span(window) for window in windows]
+        columns = self.columns(next(w.store for w in windows if w.store is not None))
+        for span in spans:
+            span.expect(columns)
         batch = TensorDict({}, [len(windows), size])
-        for column in self.columns(next(w.store for w in windows if w.store is not None)):
+        for column in columns:
             values = torch.empty(len(windows), size + column.extra, *column.shape, dtype=_torch_dtype(column))
             # [B, bytes]
-            rows = values.numpy().reshape(len(windows), -1).view(np.uint8)
+            rows = values.flatten(1).numpy().view(np.uint8)
             for row, span in zip(rows, spans, strict=True):
                 span.copy(row, column)
             self._set(batch, column, values)
@@ -68,12 +73,12 @@ class WindowReader:
 
     def _span(self, window: Window) -> "_Span":
         if window.store is None:
-            return _Span(np.empty(0, np.uint8), 0, {}, 0, 0, self.burn_in)
-        data, record = window.store.block(window.episode)
+            return _Span(None, 0, {}, 0, 0, self.burn_in)
+        record = window.record
         first = max(window.start - self.burn_in, 0)
         end = min(window.start + self.length, record.steps)
         at = self.burn_in - (window.start - first)
-        return _Span(data, record.offset, window.store.layout.offsets(record.steps), first, end, at)
+        return _Span(window.segment, record.offset, window.store.layout.offsets(record.steps), first, end, at)
 
     def _wanted(self, column: Column) -> bool:
         return self.keys is None or column.name in self.keys or f"next/{column.name}" in self.keys
@@ -103,27 +108,35 @@ class WindowReader:
 class _Span(NamedTuple):
     """Steps `first` to `end` of an episode, which go to column `at` of a batch."""
 
-    # of the segment, and where the episode and its columns are in it
-    data: np.ndarray
+    segment: Segment | None
+    # where in the segment the episode is, and where in the episode each column
     offset: int
     offsets: dict[str, int]
     first: int
     end: int
     at: int
 
+    def expect(self, columns: list[Column]) -> None:
+        if self.end > self.first:
+            for column in columns:
+                self.segment.expect(*self._bytes(column))
+
     def copy(self, row: np.ndarray, column: Column) -> None:
         """Into a row of bytes, with zeros around them."""
-        count = self.end - self.first
-        if not count:
+        if self.end == self.first:
             row[:] = 0
             return
-        size = column.row_bytes
-        start = self.offset + self.offsets[column.name] + self.first * size
-        low, length = self.at * size, (count + column.extra) * size
-        row[low : low + length] = self.data[start : start + length]
-        if length < len(row):
+        start, size = self._bytes(column)
+        low = self.at * column.row_bytes
+        row[low : low + size] = self.segment.bytes[start : start + size]
+        if size < len(row):
             row[:low] = 0
-            row[low + length :] = 0
+            row[low + size :] = 0
+
+    def _bytes(self, column: Column) -> tuple[int, int]:
+        """(start, size) in the segment."""
+        start = self.offset + self.offsets[column.name] + self.first * column.row_bytes
+        return start, (self.end - self.first + column.extra) * column.row_bytes
 
 
 class ShuffledWindows:
@@ -154,15 +167,17 @@ class ShuffledWindows:
 
     def pick(self, count: int, generator: torch.Generator) -> list[Window]:
         """Which windows; the same for the same generator and store."""
-        check_memory(self.store, self.reader, self.memory)
-        length, ends = self.reader.length, self.store.ends
-        step = torch.randint(self.store.num_steps, (count,), generator=generator).numpy()
-        before = torch.randint(length, (count,), generator=generator).numpy()
-        episode = np.searchsorted(ends, step, side="right")
-        steps = np.diff(ends, prepend=0)[episode]
-        start = step - (ends[episode] - steps) - before
-        start = np.clip(start, 0, np.maximum(steps - length, 0))
-        return [Window(self.store, e, s) for e, s in zip(episode.tolist(), start.tolist(), strict=True)]
+        with self.store.lock:
+            check_memory(self.store, self.reader, self.memory)
+            length, ends = self.reader.length, self.store.ends
+            step = torch.randint(self.store.num_steps, (count,), generator=generator).numpy()
+            before = torch.randint(length, (count,), generator=generator).numpy()
+            episode = np.searchsorted(ends, step, side="right")
+            steps = np.diff(ends, prepend=0)[episode]
+            start = step - (ends[episode] - steps) - before
+            start = np.clip(start, 0, np.maximum(steps - length, 0))
+            where = map(self.store.locate, episode.tolist())
+            return [Window(self.store, *at, first) for at, first in zip(where, start.tolist(), strict=True)]
 
 
 def check_memory(store: EpisodeStore, reader: WindowReader, memory: Memory) -> None:
