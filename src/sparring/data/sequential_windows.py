@@ -19,7 +19,8 @@ class SequentialWindows:
     end of a pass streams run out of episodes: their rows are empty (`mask` false).
 
     The order of the episodes is a new one in every pass. Episodes appended during a pass come in the next one; those
-    deleted are skipped. A pass that was interrupted goes on where it stopped, also from a `state_dict`.
+    deleted are skipped. A pass that was interrupted goes on where it stopped, also from a `state_dict`. Whoever makes
+    batches ahead of their use saves the state of before the pass, and counts the batches that were used.
     """
 
     def __init__(
