@@ -85,7 +85,7 @@ def test_behaves_like_a_list_over_segments_and_reopenings(ops, segment_bytes):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 8), min_size=2, max_size=30), st.integers(80_000, 200_000))
+@given(st.lists(st.integers(1, 8), min_size=20, max_size=30), st.integers(15_000, 18_000))
 def test_a_limit_deletes_the_oldest_segments_whole(lengths, max_bytes):
     with tempfile.TemporaryDirectory() as folder:
         store = EpisodeStore(folder, max_bytes=max_bytes)
