@@ -1,0 +1,180 @@
+"""How episodes lie on disk: segments, each a data file and an index, both only ever appended to.
+
+folder/
+  meta.json              the columns: name, dtype, shape of a row
+  segment-000000.data    episodes one after another: a header with the number of steps, then column after column
+  segment-000000.index   a line for every whole episode: checksum, then JSON
+  writer.lock            held by the one process that writes
+
+A line of the index is written after its data: what is cut short by a crash has no line, and is never read. A line also
+holds the checksum of its data, which tells after a power cut whether they reached the disk. All columns of a segment
+share one file, because a memory map keeps its file open and a process may open only about a thousand.
+"""
+
+import fcntl
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from sparring.errors import UserError
+
+META = "meta.json"
+_FORMAT = 1
+# columns start at multiples of it, so that any dtype can be viewed in place
+_ALIGNMENT = 64
+# at the start of every episode: a mark and its number of steps
+_HEADER = struct.Struct("<8sQ")
+_MARK = b"episode\n"
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True)
+class Column:
+    """One key of an episode of T steps: T rows, or T+1 of an observation."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def extra(self) -> int:
+        return int(self.name.startswith("observation/"))
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class Layout:
+    """Which columns an episode has and where each of them lies in its block."""
+
+    def __init__(self, columns: Iterable[Column]):
+        self.columns = tuple(sorted(columns, key=lambda column: column.name))
+        self._places: dict[int, tuple[dict[str, int], int]] = {}
+
+    def offsets(self, steps: int) -> dict[str, int]:
+        """Where each column begins in the block of an episode of `steps` steps."""
+        return self._place(steps)[0]
+
+    def block_bytes(self, steps: int) -> int:
+        return self._place(steps)[1]
+
+    def _place(self, steps: int) -> tuple[dict[str, int], int]:
+        if steps not in self._places:
+            offsets, end = {}, _aligned(_HEADER.size)
+            for column in self.columns:
+                offsets[column.name] = end
+                end += _aligned((steps + column.extra) * column.row_bytes)
+            self._places[steps] = offsets, end
+        return self._places[steps]
+
+    @property
+    def step_bytes(self) -> int:
+        return sum(column.row_bytes for column in self.columns)
+
+    def block(self, rows: dict[str, list[np.ndarray]], steps: int) -> list:
+        """The bytes of an episode as buffers in the order in which they are written; no copies of contiguous rows."""
+        pieces: list = [_HEADER.pack(_MARK, steps)]
+        position = _HEADER.size
+        for name, start in self.offsets(steps).items():
+            parts = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in rows[name]]
+            pieces += [bytes(start - position), *parts]
+            position = start + sum(part.nbytes for part in parts)
+        return [*pieces, bytes(self.block_bytes(steps) - position)]
+
+    def save(self, folder: Path) -> None:
+        content = {"format": _FORMAT, "columns": [asdict(column) for column in self.columns]}
+        partial = folder / f".partial-{META}"
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        _flush(partial)
+        partial.replace(folder / META)
+        _flush(folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Layout | None":
+        """None where nothing was stored yet."""
+        try:
+            content = json.loads((folder / META).read_text())
+        except FileNotFoundError:
+            return None
+        if content["format"] != _FORMAT:
+            raise UserError(
+                f"'{folder}' holds episodes of format {content['format']}, but this version reads format {_FORMAT}; "
+                "read them with the version that wrote them"
+            )
+        return cls(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in content["columns"])
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of an index: a whole episode."""
+
+    number: int
+    offset: int
+    size: int
+    steps: int
+    crc: int
+    info: dict
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+    def line(self) -> bytes:
+        text = json.dumps(asdict(self)).encode()
+        return b"%08x %s\n" % (zlib.crc32(text), text)
+
+    @classmethod
+    def parse(cls, line: bytes) -> "Record | None":
+        """None for a line that was cut short or damaged."""
+        checksum, _, text = line.removesuffix(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+            return None
+        return cls(**json.loads(text))
+
+
+def header_steps(header: bytes) -> int | None:
+    """Of the episode that begins with these bytes; None where none does."""
+    if len(header) < _HEADER.size or not header.startswith(_MARK):
+        return None
+    return _HEADER.unpack(header)[1]
+
+
+def checksum(pieces: list) -> int:
+    """Of the pieces, one after another."""
+    total = 0
+    for piece in pieces:
+        total = zlib.crc32(piece, total)
+    return total
+
+
+def take_lock(folder: Path) -> int:
+    """Held until it is closed or the process ends, in whatever way."""
+    handle = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"'{folder}' is already open for writing; open it with read_only=True, or give another folder"
+        ) from None
+    return handle
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,164 @@
+"""Segment: a data file of whole episodes and its index; where they are written, and mapped into memory to be read."""
+
+import mmap
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from sparring.data.episode_files import HEADER_BYTES, Layout, Record, header_steps
+
+
+class Segment:
+    """A data file and its index. `records` are its whole episodes, `bytes` their data, mapped into memory."""
+
+    def __init__(self, folder: Path, number: int):
+        stem = folder / f"segment-{number:06d}"
+        self.number = number
+        self.data_path, self.index_path = stem.with_suffix(".data"), stem.with_suffix(".index")
+        self.records: list[Record] = []
+        self.bytes = np.empty(0, np.uint8)
+        self._pages: mmap.mmap | None = None
+        self._line_ends: list[int] = []
+        self._files: tuple[int, int] | None = None
+
+    @property
+    def data_end(self) -> int:
+        return self.records[-1].end if self.records else 0
+
+    @property
+    def index_end(self) -> int:
+        return self._line_ends[-1] if self.records else 0
+
+    def disk_bytes(self) -> int:
+        return self.data_end + self.index_end
+
+    def refresh(self) -> None:
+        """Take in what the writer has added since; FileNotFoundError where it has deleted the segment."""
+        lines = self._unread_lines()
+        size = self.data_path.stat().st_size
+        for line in lines:
+            record = Record.parse(line)
+            if record is None or record.end > size:
+                break
+            self._take(record, line)
+        self._map()
+
+    def expect(self, start: int, size: int) -> None:
+        """These bytes will be read soon: a cold disk serves many requests at once far faster than one by one."""
+        if not size:
+            return
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._pages.madvise(mmap.MADV_WILLNEED, page, start + size - page)
+
+    def append(self, record: Record, pieces: list) -> None:
+        """Data first, then the line that makes them count."""
+        data, index = self._files = self._files or self._open()
+        line = record.line()
+        try:
+            position = record.offset
+            for piece in pieces:
+                position = _write(data, piece, position)
+            _write(index, line, self.index_end)
+        except OSError:
+            # a full disk: what was written of it must not lie under the next episode
+            self.cut(len(self.records))
+            raise
+        self._take(record, line)
+        self._map()
+
+    def undamaged(self) -> int:
+        """How many of its episodes have the data that their checksums promise, up to the first that has not."""
+        if not self.records:
+            return 0
+        # read, not mapped: all of it would stay in this process's memory
+        with open(self.data_path, "rb") as file:
+            for count, record in enumerate(self.records):
+                file.seek(record.offset)
+                if zlib.crc32(file.read(record.size)) != record.crc:
+                    return count
+        return len(self.records)
+
+    def torn(self, layout: Layout) -> tuple[int, int]:
+        """(steps, bytes) behind the last whole episode: what a crash has cut short, as far as can be told."""
+        size = self.data_path.stat().st_size
+        lines = self._unread_lines() if self.index_path.exists() else []
+        lost = {record.offset: record.steps for line in lines if (record := Record.parse(line))}
+        position = self.data_end
+        with open(self.data_path, "rb") as file:
+            while position < size:
+                file.seek(position)
+                steps = header_steps(file.read(HEADER_BYTES))
+                if steps is None:
+                    break
+                lost[position] = steps
+                position += layout.block_bytes(steps)
+        return sum(lost.values()), max(size - self.data_end, 0)
+
+    def forget(self, count: int) -> None:
+        """All but the first `count` episodes; the files stay as they are."""
+        del self.records[count:], self._line_ends[count:]
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` episodes and the files no longer than they are; nobody may be reading the others."""
+        self.forget(count)
+        if not self.records:
+            self.delete()
+            return
+        os.truncate(self.index_path, self.index_end)
+        os.truncate(self.data_path, self.data_end)
+        self._map()
+
+    def flush(self) -> None:
+        """Onto the disk; the index last."""
+        for file in self._files or ():
+            os.fsync(file)
+
+    def close(self) -> None:
+        """Flush, and let go of what is only needed for writing."""
+        self.flush()
+        for file in self._files or ():
+            os.close(file)
+        self._files = None
+
+    def delete(self) -> None:
+        """The index first: without it the data count as gone. Maps of other processes stay valid."""
+        self.close()
+        self.index_path.unlink(missing_ok=True)
+        self.data_path.unlink(missing_ok=True)
+
+    def _open(self) -> tuple[int, int]:
+        flags = os.O_RDWR | (0 if self.records else os.O_CREAT | os.O_TRUNC)
+        return os.open(self.data_path, flags, 0o644), os.open(self.index_path, flags, 0o644)
+
+    def _unread_lines(self) -> list[bytes]:
+        with open(self.index_path, "rb") as file:
+            file.seek(self.index_end)
+            return file.read().splitlines(keepends=True)
+
+    def _take(self, record: Record, line: bytes) -> None:
+        self._line_ends.append(self.index_end + len(line))
+        self.records.append(record)
+
+    def _map(self) -> None:
+        if len(self.bytes) == self.data_end:
+            return
+        with open(self.data_path, "rb") as file:
+            # copy-on-write, since torch takes no read-only memory: a write stays in this process
+            self._pages = mmap.mmap(file.fileno(), self.data_end, access=mmap.ACCESS_COPY)
+        self.bytes = np.frombuffer(self._pages, np.uint8)
+
+
+def segment_numbers(folder: Path, suffix: str) -> list[int]:
+    """Of the segments that have such a file, ascending."""
+    return sorted(int(path.stem.removeprefix("segment-")) for path in folder.glob(f"segment-*{suffix}"))
+
+
+def _write(file: int, piece, position: int) -> int:
+    """All of it, at `position`; returns where it ends."""
+    view = memoryview(piece)
+    while len(view):
+        written = os.pwrite(file, view, position)
+        view, position = view[written:], position + written
+    return position

@@ -1,0 +1,288 @@
+"""EpisodeStore: whole episodes in a folder, appended by one process and read by any number.
+
+Every observation is stored once: an episode of T steps has T+1 rows of `observation/*` and T of all else. Reading is a
+slice of a memory map: no decoding, and no copy. What an episode looks like on disk: episode_files.py.
+"""
+
+import logging
+import os
+import threading
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from sparring.data import episode_repair
+from sparring.data.episode_files import META, Column, Layout, Record, checksum, take_lock
+from sparring.data.episode_segment import Segment, segment_numbers
+from sparring.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class EpisodeStore:
+    """`append` episodes; `episode(i)` is a TensorDict [T] with `observation/*`, `next/observation/*` and all else.
+
+    The one writer takes the folder for itself until `close`; it first drops what a crash left half-written, and says
+    so. Readers open it with `read_only` and see what was there at the last `refresh`. Beyond `max_bytes` the oldest
+    segments are deleted whole. Episodes are numbered from 0 on for ever; `episode(i)` counts from the oldest kept.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        read_only: bool = False,
+        max_bytes: int | None = None,
+        segment_bytes: int = 256 * 2**20,
+    ):
+        self.folder = Path(folder)
+        self.read_only, self.max_bytes = read_only, max_bytes
+        # what is deleted at once is a small part of what is kept
+        self.segment_bytes = min(segment_bytes, max_bytes // 8) if max_bytes else segment_bytes
+        self.layout: Layout | None = None
+        # held while the list of episodes changes, and by threads that look up several things in it
+        self.lock = threading.RLock()
+        self._segments: list[Segment] = []
+        self._lock: int | None = None
+        self._told = False
+        if read_only and not self.folder.is_dir():
+            raise UserError(f"'{folder}' does not exist; give a folder that an EpisodeStore was written to")
+        if not read_only:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self.folder)
+        self.refresh()
+        if self.layout is not None:
+            (episode_repair.inspect if read_only else episode_repair.mend)(self.folder, self.layout, self._segments)
+            self._list_episodes()
+        self.next_number = int(self.numbers[-1]) + 1 if len(self) else 0
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.ends[-1]) if len(self) else 0
+
+    def bytes(self) -> int:
+        """On disk."""
+        return sum(segment.disk_bytes() for segment in self._segments)
+
+    def episode(self, i: int) -> TensorDict:
+        """Views into the file: do not keep them longer than you need, and do not write into them."""
+        segment, record = self.locate(i)
+        episode = TensorDict({}, [record.steps])
+        for column in self.layout.columns:
+            start = record.offset + self.layout.offsets(record.steps)[column.name]
+            rows = record.steps + column.extra
+            raw = segment.bytes[start : start + rows * column.row_bytes]
+            values = torch.from_numpy(raw.view(column.dtype).reshape(rows, *column.shape))
+            key = tuple(column.name.split("/"))
+            episode.set(key, values[: record.steps])
+            if column.extra:
+                episode.set(("next", *key), values[1:])
+        return episode
+
+    def info(self, i: int) -> dict:
+        """What was said of an episode when it was appended."""
+        return self.locate(i)[1].info
+
+    def number(self, i: int) -> int:
+        """The number of an episode, which it keeps when older ones are deleted."""
+        return self.locate(i)[1].number
+
+    def position(self, number: int) -> int | None:
+        """Where an episode of this number is among those kept; None where it was deleted."""
+        i = int(np.searchsorted(self.numbers, number))
+        return i if i < len(self) and self.numbers[i] == number else None
+
+    def locate(self, i: int) -> tuple[Segment, Record]:
+        """The segment that episode `i` is in, and where."""
+        return self._where[i]
+
+    def append(self, episode: TensorDict, **info) -> int:
+        """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
+        self._require_writer()
+        steps, rows = _rows(episode)
+        self._fit_layout(rows, steps)
+        pieces = self.layout.block(rows, steps)
+        size = self.layout.block_bytes(steps)
+        record = Record(self.next_number, 0, size, steps, checksum(pieces), info)
+        with self.lock:
+            record = replace(record, offset=self._make_room(size, len(record.line())))
+            self._segments[-1].append(record, pieces)
+            self._where.append((self._segments[-1], record))
+            self.next_number += 1
+            self._arrays_changed()
+        return record.number
+
+    def refresh(self) -> None:
+        """See what the writer has added and deleted since; the writer itself always sees it all."""
+        with self.lock:
+            known = {segment.number: segment for segment in self._segments}
+            numbers = segment_numbers(self.folder, ".index")
+            # after the segments were listed, since the writer writes it before the first of them
+            self.layout = self.layout or Layout.load(self.folder)
+            if numbers and self.layout is None:
+                raise UserError(f"'{self.folder}' has episodes but no {META}; copy the folder again")
+            found = [known.get(number) or Segment(self.folder, number) for number in numbers]
+            self._segments = [segment for segment in found if _still_there(segment)]
+            self._list_episodes()
+
+    def rewind(self, next_number: int) -> None:
+        """Forget the episodes from this number on: a run that goes on from a checkpoint writes them again.
+
+        Nobody else may be reading meanwhile, and views of the forgotten ones must be gone.
+        """
+        self._require_writer()
+        if next_number > self.next_number:
+            raise UserError(
+                f"'{self.folder}' holds episodes up to number {self.next_number - 1}, but is to go on from number "
+                f"{next_number}: it is not the folder this run wrote, or lost its end; start the run anew"
+            )
+        with self.lock:
+            for segment in self._segments:
+                segment.cut(sum(record.number < next_number for record in segment.records))
+            self._list_episodes()
+            self.next_number = next_number
+
+    def state_dict(self) -> dict:
+        """What it counts on is on the disk when this returns."""
+        self.flush()
+        return {"next_number": self.next_number}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.rewind(state["next_number"])
+
+    def flush(self) -> None:
+        """Onto the disk, so that a power cut cannot take it; a killed process loses nothing anyway."""
+        for segment in self._segments:
+            segment.flush()
+
+    def close(self) -> None:
+        """Flush to the disk and give the folder free for another writer."""
+        if self._lock is None:
+            return
+        for segment in self._segments:
+            segment.close()
+        os.close(self._lock)
+        self._lock = None
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """[E] of the episodes kept, ascending; a new array whenever they change."""
+        return np.array([record.number for _, record in self._where], np.int64)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """[E] steps of all episodes up to and with each."""
+        return np.cumsum([record.steps for _, record in self._where], dtype=np.int64)
+
+    def _list_episodes(self) -> None:
+        self._segments = [segment for segment in self._segments if segment.records]
+        self._where = [(segment, record) for segment in self._segments for record in segment.records]
+        self._arrays_changed()
+
+    def _arrays_changed(self) -> None:
+        for name in ("numbers", "ends"):
+            self.__dict__.pop(name, None)
+
+    def _require_writer(self) -> None:
+        if self._lock is None:
+            raise UserError(f"'{self.folder}' was opened to be read, or closed; open it with EpisodeStore(folder)")
+
+    def _fit_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> None:
+        layout = Layout(Column(name, part.dtype.name, part.shape[1:]) for name, (part, *_) in rows.items())
+        if self.layout is None:
+            layout.save(self.folder)
+            self.layout = layout
+        if layout.columns != self.layout.columns:
+            raise UserError(f"this episode does not fit '{self.folder}': {_differences(self.layout, layout)}")
+        size = self.layout.block_bytes(steps)
+        if self.max_bytes and size > self.segment_bytes:
+            raise UserError(
+                f"an episode of {steps} steps takes {_megabytes(size)}, but with max_bytes={self.max_bytes} at most "
+                f"{_megabytes(self.segment_bytes)} are allowed (an eighth); set max_bytes to {8 * size} or more"
+            )
+
+    def _make_room(self, size: int, line: int) -> int:
+        """Where in the last segment the next episode goes, after starting a new one or deleting old ones."""
+        self._say_what_fits()
+        if not self._segments or self._segments[-1].data_end + size > self.segment_bytes:
+            for segment in self._segments[-1:]:
+                segment.close()
+            number = self._segments[-1].number + 1 if self._segments else 0
+            self._segments.append(Segment(self.folder, number))
+        # the line is not quite known yet: 20 digits hold any offset
+        while self.max_bytes and self.bytes() + size + line + 20 > self.max_bytes:
+            oldest = self._segments.pop(0)
+            del self._where[: len(oldest.records)]
+            self._arrays_changed()
+            oldest.delete()
+        return self._segments[-1].data_end
+
+    def _say_what_fits(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        step = self.layout.step_bytes
+        limit = "no limit"
+        if self.max_bytes:
+            limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
+        log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
+
+
+def _still_there(segment: Segment) -> bool:
+    """Refreshed; False where the writer has deleted it just now."""
+    try:
+        segment.refresh()
+    except FileNotFoundError:
+        # the index is deleted first
+        if segment.index_path.exists():
+            raise UserError(f"'{segment.data_path}' is missing; copy the folder again, or delete its .index") from None
+        return False
+    return True
+
+
+def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
+    """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
+    (steps,) = episode.batch_size
+    if not steps:
+        raise UserError("an episode without a step cannot be stored")
+    rows = {}
+    for key, value in episode.exclude(("next", "observation")).items(True, True):
+        key = key if isinstance(key, tuple) else (key,)
+        name = "/".join(key)
+        if value.dtype == torch.bfloat16:
+            raise UserError(f"{name} is bfloat16, which cannot be stored; append it as float16 or float32")
+        values = value.numpy(force=True)
+        rows[name] = [values]
+        if key[0] == "observation":
+            following = episode.get(("next", *key), None)
+            if following is None:
+                raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
+            following = following.numpy(force=True)
+            _check_order(values, following, name)
+            rows[name].append(following[-1:])
+    return steps, rows
+
+
+def _check_order(values: np.ndarray, following: np.ndarray, name: str) -> None:
+    if not np.array_equal(values[1:], following[:-1]):
+        raise UserError(
+            f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time order; "
+            "append each episode by itself"
+        )
+
+
+def _differences(old: Layout, new: Layout) -> str:
+    was, now = ({c.name: f"{c.dtype} {list(c.shape)}" for c in layout.columns} for layout in (old, new))
+    names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+    told = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
+    return "; ".join(told) + "; give another folder, or leave out keys that differ"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
