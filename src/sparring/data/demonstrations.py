@@ -126,9 +126,8 @@ class Demonstrations:
                 told, size = self.dataset.statistics.get(feature, {}), self.numbers(feature).shape[1]
                 wrong = [name for name, value in told.items() if name != "count" and value.size != size]
                 if wrong:
-                    raise DatasetError(
-                        f"'{self.path}/meta/stats.json': {feature} has {size} entries, but {wrong[0]} not"
-                    )
+                    seen = f"{wrong[0]} of {feature} has {told[wrong[0]].size} entries"
+                    raise DatasetError(f"'{self.path}/meta/stats.json': {seen}, expected {size}")
                 found[feature.replace(".", "/")] = statistics.of_numbers(self.numbers(feature)) | told
         return found
 
