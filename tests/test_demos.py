@@ -266,6 +266,13 @@ def test_every_entry_has_a_name(task, mode):
         assert all(len(set(of)) == len(of) for of in found.values())
 
 
+def test_worker_processes_load_no_torch():
+    code = "import sys, sparring.demos.record; print({'torch', 'tensordict'} & set(sys.modules))"
+    environment = os.environ | {"PYTHONPATH": str(Path(plan.__file__).parents[2])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
+
+
 # ---- the command
 
 
@@ -319,7 +326,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "--cameras", "nose"], "env.cameras = [nose] (from --cameras): expected a list"),
         (["lift_d0", "--episodes", "1", "--control-mode", "wish"], "env.control_mode = wish (from --control-mode)"),
         (["lift_d0", "--episodes", "1", "env.pad_action=32"], "env.pad_action is not recorded"),
-        (["lift_d0", "--episodes", "1", "env.name=gym:CartPole-v1"], "task"),
+        (["lift_d0", "--episodes", "1", "env.name=gym:Pendulum-v1"], "env.name=gym:Pendulum-v1 has no scripted"),
         (["lift_d0", "--episodes", "1", "env.task=push_d0"], "the task is given twice"),
         (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml': cannot read it"),
         (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no': cannot write there"),

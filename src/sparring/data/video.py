@@ -67,7 +67,8 @@ def _run(arguments: list[str], path: Path, given: bytes | None = None) -> bytes:
     command = [find_ffmpeg(), "-y", "-v", "error", *arguments]
     # without input ffmpeg must not read the terminal's
     source = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-    result = subprocess.run(command, capture_output=True, **source)
+    # of its own session: Ctrl-C is ours to answer, and must not cut a clip short
+    result = subprocess.run(command, capture_output=True, start_new_session=True, **source)
     if result.returncode:
         reason = result.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {result.returncode}'})")

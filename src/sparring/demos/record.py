@@ -41,10 +41,16 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
         _refuse_another(output, told, plan, episodes)
         shutil.rmtree(output / RECORDING, ignore_errors=True)
         return json.loads(told.read_text())
-    with _held(output / RECORDING, plan) as folder:
-        blocks = _record_blocks(plan, episodes, folder, workers, Console(quiet=quiet))
-        assemble(output, plan, [read_block(block_folder(folder, number)) for number in range(blocks)], episodes)
-    shutil.rmtree(output / RECORDING)
+    console = Console(quiet=quiet)
+    try:
+        with _held(output / RECORDING, plan) as folder:
+            blocks = _record_blocks(plan, episodes, folder, workers, console)
+            assemble(output, plan, [read_block(block_folder(folder, number)) for number in range(blocks)], episodes)
+        shutil.rmtree(output / RECORDING)
+    except OSError as error:
+        raise UserError(f"--output '{output}': cannot write there ({error.strerror or error})") from None
+    finally:
+        console.end()
     return json.loads(told.read_text())
 
 
@@ -75,7 +81,6 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
             for future in done:
                 kept[future.result()] = read_block(block_folder(folder, future.result())).kept
             _show(console, kept, plan, episodes)
-    console.end()
     return needed
 
 
@@ -141,12 +146,8 @@ def _record(number: int) -> int:
 @contextmanager
 def _held(folder: Path, plan: Plan) -> Iterator[Path]:
     """The folder of a recording, for this process alone, with the settings it began with."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise UserError(f"--output '{folder.parent}': cannot write there ({error.strerror})") from None
-    with lock:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
