@@ -176,7 +176,6 @@ def _refuse_another(output: Path, told: Path, plan: Plan, episodes: int) -> None
 
 def _refuse_other_settings(output: Path, saved: dict[str, Any], plan: Plan) -> None:
     saved, now = flatten(saved), flatten(plan.settings())
-    # a dict for a key that is not there is as different as any value
     changed = [f"  {key}: {saved.get(key)} there, {value} now" for key, value in now.items() if saved.get(key) != value]
     if changed:
         raise UserError(
