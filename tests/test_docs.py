@@ -48,6 +48,9 @@ def trained(tmp_path_factory):
         )
         == 0
     )
+    # and demonstrations, by the command that the docs begin with
+    demos = ["demos", "lift_d0", "--noise", "0.1", "--episodes", "2", "env.threads=1"]
+    assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0")]) == 0
     return folder
 
 
@@ -63,6 +66,8 @@ def test_documented_command(command, trained, monkeypatch, capsys):
             del words[at : at + 2]
     if words[0] == "eval":
         words += ["evaluation.baseline=false", "--episodes", "3"]
+    if words[0] == "demos" and words[1] != "show":
+        words += ["--episodes", "2", "--workers", "1", "env.threads=1"]
     assert main(words) == 0, capsys.readouterr().err
     if words[0] == "train":
         assert "\nparity: " in capsys.readouterr().out
@@ -71,7 +76,7 @@ def test_documented_command(command, trained, monkeypatch, capsys):
 def test_there_are_commands_to_run():
     commands = documented_commands()
     assert len(commands) >= 12
-    assert {command.split()[1] for command in commands} >= {"train", "eval", "config", "tasks", "check"}
+    assert {command.split()[1] for command in commands} >= {"train", "eval", "config", "tasks", "check", "demos"}
 
 
 def test_embodichains_config_is_accepted_as_it_is(tmp_path, capsys):

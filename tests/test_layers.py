@@ -14,7 +14,7 @@ LAYERS = [
     {"collect", "algorithms"},
     {"phases"},
     {"record", "checkpoint"},
-    {"run", "evaluate", "evaluate_run", "folder", "tree", "api", "dry_run", "check", "completion", "gallery"},
+    {"run", "evaluate", "evaluate_run", "folder", "tree", "api", "dry_run", "check", "completion", "gallery", "demos"},
     {"cli", "launch", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

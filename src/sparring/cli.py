@@ -19,6 +19,8 @@ examples:
   sparring config finetune                                   every setting with its meaning
   sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
   sparring tasks                                             what the built-in arm can be asked to do
+  sparring demos lift_d0 --episodes 100 --noise 0.1          record a scripted expert as a LeRobot dataset
+  sparring demos show outputs/demos/lift_d0                  what a dataset holds, and a contact sheet
 
 overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same; a bare --num_episodes 500 works where the
 name is unique. `sparring config PHASE` lists the keys.
@@ -100,6 +102,26 @@ def build_parser() -> argparse.ArgumentParser:
     tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
     tasks.set_defaults(command=_tasks)
 
+    demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **options)
+    demos.add_argument(
+        "what", metavar="TASK | show PATH", nargs="+", help="task(s) to record, or a dataset to look into"
+    )
+    demos.add_argument("--episodes", type=_positive, metavar="N", help="how many to record")
+    demos.add_argument(
+        "--noise", type=_number, default=0.0, metavar="X", help="deviation added to actions (default: 0)"
+    )
+    demos.add_argument("--output", metavar="DIR", help="folder of the dataset (default: outputs/demos/<task>)")
+    demos.add_argument("--cameras", nargs="+", metavar="NAME", help="what is seen (default: all of the robot's)")
+    demos.add_argument("--image-size", type=_positive, metavar="N", help="pixels a side (env.image_size)")
+    demos.add_argument("--control-mode", metavar="MODE", help="what an action means (env.control_mode)")
+    demos.add_argument("--seed", type=_count, metavar="S", help="of the episodes (default: 0)")
+    demos.add_argument("--workers", type=_positive, default=1, metavar="K", help="processes (default: 1)")
+    demos.add_argument("--keep-failures", action="store_true", help="keep episodes that the expert failed, too")
+    demos.add_argument("--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv420p", help="of the videos")
+    demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
+    demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
+    demos.set_defaults(command=_demos)
+
     config = commands.add_parser("config", help="print the resolved config, each key with its meaning", **options)
     config.add_argument("phase", metavar="PHASE", nargs="?", default="finetune")
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
@@ -121,6 +143,13 @@ def _count(text: str, least: int = 0) -> int:
     return int(text)
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
+
+
 def _load(arguments, overrides):
     """The config of a command: its file, its overrides, its flags."""
     from sparring.config_text import parse_overrides
@@ -135,7 +164,9 @@ def _flag_settings(arguments, keys: dict[str, str]) -> list:
     from sparring.config_text import Setting
 
     given = {flag: getattr(arguments, flag, None) for flag in keys}
-    return [Setting(keys[flag], value, f"--{flag}") for flag, value in given.items() if value is not None]
+    # argparse has `image_size` for --image-size
+    named = {flag: f"--{flag.replace('_', '-')}" for flag in keys}
+    return [Setting(keys[flag], value, named[flag]) for flag, value in given.items() if value is not None]
 
 
 def _train(arguments, overrides) -> int:
@@ -190,6 +221,49 @@ def _tasks(arguments, overrides) -> int:
     widths = [max(len(str(row[i])) for row in rows) for i in range(3)]
     for row in rows:
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _demos(arguments, overrides) -> int:
+    if arguments.what[0] == "show":
+        return _show_demos(arguments, overrides)
+    from sparring.config_text import parse_overrides
+    from sparring.demos.config import demo_config, demo_folder
+    from sparring.demos.plan import Plan
+    from sparring.demos.record import record
+
+    if arguments.episodes is None:
+        raise UserError("how many episodes? give --episodes N")
+    keys = {name: f"env.{name}" for name in ("cameras", "image_size", "control_mode")} | {"seed": "seed"}
+    settings = parse_overrides(overrides) + _flag_settings(arguments, keys)
+    config = demo_config(arguments.what, arguments.config, settings)
+    plan = Plan(
+        config.env,
+        config.rollout.max_episode_steps,
+        config.seed,
+        arguments.noise,
+        arguments.keep_failures,
+        arguments.pixel_format,
+    )
+    output = Path(arguments.output) if arguments.output else demo_folder(arguments.what)
+    told = record(plan, arguments.episodes, output, arguments.workers)
+    print(f"{output}: {len(told['episode_seeds'])} episodes of {told['episodes_tried']} tried")
+    return 0
+
+
+def _show_demos(arguments, overrides) -> int:
+    from sparring.data.demonstrations import Demonstrations
+    from sparring.demos.show import moments, summary
+    from sparring.record.pictures import write_png
+    from sparring.record.sheet import contact_sheet
+
+    if len(arguments.what) != 2 or overrides:
+        raise UserError("expected one dataset: sparring demos show PATH")
+    demos = Demonstrations(arguments.what[1])
+    print("\n".join(summary(demos)))
+    if demos.cameras:
+        sheet = Path(arguments.sheet) if arguments.sheet else demos.path / "sheet.png"
+        print(f"pictures   {write_png(sheet, contact_sheet(moments(demos)))}")
     return 0
 
 

@@ -46,6 +46,20 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
     "eval": {"--episodes": NUMBER, "--seed": NUMBER, "--stochastic": SWITCH, "--videos": NUMBER, "--json": FILE},
     "check": {},
     "tasks": {"--sheet": FILE},
+    "demos": {
+        "--episodes": NUMBER,
+        "--noise": NUMBER,
+        "--output": FILE,
+        "--cameras": ["head", "wrist", "left_wrist", "right_wrist"],
+        "--image-size": NUMBER,
+        "--control-mode": ["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"],
+        "--seed": NUMBER,
+        "--workers": NUMBER,
+        "--keep-failures": SWITCH,
+        "--pixel-format": ["yuv420p", "yuv444p"],
+        "--config": FILE,
+        "--sheet": FILE,
+    },
     "config": {"--config": FILE},
     "completion": {},
 }
@@ -83,7 +97,7 @@ def _options(before: list[str], word: str) -> list[str]:
     return [*flags, "--help", *(f"--{key}" if word.startswith("-") else f"{key}=" for key in keys)]
 
 
-TAKES_OVERRIDES = ("train", "eval", "check", "config")
+TAKES_OVERRIDES = ("train", "eval", "check", "demos", "config")
 
 
 def _first_arguments(command: str) -> list[str]:
@@ -91,6 +105,8 @@ def _first_arguments(command: str) -> list[str]:
         return list(SCRIPTS)
     if command in ("train", "config"):
         return list(phases.PHASES)
+    if command == "demos":
+        return ["show", *_names("env.task")]
     if command == "check":
         return _names("env.name") + _names("policy.name") + [f"sparring/{task}" for task in _names("env.task")]
     return []

@@ -1,0 +1,251 @@
+"""Reads the files of a LeRobotDataset v3.0 folder, ours or LeRobot's own, and refuses what does not fit together.
+
+    meta/info.json                        features, fps, how paths are made
+    meta/stats.json                       statistics of each feature
+    meta/tasks.parquet                    task_index -> what was asked for, in words
+    meta/episodes/chunk-*/file-*.parquet  an episode a row: its length, and in which files it begins where
+    meta/sparring.json                    what else we know (ours only)
+    data/chunk-*/file-*.parquet           a frame a row: state, action, reward, ...
+    videos/<camera>/chunk-*/file-*.mp4    the pictures, many episodes a file
+
+Numbers are all read at once (tens of bytes a frame); pictures stay in their files.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparring.errors import UserError
+
+# while episodes are still being recorded they lie in this folder, and there is no meta/info.json
+RECORDING = "recording"
+_BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+
+
+class DatasetError(UserError):
+    """A dataset that cannot be read, or is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Where the pictures of an episode are."""
+
+    file: Path
+    start: float
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All of a dataset but its pictures. E episodes, F frames in the order of episodes."""
+
+    path: Path
+    info: dict[str, Any]
+    # feature -> [F] or [F, D]
+    columns: dict[str, np.ndarray]
+    # [E]
+    lengths: np.ndarray
+    # video feature -> E clips
+    clips: dict[str, list[Clip]]
+    instructions: tuple[str, ...]
+    # feature -> "mean", "std", ... -> values
+    statistics: dict[str, dict[str, np.ndarray]]
+    # of meta/sparring.json; empty where others recorded
+    extras: dict[str, Any]
+
+
+def parquet():
+    """pyarrow.parquet, which is large and needed by few."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("datasets need pyarrow, which is not installed: pip install 'sparring[demos]'") from None
+    return pyarrow.parquet
+
+
+def read_dataset(path: str | Path) -> Dataset:
+    path = Path(path)
+    info = _read_info(path)
+    episodes = _read_episodes(path, info)
+    columns = _read_columns(path, info, episodes)
+    statistics = _read_json(path / "meta/stats.json") if (path / "meta/stats.json").exists() else {}
+    extras = _read_json(path / "meta/sparring.json") if (path / "meta/sparring.json").exists() else {}
+    dataset = Dataset(
+        path=path,
+        info=info,
+        columns=columns,
+        lengths=episodes["length"].astype(np.int64),
+        clips=_clips(path, info, episodes),
+        instructions=_read_instructions(path),
+        statistics={
+            feature: {name: np.array(value) for name, value in values.items()} for feature, values in statistics.items()
+        },
+        extras=extras,
+    )
+    _check_frames(dataset)
+    return dataset
+
+
+def video_features(info: dict[str, Any]) -> list[str]:
+    return [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise DatasetError(f"'{path}' is no folder; give the folder of a dataset, with meta/info.json in it")
+    if not (path / "meta/info.json").exists():
+        if (path / RECORDING).is_dir():
+            raise DatasetError(f"'{path}' is still being recorded; run the command that records it again to finish it")
+        raise DatasetError(f"'{path}' has no meta/info.json: it is no LeRobotDataset")
+    info = _read_json(path / "meta/info.json")
+    missing = [key for key in ("codebase_version", "fps", "features", "data_path", "total_frames") if key not in info]
+    if missing:
+        raise DatasetError(f"'{path}/meta/info.json' lacks {', '.join(missing)}")
+    if not str(info["codebase_version"]).startswith("v3."):
+        raise DatasetError(
+            f"'{path}' is a LeRobotDataset {info['codebase_version']}, expected v3.0; "
+            "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
+        )
+    return info
+
+
+def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Column -> its values, an episode each, in their order."""
+    files = sorted((path / "meta/episodes").glob("*/*.parquet"))
+    if not files:
+        raise DatasetError(f"'{path}' has no meta/episodes/chunk-*/file-*.parquet")
+    wanted = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+    for feature in video_features(info):
+        wanted += [f"videos/{feature}/{what}" for what in ("chunk_index", "file_index", "from_timestamp")]
+    parts = [_read_table(file, wanted) for file in files]
+    columns = {name: np.concatenate([_numbers(part[name], file) for part, file in zip(parts, files, strict=True)])
+               for name in wanted}  # fmt: skip
+    order = np.argsort(columns["episode_index"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    if not np.array_equal(columns["episode_index"], np.arange(len(order))):
+        raise DatasetError(f"'{path}/meta/episodes' does not list episodes 0 to {len(order) - 1} once each")
+    return columns
+
+
+def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    features = {
+        name: feature["shape"]
+        for name, feature in info["features"].items()
+        if feature["dtype"] not in ("video", "image", "string") and len(feature["shape"]) == 1
+    }
+    missing = [name for name in ("action", *_BOOKKEEPING) if name not in features]
+    if missing:
+        raise DatasetError(f"'{path}' has no feature {', '.join(missing)}; it has {', '.join(info['features'])}")
+    # [E, 2] -> each file once
+    places = np.unique(np.stack([episodes["data/chunk_index"], episodes["data/file_index"]], axis=1), axis=0)
+    files = [path / info["data_path"].format(chunk_index=int(c), file_index=int(f)) for c, f in places]
+    parts = [_read_table(file, list(features)) for file in files]
+    columns = {
+        name: np.concatenate([_rows(part[name], shape[0], file) for part, file in zip(parts, files, strict=True)])
+        for name, shape in features.items()
+    }
+    order = np.argsort(columns["index"], kind="stable")
+    return {name: values[order] for name, values in columns.items()}
+
+
+def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) -> dict[str, list[Clip]]:
+    clips = {}
+    for feature in video_features(info):
+        chunks, files, starts = (
+            episodes[f"videos/{feature}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
+        )
+        clips[feature] = [
+            Clip(path / info["video_path"].format(video_key=feature, chunk_index=int(c), file_index=int(f)), float(s))
+            for c, f, s in zip(chunks, files, starts, strict=True)
+        ]
+        for file in dict.fromkeys(clip.file for clip in clips[feature]):
+            if not file.exists():
+                raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
+    return clips
+
+
+def _read_instructions(path: Path) -> tuple[str, ...]:
+    """In the order of task_index."""
+    table = _read_table(path / "meta/tasks.parquet", None)
+    # pandas keeps the words as an index, whose name differs between versions
+    words = [name for name in table.column_names if str(table.schema.field(name).type) in ("string", "large_string")]
+    if "task_index" not in table.column_names or not words:
+        raise DatasetError(
+            f"'{path}/meta/tasks.parquet' has columns {table.column_names}, expected task_index and words"
+        )
+    pairs = zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True)
+    return tuple(text for _, text in sorted(pairs))
+
+
+def _check_frames(dataset: Dataset) -> None:
+    """The rows are those that the episodes speak of, in time order, and hold numbers."""
+    path, columns, frames = dataset.path, dataset.columns, int(dataset.lengths.sum())
+    found = len(columns["index"])
+    if not found == frames == dataset.info["total_frames"]:
+        raise DatasetError(
+            f"'{path}' has {found} rows of data, but its episodes have {frames} frames and meta/info.json says "
+            f"{dataset.info['total_frames']}; files are missing or of another recording"
+        )
+    episode = np.repeat(np.arange(len(dataset.lengths)), dataset.lengths)
+    within = np.arange(frames) - np.repeat(np.cumsum(dataset.lengths) - dataset.lengths, dataset.lengths)
+    if not (np.array_equal(columns["episode_index"], episode) and np.array_equal(columns["frame_index"], within)):
+        raise DatasetError(f"'{path}': its rows are not the frames of its episodes in time order")
+    for name, values in columns.items():
+        bad = np.flatnonzero(~np.isfinite(values.reshape(frames, -1).astype(np.float64)).all(axis=1))
+        if len(bad):
+            raise DatasetError(
+                f"'{path}': {name} holds NaN or infinity in {len(bad)} of {frames} frames, "
+                f"first in episode {episode[bad[0]]}, frame {within[bad[0]]}; record these episodes again"
+            )
+    fps = dataset.info["fps"]
+    late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
+    if late > 0.5 / fps:
+        raise DatasetError(f"'{path}': timestamps are off by up to {late:.3f} s from the {fps} frames/s it claims")
+    if columns["task_index"].max() >= len(dataset.instructions):
+        raise DatasetError(
+            f"'{path}': task_index goes up to {columns['task_index'].max()}, "
+            f"but meta/tasks.parquet has {len(dataset.instructions)} tasks"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"'{path}' cannot be read ({error}); copy the dataset again") from None
+
+
+def _read_table(path: Path, columns: list[str] | None):
+    reader = parquet()
+    from pyarrow.lib import ArrowException
+
+    try:
+        # one file: names of folders are no columns
+        with reader.ParquetFile(path) as file:
+            missing = [name for name in columns or () if name not in file.schema_arrow.names]
+            if missing:
+                raise DatasetError(f"'{path}' lacks {', '.join(missing)}; it has {', '.join(file.schema_arrow.names)}")
+            return file.read(columns)
+    except (OSError, ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise DatasetError(f"'{path}' cannot be read ({reason}); it is missing or cut off: copy it again") from None
+
+
+def _numbers(column, path: Path) -> np.ndarray:
+    values = column.combine_chunks().to_numpy(zero_copy_only=False)
+    if values.dtype == object:
+        raise DatasetError(f"'{path}' holds something else than numbers: {column.type}")
+    return values
+
+
+def _rows(column, size: int, path: Path) -> np.ndarray:
+    """`[F]` where an entry is one number, else `[F, size]`."""
+    values = column.combine_chunks()
+    if not hasattr(values, "flatten") or not str(values.type).startswith(("list", "fixed_size_list", "large_list")):
+        return _numbers(column, path)
+    flat = values.flatten().to_numpy(zero_copy_only=False)
+    if len(flat) != len(values) * size:
+        raise DatasetError(f"'{path}': {len(values)} rows hold {len(flat)} numbers, expected {size} each")
+    return flat.reshape(len(values), size)

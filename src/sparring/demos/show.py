@@ -1,0 +1,74 @@
+"""A look into a dataset: what it holds in words, and a contact sheet."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from sparring.data.demonstrations import Demonstrations
+from sparring.record.console import clock
+
+_EPISODES, _MOMENTS = 6, 5
+
+
+def summary(demos: Demonstrations) -> Iterator[str]:
+    """Lines for a person to read."""
+    info, extras = demos.dataset.info, demos.dataset.extras
+    seconds = demos.steps / demos.fps
+    yield f"episodes   {len(demos):,} of {demos.lengths.min()} to {demos.lengths.max()} steps"
+    yield f"steps      {demos.steps:,} at {demos.fps} a second: {clock(seconds)} ({seconds / 3600:.2f} h)"
+    yield f"robot      {info.get('robot_type') or 'not said'}, control mode {demos.control_mode or 'not said'}"
+    for camera, (height, width) in demos.image_shapes.items():
+        yield f"camera     {camera}, {height} x {width}"
+    yield f"state      {demos.state_dim} entries"
+    yield f"action     {demos.action_dim} entries"
+    yield f"successes  {_successes(demos)}"
+    if extras:
+        tried = f"{len(demos):,} episodes kept of {extras['episodes_tried']:,} tried"
+        yield f"recorded   {tried}, noise {extras['noise']:g}, seed {extras['seed']}"
+        for task, count in Counter(extras["episode_tasks"]).items():
+            yield f"task       {task}: {count:,} episodes"
+    for text, count in Counter(demos.instruction(episode) for episode in range(len(demos))).most_common():
+        yield f"phrasing   {text!r}: {count:,} episodes"
+    yield from _action_table(demos)
+
+
+def moments(demos: Demonstrations) -> list[list[tuple[str, np.ndarray]]]:
+    """Rows of (caption, picture) for a contact sheet: a row for each of a few episodes, moments of all cameras."""
+    episodes = np.unique(np.linspace(0, len(demos) - 1, _EPISODES).round().astype(int))
+    return [_row(demos, int(episode)) for episode in episodes]
+
+
+def _row(demos: Demonstrations, episode: int) -> list[tuple[str, np.ndarray]]:
+    steps = np.linspace(0, demos.lengths[episode] - 1, _MOMENTS).round().astype(int)
+    row = []
+    for camera in demos.cameras:
+        # [T, 3, H, W] -> [T, H, W, 3]
+        frames = demos.images(camera, episode).transpose(0, 2, 3, 1)
+        for number, step in enumerate(steps):
+            caption = f"{episode}: {camera} {step}" if number == 0 else str(step)
+            row.append((caption, _enlarged(frames[step])))
+    return row
+
+
+def _enlarged(picture: np.ndarray) -> np.ndarray:
+    """At least as large as a caption is long."""
+    times = max(128 // picture.shape[1], 1)
+    return picture.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def _successes(demos: Demonstrations) -> str:
+    if "next.success" not in demos.dataset.columns:
+        return "not said"
+    ends = demos.numbers("next.success")[demos.starts[1:] - 1]
+    return f"{int(ends.sum()):,} of {len(demos):,} episodes ({ends.mean():.1%})"
+
+
+def _action_table(demos: Demonstrations) -> Iterator[str]:
+    found = demos.statistics["action"]
+    said = demos.dataset.info["features"]["action"].get("names")
+    labels = said if isinstance(said, list) and len(said) == demos.action_dim else range(demos.action_dim)
+    columns = ("mean", "std", "min", "q01", "q99", "max")
+    yield f"{'action entry':24}" + "".join(f"{name:>9}" for name in columns)
+    for entry, label in enumerate(labels):
+        yield f"  {label!s:22}" + "".join(f"{float(found[name].ravel()[entry]):9.3f}" for name in columns)
