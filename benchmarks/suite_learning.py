@@ -144,9 +144,12 @@ def main() -> None:
     if args.problem and not args.summary:
         folder = args.runs / "_".join([args.problem, f"seed{args.seed}", *args.set])
         outcome = train(args.problem, args.seed, args.minutes, args.set, folder)
+        print(f"{args.problem} seed {args.seed}: {outcome['steps']:,} steps, checkpoint in {folder}")
         if not args.set:
             keep(outcome)
-    if RESULTS.is_file():
+    if not RESULTS.is_file():
+        print(f"nothing is known yet: {RESULTS.name} comes with the first run")
+    else:
         print(summary(json.loads(RESULTS.read_text())["runs"]))
 
 

@@ -165,6 +165,8 @@ def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
     register()
     with pytest.raises(UserError, match="render_mode='human': expected None or 'rgb_array'"):
         gymnasium.make_vec("sparring/lift_d0", num_envs=2, render_mode="human")
+    with pytest.raises(UserError, match="episode_steps=0: expected a number of steps above 0"):
+        gymnasium.make("sparring/lift_d0", episode_steps=0)
     with pytest.raises(UserError, match="camera_s: Extra inputs"):
         gymnasium.make("sparring/lift_d0", camera_s=("head",))
 

@@ -34,7 +34,7 @@ DOMAINS = ("appearance", "background", "light", "camera_pose", "clutter", "frict
 
 def _all_domains(names):
     """ "all" is every one of them, and a bare name is a list of one."""
-    if names == "all":
+    if names in ("all", ["all"], ("all",)):
         return DOMAINS
     return (names,) if isinstance(names, str) else names
 

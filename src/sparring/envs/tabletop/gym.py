@@ -28,7 +28,7 @@ class TabletopGym(gymnasium.Env):
 
     def __init__(self, episode_steps: int | None = None, render_mode: str | None = None, **config):
         self.render_mode = checked_render_mode(render_mode)
-        self._backend = Tabletop(make_config({"threads": 1, **config}), 1, episode_steps)
+        self._backend = Tabletop(make_config({"threads": 1, **config}), 1, checked_steps(episode_steps))
         # the last picture of an episode is taken before the backend begins the next one
         self._backend.record([0] if render_mode else [])
         self._picture: np.ndarray | None = None
@@ -71,6 +71,12 @@ def make_config(settings: dict) -> TabletopConfig:
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
         raise UserError(f"sparring env: {wrong}. `sparring config` lists the settings of its env section") from None
+
+
+def checked_steps(steps: int | None) -> int | None:
+    if steps is not None and not (isinstance(steps, int) and steps > 0):
+        raise UserError(f"episode_steps={steps!r}: expected a number of steps above 0, or None for the task's own")
+    return steps
 
 
 def checked_render_mode(mode: str | None) -> str | None:

@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.gym import checked_render_mode, make_config, observation_space, observed
+from sparring.envs.tabletop.gym import checked_render_mode, checked_steps, make_config, observation_space, observed
 from sparring.envs.tabletop.scene import CONTROL_HZ
 
 
@@ -24,7 +24,7 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
 
     def __init__(self, num_envs: int = 1, episode_steps: int | None = None, render_mode: str | None = None, **config):
         self.num_envs, self.render_mode = num_envs, checked_render_mode(render_mode)
-        self._backend = Tabletop(make_config(config), num_envs, episode_steps)
+        self._backend = Tabletop(make_config(config), num_envs, checked_steps(episode_steps))
         spec = self._backend.spec
         self.single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
         self.single_observation_space = observation_space(spec)

@@ -17,7 +17,7 @@ class Sight:
         asked = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
         blind = [key for key, value in asked.items() if value and not config.cameras]
         if blind:
-            raise UserError(f"{' and '.join(blind)} need a camera to look through; set e.g. env.cameras=[head]")
+            raise UserError(f"no camera to look through for {' and '.join(blind)}; set e.g. env.cameras=[head]")
         if config.noise_screen and not world.has_screen:
             raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
         self._wants = tuple(
