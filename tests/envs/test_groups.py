@@ -1,5 +1,8 @@
 """Object poses as a group of their own, padding, and what policies make of both."""
 
+import subprocess
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
@@ -169,6 +172,12 @@ def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
         gymnasium.make("sparring/lift_d0", episode_steps=0)
     with pytest.raises(UserError, match="camera_s: Extra inputs"):
         gymnasium.make("sparring/lift_d0", camera_s=("head",))
+
+
+def test_gymnasium_finds_the_tasks_by_a_module_and_an_id():
+    code = "import gymnasium; print(gymnasium.make('sparring.envs.registered:sparring/lift_d0').reset(seed=0)[0].shape)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "(51,)", done.stderr
 
 
 def test_the_two_gymnasium_ways_step_alike():

@@ -1,4 +1,4 @@
-"""Makes the built-in tasks known to gymnasium as `sparring/<task>`; gymnasium calls it where we are installed."""
+"""Makes the built-in tasks known to gymnasium as `sparring/<task>`."""
 
 
 def register() -> None:

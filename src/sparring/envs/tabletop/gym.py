@@ -1,6 +1,6 @@
 """The tabletop as an ordinary `gymnasium.Env`, one robot, for use with any other library.
 
-    sparring.envs.registration.register()
+    import sparring.envs.registered
     env = gymnasium.make("sparring/reach_d0", cameras=("head",), object_state="hidden")
 
 Keyword arguments are the fields of `TabletopConfig`. With nothing but the state to observe, an observation is that
