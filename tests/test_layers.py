@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 LAYERS = [
-    {"contract", "config", "config_text", "errors", "resolve", "distributed", "normalize", "noise"},
+    {"contract", "config", "config_text", "errors", "resolve", "distributed", "normalize", "noise", "disk"},
     {"envs", "policies", "data"},
     {"world_models"},
     {"rewards"},

@@ -8,7 +8,6 @@ checkpoint-<n>/
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sparring.disk import flush
 from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
 
@@ -42,9 +42,9 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     (partial / "config.yaml").write_text(config_yaml)
     (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
     for path in (*partial.iterdir(), partial):
-        _flush(path)
+        flush(path)
     partial.rename(target)
-    _flush(folder)
+    flush(folder)
     return target
 
 
@@ -157,15 +157,6 @@ def load_spec(checkpoint: Path) -> EnvSpec:
     for name in ("task_names", "instructions"):
         values[name] = tuple(values[name])
     return EnvSpec(**values)
-
-
-def _flush(path: Path) -> None:
-    """Onto the disk, so that the rename never points at an empty file after a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _some(keys: list[str], most: int = 6) -> str:

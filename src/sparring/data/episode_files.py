@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparring.disk import flush
 from sparring.errors import UserError
 
 META = "meta.json"
@@ -93,9 +94,9 @@ class Layout:
         content = {"format": _FORMAT, "columns": [asdict(column) for column in self.columns]}
         partial = folder / f".partial-{META}"
         partial.write_text(json.dumps(content, indent=1) + "\n")
-        _flush(partial)
+        flush(partial)
         partial.replace(folder / META)
-        _flush(folder)
+        flush(folder)
 
     @classmethod
     def load(cls, folder: Path) -> "Layout | None":
@@ -170,11 +171,3 @@ def take_lock(folder: Path) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -41,8 +41,8 @@ class WindowReader:
         self.length, self.burn_in, self.clears_memory = length, burn_in, clears_memory
         self.keys = None if keys is None else frozenset(keys)
 
-    def columns(self, store: EpisodeStore) -> dict[int, Column]:
-        """place in the store's layout -> column, of those asked for."""
+    def columns(self, store: EpisodeStore) -> list[Column]:
+        """Those asked for, in the order of the store's layout."""
         if store.layout is None:
             raise UserError(
                 f"'{store.folder}' holds no episode yet; record some, or refresh() after they were recorded"
