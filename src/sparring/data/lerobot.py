@@ -61,7 +61,7 @@ def parquet():
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError("datasets need pyarrow, which is not installed: pip install 'sparring[demos]'") from None
+        raise UserError("datasets need pyarrow, which is not installed: pip install pyarrow") from None
     return pyarrow.parquet
 
 
