@@ -210,7 +210,7 @@ def bare_loop(backend, policy: ActorCritic, steps: int) -> Callable[[], float]:
             if images is not None:
                 features = torch.cat([images(torch.from_numpy(observation["image/head"])), features], 1)
             mean = policy.head.linear(policy.actor(features))
-            policy.critic_output(policy.critic(features))
+            policy.critic(features, None)
             action = mean + policy.head.log_std.exp() * torch.randn_like(mean)
             # [N, A] -> [N, C=1, A]
             observation = backend.step(action[:, None].numpy()).observation

@@ -1,25 +1,59 @@
-"""Running mean and standard deviation, kept as module buffers so that they travel with the weights."""
+"""Shifting and scaling numbers to where networks like them, kept as module buffers that travel with the weights."""
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import nn
 
+# statistics of a dataset (data/statistics.py) -> (what becomes 0, what becomes 1)
+_FITS = {
+    "mean_std": lambda s: (s["mean"], s["mean"] + s["std"]),
+    "min_max": lambda s: ((s["min"] + s["max"]) / 2, s["max"]),
+    "quantile": lambda s: ((s["q01"] + s["q99"]) / 2, s["q99"]),
+}
 
-class RunningNormalizer(nn.Module):
-    """(x - mean) / std over everything `update` has seen, clipped to +-`clip`. Identity before the first update.
+
+class Normalizer(nn.Module):
+    """(x - shift) * scale; the identity until it is fitted."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+        self.register_buffer("fitted", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.shift) * self.scale
+
+    def inverse(self, y: torch.Tensor) -> torch.Tensor:
+        return y / self.scale + self.shift
+
+    def fit(self, statistics: Mapping[str, np.ndarray], mode: str) -> None:
+        """To a dataset: mean 0 and std 1 (`mean_std`), or its range in [-1, 1] (`min_max`; `quantile`: 1 % to 99 %)."""
+        zero, one = (torch.from_numpy(np.asarray(x, np.float64).reshape(-1)) for x in _FITS[mode](statistics))
+        self._set(zero, one - zero)
+        self.fitted.fill_(True)
+
+    def _set(self, shift: torch.Tensor, unit: torch.Tensor) -> None:
+        self.shift.copy_(shift)
+        # a constant stays a constant, it is not blown up
+        self.scale.copy_(torch.where(unit > 1e-4, 1 / unit.clamp_min(1e-4), torch.ones_like(unit)))
+
+
+class RunningNormalizer(Normalizer):
+    """Mean 0 and std 1 over everything `update` has seen, clipped to +-`clip`; or as it was fitted, for good.
 
     Statistics change only in `update`, which an algorithm calls between two versions of the weights: acting and
     scoring see the same numbers.
     """
 
     def __init__(self, size: int, clip: float = 10.0):
-        super().__init__()
+        super().__init__(size)
         self.clip = clip
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        # what forward needs, in float32
-        self.register_buffer("shift", torch.zeros(size))
-        self.register_buffer("scale", torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.shift) * self.scale).clamp(-self.clip, self.clip)
@@ -27,6 +61,8 @@ class RunningNormalizer(nn.Module):
     @torch.no_grad()
     def update(self, x: torch.Tensor, sum_over_processes=lambda tensor: tensor) -> None:
         """Fold in `x [B, size]`, of all processes together."""
+        if self.fitted:
+            return
         x = x.double()
         # sums about the present mean: no cancellation, and processes add up exactly
         offset = x - self.mean
@@ -38,6 +74,4 @@ class RunningNormalizer(nn.Module):
         self.mean += delta
         self.var.copy_((spread / total).clamp_min(0.0))
         self.count.copy_(total)
-        self.shift.copy_(self.mean)
-        # a constant input stays a constant, it is not blown up
-        self.scale.copy_(torch.where(self.var > 1e-8, self.var.clamp_min(1e-8).rsqrt(), torch.ones_like(self.var)))
+        self._set(self.mean, self.var.sqrt())

@@ -1,14 +1,12 @@
 """The plain policy: an encoder, an actor and a critic."""
 
-import math
-
 import torch
 from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import ActorCriticConfig
+from sparring.policies.critic import Critic
 from sparring.policies.encoders import ObservationEncoder, mlp
 from sparring.policies.heads import (
     DiscreteHead,
@@ -20,31 +18,18 @@ from sparring.policies.heads import (
 )
 from sparring.policies.policy import Policy, executed_mask
 
-PRIVILEGED = ("observation", "privileged")
-
 
 class ActorCritic(Policy):
-    """Actor and critic share the encoder (normaliser, CNN) and nothing else.
-
-    Where the env shows `observation/privileged`, the critic alone reads it: it judges in training with what the policy
-    will never see.
-    """
+    """Actor and critic share the encoder (normaliser, CNN) and nothing else."""
 
     def __init__(self, config: ActorCriticConfig, spec, chunk: int):
         super().__init__()
         self.config, self.chunk = config, chunk
         self.encoder = ObservationEncoder(config, spec)
         self.actor = mlp(self.encoder.size, config.hidden, config.activation)
-        privileged = math.prod(spec.observation["privileged"][0]) if "privileged" in spec.observation else 0
-        self.privileged = None
-        if privileged:
-            self.privileged = RunningNormalizer(privileged) if config.normalize_observations else nn.Identity()
-        self.in_keys = self.encoder.in_keys + ([PRIVILEGED] if privileged else [])
-        self.critic = mlp(self.encoder.size + privileged, config.hidden, config.activation)
+        self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
+        self.in_keys = self.encoder.in_keys + self.critic.in_keys
         width = config.hidden[-1] if config.hidden else self.encoder.size
-        self.critic_output = nn.Linear(width if config.hidden else width + privileged, 1)
-        nn.init.orthogonal_(self.critic_output.weight, 1.0)
-        nn.init.zeros_(self.critic_output.bias)
         self.head = _head(config, spec, width, chunk)
         # entries of an action that mean nothing to the env: zero, and not scored
         self.padding = spec.action_padding
@@ -63,7 +48,7 @@ class ActorCritic(Policy):
         trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
         if self.encoder.images is not None and noise is not None:
             # the CNN is dear and has just run; without one, `complete` asks the critic for all decisions at once
-            td.set("value", self._value(features, td))
+            td.set("value", self.critic(features, td))
         td.set("action", action)
         return td.set("trace", TensorDict(trace, td.batch_size))
 
@@ -88,28 +73,21 @@ class ActorCritic(Policy):
         scored = {
             "log_prob": self._executed_sum(score.log_prob, td),
             "entropy": self._executed_sum(score.entropy, td),
-            "value": self._value(features, td),
+            "value": self.critic(features, td),
         }
         if td.get("trace", None) is not None:
             scored["trace"] = _trace(parameters, score, td.batch_size)
         return TensorDict(scored, td.batch_size)
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        return self._value(self.encoder(td), td)
+        return self.critic(self.encoder(td), td)
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        if self.encoder.normalizer is not None:
-            self.encoder.normalizer.update(td["observation", "state"], sum_over_processes)
-        if isinstance(self.privileged, RunningNormalizer):
-            self.privileged.update(td[PRIVILEGED], sum_over_processes)
+        self.encoder.update_normalizer(td, sum_over_processes)
+        self.critic.update_normalizer(td, sum_over_processes)
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        return [*self.critic.parameters(), *self.critic_output.parameters()]
-
-    def _value(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        if self.privileged is not None:
-            features = torch.cat([features, self.privileged(td[PRIVILEGED])], -1)
-        return self.critic_output(self.critic(features))[..., 0]
+        return list(self.critic.parameters())
 
     def _scored(self, action: torch.Tensor) -> torch.Tensor:
         # [B, C, A] -> [B, C, A without padding]

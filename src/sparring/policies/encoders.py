@@ -87,3 +87,7 @@ class ObservationEncoder(nn.Module):
             state = td["observation", "state"]
             parts.append(self.normalizer(state) if self.normalizer is not None else state)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
+        if self.normalizer is not None:
+            self.normalizer.update(td["observation", "state"], sum_over_processes)

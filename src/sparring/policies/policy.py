@@ -1,5 +1,8 @@
 """Policy: turns observations into action chunks, and can score them again."""
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -14,14 +17,19 @@ class Policy(nn.Module):
     (the parity gate refuses to train otherwise).
     """
 
-    # steps of an action chunk
+    # steps of an action chunk: what a decision executes
     chunk: int = 1
+    # steps it plans, of which the first `chunk` are executed; imitation shows it so many
+    horizon: int = 1
     # observation entries that act and evaluate read, and that minibatches therefore gather
     in_keys: list[tuple[str, ...]]
     # uniform random numbers a decision takes
     noise_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
+    # where each denoising step counts as an action of its own, `log_prob` is [B, S] and this is what the advantage of
+    # each is multiplied with, [S]
+    step_weights: torch.Tensor | None = None
 
     def act(self, td: TensorDict) -> TensorDict:
         """Adds `action` to a decision `td [N]`, and what scoring it again needs to `trace/*`.
@@ -53,6 +61,18 @@ class Policy(nn.Module):
     def value(self, td: TensorDict) -> torch.Tensor:
         """V of `td/observation`, [B]."""
         raise NotImplementedError
+
+    def imitation_loss(
+        self, td: TensorDict, generator: torch.Generator
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """How badly it does what a demonstrator did, and numbers to log.
+
+        `td [B]`: `observation`, `action [B, horizon, A]`, and `valid [B, horizon]`, false past the episode's end.
+        """
+        raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss()")
+
+    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], mode: str) -> None:
+        """To demonstrations: "observation/state", "observation/privileged" and "action" -> their statistics."""
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""

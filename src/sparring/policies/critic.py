@@ -1,0 +1,44 @@
+"""The value network of every policy."""
+
+import math
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.normalize import RunningNormalizer
+from sparring.policies.configs import CriticConfig
+from sparring.policies.encoders import mlp
+
+PRIVILEGED = ("observation", "privileged")
+
+
+class Critic(nn.Module):
+    """V of the encoder's features.
+
+    Where the env shows `observation/privileged`, the critic alone reads it: it judges in training with what the policy
+    will never see.
+    """
+
+    def __init__(self, config: CriticConfig, spec, features: int, normalize: bool):
+        super().__init__()
+        privileged = math.prod(spec.observation["privileged"][0]) if "privileged" in spec.observation else 0
+        self.in_keys = [PRIVILEGED] if privileged else []
+        self.privileged = None
+        if privileged:
+            self.privileged = RunningNormalizer(privileged) if normalize else nn.Identity()
+        inputs = features + privileged
+        self.hidden = mlp(inputs, config.hidden, config.activation)
+        self.output = nn.Linear(config.hidden[-1] if config.hidden else inputs, 1)
+        nn.init.orthogonal_(self.output.weight, 1.0)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
+        # [B, F] -> [B]
+        if self.privileged is not None:
+            features = torch.cat([features, self.privileged(td[PRIVILEGED])], -1)
+        return self.output(self.hidden(features))[..., 0]
+
+    def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
+        if isinstance(self.privileged, RunningNormalizer):
+            self.privileged.update(td[PRIVILEGED], sum_over_processes)
