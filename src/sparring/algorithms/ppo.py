@@ -79,7 +79,9 @@ class PPO:
 
     def score(self, flat: TensorDict) -> TensorDict:
         """evaluate() of a whole rollout, in minibatches, without gradients."""
-        keys = [*self.policy.in_keys, "action", "trace", ("next", "executed")]
+        # the whole trace: selecting an entry of it beside would leave that one only
+        read = [key for key in self.policy.in_keys if key[0] != "trace"]
+        keys = [*read, "action", "trace", ("next", "executed")]
         with torch.no_grad():
             return torch.cat([self.policy.evaluate(part) for part in flat.select(*keys).split(4096)])
 

@@ -1,4 +1,10 @@
 """Policies: observations -> action chunks, and the score of chunks taken before."""
 
-POLICIES = {"actor_critic": "sparring.policies.actor_critic:ActorCritic"}
-CONFIGS = {"actor_critic": "sparring.policies.configs:ActorCriticConfig"}
+POLICIES = {
+    "actor_critic": "sparring.policies.actor_critic:ActorCritic",
+    "flow": "sparring.policies.flow:FlowPolicy",
+}
+CONFIGS = {
+    "actor_critic": "sparring.policies.configs:ActorCriticConfig",
+    "flow": "sparring.policies.configs:FlowConfig",
+}

@@ -35,3 +35,43 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     )
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
+
+
+class FlowConfig(EncoderConfig, CriticConfig):
+    """Action chunks by flow matching: a transformer denoises them in a few steps."""
+
+    name: str = Field("flow", description="which policy: actor_critic, flow, or your.module:Class")
+    horizon: int | None = Field(
+        None, gt=0, description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps"
+    )
+    sampling_steps: int = Field(4, gt=0, description="denoising steps of a decision, in training and evaluation alike")
+    method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp"] = Field(
+        "flow_sde",
+        description="how noise is drawn and scored in RL; flow_sde_one_step: one drawn step, K times cheaper",
+    )
+    noise_level: float = Field(0.5, gt=0, description="eta of flow_sde: how much noise a denoising step adds")
+    noise_range: tuple[float, float] = Field(
+        (0.08, 0.16), description="least and most standard deviation that flow_noise may learn"
+    )
+    kernel: Literal["sde", "noise"] = Field("sde", description="of denoising_mdp: the noise of flow_sde or flow_noise")
+    denoising_steps: int | None = Field(
+        None, gt=0, description="of denoising_mdp: the last so many steps are random and scored; null: all"
+    )
+    denoising_discount: float = Field(
+        0.99, gt=0, le=1, description="of denoising_mdp: advantage per step before the last"
+    )
+    reduction: Literal["sum", "mean"] = Field(
+        "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"
+    )
+    width: int = Field(128, gt=0, description="of the action transformer")
+    layers: int = Field(2, gt=0, description="of the action transformer")
+    heads: int = Field(4, gt=0, description="attention heads of the action transformer")
+    dropout: float = Field(0.0, ge=0, lt=1, description="while imitating; RL switches it off")
+    normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
+    consistency: float = Field(
+        0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"
+    )
+    target_decay: float = Field(0.999, ge=0, lt=1, description="of the slow network that the consistency term aims at")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of the networks; densities are always fp32 or finer"
+    )

@@ -21,15 +21,19 @@ class Policy(nn.Module):
     chunk: int = 1
     # steps it plans, of which the first `chunk` are executed; imitation shows it so many
     horizon: int = 1
-    # observation entries that act and evaluate read, and that minibatches therefore gather
+    # what evaluate reads beside the action, and minibatches therefore gather: observation/*, trace/*
     in_keys: list[tuple[str, ...]]
     # uniform random numbers a decision takes
     noise_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
-    # where each denoising step counts as an action of its own, `log_prob` is [B, S] and this is what the advantage of
-    # each is multiplied with, [S]
-    step_weights: torch.Tensor | None = None
+    # whether evaluations also show how it does with its noise: where that is another policy than the greedy one
+    reports_sampled: bool = False
+
+    @property
+    def step_weights(self) -> torch.Tensor | None:
+        """Where each denoising step is an action of its own, `log_prob` is [B, S]; [S]: their advantages' weights."""
+        return None
 
     def act(self, td: TensorDict) -> TensorDict:
         """Adds `action` to a decision `td [N]`, and what scoring it again needs to `trace/*`.

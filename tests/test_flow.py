@@ -1,0 +1,383 @@
+"""The flow policy: what it scores is what it did, whatever the method; and the maths against its definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.algorithms.configs import PPOConfig
+from sparring.algorithms.parity import Parity, ParityError, measure_parity
+from sparring.algorithms.ppo import PPO
+from sparring.collect.collector import Collector
+from sparring.data.rollout import RolloutBuffer
+from sparring.envs.backend import EnvSpec, Step
+from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.policies.configs import FlowConfig
+from sparring.policies.flow import FlowPolicy
+from sparring.policies.flow_kernels import FlowNoise, FlowSDE, Grid, ode_step
+
+METHODS = {
+    "flow_sde": {"method": "flow_sde"},
+    "one_step": {"method": "flow_sde_one_step"},
+    "flow_noise": {"method": "flow_noise"},
+    "mdp_sde": {"method": "denoising_mdp", "denoising_steps": 2},
+    "mdp_noise": {"method": "denoising_mdp", "kernel": "noise"},
+}
+DIMS, STATE = 3, 5
+
+
+class Drifting:
+    """Random states and pictures; episodes of 7 steps end in the middle of a chunk. `padding` dims mean nothing."""
+
+    def __init__(self, num_envs: int, padding: int = 0, images: bool = False):
+        self.num_envs = num_envs
+        observation = {"state": ((STATE,), "float32")}
+        if images:
+            observation["image/head"] = ((3, 36, 36), "uint8")
+        self.spec = EnvSpec(observation, DIMS + padding, action_padding=padding, max_episode_steps=7)
+
+    def reset(self, seeds):
+        self.rng = np.random.default_rng(seeds(0, 0))
+        self.count = np.zeros(self.num_envs, int)
+        return self._observe()
+
+    def step(self, action):
+        n, c = action.shape[:2]
+        executed = np.minimum(c, 7 - self.count)
+        self.count += executed
+        done = self.count == 7
+        self.count[done] = 0
+        reward = np.where(np.arange(c) < executed[:, None], self.rng.random((n, c)), 0).astype(np.float32)
+        ended, seen = np.flatnonzero(done), self._observe()
+        final = {name: value[ended] for name, value in seen.items()}
+        return Step(seen, reward, executed, done & False, done, done & False, ended, final)
+
+    def record(self, envs): ...
+
+    def close(self): ...
+
+    def _observe(self):
+        seen = {"state": self.rng.standard_normal((self.num_envs, STATE)).astype(np.float32)}
+        if "image/head" in self.spec.observation:
+            seen["image/head"] = self.rng.integers(0, 256, (self.num_envs, 3, 36, 36), np.uint8)
+        return seen
+
+
+def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
+    torch.manual_seed(0)
+    spec = spec or Drifting(1).spec
+    policy = policy_class(FlowConfig(width=32, heads=2, channels=(8, 8), image_features=16, **config), spec, chunk)
+    # away from the start, where the velocity is zero and nothing matters
+    for name, parameter in policy.named_parameters():
+        if parameter.abs().max() == 0 and not name.startswith("critic"):
+            nn.init.normal_(parameter, std=0.1)
+    statistics = {"mean": np.full(DIMS, 0.1), "std": np.full(DIMS, 0.5)}
+    state = {"mean": np.zeros(STATE), "std": np.full(STATE, 2.0)}
+    policy.fit_normalizers({"action": statistics, "observation/state": state}, "mean_std")
+    return policy.eval()
+
+
+def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, padding=0, images=False, **config):
+    env = Env(Drifting(num_envs, padding, images))
+    policy = make_policy(policy_class, chunk, env.spec, **config)
+    buffer = RolloutBuffer(max(4, 256 // num_envs))
+    Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
+    return policy, buffer
+
+
+def gate(policy, buffer) -> Parity:
+    flat = buffer.get()
+    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat))
+
+
+# ---- the parity gate
+
+
+@pytest.mark.parametrize("num_envs", [1, 6, 16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_every_method_passes_the_gate(method, num_envs, reduction):
+    policy, buffer = rollout_of(num_envs=num_envs, dropout=0.3, reduction=reduction, **METHODS[method])
+    parity = gate(policy, buffer)
+    assert parity.drift <= 1e-4 and parity.dims == 0
+    parity.check(1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_images_padding_and_a_longer_horizon(method):
+    policy, buffer = rollout_of(num_envs=6, padding=2, images=True, horizon=6, **METHODS[method])
+    parity = gate(policy, buffer)
+    parity.check(1e-4)
+    flat = buffer.get()
+    assert flat["action"].shape[1:] == (4, DIMS + 2) and (flat["action"][..., DIMS:] == 0).all()
+    scored = policy.scored.scored
+    assert (flat["trace", "dims"] == DIMS * scored).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
+    policy, buffer = rollout_of(num_envs=6, precision="bf16", **METHODS[method])
+    gate(policy, buffer).check(0.05)
+
+
+class RedrawsNoise(FlowPolicy):
+    def evaluate(self, td):
+        td = td.clone()
+        td["trace", "states"][:, 1:] += 0.01 * torch.randn_like(td["trace", "states"][:, 1:])
+        return super().evaluate(td)
+
+
+class ShiftsTheGrid(FlowPolicy):
+    def evaluate(self, td):
+        times = self.grid.times.clone()
+        self.grid.times -= 0.5 * self.grid.size
+        scored = super().evaluate(td)
+        self.grid.times.copy_(times)
+        return scored
+
+
+class DropsOut(FlowPolicy):
+    def evaluate(self, td):
+        self.train()
+        return super().evaluate(td)
+
+
+class ChangesItsNormalizer(FlowPolicy):
+    def evaluate(self, td):
+        self.encoder.normalizer.shift += 0.01
+        return super().evaluate(td)
+
+
+class ScoresClamped(FlowPolicy):
+    def evaluate(self, td):
+        td = td.clone()
+        td["trace", "states"][:, -1].clamp_(-0.5, 0.5)
+        return super().evaluate(td)
+
+
+class CountsPadding(FlowPolicy):
+    def evaluate(self, td):
+        scored = super().evaluate(td)
+        scored["trace", "dims"] += 2
+        return scored
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "mutant", [RedrawsNoise, ShiftsTheGrid, DropsOut, ChangesItsNormalizer, ScoresClamped, CountsPadding]
+)
+def test_each_mutant_trips_the_gate(mutant, method):
+    policy, buffer = rollout_of(mutant, dropout=0.3, **METHODS[method])
+    with pytest.raises(ParityError, match="refuses to train"):
+        PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
+
+
+# ---- log-probabilities
+
+
+def test_log_prob_is_that_of_the_chain_by_torch_distributions():
+    policy, buffer = rollout_of(num_envs=2, sampling_steps=3, noise_level=0.7)
+    flat = buffer.get()
+    states, executed = flat["trace", "states"], flat["next", "executed"]
+    _, about = policy._encode(flat)
+    expected = torch.zeros(len(flat), dtype=torch.float64)
+    for k in range(3):
+        t, h = 1 - k / 3, 1 / 3
+        v = policy.velocity(states[:, k], torch.full((len(flat),), t), about)
+        sigma2 = 0.49 * t / (h if k == 0 else 1 - t)
+        a_hat, eps_hat = states[:, k] - t * v, states[:, k] + (1 - t) * v
+        mean = a_hat * (1 - (t - h)) + eps_hat * (t - h - sigma2 * h / (2 * t))
+        terms = torch.distributions.Normal(mean, math.sqrt(sigma2 * h)).log_prob(states[:, k + 1]).sum(-1)
+        expected += (terms * (torch.arange(4) < executed[:, None])).sum(-1).detach()
+    torch.testing.assert_close(flat["log_prob"], expected.float(), rtol=1e-5, atol=1e-4)
+    # chunks of 4 in episodes of 7: some were cut short
+    assert set(executed.tolist()) == {3, 4}
+
+
+def test_the_reduction_is_one_setting():
+    total, _ = rollout_of(num_envs=4), None
+    policy, buffer = total
+    summed = buffer.get()
+    policy_mean, buffer_mean = rollout_of(num_envs=4, reduction="mean")
+    mean = buffer_mean.get()
+    numbers = mean["next", "executed"] * DIMS * policy.grid.steps
+    torch.testing.assert_close(mean["log_prob"], summed["log_prob"] / numbers)
+
+
+def test_each_step_of_a_denoising_mdp_has_a_log_prob_of_its_own():
+    policy, buffer = rollout_of(num_envs=4, **METHODS["mdp_sde"], denoising_discount=0.5)
+    assert buffer.get()["log_prob"].shape[-1] == 2
+    assert policy.step_weights.tolist() == [0.5, 1.0]
+
+
+def test_flow_noise_stays_within_its_bounds_and_has_their_entropy():
+    kernel = FlowNoise(Grid(2), (0.1, 0.2), width=4, horizon=1, action_dim=1)
+    nn.init.normal_(kernel.net[-1].weight, std=100.0)
+    x, about = torch.zeros(500, 2, 1, 1), torch.randn(500, 4)
+    steps = torch.tensor([[0, 1]]).expand(500, 2)
+    _, std = kernel(x, x, steps, about)
+    assert std.min() >= 0.1 - 1e-6 and std.max() <= 0.2 + 1e-6 and std.max() - std.min() > 0.05
+    policy, buffer = rollout_of(num_envs=2, **METHODS["flow_noise"])
+    flat = buffer.get()
+    entropy = policy.evaluate(flat)["entropy"]
+    _, about = policy._encode(flat)
+    _, std = policy._replay(about, flat["trace", "states"][:, :-1], policy._steps(flat["trace", "first"]))
+    terms = torch.distributions.Normal(0.0, std).entropy().sum((1, 3))
+    mask = torch.arange(4) < flat["next", "executed"][:, None]
+    torch.testing.assert_close(entropy, (terms * mask).sum(-1), rtol=1e-5, atol=1e-4)
+    entropy.sum().backward()
+    assert policy.kernel.net[-1].bias.grad.abs().min() > 0
+
+
+# ---- marginals
+
+
+def exact_velocity(x, t, spread):
+    """For actions N(0, spread^2): E[eps - a | x_t = x]."""
+    variance = t**2 + (1 - t) ** 2 * spread**2
+    return (t - (1 - t) * spread**2) / variance * x
+
+
+def sampled_std(steps: int, level: float | None, spread=0.3, draws=200_000) -> float:
+    generator = torch.Generator().manual_seed(0)
+    grid = Grid(steps)
+    kernel = FlowSDE(grid, level) if level else None
+    x = torch.randn(draws, 1, 1, 1, generator=generator)
+    for k in range(steps):
+        v = exact_velocity(x, 1 - k / steps, spread)
+        if kernel is None:
+            x = ode_step(x, v, grid.size)
+        else:
+            mean, std = kernel(x, v, torch.full((draws, 1), k), None)
+            x = mean + std * torch.randn(x.shape, generator=generator)
+    return x.std().item()
+
+
+def test_few_steps_differ_as_measured():
+    """formulas.md: target 0.300; K=4: ODE 0.178, eta 0.5 0.238, eta 1 0.311; K=2, eta 1: 1.03."""
+    assert sampled_std(4, None) == pytest.approx(0.178, abs=0.002)
+    assert sampled_std(4, 0.5) == pytest.approx(0.238, abs=0.002)
+    assert sampled_std(4, 1.0) == pytest.approx(0.311, abs=0.002)
+    assert sampled_std(2, 1.0) == pytest.approx(1.03, abs=0.02)
+
+
+def test_with_many_steps_the_sde_has_the_odes_marginal():
+    assert sampled_std(200, None) == pytest.approx(0.3, abs=0.006)
+    assert sampled_std(200, 0.5) == pytest.approx(0.3, abs=0.006)
+    errors = [abs(sampled_std(steps, 0.5, draws=100_000) - 0.3) for steps in (4, 16, 64)]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+
+
+# ---- cost
+
+
+def test_observations_are_encoded_once_per_decision():
+    policy, buffer = rollout_of(num_envs=4, sampling_steps=5)
+    calls = {"encoder": 0, "velocity": 0}
+    for name in calls:
+        getattr(policy, name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
+    root = Env(Drifting(4)).reset(0)
+    policy.act(root.set("noise", torch.rand(4, policy.noise_size).clamp(0.01, 0.99)))
+    assert calls == {"encoder": 1, "velocity": 5}
+    policy.evaluate(buffer.get())
+    assert calls == {"encoder": 2, "velocity": 6}
+
+
+def test_one_step_scores_a_single_state():
+    policy, buffer = rollout_of(num_envs=16, sampling_steps=10, **METHODS["one_step"])
+    flat = buffer.get()
+    assert flat["trace", "states"].shape[1] == 2
+    # every step gets its turn
+    assert set(flat["trace", "first"].tolist()) == set(range(10))
+
+
+# ---- acting
+
+
+def test_greedy_acting_is_the_ode_from_zero():
+    policy = make_policy(chunk=2, horizon=3)
+    root = Env(Drifting(4)).reset(0)
+    action = policy.act(root.clone())["action"]
+    _, about = policy._encode(root)
+    x = torch.zeros(4, 3, DIMS)
+    for k in range(4):
+        x = x - 0.25 * policy.velocity(x, torch.full((4,), 1 - k / 4), about)
+    torch.testing.assert_close(action, x[:, :2] * 0.5 + 0.1)
+
+
+def test_what_it_cannot_do_is_said():
+    with pytest.raises(UserError, match="horizon=2 is shorter"):
+        FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
+    with pytest.raises(UserError, match="continuous"):
+        FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
+
+
+# ---- imitation
+
+
+def two_modes(generator, batch=256):
+    """The demonstrator goes to -0.5 or 0.5, both steps alike; the state says nothing."""
+    side = torch.randint(0, 2, (batch, 1, 1), generator=generator).float() - 0.5
+    action = side.expand(-1, 2, DIMS).clone()
+    valid = torch.ones(batch, 2, dtype=torch.bool)
+    observation = TensorDict({"state": torch.zeros(batch, STATE)}, [batch])
+    return TensorDict({"observation": observation, "action": action, "valid": valid}, [batch])
+
+
+def imitated(**config):
+    torch.manual_seed(0)
+    policy = FlowPolicy(FlowConfig(width=48, heads=2, layers=1, **config), Drifting(1).spec, 2)
+    optimizer = torch.optim.Adam(policy.parameters(), 3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        loss, _ = policy.imitation_loss(two_modes(generator), generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return policy
+
+
+@torch.no_grad()
+def drawn(policy, about):
+    """[512, 2, A] by the ODE from noise."""
+    x = torch.randn(512, 2, DIMS, generator=torch.Generator().manual_seed(1))
+    for k in range(policy.grid.steps):
+        x = ode_step(x, policy._velocity_at(k, x, about), policy.grid.size)
+    return x
+
+
+def distance_to_a_mode(x):
+    return (x.abs() - 0.5).abs().mean().item()
+
+
+def test_imitation_learns_both_of_two_modes():
+    policy = imitated(sampling_steps=10)
+    x = drawn(policy, policy._decide(two_modes(torch.Generator(), 512))[1])
+    # near one of them, about as often, and both steps of a chunk at the same one
+    assert distance_to_a_mode(x) < 0.12 and 0.3 < (x[:, 0, 0] > 0).float().mean() < 0.7
+    assert ((x > 0) == (x[:, :1, :1] > 0)).float().mean() > 0.95
+
+
+def test_with_the_consistency_term_two_steps_suffice():
+    policy = imitated(sampling_steps=2, consistency=1.0, target_decay=0.98)
+    batch = two_modes(torch.Generator(), 512)
+    plain, consistent = (drawn(policy, about) for about in (policy._encode(batch)[1], policy._decide(batch)[1]))
+    assert distance_to_a_mode(consistent) < 0.1 and distance_to_a_mode(consistent) < 0.5 * distance_to_a_mode(plain)
+
+
+def test_steps_past_an_episodes_end_are_not_imitated():
+    policy = make_policy(chunk=2)
+    batch = two_modes(torch.Generator().manual_seed(0), 8)
+    batch["valid"][:, 1] = False
+    loss, _ = policy.imitation_loss(batch, torch.Generator().manual_seed(1))
+    batch["action"][:, 1] = 100.0
+    # the other positions see the noisy one, so compare what is averaged: a policy whose positions do not mix
+    policy.velocity.blocks = nn.ModuleList()
+    loss, _ = policy.imitation_loss(batch, torch.Generator().manual_seed(1))
+    batch["action"][:, 1] = -100.0
+    again, _ = policy.imitation_loss(batch, torch.Generator().manual_seed(1))
+    assert loss.item() == again.item()
