@@ -44,6 +44,15 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def device(name: str) -> str:
+    """What 'cpu' or 'cuda' is here."""
+    if name == "cpu":
+        return cpu_model()
+    import torch
+
+    return torch.cuda.get_device_name(name)
+
+
 def write_json(path: Path, content: dict) -> None:
     """At once or not at all, so that an interrupted benchmark leaves the last good file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from doubles import IdentityBackend
 from tensordict import TensorDict
 from torch import nn
 
@@ -314,6 +315,31 @@ def test_what_it_cannot_do_is_said():
         FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_finds_a_known_optimum(method):
+    """Reward 1 - |action - state|: the best action is the state."""
+    torch.manual_seed(0)
+    env = Env(IdentityBackend(64))
+    config = FlowConfig(width=32, heads=2, layers=1, normalize_actions=False, **METHODS[method])
+    policy = FlowPolicy(config, env.spec, 1).eval()
+    ppo = PPO(PPOConfig(policy_lr=3e-3, mini_batch_size=256, ppo_epochs=4, gamma=0.0), policy)
+    collector, buffer = Collector(env, policy, seed=0), RolloutBuffer(8)
+    errors = [_ode_error(policy, env)]
+    for _ in range(20):
+        collector.collect(buffer)
+        ppo.update(buffer.rollout())
+        errors.append(_ode_error(policy, env))
+    assert errors[0] > 0.4 and np.mean(errors[-5:]) < 0.08
+
+
+def _ode_error(policy, env) -> float:
+    seen = env.reset(1, "eval")
+    return (policy.act(seen.clone())["action"][:, 0, 0] - seen["observation", "state"][:, 0]).abs().mean().item()
 
 
 # ---- imitation
