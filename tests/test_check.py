@@ -216,6 +216,13 @@ def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
     assert "is no tabletop task" in capsys.readouterr().err
 
 
+def test_a_task_given_twice_is_refused_unless_both_agree(capsys):
+    for word in ("env.task=stack_d0", "task_name=stack_d0", "task=stack_d0"):
+        assert main(["check", "sparring/lift_d0", word]) == 2
+        assert f"'sparring/lift_d0' and {word} name different tasks; keep one" in capsys.readouterr().err
+    assert main(["check", "sparring/reach_d0", "env.task=[reach_d0]", "rollout.max_episode_steps=3"]) == 0
+
+
 def test_the_installation(capsys):
     assert main(["check", "rollout.max_episode_steps=5"]) == 0
     lines = lines_of(capsys)

@@ -121,6 +121,16 @@ def test_a_later_override_wins_over_an_earlier_one_and_over_the_file(tmp_path):
     assert (config.seed, config.ppo.gamma, config.ppo.gae_lambda) == (3, 0.9, 0.5)
 
 
+def test_two_spellings_of_one_key_must_agree(tmp_path):
+    assert mistakes("task_name=lift_d0", "env.task=stack_d0") == [
+        "env.task = stack_d0 (from command line): task_name = lift_d0 was given too and is the same key; keep one"
+    ]
+    assert load("task_name=lift_d0", "env.task=lift_d0").env.task == ("lift_d0",)
+    # what a file says may be changed under any spelling
+    file = in_file(tmp_path, "task_name: lift_d0")
+    assert load("env.task=stack_d0", file=file).env.task == ("stack_d0",)
+
+
 def test_a_bare_name_finds_its_unique_place():
     config = load("--num_episodes", "500", "--clip_ratio", "0.3", "--hidden", "[8]")
     assert (config.training.num_episodes, config.ppo.clip_ratio, config.policy.hidden) == (500, 0.3, (8,))

@@ -123,6 +123,9 @@ class Tree:
             earlier = placed.get(key)
             if earlier and earlier.line and earlier.source == setting.source:
                 mistakes.append(f"{_given(key, {key: setting})}: was given before, in line {earlier.line}; keep one")
+            elif earlier and _contradict(earlier, setting):
+                before = f"{earlier.key} = {value_text(earlier.value)}"
+                mistakes.append(f"{_given(key, {key: setting})}: {before} was given too and is the same key; keep one")
             if key:
                 placed.pop(key, None)  # so that it moves to the end
                 placed[key] = setting
@@ -220,6 +223,11 @@ def _given(key: str, placed: dict[str, Setting]) -> str:
         return key
     spelled = "" if setting.key == key else f", given as {setting.key}"
     return f"{key} = {value_text(setting.value)} (from {setting.where}{spelled})"
+
+
+def _contradict(earlier: Setting, later: Setting) -> bool:
+    """Two spellings of one key in one place; the same spelling again is how somebody changes their mind."""
+    return earlier.source == later.source and earlier.key != later.key and earlier.value != later.value
 
 
 def _insert(values: dict, dotted: str, value: Any) -> None:

@@ -172,6 +172,16 @@ def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
         gymnasium.make("sparring/lift_d0", episode_steps=0)
     with pytest.raises(UserError, match="camera_s: Extra inputs"):
         gymnasium.make("sparring/lift_d0", camera_s=("head",))
+    for make in (gymnasium.make, gymnasium.make_vec):
+        with pytest.raises(UserError, match="'sparring/lift_d0' and task='stack_d0' name different tasks; make 'sparr"):
+            make("sparring/lift_d0", task="stack_d0")
+
+
+def test_gymnasium_mixes_tasks_that_begin_with_the_one_of_the_id():
+    register()
+    env = gymnasium.make_vec("sparring/lift_d0", num_envs=2, task=("lift_d0", "stack_d0"))
+    assert [task.name for task in env.unwrapped._backend.robot_tasks()] == ["lift_d0", "stack_d0"]
+    env.close()
 
 
 def test_gymnasium_finds_the_tasks_by_a_module_and_an_id():

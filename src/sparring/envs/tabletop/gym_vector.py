@@ -22,9 +22,16 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         "render_fps": round(CONTROL_HZ),
     }
 
-    def __init__(self, num_envs: int = 1, episode_steps: int | None = None, render_mode: str | None = None, **config):
+    def __init__(
+        self,
+        num_envs: int = 1,
+        episode_steps: int | None = None,
+        render_mode: str | None = None,
+        id_task: str | None = None,
+        **config,
+    ):
         self.num_envs, self.render_mode = num_envs, checked_render_mode(render_mode)
-        self._backend = Tabletop(make_config(config), num_envs, checked_steps(episode_steps))
+        self._backend = Tabletop(make_config(config, id_task), num_envs, checked_steps(episode_steps))
         spec = self._backend.spec
         self.single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
         self.single_observation_space = observation_space(spec)
