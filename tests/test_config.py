@@ -14,6 +14,7 @@ from pydantic import Field
 
 from sparring.config import ConfigError, Section, Tree, accepted
 from sparring.config_text import ConfigTextError, Setting, flatten, parse_overrides, read_settings, to_yaml
+from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.tree import ALIASES, TREE, load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -514,6 +515,18 @@ def test_a_tree_of_ones_own():
         tree.build([Setting("inner.size", 6, "there", 2)])
     with pytest.raises(ConfigError, match="could be any of inner.size, other.size"):
         tree.build([Setting("size", 6, "there", 2)])
+
+
+def test_a_section_made_in_python_says_what_is_wrong_with_it():
+    with pytest.raises(ConfigError) as caught:
+        TabletopConfig(image_size=3, cameras=("side", "back"), action_scal=2)
+    assert caught.value.mistakes == [
+        "TabletopConfig: cameras=('side', 'back'): expected a list, each one of: head, wrist, left_wrist, right_wrist",
+        "TabletopConfig: image_size=3: expected an integer >= 16 and <= 512",
+        "TabletopConfig: action_scal=2 is an unknown key; nearest: action_scale",
+    ]
+    with pytest.raises(ConfigError, match="GymConfig: name: has no default and was not given; expected text"):
+        GymConfig()
 
 
 def test_sections_are_frozen():

@@ -13,6 +13,7 @@ from sparring.envs.tabletop.control import CONTROLS
 from sparring.envs.tabletop.experts import EXPERTS, Expert, keyed_normal
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.tasks import TASKS
+from sparring.errors import UserError
 
 
 def _env(task, num_envs, mode="delta_ee_pos", **config):
@@ -82,6 +83,12 @@ def test_noise_on_absolute_actions_is_noise_on_the_step_to_them(task):
     assert 0.003 < apart[..., :6].mean() < 0.01 and apart[..., :6].max() < 0.05 and apart[..., 6].max() < 0.005
     env.reset(EpisodeSeeds(3, "eval", total_envs=20))
     assert _play(env, Expert(env, noise=0.1)).mean() >= 0.95
+
+
+@pytest.mark.parametrize("noise", ["a", -0.1, np.nan, np.inf, None])
+def test_noise_that_is_none_is_told(noise):
+    with pytest.raises(UserError, match=r"Expert\(noise=.*expected a number >= 0"):
+        Expert(_env("reach_d0", 1), noise=noise)
 
 
 def test_noise_is_the_same_however_many_robots_there_are():

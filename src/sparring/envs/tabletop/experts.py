@@ -9,6 +9,8 @@ noise, and goes on from any `set_state`. It sees object poses whether or not the
 the hand at a way-point and says so in the env's own control mode, through damped least squares where those are joints.
 """
 
+from numbers import Real
+
 import numpy as np
 
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL
@@ -45,6 +47,8 @@ class Expert:
     """
 
     def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
+        if not (isinstance(noise, Real) and 0 <= noise < np.inf):
+            raise UserError(f"Expert(noise={noise!r}): expected a number >= 0, a part of the largest step, e.g. 0.1")
         self._env, self._noise, self._seed = env, noise, seed
         self._mover = HandMover(env.mounts)
         self._low, self._high = self._mover.model.jnt_range[:ARM_JOINTS].T
