@@ -15,6 +15,7 @@ import numpy as np
 
 from sparring.config_text import Setting, parse_overrides, value_text
 from sparring.envs.configs import GymConfig
+from sparring.envs.tabletop.tasks import TASKS
 from sparring.errors import UserError
 from sparring.resolve import describe_error, import_path
 from sparring.tree import TREE, Config, load_config
@@ -133,6 +134,8 @@ def _is_policy(name: str) -> bool:
 
 def _env_setting(name: str, others: list[Setting]) -> Setting:
     """'sparring/reach_d1' is the built-in arm with that task."""
+    if name in TASKS:
+        raise UserError(f"'{name}' is a task, not an env; write: sparring check sparring/{name}")
     if not name.startswith("sparring/"):
         return Setting("env.name", name, "command line")
     task = name.removeprefix("sparring/")
