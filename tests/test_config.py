@@ -137,6 +137,11 @@ def test_a_bare_name_finds_its_unique_place():
     assert (config.training.num_episodes, config.ppo.clip_ratio, config.policy.hidden) == (500, 0.3, (8,))
 
 
+def test_one_camera_needs_no_list():
+    assert load("env.cameras=head").env.cameras == TabletopConfig(cameras="head").cameras == ("head",)
+    assert mistakes("env.cameras=side")[0].startswith("env.cameras = side (from command line): expected a list, each")
+
+
 def test_an_ambiguous_bare_name_lists_its_places():
     assert mistakes("name=x") == [
         "name (from command line): could be any of env.name, policy.name; write one of them",
