@@ -190,6 +190,25 @@ def test_gymnasium_finds_the_tasks_by_a_module_and_an_id():
     assert done.stdout.strip() == "(51,)", done.stderr
 
 
+def test_gymnasium_users_are_told_the_instruction_of_each_episode():
+    register()
+    one = gymnasium.make("sparring/lift_d0")
+    texts = one.unwrapped._backend.spec.instructions
+    told = {one.reset(seed=seed)[1]["instruction"] for seed in range(20)}
+    assert len(told) > 1 and told <= set(texts)
+
+    many = gymnasium.make_vec("sparring/lift_d0", num_envs=4, task=("lift_d0", "push_d0"), episode_steps=2)
+    backend, idle = many.unwrapped._backend, np.zeros((4, 7), np.float32)
+    begun = [many.reset(seed=0)[1]]
+    assert "instruction" not in many.step(idle)[4]
+    begun.append(many.step(idle)[4])
+    for infos in begun:
+        assert infos["_instruction"].all()
+        assert all(infos["instruction"][k] in TASKS["push_d0"].instructions for k in (1, 3))
+    expected = [backend.spec.instructions[k] for k in backend.state()["phrasing"]]
+    assert begun[1]["instruction"].tolist() == expected
+
+
 def test_the_two_gymnasium_ways_step_alike():
     register()
     many = gymnasium.make_vec("sparring/push_d1", num_envs=1)

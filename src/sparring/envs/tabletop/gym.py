@@ -6,7 +6,8 @@
 Keyword arguments are the fields of `TabletopConfig`. With nothing but the state to observe, an observation is that
 vector; else it is a dict: `state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for
 (`privileged`, `depth/<camera>`, `segmentation/<camera>`, `points`, shaped as in docs/suite.md). `info["success"]` is
-set when an episode ends. `episode_steps` is the time limit; gymnasium keeps its own `max_episode_steps` to itself.
+set when an episode ends; `reset` says in `info["instruction"]` what is asked for. `episode_steps` is the time limit;
+gymnasium keeps its own `max_episode_steps` to itself.
 """
 
 import gymnasium
@@ -41,7 +42,8 @@ class TabletopGym(gymnasium.Env):
         super().reset(seed=seed)
         observation = self._backend.reset(EpisodeSeeds(int(self.np_random.integers(2**31))))
         self._picture = None
-        return self._only(observation), {"success": False}
+        instruction = self._backend.spec.instructions[observation["task"][0]]
+        return self._only(observation), {"success": False, "instruction": instruction}
 
     def step(self, action: np.ndarray):
         # [A] -> [N=1, C=1, A]
