@@ -104,6 +104,15 @@ def test_random_colours_are_broad_but_a_red_cube_stays_red():
             assert max(colorsys.rgb_to_hsv(*one[g])[1] for one in rgb) < 0.56
 
 
+def test_the_table_is_never_painted_like_the_goal():
+    renderer = _renderer()
+    table, goal = renderer._shapes.ground, renderer._shapes.label == GOAL
+    looks = [renderer.random_look(np.random.default_rng(seed), **ALL_SWITCHES).rgb for seed in range(200)]
+    apart = [np.linalg.norm(rgb[table] - rgb[goal][0]) for rgb in looks]
+    # without care the nearest of these is 0.23
+    assert 0.35 <= min(apart) < 0.36
+
+
 def test_random_light_and_cameras_stay_in_their_ranges():
     renderer = _renderer(*_cubes())
     looks = [renderer.random_look(np.random.default_rng(seed), **ALL_SWITCHES) for seed in range(200)]

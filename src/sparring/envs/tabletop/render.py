@@ -56,7 +56,8 @@ class Renderer:
         """One robot's look, to be written into a row of `standard_look(n)`."""
         standard, floor = self.standard_look(1).rows(0), self._shapes.kind == PLANE
         switches = (appearance, background, light, camera_pose)
-        return random_look(rng, standard, *switches, self._keep, floor, self._wrist)
+        goal = self._shapes.label == GOAL
+        return random_look(rng, standard, *switches, self._keep, goal, floor, self._wrist)
 
     def views(
         self,
