@@ -212,8 +212,17 @@ def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
     assert main(["check", "tabletap"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("sparring: env.name = tabletap (from command line): no env is called 'tabletap'; nearest: ")
+    assert main(["check", "lift_d0"]) == 2
+    assert "'lift_d0' is a task, not an env; write: sparring check sparring/lift_d0" in capsys.readouterr().err
     assert main(["check", "sparring/reach_x"]) == 2
     assert "is no tabletop task" in capsys.readouterr().err
+
+
+def test_a_task_given_twice_is_refused_unless_both_agree(capsys):
+    for word in ("env.task=stack_d0", "task_name=stack_d0", "task=stack_d0"):
+        assert main(["check", "sparring/lift_d0", word]) == 2
+        assert f"'sparring/lift_d0' and {word} name different tasks; keep one" in capsys.readouterr().err
+    assert main(["check", "sparring/reach_d0", "env.task=[reach_d0]", "rollout.max_episode_steps=3"]) == 0
 
 
 def test_the_installation(capsys):

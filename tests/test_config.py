@@ -14,6 +14,7 @@ from pydantic import Field
 
 from sparring.config import ConfigError, Section, Tree, accepted
 from sparring.config_text import ConfigTextError, Setting, flatten, parse_overrides, read_settings, to_yaml
+from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.tree import ALIASES, TREE, load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -121,9 +122,24 @@ def test_a_later_override_wins_over_an_earlier_one_and_over_the_file(tmp_path):
     assert (config.seed, config.ppo.gamma, config.ppo.gae_lambda) == (3, 0.9, 0.5)
 
 
+def test_two_spellings_of_one_key_must_agree(tmp_path):
+    assert mistakes("task_name=lift_d0", "env.task=stack_d0") == [
+        "env.task = stack_d0 (from command line): task_name = lift_d0 was given too and is the same key; keep one"
+    ]
+    assert load("task_name=lift_d0", "env.task=lift_d0").env.task == ("lift_d0",)
+    # what a file says may be changed under any spelling
+    file = in_file(tmp_path, "task_name: lift_d0")
+    assert load("env.task=stack_d0", file=file).env.task == ("stack_d0",)
+
+
 def test_a_bare_name_finds_its_unique_place():
     config = load("--num_episodes", "500", "--clip_ratio", "0.3", "--hidden", "[8]")
     assert (config.training.num_episodes, config.ppo.clip_ratio, config.policy.hidden) == (500, 0.3, (8,))
+
+
+def test_one_camera_needs_no_list():
+    assert load("env.cameras=head").env.cameras == TabletopConfig(cameras="head").cameras == ("head",)
+    assert mistakes("env.cameras=side")[0].startswith("env.cameras = side (from command line): expected a list, each")
 
 
 def test_an_ambiguous_bare_name_lists_its_places():
@@ -504,6 +520,18 @@ def test_a_tree_of_ones_own():
         tree.build([Setting("inner.size", 6, "there", 2)])
     with pytest.raises(ConfigError, match="could be any of inner.size, other.size"):
         tree.build([Setting("size", 6, "there", 2)])
+
+
+def test_a_section_made_in_python_says_what_is_wrong_with_it():
+    with pytest.raises(ConfigError) as caught:
+        TabletopConfig(image_size=3, cameras=("side", "back"), action_scal=2)
+    assert caught.value.mistakes == [
+        "TabletopConfig: cameras=('side', 'back'): expected a list, each one of: head, wrist, left_wrist, right_wrist",
+        "TabletopConfig: image_size=3: expected an integer >= 16 and <= 512",
+        "TabletopConfig: action_scal=2 is an unknown key; nearest: action_scale",
+    ]
+    with pytest.raises(ConfigError, match="GymConfig: name: has no default and was not given; expected text"):
+        GymConfig()
 
 
 def test_sections_are_frozen():

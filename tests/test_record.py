@@ -71,9 +71,10 @@ def test_a_missing_encoder_is_told(tmp_path, monkeypatch):
 def test_filmstrip_shows_first_and_last():
     frames = [np.full((2, 3, 3), i, np.uint8) for i in range(20)]
     strip = filmstrip(frames)
-    assert strip.shape == (4, 9, 3)
+    # 2 rows of 2 pixels and 3 columns of 3, 8 apart
+    assert strip.shape == (12, 25, 3) and (strip[2:10] == 250).all() and (strip[:, 3:11] == 250).all()
     assert strip[0, 0, 0] == 0 and strip[-1, -1, 0] == 19
-    assert filmstrip(frames[:1]).shape == (4, 9, 3)
+    assert filmstrip(frames[:1]).shape == (12, 25, 3)
 
 
 class Terminal(io.StringIO):

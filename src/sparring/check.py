@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sparring.config_text import Setting, parse_overrides
+from sparring.config_text import Setting, parse_overrides, value_text
 from sparring.envs.configs import GymConfig
+from sparring.envs.tabletop.tasks import TASKS
 from sparring.errors import UserError
 from sparring.resolve import describe_error, import_path
-from sparring.tree import Config, load_config
+from sparring.tree import TREE, Config, load_config
 
 ROBOTS = 4
 # of an env that has no time limit
@@ -44,7 +45,7 @@ def _findings(name: str | None, settings: list[Setting]) -> Iterator[Finding]:
     elif _is_policy(name):
         yield from policy_findings(load_config(None, [*settings, Setting("policy.name", name, "command line")]))
     else:
-        yield from env_findings(load_config(None, [*settings, _env_setting(name)]))
+        yield from env_findings(load_config(None, [*settings, _env_setting(name, settings)]))
 
 
 def installation() -> Iterator[Finding]:
@@ -131,11 +132,18 @@ def _is_policy(name: str) -> bool:
     return isinstance(thing, type) and issubclass(thing, Policy)
 
 
-def _env_setting(name: str) -> Setting:
+def _env_setting(name: str, others: list[Setting]) -> Setting:
     """'sparring/reach_d1' is the built-in arm with that task."""
-    if name.startswith("sparring/"):
-        return Setting("env.task", name.removeprefix("sparring/"), "command line")
-    return Setting("env.name", name, "command line")
+    if name in TASKS:
+        raise UserError(f"'{name}' is a task, not an env; write: sparring check sparring/{name}")
+    if not name.startswith("sparring/"):
+        return Setting("env.name", name, "command line")
+    task = name.removeprefix("sparring/")
+    for other in others:
+        is_task = TREE.aliases.get(other.key, other.key) in ("env.task", "task")
+        if is_task and other.value not in (task, [task]):
+            raise UserError(f"'{name}' and {other.key}={value_text(other.value)} name different tasks; keep one")
+    return Setting("env.task", task, "command line")
 
 
 def _shown_and_taken(name: str, spec) -> Iterator[Finding]:

@@ -19,7 +19,17 @@ from sparring.config_text import Setting, value_text
 from sparring.errors import UserError
 
 
-class Section(pydantic.BaseModel):
+class _Spoken(type(pydantic.BaseModel)):
+    """`SomeConfig(key=value)` says what is wrong as `load_config` does, not as pydantic would."""
+
+    def __call__(cls, *args, **values):
+        try:
+            return super().__call__(*args, **values)
+        except pydantic.ValidationError as error:
+            raise ConfigError(_spoken(cls, values, error)) from None
+
+
+class Section(pydantic.BaseModel, metaclass=_Spoken):
     """A part of the config tree: frozen, typed, bounded; an unknown key is an error."""
 
     model_config = pydantic.ConfigDict(
@@ -123,6 +133,9 @@ class Tree:
             earlier = placed.get(key)
             if earlier and earlier.line and earlier.source == setting.source:
                 mistakes.append(f"{_given(key, {key: setting})}: was given before, in line {earlier.line}; keep one")
+            elif earlier and _contradict(earlier, setting):
+                before = f"{earlier.key} = {value_text(earlier.value)}"
+                mistakes.append(f"{_given(key, {key: setting})}: {before} was given too and is the same key; keep one")
             if key:
                 placed.pop(key, None)  # so that it moves to the end
                 placed[key] = setting
@@ -222,6 +235,11 @@ def _given(key: str, placed: dict[str, Setting]) -> str:
     return f"{key} = {value_text(setting.value)} (from {setting.where}{spelled})"
 
 
+def _contradict(earlier: Setting, later: Setting) -> bool:
+    """Two spellings of one key in one place; the same spelling again is how somebody changes their mind."""
+    return earlier.source == later.source and earlier.key != later.key and earlier.value != later.value
+
+
 def _insert(values: dict, dotted: str, value: Any) -> None:
     """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; what was given before gives way."""
     leaf, _, rest = dotted.partition(".")
@@ -244,6 +262,21 @@ def _validated(cls, values, prefix, placed, mistakes):
             if line not in mistakes:
                 mistakes.append(line)
         return None
+
+
+def _spoken(cls: type[Section], values: dict, error: pydantic.ValidationError) -> list[str]:
+    """The mistakes of a section that was made in Python, without a tree around it."""
+    mistakes = []
+    for problem in error.errors():
+        leaf = str(problem["loc"][0]) if problem["loc"] else ""
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(leaf, cls.model_fields, n=1)
+            hint = f"nearest: {near[0]}" if near else f"valid here: {', '.join(cls.model_fields)}"
+            mistakes.append(f"{cls.__name__}: {leaf}={values[leaf]!r} is an unknown key; {hint}")
+        else:
+            given = f"{leaf}={values[leaf]!r}" if leaf in values else leaf
+            mistakes.append(f"{cls.__name__}: {given}: {_why(problem, cls.model_fields.get(leaf))}")
+    return list(dict.fromkeys(mistakes))
 
 
 def _why(problem: dict, info: FieldInfo | None) -> str:

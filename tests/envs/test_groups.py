@@ -170,14 +170,43 @@ def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
         gymnasium.make_vec("sparring/lift_d0", num_envs=2, render_mode="human")
     with pytest.raises(UserError, match="episode_steps=0: expected a number of steps above 0"):
         gymnasium.make("sparring/lift_d0", episode_steps=0)
-    with pytest.raises(UserError, match="camera_s: Extra inputs"):
+    with pytest.raises(UserError, match=r"camera_s=\('head',\) is an unknown key; nearest: cameras"):
         gymnasium.make("sparring/lift_d0", camera_s=("head",))
+    for make in (gymnasium.make, gymnasium.make_vec):
+        with pytest.raises(UserError, match="'sparring/lift_d0' and task='stack_d0' name different tasks; make 'sparr"):
+            make("sparring/lift_d0", task="stack_d0")
+
+
+def test_gymnasium_mixes_tasks_that_begin_with_the_one_of_the_id():
+    register()
+    env = gymnasium.make_vec("sparring/lift_d0", num_envs=2, task=("lift_d0", "stack_d0"))
+    assert [task.name for task in env.unwrapped._backend.robot_tasks()] == ["lift_d0", "stack_d0"]
+    env.close()
 
 
 def test_gymnasium_finds_the_tasks_by_a_module_and_an_id():
     code = "import gymnasium; print(gymnasium.make('sparring.envs.registered:sparring/lift_d0').reset(seed=0)[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "(51,)", done.stderr
+
+
+def test_gymnasium_users_are_told_the_instruction_of_each_episode():
+    register()
+    one = gymnasium.make("sparring/lift_d0")
+    texts = one.unwrapped._backend.spec.instructions
+    told = {one.reset(seed=seed)[1]["instruction"] for seed in range(20)}
+    assert len(told) > 1 and told <= set(texts)
+
+    many = gymnasium.make_vec("sparring/lift_d0", num_envs=4, task=("lift_d0", "push_d0"), episode_steps=2)
+    backend, idle = many.unwrapped._backend, np.zeros((4, 7), np.float32)
+    begun = [many.reset(seed=0)[1]]
+    assert "instruction" not in many.step(idle)[4]
+    begun.append(many.step(idle)[4])
+    for infos in begun:
+        assert infos["_instruction"].all()
+        assert all(infos["instruction"][k] in TASKS["push_d0"].instructions for k in (1, 3))
+    expected = [backend.spec.instructions[k] for k in backend.state()["phrasing"]]
+    assert begun[1]["instruction"].tolist() == expected
 
 
 def test_the_two_gymnasium_ways_step_alike():

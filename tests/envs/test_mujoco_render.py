@@ -1,5 +1,9 @@
 """MuJoCo's own renderer beside the suite's; left out where there is no GL."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -78,6 +82,21 @@ def test_other_than_rgb_and_unknown_cameras_are_refused(pretty):
         pretty.views(QPOS, GOALS, CAMERAS, 16, wants=("rgb", "depth"))
     with pytest.raises(UserError, match="'side'.*head, wrist"):
         pretty.views(QPOS, GOALS, ("side",), 16)
+
+
+def test_a_mujoco_gl_that_does_not_work_is_named():
+    code = """
+from sparring.envs.tabletop.scene import compile_scene
+from sparring.errors import UserError
+try:
+    compile_scene()
+except UserError as error:
+    print(error)
+"""
+    environment = {**os.environ, "MUJOCO_GL": "no_such_gl"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith("MUJOCO_GL=no_such_gl does not work here ("), done.stderr
+    assert "env.video_renderer=builtin" in done.stdout and "MUJOCO_GL=egl" in done.stdout
 
 
 def test_without_gl_one_is_told_what_to_install(model, monkeypatch):

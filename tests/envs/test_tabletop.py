@@ -15,6 +15,7 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS, HandMover
 from sparring.envs.tabletop.task import Situation
 from sparring.envs.tabletop.tasks import TASKS, describe, find
+from sparring.errors import UserError
 
 REACHES = ["reach_d0", "reach_d1", "reach_d2"]
 
@@ -277,6 +278,16 @@ def test_errors_tell_what_to_do():
         env.set_state(_tabletop(2)[0].state())
     with pytest.raises(RuntimeError, match="call reset"):
         Tabletop(TabletopConfig(threads=1), 1).step(np.zeros((1, 1, 7)))
+
+
+def test_a_closed_env_says_so():
+    env, _ = _tabletop(1)
+    env.close()
+    env.close()
+    with pytest.raises(UserError, match="this env was closed; make a new one"):
+        env.step(np.zeros((1, 1, 7)))
+    with pytest.raises(UserError, match="this env was closed; make a new one"):
+        env.reset(EpisodeSeeds(0))
 
 
 def test_infinite_actions_are_only_large():

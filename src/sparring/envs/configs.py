@@ -17,10 +17,12 @@ def _known_tasks(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-# "reach_d0" and ["reach_d0"] are the same
-TaskList = Annotated[
-    tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v), AfterValidator(_known_tasks)
-]
+def _listed(value):
+    """ "reach_d0" and ["reach_d0"] are the same."""
+    return (value,) if isinstance(value, str) else value
+
+
+TaskList = Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_known_tasks)]
 
 
 def _no_camera_twice(cameras: tuple[str, ...]) -> tuple[str, ...]:
@@ -47,7 +49,9 @@ class TabletopConfig(Section):
         ("reach_d0",), description="task and reset distribution; several are dealt out over the envs"
     )
     cameras: Annotated[
-        tuple[Literal["head", "wrist", "left_wrist", "right_wrist"], ...], AfterValidator(_no_camera_twice)
+        tuple[Literal["head", "wrist", "left_wrist", "right_wrist"], ...],
+        BeforeValidator(_listed),
+        AfterValidator(_no_camera_twice),
     ] = Field((), description="cameras the policy sees; [] is state only; with two arms left_wrist and right_wrist")
     image_size: int = Field(64, ge=16, le=512, description="pixels a side of each camera image")
     depth: bool = Field(False, description="observation/depth/<camera> beside each image, metres")

@@ -15,5 +15,5 @@ def register() -> None:
                 env_id,
                 "sparring.envs.tabletop.gym:TabletopGym",
                 vector_entry_point="sparring.envs.tabletop.gym_vector:TabletopVectorGym",
-                kwargs={"task": (task,)},
+                kwargs={"id_task": task},
             )

@@ -6,6 +6,9 @@ import numpy as np
 
 from sparring.errors import UserError
 
+# between the frames of a film strip, pixels
+_GAP, _PAPER = 8, 250
+
 
 class NoVideoEncoder(UserError):
     """There is no ffmpeg to write MP4 with."""
@@ -55,7 +58,11 @@ def find_encoder() -> str:
 
 
 def filmstrip(frames: list[np.ndarray], columns: int = 3, rows: int = 2) -> np.ndarray:
-    """Frames spread evenly over an episode, first to last, in reading order."""
+    """Frames spread evenly over an episode, first to last, in reading order, with a gap between them."""
     picks = np.linspace(0, len(frames) - 1, columns * rows).round().astype(int)
-    strips = [np.concatenate([frames[i] for i in line], axis=1) for line in picks.reshape(rows, columns)]
-    return np.concatenate(strips, axis=0)
+    height, width, _ = frames[0].shape
+    strip = np.full((rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, 3), _PAPER, np.uint8)
+    for place, frame in enumerate(picks):
+        top, left = place // columns * (height + _GAP), place % columns * (width + _GAP)
+        strip[top : top + height, left : left + width] = frames[frame]
+    return strip

@@ -59,6 +59,7 @@ class Tabletop:
         self._all = np.arange(num_envs)
 
         self._seeds: EpisodeSeeds | None = None
+        self._closed = False
         self._command = np.zeros((num_envs, len(self.mounts), ARM_JOINTS + 1))
         self._goal = np.zeros((num_envs, 3))
         # steps since the episode began, and how many of the last ones in a row satisfied the task
@@ -168,6 +169,7 @@ class Tabletop:
 
     def close(self) -> None:
         self._world.close()
+        self._closed = True
 
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
         config, robot, world = self.config, len(self._robot_scale), len(self._world_scale)
@@ -193,6 +195,8 @@ class Tabletop:
         return np.array([crc32(task.name.encode()) for task in self.robot_tasks()])
 
     def _started(self) -> EpisodeSeeds:
+        if self._closed:
+            raise UserError("this env was closed; make a new one to go on")
         if self._seeds is None:
             raise RuntimeError("no episode has begun; call reset(seeds) or set_state(state) first")
         return self._seeds

@@ -9,6 +9,8 @@ noise, and goes on from any `set_state`. It sees object poses whether or not the
 the hand at a way-point and says so in the env's own control mode, through damped least squares where those are joints.
 """
 
+from numbers import Real
+
 import numpy as np
 
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL
@@ -40,11 +42,13 @@ _CUBE_PRESSED = 0.012
 class Expert:
     """Actions `[N, 1, A]` for the robots of `env` as they are now.
 
-    `noise` is the deviation added to each, as a part of the largest step: where actions are absolute, to the step that
-    leads to them.
+    `noise` is the deviation added to each, as a part of the largest step. Where actions are absolute it is added to the
+    step that leads to them, in parts of delta_qpos' largest step: the same noise is as many radians in both modes.
     """
 
     def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
+        if not (isinstance(noise, Real) and 0 <= noise < np.inf):
+            raise UserError(f"Expert(noise={noise!r}): expected a number >= 0, a part of the largest step, e.g. 0.1")
         self._env, self._noise, self._seed = env, noise, seed
         self._mover = HandMover(env.mounts)
         self._low, self._high = self._mover.model.jnt_range[:ARM_JOINTS].T
@@ -66,7 +70,7 @@ class Expert:
             if len(rows):
                 step[rows] = self._steps(expert(Situation(*(values[rows] for values in now))), rows)
         if self._noise:
-            step += self._noise * keyed_normal(self._seed, self._env.moments(), step.shape[1])
+            step += self._noise * self._noise_unit() * keyed_normal(self._seed, self._env.moments(), step.shape[1])
         action = np.clip(step, -1, 1)
         if self._env.config.control_mode == "qpos":
             action = np.clip(self._targets(action), -1, 1)
@@ -110,6 +114,12 @@ class Expert:
         opening = command[..., -1:] + step[..., -1:] * FINGER_STEP * self._env.config.action_scale
         part = (joints - self._low) / (self._high - self._low)
         return 2 * np.concatenate([part, opening / FINGER_TRAVEL], axis=2).reshape(len(step), -1) - 1
+
+    def _noise_unit(self) -> np.ndarray:
+        """`[R A]`: what noise of 1 is as a part of the largest step."""
+        if self._env.config.control_mode != "qpos":
+            return np.ones(1)
+        return np.tile([1 / APPROACH] * ARM_JOINTS + [1.0], len(self._env.mounts))
 
     def _joint_step(self) -> float:
         """Radians of the largest step of a joint."""

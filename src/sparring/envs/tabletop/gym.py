@@ -6,12 +6,12 @@
 Keyword arguments are the fields of `TabletopConfig`. With nothing but the state to observe, an observation is that
 vector; else it is a dict: `state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for
 (`privileged`, `depth/<camera>`, `segmentation/<camera>`, `points`, shaped as in docs/suite.md). `info["success"]` is
-set when an episode ends. `episode_steps` is the time limit; gymnasium keeps its own `max_episode_steps` to itself.
+set when an episode ends; `reset` says in `info["instruction"]` what is asked for. `episode_steps` is the time limit;
+gymnasium keeps its own `max_episode_steps` to itself.
 """
 
 import gymnasium
 import numpy as np
-from pydantic import ValidationError
 
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
@@ -26,9 +26,11 @@ BOUND = 20.0
 class TabletopGym(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(CONTROL_HZ)}
 
-    def __init__(self, episode_steps: int | None = None, render_mode: str | None = None, **config):
+    def __init__(
+        self, episode_steps: int | None = None, render_mode: str | None = None, id_task: str | None = None, **config
+    ):
         self.render_mode = checked_render_mode(render_mode)
-        self._backend = Tabletop(make_config({"threads": 1, **config}), 1, checked_steps(episode_steps))
+        self._backend = Tabletop(make_config({"threads": 1, **config}, id_task), 1, checked_steps(episode_steps))
         # the last picture of an episode is taken before the backend begins the next one
         self._backend.record([0] if render_mode else [])
         self._picture: np.ndarray | None = None
@@ -40,7 +42,8 @@ class TabletopGym(gymnasium.Env):
         super().reset(seed=seed)
         observation = self._backend.reset(EpisodeSeeds(int(self.np_random.integers(2**31))))
         self._picture = None
-        return self._only(observation), {"success": False}
+        instruction = self._backend.spec.instructions[observation["task"][0]]
+        return self._only(observation), {"success": False, "instruction": instruction}
 
     def step(self, action: np.ndarray):
         # [A] -> [N=1, C=1, A]
@@ -65,12 +68,13 @@ class TabletopGym(gymnasium.Env):
         return {name: value[0] for name, value in seen.items()} if isinstance(seen, dict) else seen[0]
 
 
-def make_config(settings: dict) -> TabletopConfig:
-    try:
-        return TabletopConfig(**settings)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"sparring env: {wrong}. `sparring config` lists the settings of its env section") from None
+def make_config(settings: dict, id_task: str | None) -> TabletopConfig:
+    """`id_task` is what the id that gymnasium was given stands for; tasks to be mixed begin with it."""
+    config = TabletopConfig(**({"task": id_task} if id_task else {}) | settings)
+    if id_task and config.task[0] != id_task:
+        given = f"'sparring/{id_task}' and task={settings['task']!r} name different tasks"
+        raise UserError(f"{given}; make 'sparring/{config.task[0]}', or leave task out")
+    return config
 
 
 def checked_steps(steps: int | None) -> int | None:

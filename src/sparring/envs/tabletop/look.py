@@ -9,6 +9,8 @@ import numpy as np
 AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
 TO_SUN = np.array([0.35, -0.45, 0.82]) / np.linalg.norm([0.35, -0.45, 0.82])
 BACKGROUND = np.array([0.80, 0.85, 0.90])
+# how far random colours are from the goal's at least, r, g, b in 0..1; up to here the opposite of a colour is further
+APART = 0.35
 
 
 class Look(NamedTuple):
@@ -52,10 +54,13 @@ def random_look(
     light: bool,
     camera_pose: bool,
     keep: np.ndarray,
+    goal: np.ndarray,
     floor: np.ndarray,
     wrist: np.ndarray,
 ) -> Look:
     """One robot's look. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
+
+    The shape in `goal [G]`, if there is one, is painted unlike all that is not in `keep`.
 
     Shapes in `floor [G]` are scenery as well as background: what cameras see behind the table is mostly the floor.
     Everything is drawn, whatever is switched on, and colours last, as clutter brings some of its own: what one switch
@@ -67,7 +72,7 @@ def random_look(
     radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
     camera_pos = rng.uniform(-metres, metres, standard_row.camera_pos.shape)
     camera_turn = rng.uniform(-radians, radians, standard_row.camera_turn.shape)
-    painted = _repaint(rng, standard_row.rgb, keep)
+    painted = _repaint(rng, standard_row.rgb, keep, goal)
     repainted = (floor & background) | appearance
     rgb = np.where(repainted[:, None], painted, standard_row.rgb)
     changes = (
@@ -88,14 +93,24 @@ def rotations(turn: np.ndarray) -> np.ndarray:
     return np.eye(3) + np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / (2 * np.pi)) ** 2 * (cross @ cross)
 
 
-def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray) -> np.ndarray:
+def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray, goal: np.ndarray) -> np.ndarray:
     """One new colour per old one, so that a thing made of several shapes stays of one piece."""
     colours, which = np.unique(rgb, axis=0, return_inverse=True)
     # paler than what tasks speak of: a red cube is seen on any table
     broad = np.array([colorsys.hsv_to_rgb(*rng.uniform([0, 0, 0.2], [1, 0.55, 0.95])) for _ in colours])
     slight = np.array([_nudge(rng, colour) for colour in colours])
     which = which.ravel()
+    for marker in slight[which[goal]]:
+        broad = np.array([_unlike(marker, colour) for colour in broad])
     return np.where(keep[:, None], slight[which], broad[which])
+
+
+def _unlike(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
+    """The colour, or its opposite where it is too near to the marker's: a green disc is seen on any table."""
+    if np.linalg.norm(rgb - marker) >= APART:
+        return rgb
+    hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
+    return np.array(colorsys.hsv_to_rgb((hue + 0.5) % 1.0, saturation, value))
 
 
 def _nudge(rng: np.random.Generator, rgb: np.ndarray) -> tuple[float, float, float]:

@@ -19,6 +19,8 @@ KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.
 # numbers in a segmentation; the k-th free body has OBJECTS + k
 NOTHING, SCENERY, ROBOT, OBJECTS, GOAL = 0, 1, 2, 3, 255
 
+# half the width of the line between two cameras' pictures, pixels, and its colour
+_SEAM, _PAPER = 2, (250, 250, 248)
 _FREE_JOINT = 0
 # a disc lies on the table and is as flat as a sticker
 _DISC_HALF_HEIGHT = 0.001
@@ -54,7 +56,8 @@ class Renderer:
         """One robot's look, to be written into a row of `standard_look(n)`."""
         standard, floor = self.standard_look(1).rows(0), self._shapes.kind == PLANE
         switches = (appearance, background, light, camera_pose)
-        return random_look(rng, standard, *switches, self._keep, floor, self._wrist)
+        goal = self._shapes.label == GOAL
+        return random_look(rng, standard, *switches, self._keep, goal, floor, self._wrist)
 
     def views(
         self,
@@ -152,10 +155,17 @@ class Renderer:
 
 
 def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
-    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: each 2 x 2 block is averaged."""
+    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: each 2 x 2 block is averaged.
+
+    A pale line over the seams keeps them apart.
+    """
     double = np.concatenate([pixels[0] for pixels in views.values()], axis=2)
     blocks = double.reshape(3, double.shape[1] // 2, 2, double.shape[2] // 2, 2)
-    return blocks.mean(axis=(2, 4)).round().astype(np.uint8).transpose(1, 2, 0).copy()
+    picture = blocks.mean(axis=(2, 4)).round().astype(np.uint8).transpose(1, 2, 0).copy()
+    for seam in range(1, len(views)):
+        middle = seam * picture.shape[1] // len(views)
+        picture[:, middle - _SEAM : middle + _SEAM] = _PAPER
+    return picture
 
 
 def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:

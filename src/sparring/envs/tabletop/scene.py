@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sparring.envs.tabletop.arm import SINGLE, Mount, arm_bodies, arm_motors
+from sparring.errors import UserError
 
 TIMESTEP = 0.004
 SUBSTEPS = 10
@@ -104,8 +105,17 @@ def load_mujoco():
     unset = "MUJOCO_GL" not in os.environ
     if unset:
         os.environ["MUJOCO_GL"] = "disable"
-    import mujoco
-    import mujoco.rollout
+    try:
+        import mujoco
+        import mujoco.rollout
+    except (AttributeError, ImportError, RuntimeError) as error:
+        # PyOpenGL fails with an AttributeError where its library is missing
+        if unset or (isinstance(error, ModuleNotFoundError) and error.name == "mujoco"):
+            raise
+        raise UserError(
+            f"MUJOCO_GL={os.environ['MUJOCO_GL']} does not work here ({error}); unset it (env.video_renderer=builtin "
+            "needs no GL, and mujoco looks for one that works), or set MUJOCO_GL=egl where EGL is installed"
+        ) from None
 
     if unset:
         del os.environ["MUJOCO_GL"]
