@@ -49,7 +49,7 @@ class GRPOConfig(UpdaterConfig):
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="how far the probability ratio may fall below 1")
     clip_high: float = Field(0.28, gt=0, description="how far the probability ratio may rise above 1")
-    epochs: int = Field(5, gt=0, description="passes over a rollout")
+    epochs: int = Field(5, gt=0, description="passes over the episodes of a rollout")
     advantage_eps: float = Field(1e-4, gt=0, description="added to a group's standard deviation of rewards")
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL to the policy as it was when the run began; 0: not even worked out"
