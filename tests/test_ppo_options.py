@@ -5,7 +5,8 @@ import torch
 from test_ppo import Lesson, batch
 from torch import nn
 
-from sparring.algorithms.configs import PPOConfig
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
+from sparring.algorithms.grpo import GRPO
 from sparring.algorithms.losses import clipped_policy_loss
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.collect.collector import Collector
@@ -14,6 +15,7 @@ from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.policy import executed_mask
+from sparring.resolve import config_class
 
 
 def parameters_of(lesson) -> dict[str, torch.Tensor]:
@@ -49,6 +51,11 @@ def test_a_policy_that_does_not_name_its_critic_cannot_warm_it_up():
     policy = Anonymous(ActorCriticConfig(), Lesson().env.spec, 1)
     with pytest.raises(UserError, match="critic_warmup_updates=3: Anonymous does not say"):
         PPO(PPOConfig(critic_warmup_updates=3), policy)
+
+
+def test_an_algorithm_of_ones_own_has_the_section_of_the_one_it_is_made_from():
+    for base, section in ((PPO, PPOConfig), (GRPO, GRPOConfig)):
+        assert config_class(type("Mine", (base,), {}), "algorithm") is section
 
 
 def test_micro_batches_add_up_to_their_minibatch():

@@ -9,7 +9,9 @@ from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_term
 from sparring.algorithms.returns import gae
 from sparring.algorithms.schedules import scheduled
 from sparring.algorithms.updater import Updater, actor_parameters, valid_rows
+from sparring.distributed import Distributed
 from sparring.errors import UserError
+from sparring.policies.policy import Policy
 
 # what a minibatch holds beside the observations the policy declares
 LEARNED_FROM = ["action", "log_prob", "value", "advantage", "return", ("next", "executed")]
@@ -19,6 +21,9 @@ class PPO(Updater):
     """Clipped PPO. `update` takes a rollout [T, N] and changes the policy in place."""
 
     config: PPOConfig
+
+    def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
+        super().__init__(config, policy, distributed, seed)
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update from fresh experience; `progress` in [0, 1] of the run drives the schedules."""
