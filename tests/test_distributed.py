@@ -53,16 +53,57 @@ def one_update_on_this_rank(folder):
     )
 
 
+def updates_by_episodes_on_this_rank(folder):
+    """Poles fall when they fall: the ranks have different numbers of decisions to learn from."""
+    torch.set_num_threads(1)
+    from sparring.run import Run
+    from sparring.tree import load_config
+
+    told = {}
+    for algorithm in ("ppo", "grpo"):
+        settings = {
+            "device": "cpu",
+            "algorithm": algorithm,
+            "env": {"name": "gym:CartPole-v1"},
+            "rollout": {"n_envs": 2, "n_episodes_per_batch": 4, "group_size": 2},
+            algorithm: {"mini_batch_size": 16, "micro_batch_size": 5},
+            "training": {"iterations": 3},
+            "logging": {"console_level": "ERROR"},
+        }
+        run = Run(load_config(settings), folder=False, quiet=True)
+        run.run()
+        told[algorithm] = {
+            "weights": run.phase.model.state_dict(),
+            "decisions": int(run.phase.buffer.rollout()["valid"].sum()),
+            "progress": (run.phase.progress.episodes, run.phase.progress.env_steps),
+        }
+    torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
+
+
+def on_two_ranks(function, folder) -> list:
+    code = (
+        f"import sys; from accelerate import debug_launcher; from test_distributed import {function.__name__} as work;"
+        "debug_launcher(work, (sys.argv[1],), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, check=True, timeout=300)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    code = (
-        "import sys; from accelerate import debug_launcher; from test_distributed import one_update_on_this_rank;"
-        "debug_launcher(one_update_on_this_rank, (sys.argv[1],), num_processes=2)"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, check=True)
-    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return folder, on_two_ranks(one_update_on_this_rank, folder)
+
+
+def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):
+    first, second = on_two_ranks(updates_by_episodes_on_this_rank, tmp_path)
+    for algorithm in ("ppo", "grpo"):
+        one, other = first[algorithm], second[algorithm]
+        assert one["decisions"] != other["decisions"]
+        assert one["progress"] == other["progress"] and one["progress"][0] == 3 * 2 * 4
+        for name, tensor in one["weights"].items():
+            assert torch.equal(tensor, other["weights"][name]) and tensor.isfinite().all(), name
 
 
 def test_weights_and_statistics_are_bit_identical(two_ranks):

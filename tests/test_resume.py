@@ -26,6 +26,13 @@ WAYS = {
     "cartpole in workers": {"env": {"name": "gym:CartPole-v1", "vectorize": "process", "workers": 2}},
     "camera": {"env": {"cameras": ["head"], "image_size": 40}, "policy": {"channels": [4, 4], "image_features": 8}},
     "chunks": {"rollout": SMALL["rollout"] | {"action_steps": 3}},
+    "by episodes": {"rollout": {"n_envs": 2, "n_episodes_per_batch": 4}, "env": {"name": "gym:CartPole-v1"}},
+    "grpo": {
+        "algorithm": "grpo",
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
+    "critic warm-up": {"ppo": SMALL["ppo"] | {"critic_warmup_updates": 4}},
     "gsde": {"policy": {"distribution": "gsde", "sde_sample_freq": 5}},
     "evaluations between": {"evaluation": {"every": 2, "episodes": 3}},
     "schedules": {"ppo": SMALL["ppo"] | {"lr_schedule": "cosine", "warmup_updates": 2, "clip_schedule": "linear"}},

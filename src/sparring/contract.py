@@ -13,7 +13,8 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     is_first                     bool                 Env
     noise                        float32 [Z] in (0,1) Collector; the policy's randomness; absent: act greedily
     action                       float32 [C, A]       Policy; in [-1, 1] nominally, as sampled (discrete: A=1, an index)
-    log_prob, value              float32              Policy (log_prob: of the executed part, see Collector)
+    log_prob, value              float32              Policy (log_prob: of the executed part, see Collector; or [S], of
+                                                      each of the policy's scored denoising steps)
     trace/*                      what re-scoring and the parity gate need: log_prob [C], mean [C, ...], z2 [C], dims [C]
     version                      int64                Collector; which weights acted
     next/observation/*           the true next one, before any auto-reset (Env)
@@ -21,7 +22,11 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     next/executed                int64                Env; steps of the chunk that were executed
     next/terminated, next/truncated, next/success  bool  Env
     next/value                   float32              Collector; V of the true next observation
-    advantage, return            float32              returns
+    advantage, return            float32              returns, or grpo
+    valid                        bool                 Collector, by episodes: false after a robot's last one, and
+                                                      nobody learns from it; absent: all are valid
+    episode, group               int64                Collector, by episodes: which episode of the rollout, and those
+                                                      with the same number of a group began alike
 """
 
 import torch
@@ -76,11 +81,11 @@ def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> N
     _check_written(td, "action", (chunk, action_dim), where)
 
 
-def check_completed(rollout: TensorDict, where: str) -> None:
+def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, where: str) -> None:
     """What a rollout [T, N] has after `Policy.complete`: scores, and what the parity gate compares."""
     chunk = rollout["action"].shape[-2]
-    for key in ("log_prob", "value"):
-        _check_written(rollout, key, (), where)
+    _check_written(rollout, "log_prob", () if step_weights is None else tuple(step_weights.shape), where)
+    _check_written(rollout, "value", (), where)
     for key in ("log_prob", "z2", "dims"):
         _check_written(rollout, ("trace", key), (chunk,), where)
     if rollout.get(("trace", "mean"), None) is None:

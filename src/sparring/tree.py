@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
 from sparring import algorithms, envs, phases, policies
-from sparring.algorithms.configs import PPOConfig
-from sparring.collect.configs import RolloutConfig
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
+from sparring.collect.configs import RolloutConfig, rollout_mistakes
 from sparring.config import Section, Tree
 from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
@@ -48,7 +48,7 @@ class Config(Section):
 
     phase: Annotated[str, AfterValidator(_known_phase)] = Field("finetune", description="stage of training")
     algorithm: Annotated[str, AfterValidator(_known_algorithm)] = Field(
-        "ppo", description="what updates the policy: ppo, or your.module:Class"
+        "ppo", description="what updates the policy: ppo, grpo, or your.module:Class"
     )
     seed: int = Field(0, ge=0, lt=2**31, description="of weights, episodes and noise; evaluation has its own episodes")
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
@@ -61,6 +61,7 @@ class Config(Section):
     buffer: BufferConfig
     policy: SerializeAsAny[Section]
     ppo: PPOConfig
+    grpo: GRPOConfig
     algorithm_config: SerializeAsAny[Section]
     training: TrainingConfig
     evaluation: EvaluationConfig
@@ -221,7 +222,7 @@ def _check(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes
+    return mistakes + rollout_mistakes(config)
 
 
 TREE = Tree(

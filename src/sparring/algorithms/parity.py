@@ -64,9 +64,10 @@ def measure_parity(acted: TensorDict, scored: TensorDict) -> Parity:
     sample = (new["z2"] - old["z2"]).abs() / old["dims"].clamp_min(1)
     # what was counted, not only where
     dims = (new["dims"] - old["dims"]).abs()
-    change = scored["log_prob"].double() - acted["log_prob"].double()
+    # [B, 1], or [B, S] where denoising steps are scored one by one
+    change = (scored["log_prob"].double() - acted["log_prob"].double()).reshape(len(mask), -1)
     # [B]
-    score = change.abs() / (old["dims"] * mask).sum(-1).clamp_min(1)
+    score = change.abs().sum(-1) / (old["dims"] * mask).sum(-1).clamp_min(1)
     ratio = (change.exp() - 1).abs()
     terms = (float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims))
     return Parity(*terms, float(score.max()), float(ratio.max()))

@@ -16,13 +16,17 @@ def gae(rollout: TensorDict, gamma: float, gae_lambda: float) -> tuple[torch.Ten
 
     delta_k = sum_{i<n_k} gamma^i r_i + gamma^{n_k} V_next - V_k    (V_next = 0 when terminated, not when truncated)
     A_k     = delta_k + gamma^{n_k} lambda (1 - done_k) A_{k+1}
-    Returns (advantage, return), both [T, N].
+    Returns (advantage, return), both [T, N]. Decisions that are not `valid` have advantage 0, and nothing passes
+    through them.
     """
     following = rollout["next"]
     discount = gamma ** following["executed"].float()
     alive = (~following["terminated"]).float()
     same_episode = (~(following["terminated"] | following["truncated"])).float()
     delta = chunk_rewards(following["reward"], gamma) + discount * alive * following["value"] - rollout["value"]
+    valid = rollout.get("valid", None)
+    if valid is not None:
+        delta = torch.where(valid, delta, 0.0)
     carry = discount * gae_lambda * same_episode
     advantage = torch.empty_like(delta)
     running = torch.zeros_like(delta[0])

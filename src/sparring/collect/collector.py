@@ -20,11 +20,22 @@ class Collector:
     """Lets a policy act in an env, decision by decision.
 
     `greedy` withholds the noise, so the policy acts by its mode. `version` is written by whoever updates the weights.
+    With `episodes` a rollout holds so many whole episodes of every robot, all from fresh starts; without, as many
+    decisions as the buffer takes, and episodes go on in the next one.
     """
 
-    def __init__(self, env: Env, policy: Policy, seed: int, split: str = "train", greedy: bool = False, chunk: int = 1):
+    def __init__(
+        self,
+        env: Env,
+        policy: Policy,
+        seed: int,
+        split: str = "train",
+        greedy: bool = False,
+        chunk: int = 1,
+        episodes: int | None = None,
+    ):
         self.env, self.policy, self.chunk = env, policy, chunk
-        self.seed, self.split = seed, split
+        self.seed, self.split, self.episodes_each = seed, split, episodes
         self.noise_size = 0 if greedy else policy.noise_size
         if not greedy and not self.noise_size:
             raise UserError(
@@ -34,15 +45,17 @@ class Collector:
         self.version = 0
         # decisions taken so far, the clock of the noise
         self.decision = 0
-        # env steps executed so far
+        # env steps executed so far; by episodes, those of valid decisions
         self.env_steps = 0
+        # rollouts by episodes so far: each starts from seeds of its own
+        self.batches = 0
         self.episodes: list[Episode] = []
         self.tracker = EpisodeTracker(env.num_envs)
         self.root: TensorDict | None = None
 
     def start(self) -> None:
         """Reset all envs and look once, hard, at whether env and policy keep the contract."""
-        self.root = self.env.reset(self.seed, self.split)
+        self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
         check_observation(self.root, self.env.spec, "env.reset")
         self.tracker = EpisodeTracker(self.env.num_envs)
 
@@ -54,15 +67,58 @@ class Collector:
     def collect(self, buffer: Buffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
         buffer.start()
+        played = None
         # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
         with torch.inference_mode():
-            for noise in self._noise(buffer.steps):
-                buffer.add(self._decide(noise))
+            if self.episodes_each is None:
+                for noise in self._noise(buffer.steps):
+                    buffer.add(self._decide(noise))
+            else:
+                played = self._play_episodes(buffer)
         with torch.no_grad():
             self._complete(buffer)
+            if played is not None:
+                self._tell_episodes(buffer, played)
 
-    def _decide(self, noise: torch.Tensor | None) -> TensorDict:
-        """One transition [N]: observation, action, `next/*`. `self.root` is where the next one starts."""
+    def _play_episodes(self, buffer: Buffer) -> np.ndarray:
+        """`[T, N]`: how many episodes each robot had ended before each decision.
+
+        A robot that has played its own goes on until all have: a batch is stepped as a whole.
+        """
+        self.start()
+        ended, rows, clock = np.zeros(self.env.num_envs, np.int64), [], self.decision
+        for noise in self._noise(buffer.steps):
+            rows.append(ended.copy())
+            buffer.add(self._decide(noise, ended < self.episodes_each))
+            ended[self.env.last.ended] += 1
+            if (ended >= self.episodes_each).all():
+                break
+        else:
+            raise UserError(
+                f"after {buffer.steps} decisions robots {np.flatnonzero(ended < self.episodes_each).tolist()} have not "
+                f"ended their {self.episodes_each} episodes; set rollout.max_episode_steps"
+            )
+        # as if all decisions had been taken: noise must not depend on when the robots of this process were done
+        self.decision = clock + buffer.steps
+        self.batches += 1
+        return np.stack(rows)
+
+    def _tell_episodes(self, buffer: Buffer, ended: np.ndarray) -> None:
+        # [T, N]
+        episode = ended * self.env.num_envs + np.arange(self.env.num_envs)
+        columns = {
+            "valid": ended < self.episodes_each,
+            "episode": episode,
+            "group": episode // self.env.group_size,
+        }
+        for name, column in columns.items():
+            buffer.set(name, torch.from_numpy(column).to(self.env.device))
+
+    def _decide(self, noise: torch.Tensor | None, counted: np.ndarray | None = None) -> TensorDict:
+        """One transition [N]: observation, action, `next/*`. `self.root` is where the next one starts.
+
+        `counted` [N]: whose steps and episodes count; None: all.
+        """
         if self.root is None:
             self.start()
         td = self.root
@@ -77,20 +133,21 @@ class Collector:
         td.set("next", after.pop("next"))
         self.root = after
         self.decision += 1
-        self.env_steps += int(self.env.last.executed.sum())
-        self.episodes += self.tracker.add(self.env.last)
+        executed = self.env.last.executed
+        self.env_steps += int(executed.sum() if counted is None else executed[counted].sum())
+        self.episodes += [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
         return td
 
     def _complete(self, buffer: Buffer) -> None:
         buffer.close(self.root)
+        rollout = buffer.rollout()
         # [T, N] -> [T*N] -> [T, N]
-        completed = self.policy.complete(buffer.rollout().flatten(0, 1))
-        completed = completed.unflatten(0, (buffer.steps, self.env.num_envs))
+        completed = self.policy.complete(rollout.flatten(0, 1)).unflatten(0, rollout.batch_size)
         for key, column in completed.items(True, True):
             buffer.set(key, column)
         rollout = buffer.rollout()
         if self.decision == buffer.steps:
-            check_completed(rollout, "policy.complete")
+            check_completed(rollout, self.policy.step_weights, "policy.complete")
         buffer.set("version", torch.full_like(rollout["next", "executed"], self.version))
         buffer.set(("next", "value"), self._next_values(buffer, rollout))
 
@@ -123,7 +180,13 @@ class Collector:
         return [noise[tick] for tick in tick_of]
 
     def state_dict(self) -> dict:
-        """All that the next rollout depends on, beside the weights; `env` is None where the env cannot tell."""
+        """All that the next rollout depends on, beside the weights; `env` is None where the env cannot tell.
+
+        By episodes every rollout starts afresh, wherever the robots are.
+        """
+        if self.episodes_each is not None:
+            counts = ("decision", "env_steps", "version", "batches")
+            return {name: getattr(self, name) for name in counts} | {"env": None, "root": None}
         env = self.env.state()
         return {
             "decision": self.decision,
@@ -137,6 +200,10 @@ class Collector:
     def load_state_dict(self, state: dict) -> bool:
         """Go on from a `state_dict`. False when the env could not be put back, and starts new episodes instead."""
         self.decision, self.env_steps, self.version = state["decision"], state["env_steps"], state["version"]
+        if self.episodes_each is not None:
+            # a run that went by steps so far has played none of these
+            self.batches = state.get("batches", 0)
+            return True
         if state["env"] is None or state["root"] is None:
             return False
         self.env.set_state({name: tensor.numpy() for name, tensor in state["env"].items()})

@@ -10,6 +10,31 @@ class RolloutConfig(Section):
 
     n_envs: int = Field(16, gt=0, description="robots per process (per GPU)")
     steps: int = Field(128, gt=0, description="decisions of each robot between two updates")
+    n_episodes_per_batch: int | None = Field(
+        None, gt=0, description="whole episodes between two updates, per process, instead of steps; null: by steps"
+    )
+    group_size: int = Field(1, gt=0, description="robots whose training episodes start alike, for grpo")
     max_episode_steps: int | None = Field(None, gt=0, description="time limit of an episode; null: the task's own")
     action_steps: int = Field(1, gt=0, description="env steps per decision: the length of an action chunk")
     render_episodes: int = Field(2, ge=0, description="episodes of each evaluation that are recorded as videos")
+
+
+def rollout_mistakes(config) -> list[tuple[str, str]]:
+    """Settings of a run that do not go together: (key, what is wrong)."""
+    rollout, mistakes = config.rollout, []
+    episodes, group, robots = rollout.n_episodes_per_batch, rollout.group_size, rollout.n_envs
+    if episodes and episodes % robots:
+        shared = f"{episodes} episodes cannot be shared out evenly over the {robots} robots of rollout.n_envs"
+        mistakes.append(("rollout.n_episodes_per_batch", f"{shared}; expected a multiple of {robots}"))
+    if episodes and (config.buffer.type != "standard" or config.buffer.size):
+        needs = "rollout.n_episodes_per_batch needs buffer.type=standard, and no buffer.size"
+        mistakes.append(("buffer.type", f"{needs}: its rollouts are as long as their episodes"))
+    if robots % group:
+        mistakes.append(("rollout.group_size", f"{robots} robots cannot be put into groups of {group}"))
+    if group > 1 and not episodes:
+        mistakes.append(("rollout.group_size", "groups play whole episodes; set rollout.n_episodes_per_batch too"))
+    if group > 1 and len(getattr(config.env, "task", ())) > 1:
+        mistakes.append(("rollout.group_size", "robots of a group start alike, so env.task must be a single task"))
+    if config.algorithm == "grpo" and (not episodes or group < 2):
+        mistakes.append(("algorithm", "grpo needs rollout.n_episodes_per_batch, and rollout.group_size of 2 or more"))
+    return mistakes

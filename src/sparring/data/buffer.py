@@ -13,7 +13,7 @@ class Buffer(Protocol):
     The first half is for anyone. The second serves the newest rollout to those who collect and train in turns.
     """
 
-    # decisions of a rollout
+    # decisions of a rollout, at most
     steps: int
 
     def add(self, td: TensorDict) -> None:

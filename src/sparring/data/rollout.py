@@ -15,7 +15,10 @@ from sparring.data.storage import empty
 
 
 class RolloutBuffer:
-    """`add` T transitions [N], or a rollout of them, then `get` them, then `clear`."""
+    """`add` T transitions [N], or a rollout of them, then `get` them, then `clear`.
+
+    T is `steps`, or less where the rollout is closed early.
+    """
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -65,7 +68,7 @@ class RolloutBuffer:
         self._closed = False
 
     def close(self, td: TensorDict) -> None:
-        """The observation [N] after the last transition: row T."""
+        """The observation [N] after the last transition: row T. There may be fewer than `steps` before it."""
         self._observation[self.position] = td["observation"]
         self._closed = True
 
@@ -76,12 +79,13 @@ class RolloutBuffer:
     @property
     def last(self) -> TensorDict:
         """`observation` after the last transition, [N]."""
-        return TensorDict({"observation": self._observation[self.steps]}, self._observation.batch_size[1:])
+        return TensorDict({"observation": self._observation[self.position]}, self._observation.batch_size[1:])
 
     def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
         """`[T, N]`, or `[T*N]` in time order; views, not copies. `following` adds `next/observation`, a copy."""
-        self._check_full()
-        rollout = self._transition.copy().set("observation", self._observation[:-1])
+        self._check_complete()
+        rollout = self._transition.copy() if self.is_full() else self._transition[: self.position]
+        rollout.set("observation", self._observation[: self.position])
         for key, value in self._columns.items():
             rollout.set(key, value)
         if following:
@@ -95,7 +99,7 @@ class RolloutBuffer:
     def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
         """Slices of time `[length, N]`, the oldest first; a shorter rest is left out."""
         rollout = self.get(flatten=False, following=following)
-        for first in range(0, self.steps - length + 1, length):
+        for first in range(0, self.position - length + 1, length):
             yield rollout[first : first + length]
 
     def sample(self, batch_size: int, generator: torch.Generator | None = None) -> TensorDict:
@@ -128,21 +132,23 @@ class RolloutBuffer:
             raise RuntimeError("where the last transition led to is not known yet; close() the rollout first")
         envs = self._observation.batch_size[1]
         # the row below is what follows, where no episode ended
-        following = self._observation[1:].flatten(0, 1)
+        following = self._observation[1 : self.position + 1].flatten(0, 1)
         following = following.clone() if index is None else following[index]
         if self.final:
             (step, env), final = self.finals()
             # [T*N]: which of the last observations, -1: none
-            which = torch.full((self.steps * envs,), -1, device=step.device)
+            which = torch.full((self.position * envs,), -1, device=step.device)
             which[step * envs + env] = torch.arange(len(step), device=step.device)
             which = which if index is None else which[index]
             ended = which >= 0
             following[ended] = final[which[ended]]
-        return following.unflatten(0, (self.steps, envs)) if index is None else following
+        return following.unflatten(0, (self.position, envs)) if index is None else following
 
-    def _check_full(self) -> None:
-        if not self.is_full():
-            raise RuntimeError(f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first")
+    def _check_complete(self) -> None:
+        if not (self.is_full() or self._closed):
+            raise RuntimeError(
+                f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first, or close() it"
+            )
 
     @torch.inference_mode(False)
     def _allocate(self, td: TensorDict) -> None:

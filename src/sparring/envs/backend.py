@@ -63,15 +63,19 @@ class EpisodeSeeds:
 
     Episode e of robot i is number `first_env + i + e * total_envs`, so M evaluation episodes start from the same
     M states however many robots share them. The top bit of a seed is the split: training and evaluation never meet.
+    Robots come in groups of `group_size` whose episodes start alike; `first_episode` of each were played before.
     """
 
     seed: int
     split: str = "train"
     first_env: int = 0
     total_envs: int = 1
+    group_size: int = 1
+    first_episode: int = 0
 
     def __call__(self, env: int, episode: int) -> int:
-        number = self.first_env + env + episode * self.total_envs
+        number = self.first_env + env + (self.first_episode + episode) * self.total_envs
+        number //= self.group_size
         low = _hash(_hash(self.seed) ^ number) & 0x7FFFFFFF
         return low | (0x80000000 if self.split == "eval" else 0)
 

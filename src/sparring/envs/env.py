@@ -8,13 +8,21 @@ from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 
 
 class Env:
-    """N robots in a simulator, stepped together."""
+    """N robots in a simulator, stepped together. In training, robots of a group start their episodes alike."""
 
-    def __init__(self, backend: Backend, device: str | torch.device = "cpu", first_env: int = 0, total_envs: int = 0):
+    def __init__(
+        self,
+        backend: Backend,
+        device: str | torch.device = "cpu",
+        first_env: int = 0,
+        total_envs: int = 0,
+        group_size: int = 1,
+    ):
         self.backend = backend
         self.device = torch.device(device)
         self.first_env = first_env
         self.total_envs = total_envs or backend.num_envs
+        self.group_size = group_size
         # the `env` section it was made from, where there is one
         self.config = None
         # what the backend said of the last step, in numpy: for those who count and film, not for those who learn
@@ -33,8 +41,10 @@ class Env:
         """The instructions that `observation/task` indexes."""
         return self.spec.instructions
 
-    def reset(self, seed: int, split: str = "train") -> TensorDict:
-        seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs)
+    def reset(self, seed: int, split: str = "train", first_episode: int = 0) -> TensorDict:
+        """Begin episode `first_episode` of every robot."""
+        group_size = self.group_size if split == "train" else 1
+        seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs, group_size, first_episode)
         return self._root(self.backend.reset(seeds), np.ones(self.num_envs, bool))
 
     def step(self, td: TensorDict) -> TensorDict:

@@ -20,16 +20,22 @@ def make_env(
     device="cpu",
     first_env: int = 0,
     total_envs: int = 0,
+    group_size: int = 1,
 ) -> Env:
-    """`num_envs` robots of this process; they are numbers `first_env`.. of `total_envs` over all processes."""
+    """`num_envs` robots of this process; they are numbers `first_env`.. of `total_envs` over all processes.
+
+    `group_size` of them at a time start each training episode alike.
+    """
     if not isinstance(config, Section):
         raise UserError(f"make_env takes the env section of a config, e.g. load_config().env; got {config!r}")
     if num_envs < 1:
         raise UserError(f"make_env: num_envs is {num_envs}, expected >= 1")
+    if num_envs % group_size:
+        raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
     if isinstance(config, GymConfig):
         backend_class = import_path(GYM_BACKENDS[config.vectorize], "env backend")
     else:
         backend_class = resolve(config.name, ENVS, "env")
-    env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs)
+    env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs, group_size)
     env.config = config
     return env

@@ -13,6 +13,7 @@ from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
+from sparring.errors import UserError
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
@@ -30,10 +31,14 @@ class Finetune:
         distributed: Distributed,
         seed: int = 0,
         chunk: int = 1,
+        episodes: int | None = None,
     ):
+        """`episodes` of each robot between two updates; None: as many decisions as the buffer holds."""
+        # what acts and what is scored must be the same: no dropout
+        policy.eval()
         self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
         self.buffer = buffer
-        self.collector = Collector(env, policy, seed, chunk=chunk)
+        self.collector = Collector(env, policy, seed, chunk=chunk, episodes=episodes)
         self.progress = Progress()
 
     @classmethod
@@ -46,17 +51,23 @@ class Finetune:
             distributed.device,
             first_env=distributed.rank * rollout.n_envs,
             total_envs=distributed.world_size * rollout.n_envs,
+            group_size=rollout.group_size,
         )
+        episodes, steps = None, config.rollout_steps
+        if rollout.n_episodes_per_batch:
+            episodes = rollout.n_episodes_per_batch // rollout.n_envs
+            steps = episodes * _decisions_of_an_episode(env, rollout.action_steps)
         policy = make_policy(config.policy, env.spec, rollout.action_steps).to(distributed.device)
         algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
         return cls(
             env,
             policy,
             algorithm,
-            make_buffer(config.buffer, config.rollout_steps, rollout.n_envs, config.run_folder),
+            make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder),
             distributed,
             config.seed,
             rollout.action_steps,
+            episodes,
         )
 
     @property
@@ -71,7 +82,7 @@ class Finetune:
         updated = time.perf_counter()
         self.collector.version += 1
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
-        # every process runs as many robots for as many decisions; chunks may end early, so steps are summed
+        # every process runs as many robots; chunks and episodes may end early, so steps are summed
         steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
         self.progress.updates += 1
         self.progress.env_steps += round(steps * self.distributed.world_size)
@@ -93,6 +104,16 @@ class Finetune:
         # new seeds for the new episodes: the old ones were used
         self.collector.seed += self.progress.updates
         return ["the env cannot be put back to where it was; its robots start new episodes"]
+
+
+def _decisions_of_an_episode(env: Env, chunk: int) -> int:
+    limit = env.spec.max_episode_steps
+    if not limit:
+        raise UserError(
+            "rollout.n_episodes_per_batch: this env does not say how long its episodes may last; "
+            "set rollout.max_episode_steps"
+        )
+    return -(-limit // chunk)
 
 
 def _episode_metrics(episodes: list[Episode], with_success: bool) -> dict[str, float]:

@@ -139,7 +139,16 @@ class Tabletop:
             "episode": self._episode.copy(),
             "phrasing": self._phrasing.copy(),
             "task": self._task_names(),
-            "seeds": np.array([seeds.seed, _SPLITS.index(seeds.split), seeds.first_env, seeds.total_envs]),
+            "seeds": np.array(
+                [
+                    seeds.seed,
+                    _SPLITS.index(seeds.split),
+                    seeds.first_env,
+                    seeds.total_envs,
+                    seeds.group_size,
+                    seeds.first_episode,
+                ]
+            ),
         }
 
     def set_state(self, state: Arrays) -> None:
@@ -159,8 +168,8 @@ class Tabletop:
         self._streak[:] = state["streak"]
         self._episode[:] = state["episode"]
         self._phrasing[:] = state["phrasing"]
-        seed, split, first_env, total_envs = (int(v) for v in state["seeds"])
-        self._seeds = EpisodeSeeds(seed, _SPLITS[split], first_env, total_envs)
+        seed, split, *rest = (int(v) for v in state["seeds"])
+        self._seeds = EpisodeSeeds(seed, _SPLITS[split], *rest)
         for row in self._all:
             self._episode_seed[row] = seed = self._seeds(int(row), int(self._episode[row]))
             self._domain.begin(row, seed)

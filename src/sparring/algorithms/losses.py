@@ -1,0 +1,63 @@
+"""The clipped loss that PPO and GRPO share, and what is told of it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class LossTerms:
+    """Of one minibatch, detached and left on the device: reading a number there would make the CPU wait."""
+
+    # by name: "loss", "policy_loss", ...
+    scalars: dict[str, torch.Tensor]
+    # [B], or [B, S] where denoising steps count one by one
+    log_ratio: torch.Tensor
+
+
+def clipped_policy_loss(
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    low: float,
+    high: float,
+    step_weights: torch.Tensor | None = None,
+    dual_clip: float | None = None,
+) -> torch.Tensor:
+    """`-mean min(r A, clip(r, 1 - low, 1 + high) A)`, A the advantage [B].
+
+    Where `log_ratio` is [B, S], each pair (decision, step) is clipped by itself and has the advantage A * weight of the
+    step. With `dual_clip` c the gain of a bad decision is never below c A, however large its ratio is.
+    """
+    # [B], or [B, 1] * [S]
+    cost = -advantage if step_weights is None else -advantage[:, None] * step_weights
+    ratio = log_ratio.exp()
+    loss = torch.max(ratio * cost, ratio.clamp(1 - low, 1 + high) * cost)
+    if dual_clip is not None:
+        loss = torch.where(cost > 0, torch.min(loss, dual_clip * cost), loss)
+    return loss.mean()
+
+
+def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) from samples of p, `mean((r - 1) - log r)` with r = q/p: never negative."""
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def join_terms(parts: list[LossTerms], shares: list[float]) -> LossTerms:
+    """Of micro-batches, as if they had been one; `shares` of the minibatch that they hold."""
+    if len(parts) == 1:
+        return parts[0]
+    scalars = {
+        name: sum(part.scalars[name] * share for part, share in zip(parts, shares, strict=True))
+        for name in parts[0].scalars
+    }
+    return LossTerms(scalars, torch.cat([part.log_ratio for part in parts]))
+
+
+def mean_terms(terms: list[LossTerms], low: float, high: float) -> dict[str, float]:
+    """What an update did, as means over its minibatches."""
+    means = {name: float(torch.stack([term.scalars[name] for term in terms]).mean()) for name in terms[0].scalars}
+    log_ratio = torch.cat([term.log_ratio for term in terms])
+    off = log_ratio.exp() - 1
+    means["approx_kl"] = float(approximate_kl(log_ratio))
+    means["clip_fraction"] = float(((off > high) | (off < -low)).float().mean())
+    return means

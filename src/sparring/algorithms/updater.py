@@ -1,0 +1,217 @@
+"""Updater: gradient steps over the decisions of a rollout. What PPO and GRPO share."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import astuple
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.algorithms.configs import UpdaterConfig
+from sparring.algorithms.flat import FlatParameters
+from sparring.algorithms.losses import LossTerms, approximate_kl, join_terms
+from sparring.algorithms.parity import Parity, measure_parity, worst
+from sparring.algorithms.schedules import scheduled, warmup
+from sparring.distributed import Distributed
+from sparring.policies.policy import Policy
+
+# decisions that are scored at once where no gradients are needed
+SCORED_AT_ONCE = 4096
+
+Loss = Callable[[TensorDict, TensorDict], tuple[torch.Tensor, LossTerms]]
+
+
+class Updater:
+    """A policy's parameters, their optimiser, and the walk over minibatches.
+
+    A subclass brings its parameter groups, its advantages and its loss, and has `update(rollout, progress) -> metrics`.
+    """
+
+    def __init__(self, config: UpdaterConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
+        self.config, self.policy = config, policy
+        self.distributed = distributed or Distributed("cpu")
+        # first of all: wrapping moves the module and makes all processes start from the same weights
+        self.model = self.distributed.wrap(policy)
+        self.flat = [(FlatParameters(parameters), lr) for parameters, lr in self._groups() if parameters]
+        self.optimizer = torch.optim.Adam(
+            [{"params": [flat.vector], "lr": lr, "base_lr": lr} for flat, lr in self.flat],
+            eps=config.adam_eps,
+            fused=True,
+        )
+        self.seed = seed
+        self.updates = 0
+        self.checked_whole_rollout = False
+
+    def score(self, flat: TensorDict) -> TensorDict:
+        """evaluate() of a whole rollout, in minibatches, without gradients."""
+        with torch.no_grad():
+            parts = flat.select(*self._scoring_keys()).split(SCORED_AT_ONCE)
+            return torch.cat([self.policy.evaluate(part) for part in parts])
+
+    def state_dict(self) -> dict:
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+
+    # ---- for subclasses
+
+    def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Which parameters learn, and how fast."""
+        return [(actor_parameters(self.policy), self.config.policy_lr)]
+
+    def _begin(self, progress: float) -> float:
+        """An update begins; its learning rate."""
+        config = self.config
+        for parameters, _ in self.flat:
+            parameters.check()
+        factor = scheduled(config.lr_schedule, progress) * warmup(self.updates, config.warmup_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        return config.policy_lr * factor
+
+    def _learn(
+        self,
+        flat: TensorDict,
+        rows: torch.Tensor,
+        keys: list,
+        epochs: int,
+        loss: Loss,
+        learning: list[FlatParameters] | None = None,
+        normalize_advantage: bool = False,
+    ) -> tuple[list[LossTerms], Parity]:
+        """`epochs` times over `rows` of the decisions `flat [T*N]`, in minibatches; stops past the target KL.
+
+        `keys`: what the loss needs beside the observations. `learning`: the parameters that change; None: all.
+        """
+        parity = None if self.checked_whole_rollout else self._whole_parity(flat, rows)
+        columns = {key: flat.get(key) for key in [*self.policy.in_keys, *keys]}
+        learning = learning or [parameters for parameters, _ in self.flat]
+        terms: list[LossTerms] = []
+        # a function of (seed, process, update): nothing to save
+        shuffle = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 1009 + self.distributed.rank)
+        count = self._minibatch_count(len(rows))
+        for _ in range(epochs):
+            first_of_epoch = len(terms)
+            order = rows[torch.randperm(len(rows), generator=shuffle).to(rows.device)]
+            for index in self._minibatches(order, count):
+                batch = gather(columns, index)
+                if normalize_advantage and len(index) > 1:
+                    std, mean = torch.std_mean(batch["advantage"])
+                    batch["advantage"] = (batch["advantage"] - mean) / (std + 1e-8)
+                if parity is None:
+                    batch["trace"] = flat["trace"][index]
+                term, parities = self._gradients(batch, loss, gated=parity is None)
+                if parity is None:
+                    # before any gradient step
+                    parity = self._gate(worst(parities))
+                term.scalars["grad_norm"] = self._step(learning)
+                terms.append(term)
+            if self._past_target_kl(terms[first_of_epoch:]):
+                break
+        return terms, parity
+
+    def _end(self, flat: TensorDict, rows: torch.Tensor) -> None:
+        """The normalisers see the observations of `rows`, and the update is over."""
+        seen = flat
+        if len(rows) < len(flat):
+            seen = gather({key: flat.get(key) for key in self.policy.in_keys}, rows)
+        self.policy.update_normalizers(seen, self.distributed.sum)
+        self.updates += 1
+
+    def _scoring_keys(self) -> list:
+        """What evaluate() reads, with the whole trace: to select an entry of it as well would leave only that one."""
+        read = [key for key in self.policy.in_keys if key[0] != "trace"]
+        return [*read, "action", "trace", ("next", "executed")]
+
+    def _whole_parity(self, flat: TensorDict, rows: torch.Tensor) -> Parity:
+        """The gate over every stored decision, once per process; later updates check their first minibatch for free."""
+        self.checked_whole_rollout = True
+        keys = [*self._scoring_keys(), "log_prob"]
+        parts = (flat.select(*keys)[index] for index in rows.split(SCORED_AT_ONCE))
+        return self._gate(worst([measure_parity(acted, self.score(acted)) for acted in parts]))
+
+    # ---- one gradient step
+
+    def _gradients(self, batch: TensorDict, loss: Loss, gated: bool) -> tuple[LossTerms, list[Parity]]:
+        """Of a minibatch, added up over its micro-batches; and their parity where it is `gated`."""
+        for parameters, _ in self.flat:
+            parameters.vector.grad.zero_()
+        size = self.config.micro_batch_size
+        parts = batch.split(size) if size else [batch]
+        terms, parities, shares = [], [], [len(part) / len(batch) for part in parts]
+        for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            with nullcontext() if number == len(parts) - 1 else self._unsynchronised():
+                scored = self.model(part)
+                if gated:
+                    parities.append(measure_parity(part, scored))
+                cost, term = loss(part, scored)
+                (cost if len(parts) == 1 else cost * share).backward()
+            terms.append(term)
+        return join_terms(terms, shares), parities
+
+    def _unsynchronised(self):
+        """Processes average their gradients once per minibatch, with its last micro-batch."""
+        return self.model.no_sync() if self.model is not self.policy else nullcontext()
+
+    def _step(self, learning: list[FlatParameters]) -> torch.Tensor:
+        """A step of the optimiser; the norm of the gradients before they are clipped."""
+        gradients = [parameters.vector.grad for parameters in learning]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        shrink = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+        for gradient in gradients:
+            gradient.mul_(shrink)
+        # without a gradient Adam leaves values and moments as they are
+        resting = [(p.vector, p.vector.grad) for p, _ in self.flat if not any(p is q for q in learning)]
+        for vector, _ in resting:
+            vector.grad = None
+        self.optimizer.step()
+        for vector, gradient in resting:
+            vector.grad = gradient
+        return norm
+
+    def _minibatch_count(self, decisions: int) -> int:
+        return int(self.distributed.max(-(-decisions // self.config.mini_batch_size)))
+
+    def _minibatches(self, order: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        """`count` of them. Processes step together, so one that has fewer decisions takes smaller minibatches."""
+        batches = order.split(self.config.mini_batch_size)
+        if len(batches) == count:
+            return batches
+        return order.repeat(-(-count // len(order))).tensor_split(count)
+
+    def _past_target_kl(self, epoch: list[LossTerms]) -> bool:
+        """Every process must answer alike, so the KL is averaged over them first."""
+        if self.config.target_kl is None:
+            return False
+        kl = approximate_kl(torch.cat([term.log_ratio for term in epoch]))
+        return self.distributed.mean({"kl": float(kl)})["kl"] > self.config.target_kl
+
+    def _gate(self, parity: Parity) -> Parity:
+        # all processes must stop together, whichever of them found the fault
+        parity = Parity(*(self.distributed.max(value) for value in astuple(parity)))
+        parity.check(self.config.parity_tolerance)
+        return parity
+
+
+def actor_parameters(policy: Policy) -> list[nn.Parameter]:
+    """Those that learn and are not the critic's."""
+    critic = {id(p) for p in policy.critic_parameters()}
+    return [p for p in policy.parameters() if p.requires_grad and id(p) not in critic]
+
+
+def valid_rows(flat: TensorDict) -> torch.Tensor:
+    """Numbers of the decisions `[T*N]` that count: all, or those of whole episodes (`valid`)."""
+    valid = flat.get("valid", None)
+    device = flat["action"].device
+    return torch.arange(len(flat), device=device) if valid is None else valid.nonzero()[:, 0]
+
+
+def gather(columns: dict, index: torch.Tensor) -> TensorDict:
+    """Rows `index` of every column, as a TensorDict: a third of the time that indexing one takes."""
+    batch = TensorDict({}, [len(index)])
+    for key, column in columns.items():
+        batch.set(key, column.index_select(0, index))
+    return batch

@@ -1,0 +1,162 @@
+"""What PPO can do beside the plain update: each switch by its effect."""
+
+import pytest
+import torch
+from test_ppo import Lesson, batch
+from torch import nn
+
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
+from sparring.algorithms.grpo import GRPO
+from sparring.algorithms.losses import clipped_policy_loss
+from sparring.algorithms.ppo import PPO, ppo_loss
+from sparring.collect.collector import Collector
+from sparring.contract import ContractError
+from sparring.errors import UserError
+from sparring.policies.actor_critic import ActorCritic
+from sparring.policies.configs import ActorCriticConfig
+from sparring.policies.policy import executed_mask
+from sparring.resolve import config_class
+
+
+def parameters_of(lesson) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in lesson.policy.named_parameters()}
+
+
+def moved(before, after) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_only_the_critic_learns_while_it_warms_up():
+    lesson = Lesson(critic_warmup_updates=2)
+    start = parameters_of(lesson)
+    lesson.learn(2)
+    warm = parameters_of(lesson)
+    assert moved(start, warm) == {name for name in start if name.startswith("critic")}
+    lesson.learn(1)
+    assert moved(warm, parameters_of(lesson)) == set(start)
+
+
+def test_the_warm_up_leaves_no_momentum_behind():
+    lesson = Lesson(critic_warmup_updates=1)
+    lesson.learn(1)
+    policy_vector, critic_vector = (flat.vector for flat, _ in lesson.ppo.flat)
+    assert policy_vector not in lesson.ppo.optimizer.state and critic_vector in lesson.ppo.optimizer.state
+
+
+def test_a_policy_that_does_not_name_its_critic_cannot_warm_it_up():
+    class Anonymous(ActorCritic):
+        def critic_parameters(self):
+            return []
+
+    policy = Anonymous(ActorCriticConfig(), Lesson().env.spec, 1)
+    with pytest.raises(UserError, match="critic_warmup_updates=3: Anonymous does not say"):
+        PPO(PPOConfig(critic_warmup_updates=3), policy)
+
+
+def test_an_algorithm_of_ones_own_has_the_section_of_the_one_it_is_made_from():
+    for base, section in ((PPO, PPOConfig), (GRPO, GRPOConfig)):
+        assert config_class(type("Mine", (base,), {}), "algorithm") is section
+
+
+def test_micro_batches_add_up_to_their_minibatch():
+    # 512 decisions in minibatches of 200, 200 and 112, of at most 48 at once
+    options = {"mini_batch_size": 200, "entropy_coef": 0.01, "value_clip": 0.3, "policy_lr": 1e-3, "ppo_epochs": 1}
+    whole, parts = Lesson(**options), Lesson(**options, micro_batch_size=48)
+    sizes, forward = [], parts.policy.forward
+    parts.policy.forward = lambda td: sizes.append(len(td)) or forward(td)
+    whole.learn(2), parts.learn(2)
+    assert sizes[:13] == [48, 48, 48, 48, 8] * 2 + [48, 48, 16]
+    assert parts.metrics["gradient_steps"] == whole.metrics["gradient_steps"] == 3
+    for name, value in parameters_of(whole).items():
+        assert (value - parameters_of(parts)[name]).abs().max() <= 1e-6, name
+    for name, value in whole.metrics.items():
+        assert parts.metrics[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_dual_clip_by_hand():
+    # gains: min(5*-1, 1.2*-1) = -5, not below 3*-1; min(2*-1, ..) = -2 stays; good decisions as ever: min(5, 1.2)
+    acted, scored = batch([-1.0, -1.0, 1.0], [5.0, 2.0, 5.0])
+    for dual_clip, gains in ((None, [-5.0, -2.0, 1.2]), (3.0, [-3.0, -2.0, 1.2])):
+        config = PPOConfig(normalize_advantage=False, dual_clip=dual_clip)
+        loss = ppo_loss(config, 0.2, acted, scored)[1].scalars["policy_loss"]
+        assert loss.item() == pytest.approx(-sum(gains) / 3)
+
+
+def test_each_denoising_step_is_clipped_by_itself_and_weighted():
+    ratio = torch.tensor([[1.5, 0.5], [1.5, 0.5]])
+    # advantages of the pairs: [[1, .5], [-2, -1]]
+    loss = clipped_policy_loss(ratio.log(), torch.tensor([1.0, -2.0]), 0.2, 0.2, torch.tensor([1.0, 0.5]))
+    gains = [1.2, 0.5 * 0.5, -2 * 1.5, -1 * 0.8]
+    assert loss.item() == pytest.approx(-sum(gains) / 4)
+
+
+class StepByStep(ActorCritic):
+    """Counts every position of its chunk as an action of its own, as denoising steps do."""
+
+    def __init__(self, config, spec, chunk, weights):
+        super().__init__(config, spec, chunk)
+        self.step_weights = torch.tensor(weights)
+
+    def _executed_sum(self, per_position, td):
+        return per_position * executed_mask(td, self.chunk)
+
+
+def step_by_step(weights) -> Lesson:
+    lesson = Lesson(chunk=2, gamma=1.0)
+    lesson.policy = StepByStep(ActorCriticConfig(), lesson.env.spec, 2, weights)
+    lesson.ppo = PPO(lesson.ppo.config, lesson.policy)
+    lesson.collector = Collector(lesson.env, lesson.policy, 0, chunk=2)
+    return lesson
+
+
+def test_a_policy_scored_step_by_step_learns():
+    lesson = step_by_step([1.0, 1.0])
+    start, end = lesson.learn(1), lesson.learn(50)
+    assert lesson.buffer.get()["log_prob"].shape == (512, 2)
+    assert start < 0.6 and end > 0.75
+
+
+def test_a_step_of_weight_0_has_no_gradient():
+    lesson = step_by_step([1.0, 0.0])
+    start = parameters_of(lesson)["head.linear.weight"]
+    lesson.learn(1)
+    after = parameters_of(lesson)["head.linear.weight"]
+    assert not torch.equal(start[0], after[0]) and torch.equal(start[1], after[1])
+
+
+def test_scores_of_another_shape_than_the_steps_are_refused():
+    lesson = step_by_step([1.0, 1.0, 1.0])
+    with pytest.raises(ContractError, match=r"log_prob has shape \[32, 16, 2\], expected \[32, 16, 3\]"):
+        lesson.learn(1)
+
+
+def test_step_by_step_scores_are_gated():
+    lesson = step_by_step([1.0, 1.0])
+    lesson.collector.collect(lesson.buffer)
+    # a shift that cancels in the sum of both steps
+    log_prob = lesson.buffer.rollout()["log_prob"]
+    lesson.buffer.set("log_prob", log_prob + torch.tensor([0.1, -0.1]))
+    with pytest.raises(UserError, match="parity gate refuses to train: score"):
+        lesson.ppo.update(lesson.buffer.rollout())
+
+
+class WithDropout(ActorCritic):
+    def __init__(self, config, spec, chunk):
+        super().__init__(config, spec, chunk)
+        self.actor.append(nn.Dropout(0.5))
+
+
+def test_finetune_switches_dropout_off_and_the_gate_trips_where_it_is_on():
+    from sparring.data.rollout import RolloutBuffer
+    from sparring.phases.finetune import Finetune
+
+    env = Lesson().env
+    torch.manual_seed(0)
+    policy = WithDropout(ActorCriticConfig(), env.spec, 1)
+    nn.init.normal_(policy.head.linear.weight, std=0.3)
+    ppo = PPO(PPOConfig(), policy)
+    phase = Finetune(env, policy, ppo, RolloutBuffer(16), ppo.distributed)
+    assert phase.step(0.0)["parity"] <= 1e-5
+    policy.train()
+    with pytest.raises(UserError, match="refuses to train.*dropout"):
+        phase.step(0.0)
