@@ -46,8 +46,8 @@ class ActorCritic(Policy):
         if self.padding:
             action = nn.functional.pad(action, (0, self.padding))
         trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
-        if self.encoder.images is not None and noise is not None:
-            # the CNN is dear and has just run; without one, `complete` asks the critic for all decisions at once
+        if self.encoder.is_costly and noise is not None:
+            # the encoder is dear and has just run; a cheap one `complete` asks again, for all decisions at once
             td.set("value", self.critic(features, td))
         td.set("action", action)
         return td.set("trace", TensorDict(trace, td.batch_size))
