@@ -17,6 +17,7 @@ from sparring.policies.heads import (
     StateDependentHead,
 )
 from sparring.policies.policy import Policy, executed_mask
+from sparring.policies.tokens import TokenHead
 
 
 class ActorCritic(Policy):
@@ -107,6 +108,8 @@ def _head(config, spec, width, chunk):
         raise UserError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
     if kind == "discrete":
         return DiscreteHead(width, chunk, spec.discrete_actions)
+    if kind == "tokens":
+        return TokenHead(width, chunk, spec.action_dim - spec.action_padding, config.bins)
     head_class = {"gaussian": GaussianHead, "squashed": SquashedGaussianHead, "gsde": StateDependentHead}[kind]
     return head_class(width, chunk, spec.action_dim - spec.action_padding, config.init_std)
 

@@ -41,8 +41,10 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     """MLP actor-critic on state, with a CNN in front where the env has cameras."""
 
     name: str = Field("actor_critic", description="which policy: actor_critic, flow, or your.module:Class")
-    distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete"] = Field(
-        "auto", description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration"
+    distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete", "tokens"] = Field(
+        "auto",
+        description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration; tokens: bins",
     )
+    bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
