@@ -106,14 +106,16 @@ def test_the_identity_is_learned():
     torch.manual_seed(0)
     env = Env(IdentityBackend(64))
     policy = ActorCritic(ActorCriticConfig(distribution="tokens", bins=9), env.spec, 1)
-    ppo, buffer = PPO(PPOConfig(learning_rate=1e-2, mini_batch_size=256), policy), RolloutBuffer(16)
+    ppo = PPO(PPOConfig(policy_lr=1e-2, mini_batch_size=512, gamma=0.0, ppo_epochs=4), policy)
+    buffer = RolloutBuffer(16)
     collector = Collector(env, policy, seed=0)
     rewards = []
-    for _ in range(40):
+    for _ in range(30):
         collector.collect(buffer)
         rewards.append(buffer.get()["next", "reward"].mean().item())
         ppo.update(buffer.get(flatten=False))
     # bins are 0.22 wide: the best of them is 0.056 away on average
+    print(rewards)
     assert rewards[0] < 0.5 and np.mean(rewards[-3:]) > 0.85
 
 
