@@ -30,9 +30,9 @@ _VECTORS = {"observation.state": "state", "observation.privileged": "privileged"
 class Demonstrations:
     """E episodes, F steps in all. Cameras None: all there are; image_size None: as recorded, else scaled to a square.
 
-    `state_dim`, `action_dim`, `fps` and `control_mode` are what the reader expects; None: whatever it is. Of each cloud the
-    first `points` are read, all if None: recorded in the order of farthest-point sampling, they are what env.points of
-    that many shows.
+    `state_dim`, `action_dim`, `fps` and `control_mode` are what the reader expects; None: whatever it is.
+    `points`: so many of each cloud are read; None: all. They come in the order of farthest-point sampling, so the first
+    ones are what env.points of that many shows.
     """
 
     def __init__(
