@@ -110,13 +110,12 @@ def test_the_identity_is_learned():
     buffer = RolloutBuffer(16)
     collector = Collector(env, policy, seed=0)
     rewards = []
-    for _ in range(30):
+    for _ in range(15):
         collector.collect(buffer)
         rewards.append(buffer.get()["next", "reward"].mean().item())
         ppo.update(buffer.get(flatten=False))
     # bins are 0.22 wide: the best of them is 0.056 away on average
-    print(rewards)
-    assert rewards[0] < 0.5 and np.mean(rewards[-3:]) > 0.85
+    assert rewards[0] < 0.5 and np.mean(rewards[-3:]) > 0.9
 
 
 def test_an_env_of_choices_refuses_tokens():
