@@ -15,7 +15,7 @@ import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from sparring.data import video
-from sparring.data.lerobot import read_dataset
+from sparring.data.lerobot import POINTS, read_dataset
 
 
 def main():
@@ -30,10 +30,11 @@ def read(path: Path) -> None:
     print(f"len {len(theirs)} frames, {theirs.num_episodes} episodes, {theirs.fps} frames/s, {theirs.meta.camera_keys}")
     print(f"stats of the action: q01 {np.round(theirs.meta.stats['action']['q01'], 3).tolist()}")
     starts = np.cumsum(ours.lengths) - ours.lengths
+    compared = ["observation.state", "action", "next.reward", "timestamp", *({POINTS} & ours.columns.keys())]
     sharpness = {key: [] for key in theirs.meta.video_keys}
     for index in np.unique(np.linspace(0, len(theirs) - 1, 60).round().astype(int)):
         item, episode = theirs[int(index)], int(ours.columns["episode_index"][index])
-        for name in ("observation.state", "action", "next.reward", "timestamp"):
+        for name in compared:
             assert np.array_equal(item[name].numpy(), ours.columns[name][index]), (index, name)
         assert item["task"] == ours.instructions[ours.columns["task_index"][index]]
         for key in sharpness:
@@ -44,7 +45,7 @@ def read(path: Path) -> None:
     first = theirs[0]
     print("frame 0:", {key: list(value.shape) for key, value in first.items() if hasattr(value, "shape")})
     print(f"task of frame 0: {first['task']!r}")
-    print("60 frames: states, actions, rewards, times and words equal to what we read")
+    print(f"60 frames: {', '.join(compared)} and words equal to what we read")
     for key, values in sharpness.items():
         print(f"{key}: our decoding against theirs {np.mean(values):.1f} dB, worst {min(values):.1f} dB")
 

@@ -5,6 +5,7 @@ import torch
 from torch import distributions as D
 
 from sparring.policies.heads import DiscreteHead, GaussianHead, SquashedGaussianHead, StateDependentHead
+from sparring.policies.tokens import TokenHead
 
 
 def features(batch=5, width=4):
@@ -79,6 +80,7 @@ def test_discrete_choices_follow_their_probabilities():
         lambda: SquashedGaussianHead(4, 2, 3, 0.5),
         lambda: StateDependentHead(4, 2, 3, 0.5),
         lambda: DiscreteHead(4, 2, 3),
+        lambda: TokenHead(4, 2, 3, bins=7),
     ],
 )
 def test_scoring_what_was_sampled_gives_the_same_numbers(make):

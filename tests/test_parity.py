@@ -32,7 +32,7 @@ def gate(policy, buffer) -> Parity:
 
 
 @pytest.mark.parametrize("num_envs", [1, 6, 16])
-@pytest.mark.parametrize("distribution", ["gaussian", "squashed", "gsde", "discrete"])
+@pytest.mark.parametrize("distribution", ["gaussian", "squashed", "gsde", "discrete", "tokens"])
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_every_head_passes_whatever_the_rollout_batch(num_envs, distribution, chunk):
     choices = 4 if distribution == "discrete" else 0

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data import statistics, video
-from sparring.data.lerobot import Clip, DatasetError, read_dataset, video_features
+from sparring.data.lerobot import POINTS, Clip, DatasetError, read_dataset, video_features
 
 # feature of LeRobot -> our key
 _VECTORS = {"observation.state": "state", "observation.privileged": "privileged"}
@@ -31,6 +31,8 @@ class Demonstrations:
     """E episodes, F steps in all. Cameras None: all there are; image_size None: as recorded, else scaled to a square.
 
     `state_dim`, `action_dim`, `fps` and `control_mode` are what the reader expects; None: whatever it is.
+    `points`: so many of each cloud are read; None: all. They come in the order of farthest-point sampling, so the first
+    ones are what env.points of that many shows.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Demonstrations:
         action_dim: int | None = None,
         fps: float | None = None,
         control_mode: str | None = None,
+        points: int | None = None,
         cache: bool = False,
     ):
         self.dataset = read_dataset(path)
@@ -54,7 +57,9 @@ class Demonstrations:
         # [E + 1]: where each episode begins among all steps
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self._features = {_camera_name(key): key for key in video_features(self.dataset.info)}
-        self._expect(cameras, state_dim, action_dim, fps, control_mode)
+        recorded = self.dataset.columns[POINTS].shape[1] if POINTS in self.dataset.columns else 0
+        self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded)
+        self.points = recorded if points is None else points
         self.cameras = tuple(self._features if cameras is None else cameras)
         self.image_shapes = {camera: self._image_shape(camera, image_size) for camera in self.cameras}
         self._cache = {camera: self._cached(camera) for camera in self.cameras} if cache else {}
@@ -76,8 +81,10 @@ class Demonstrations:
         return self.numbers("observation.state").shape[1] if "observation.state" in self.dataset.columns else 0
 
     def numbers(self, feature: str) -> np.ndarray:
-        """`[F, D]` of all steps (`[F]` of `next.reward` and the like), by LeRobot's name of the feature."""
+        """`[F, D]` of all steps (`[F]` of `next.reward` and the like, `[F, P, 6]` of points), by LeRobot's name."""
         values = self.dataset.columns[feature]
+        if feature == POINTS:
+            return values[:, : self.points]
         return values.reshape(self.steps, -1) if feature in ("action", *_VECTORS) else values
 
     def instruction(self, episode: int) -> str:
@@ -91,6 +98,8 @@ class Demonstrations:
         for feature, name in _VECTORS.items():
             if feature in columns:
                 observation[name] = _floats(self.numbers(feature)[rows])
+        if self.points:
+            observation["points"] = _floats(self.numbers(POINTS)[rows])
         if self.cameras:
             observation["image"] = {camera: torch.from_numpy(self.images(camera, episode)) for camera in self.cameras}
         is_first = torch.zeros(length, dtype=torch.bool)
@@ -136,7 +145,7 @@ class Demonstrations:
             raise IndexError(f"episode {episode} of {len(self)}")
         return slice(int(self.starts[episode]), int(self.starts[episode + 1]))
 
-    def _expect(self, cameras, state_dim, action_dim, fps, control_mode) -> None:
+    def _expect(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded) -> None:
         """All that is not as expected, at once."""
         mistakes = []
         pictures = [key for key, feature in self.dataset.info["features"].items() if feature["dtype"] == "image"]
@@ -152,6 +161,8 @@ class Demonstrations:
         ):
             if expected is not None and expected != found:
                 mistakes.append(f"{name}: expected {expected}, found {found}")
+        if points and points > recorded:
+            mistakes.append(f"points a step: expected {points}, found {recorded or 'none'}")
         if mistakes:
             advice = "give the config it was recorded with, or record another dataset"
             raise DatasetError("\n".join([f"'{self.path}' is not what is asked for; {advice}:", *mistakes]))

@@ -8,10 +8,11 @@
     data/chunk-*/file-*.parquet           a frame a row: state, action, reward, ...
     videos/<camera>/chunk-*/file-*.mp4    the pictures, many episodes a file
 
-Numbers are all read at once (tens of bytes a frame); pictures stay in their files.
+Numbers are all read at once (hundreds of bytes a frame, with points some KB); pictures stay in their files.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from sparring.errors import UserError
 
 # while episodes are still being recorded they lie in this folder, and there is no meta/info.json
 RECORDING = "recording"
+# the one feature of two axes that is read: [P, 6] a frame
+POINTS = "observation.points"
 _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -43,7 +46,7 @@ class Dataset:
 
     path: Path
     info: dict[str, Any]
-    # feature -> [F] or [F, D]
+    # feature -> [F] or [F, D]; points [F, P, 6]
     columns: dict[str, np.ndarray]
     # [E]
     lengths: np.ndarray
@@ -133,7 +136,8 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
     features = {
         name: feature["shape"]
         for name, feature in info["features"].items()
-        if feature["dtype"] not in ("video", "image", "string") and len(feature["shape"]) == 1
+        if feature["dtype"] not in ("video", "image", "string")
+        and len(feature["shape"]) == (2 if name == POINTS else 1)
     }
     missing = [name for name in ("action", *_BOOKKEEPING) if name not in features]
     if missing:
@@ -143,7 +147,7 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
     files = [path / info["data_path"].format(chunk_index=int(c), file_index=int(f)) for c, f in places]
     parts = [_read_table(file, list(features)) for file in files]
     columns = {
-        name: np.concatenate([_rows(part[name], shape[0], file) for part, file in zip(parts, files, strict=True)])
+        name: np.concatenate([_rows(part[name], shape, file) for part, file in zip(parts, files, strict=True)])
         for name, shape in features.items()
     }
     order = np.argsort(columns["index"], kind="stable")
@@ -193,7 +197,7 @@ def _check_frames(dataset: Dataset) -> None:
     if not (np.array_equal(columns["episode_index"], episode) and np.array_equal(columns["frame_index"], within)):
         raise DatasetError(f"'{path}': its rows are not the frames of its episodes in time order")
     for name, values in columns.items():
-        bad = np.flatnonzero(~np.isfinite(values.reshape(frames, -1).astype(np.float64)).all(axis=1))
+        bad = np.flatnonzero(~np.isfinite(values.reshape(frames, -1)).all(axis=1))
         if len(bad):
             raise DatasetError(
                 f"'{path}': {name} holds NaN or infinity in {len(bad)} of {frames} frames, "
@@ -240,12 +244,18 @@ def _numbers(column, path: Path) -> np.ndarray:
     return values
 
 
-def _rows(column, size: int, path: Path) -> np.ndarray:
-    """`[F]` where an entry is one number, else `[F, size]`."""
-    values = column.combine_chunks()
-    if not hasattr(values, "flatten") or not str(values.type).startswith(("list", "fixed_size_list", "large_list")):
+def _rows(column, shape: list[int], path: Path) -> np.ndarray:
+    """`[F]` where an entry is one number, else `[F, *shape]`."""
+    entries = flat = column.combine_chunks()
+    if not _is_list(entries):
         return _numbers(column, path)
-    flat = values.flatten().to_numpy(zero_copy_only=False)
-    if len(flat) != len(values) * size:
-        raise DatasetError(f"'{path}': {len(values)} rows hold {len(flat)} numbers, expected {size} each")
-    return flat.reshape(len(values), size)
+    while _is_list(flat):
+        flat = flat.flatten()
+    numbers, size = flat.to_numpy(zero_copy_only=False), math.prod(shape)
+    if len(numbers) != len(entries) * size:
+        raise DatasetError(f"'{path}': {len(entries)} rows hold {len(numbers)} numbers, expected {size} each")
+    return numbers.reshape(len(entries), *shape)
+
+
+def _is_list(values) -> bool:
+    return str(values.type).startswith(("list", "fixed_size_list", "large_list"))

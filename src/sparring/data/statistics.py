@@ -19,6 +19,17 @@ def of_numbers(values: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def of_points(clouds: np.ndarray) -> dict[str, np.ndarray]:
+    """Of clouds `[F, P, D]`: `[D]` each, over points and frames, which fit a cloud of any size.
+
+    All but min and max are those of at most 1000 frames, evenly spread: a dataset has hundreds of millions of points.
+    """
+    few = clouds[:: max(len(clouds) // 1000, 1)]
+    found = of_numbers(few.reshape(-1, clouds.shape[-1]))
+    exact = {"min": clouds.min(axis=(0, 1)), "max": clouds.max(axis=(0, 1)), "count": np.array([len(clouds)])}
+    return found | {name: value.astype(found[name].dtype) for name, value in exact.items()}
+
+
 def pixel_counts(frames: np.ndarray) -> np.ndarray:
     """`[3, 256]`: how often each value occurs in each channel of `[T, H, W, 3]` uint8."""
     return np.stack([np.bincount(frames[..., channel].ravel(), minlength=256) for channel in range(3)])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparring.data import statistics, video
-from sparring.data.lerobot import RECORDING, parquet
+from sparring.data.lerobot import POINTS, RECORDING, parquet
 from sparring.demos import names
 from sparring.demos.block import Block
 from sparring.demos.plan import Plan
@@ -107,7 +107,7 @@ def _pick(blocks: list[Block], episodes: int) -> list[Kept]:
 
 
 def _columns(kept: list[Kept], fps: int, tasks: np.ndarray) -> Arrays:
-    """Feature -> `[F]` or `[F, D]`, all frames."""
+    """Feature -> `[F]` or `[F, D]` (points: `[F, P, 6]`), all frames."""
     lengths = np.array([episode.length for episode in kept])
     frames, ends = int(lengths.sum()), np.cumsum(lengths)
     within = np.arange(frames) - np.repeat(ends - lengths, lengths)
@@ -120,8 +120,9 @@ def _columns(kept: list[Kept], fps: int, tasks: np.ndarray) -> Arrays:
         return np.concatenate([episode.block.numbers[name][episode.rows] for episode in kept])
 
     vectors = {"observation.state": recorded("state")}
-    if "privileged" in kept[0].block.numbers:
-        vectors["observation.privileged"] = recorded("privileged")
+    for name in ("privileged", "points"):
+        if name in kept[0].block.numbers:
+            vectors[f"observation.{name}"] = recorded(name)
     return vectors | {
         "action": recorded("action"),
         "next.reward": recorded("reward"),
@@ -139,6 +140,9 @@ def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str,
     said = {"observation.state": names.state_names(env), "action": names.action_names(env)}
     if "observation.privileged" in columns:
         said["observation.privileged"] = names.privileged_names(env)
+    if POINTS in columns:
+        # of its axes, as of a picture's
+        said[POINTS] = ["points", "x_y_z_r_g_b"]
     features = {
         name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": said.get(name)}
         for name, values in columns.items()
@@ -184,7 +188,10 @@ def _episodes(kept: list[Kept], said: list[str], columns: Arrays, pixels: Arrays
 
 
 def _statistics(columns: Arrays, pixels: Arrays, episodes: slice, rows: slice) -> dict[str, dict[str, np.ndarray]]:
-    found = {name: statistics.of_numbers(values[rows]) for name, values in columns.items()}
+    found = {
+        name: statistics.of_points(values[rows]) if name == POINTS else statistics.of_numbers(values[rows])
+        for name, values in columns.items()
+    }
     frames = int(found["index"]["count"][0])
     return found | {key: statistics.of_pictures(counts[episodes].sum(axis=0), frames) for key, counts in pixels.items()}
 
@@ -221,6 +228,12 @@ def _write_table(path: Path, columns: dict[str, Any], metadata: dict[bytes, byte
     def column(values):
         if isinstance(values, np.ndarray) and values.ndim == 2:
             return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values.ravel()), values.shape[1])
+        if isinstance(values, np.ndarray) and values.ndim == 3:
+            # lists of lists, which is how LeRobot keeps what has two axes
+            frames, points, entries = values.shape
+            inner = np.arange(frames * points + 1, dtype=np.int32) * entries
+            rows = pyarrow.ListArray.from_arrays(pyarrow.array(inner), pyarrow.array(values.ravel()))
+            return pyarrow.ListArray.from_arrays(pyarrow.array(np.arange(frames + 1, dtype=np.int32) * points), rows)
         return pyarrow.array(values)
 
     path.parent.mkdir(parents=True, exist_ok=True)

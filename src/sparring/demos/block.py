@@ -27,8 +27,8 @@ class Block:
     """A recorded block: K episodes kept of those tried, F steps in all."""
 
     folder: Path
-    # "number", "seed", "task", "success", "length": [K]; "state", "privileged", "action": [F, D]; "reward": [F];
-    # "pixels/<camera>": [K, 3, 256], see pixel_counts
+    # "number", "seed", "task", "success", "length": [K]; "state", "privileged", "action": [F, D]; "points": [F, P, 6];
+    # "reward": [F]; "pixels/<camera>": [K, 3, 256], see pixel_counts
     numbers: Arrays
 
     @property
@@ -55,7 +55,7 @@ class BlockRecorder:
         self._plan, self._folder = plan, folder
         self._env = Tabletop(plan.env, plan.robots, plan.max_episode_steps)
         self._expert = Expert(self._env, plan.noise, plan.seed)
-        self._vectors = [name for name in ("state", "privileged") if name in self._env.spec.observation]
+        self._vectors = [name for name in ("state", "privileged", "points") if name in self._env.spec.observation]
 
     def __call__(self, number: int) -> int:
         """Record block `number`; the same number comes back."""

@@ -35,7 +35,7 @@ class Plan:
                 f"env.image_size={self.env.image_size} is odd; a video needs an even number of pixels a side"
             )
         # a dataset has no place for them, or readers add them themselves
-        for key in ("depth", "segmentation", "points", "pad_state", "pad_action"):
+        for key in ("depth", "segmentation", "pad_state", "pad_action"):
             if getattr(self.env, key):
                 raise UserError(f"env.{key} is not recorded; leave it at its default")
 
@@ -47,8 +47,9 @@ class Plan:
     @property
     def robots(self) -> int:
         """Episodes of a block, which are played together; a multiple of the tasks, which are dealt out in turn."""
-        picture = 3 * self.env.image_size**2 * len(self.env.cameras)
-        robots = min(_ROBOTS, _BYTES // max(picture * self.steps, 1))
+        # bytes of a step; a point is six float32
+        seen = 3 * self.env.image_size**2 * len(self.env.cameras) + 24 * self.env.points
+        robots = min(_ROBOTS, _BYTES // max(seen * self.steps, 1))
         return max(robots // len(self.env.task), 1) * len(self.env.task)
 
     def settings(self) -> dict[str, Any]:

@@ -22,6 +22,8 @@ def summary(demos: Demonstrations) -> Iterator[str]:
         yield f"camera     {camera}, {height} x {width}"
     yield f"state      {demos.state_dim} entries"
     yield f"action     {demos.action_dim} entries"
+    if demos.points:
+        yield f"points     {demos.points} a step: x, y, z, r, g, b"
     yield f"successes  {_successes(demos)}"
     if extras:
         tried = f"{len(demos):,} episodes kept of {extras['episodes_tried']:,} tried"

@@ -33,6 +33,9 @@ class EnvSpec:
     reports_success: bool = True
     # control steps per simulated second; the pace of its videos
     control_hz: float = 30.0
+    # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
+    hand_entries: tuple[int, ...] = ()
+    hand_scale: float = 1.0
 
 
 @dataclass

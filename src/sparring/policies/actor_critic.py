@@ -17,6 +17,7 @@ from sparring.policies.heads import (
     StateDependentHead,
 )
 from sparring.policies.policy import Policy, executed_mask
+from sparring.policies.tokens import TokenHead
 
 
 class ActorCritic(Policy):
@@ -46,8 +47,8 @@ class ActorCritic(Policy):
         if self.padding:
             action = nn.functional.pad(action, (0, self.padding))
         trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
-        if self.encoder.images is not None and noise is not None:
-            # the CNN is dear and has just run; without one, `complete` asks the critic for all decisions at once
+        if self.encoder.is_costly and noise is not None:
+            # the encoder is dear and has just run; a cheap one `complete` asks again, for all decisions at once
             td.set("value", self.critic(features, td))
         td.set("action", action)
         return td.set("trace", TensorDict(trace, td.batch_size))
@@ -107,6 +108,8 @@ def _head(config, spec, width, chunk):
         raise UserError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
     if kind == "discrete":
         return DiscreteHead(width, chunk, spec.discrete_actions)
+    if kind == "tokens":
+        return TokenHead(width, chunk, spec.action_dim - spec.action_padding, config.bins)
     head_class = {"gaussian": GaussianHead, "squashed": SquashedGaussianHead, "gsde": StateDependentHead}[kind]
     return head_class(width, chunk, spec.action_dim - spec.action_padding, config.init_std)
 

@@ -14,6 +14,17 @@ class EncoderConfig(Section):
 
     channels: tuple[PositiveInt, ...] = Field((32, 64, 64), description="channels of the image encoder's convolutions")
     image_features: int = Field(256, gt=0, description="features the image encoder gives to actor and critic")
+    use_images: bool = Field(True, description="read the cameras' images; false: points, state and language only")
+    point_channels: tuple[PositiveInt, ...] = Field((64, 128), description="widths of the MLP each point goes through")
+    point_features: int = Field(128, gt=0, description="features the point encoder gives, where the env shows points")
+    point_frame: Literal["world", "gripper"] = Field(
+        "world", description="where points are told from; gripper: from the hand's position (from each, with two arms)"
+    )
+    language_features: int = Field(
+        0, ge=0, description="features of the instruction, read byte by byte; 0: the policy is not told it"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="of image and point features, while imitating only")
+    freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
     normalize_observations: bool = Field(
         True, description="mean/std of observation/state, kept with the weights: running, or of the demonstrations"
     )
@@ -30,9 +41,11 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     """MLP actor-critic on state, with a CNN in front where the env has cameras."""
 
     name: str = Field("actor_critic", description="which policy: actor_critic, flow, or your.module:Class")
-    distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete"] = Field(
-        "auto", description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration"
+    distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete", "tokens"] = Field(
+        "auto",
+        description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration; tokens: bins",
     )
+    bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
 

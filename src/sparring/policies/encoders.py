@@ -8,6 +8,8 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
+from sparring.policies.language import InstructionEncoder
+from sparring.policies.points import PointEncoder
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
@@ -59,35 +61,74 @@ class ImageEncoder(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """Normalised state beside image features: `[B, size]`."""
+    """Image, point and language features beside the normalised state: `[B, size]`.
+
+    Its parts are there where the env shows what they read (and, of images and language, where the config wants them).
+    """
 
     def __init__(self, config, spec):
         super().__init__()
-        self.cameras = [name for name in spec.observation if name.startswith("image/")]
-        state_size = math.prod(spec.observation["state"][0]) if "state" in spec.observation else 0
-        self.in_keys = [("observation", *name.split("/")) for name in self.cameras]
-        self.in_keys += [("observation", "state")] if state_size else []
-        self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
+        shown = spec.observation
+        self.cameras = [name for name in shown if name.startswith("image/")] if config.use_images else []
+        self.images = _image_encoder(config, spec, self.cameras) if self.cameras else None
+        self.points = PointEncoder(config, spec) if "points" in shown else None
+        self.language = _language_encoder(config, spec) if config.language_features else None
+        state_size = math.prod(shown["state"][0]) if "state" in shown else 0
         self.has_state = bool(state_size)
-        self.images = None
-        if self.cameras:
-            sizes = {spec.observation[name][0][1:] for name in self.cameras}
-            if len(sizes) > 1:
-                raise UserError(f"cameras of different sizes {sorted(sizes)} cannot be stacked; make them alike")
-            height, width = sizes.pop()
-            self.images = ImageEncoder(len(self.cameras), (height, width), config.channels, config.image_features)
-        self.size = state_size + (config.image_features if self.cameras else 0)
+        self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.frozen = config.freeze_encoder
+        if self.frozen:
+            self.requires_grad_(False)
+        # whether a second pass over the same observations is worth avoiding
+        self.is_costly = self.images is not None or self.points is not None
+
+        # what each part reads, and how many features it gives
+        parts = [
+            (self.cameras, config.image_features),
+            (["points"] if self.points is not None else [], config.point_features),
+            (["state"] if state_size else [], state_size),
+            (["task"] if self.language is not None else [], config.language_features),
+        ]
+        self.in_keys = [("observation", *name.split("/")) for names, _ in parts for name in names]
+        self.size = sum(size for names, size in parts if names)
+        if not self.in_keys:
+            raise UserError(
+                f"the policy reads nothing of what the env shows ({', '.join(shown)}); set policy.use_images=true, or "
+                "let the env show a state or points"
+            )
 
     def forward(self, td: TensorDict) -> torch.Tensor:
+        state = td["observation", "state"] if self.has_state else None
         parts = []
         if self.images is not None:
             views = [td[("observation", *name.split("/"))] for name in self.cameras]
-            parts.append(self.images(torch.cat(views, 1) if len(views) > 1 else views[0]))
-        if self.has_state:
-            state = td["observation", "state"]
+            parts.append(self.dropout(self.images(torch.cat(views, 1) if len(views) > 1 else views[0])))
+        if self.points is not None:
+            parts.append(self.dropout(self.points(td["observation", "points"], state)))
+        if state is not None:
             parts.append(self.normalizer(state) if self.normalizer is not None else state)
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        if self.language is not None:
+            parts.append(self.language(td["observation", "task"]))
+        features = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        return features.detach() if self.frozen else features
 
     def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
         if self.normalizer is not None:
             self.normalizer.update(td["observation", "state"], sum_over_processes)
+
+
+def _image_encoder(config, spec, cameras: list[str]) -> ImageEncoder:
+    sizes = {spec.observation[name][0][1:] for name in cameras}
+    if len(sizes) > 1:
+        raise UserError(f"cameras of different sizes {sorted(sizes)} cannot be stacked; make them alike")
+    return ImageEncoder(len(cameras), tuple(sizes.pop()), config.channels, config.image_features)
+
+
+def _language_encoder(config, spec) -> InstructionEncoder:
+    if "task" not in spec.observation:
+        raise UserError(
+            f"policy.language_features={config.language_features}, but this env gives no instructions "
+            "(observation/task); set it to 0"
+        )
+    return InstructionEncoder(spec.instructions, config.language_features)

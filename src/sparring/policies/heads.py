@@ -45,7 +45,7 @@ class GaussianHead(nn.Module):
         super().__init__()
         self.chunk, self.action_dim = chunk, action_dim
         self.noise_size = chunk * action_dim
-        self.linear = _small_output(features, chunk * action_dim)
+        self.linear = small_output(features, chunk * action_dim)
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(init_std)))
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
@@ -133,7 +133,7 @@ class DiscreteHead(nn.Module):
         super().__init__()
         self.chunk, self.choices = chunk, choices
         self.noise_size = chunk
-        self.linear = _small_output(features, chunk * choices)
+        self.linear = small_output(features, chunk * choices)
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, n]
@@ -158,7 +158,7 @@ def _log_slope(x: torch.Tensor) -> torch.Tensor:
     return 2.0 * (math.log(2.0) - x - nn.functional.softplus(-2.0 * x))
 
 
-def _small_output(features: int, outputs: int) -> nn.Linear:
+def small_output(features: int, outputs: int) -> nn.Linear:
     """A fresh policy is near its mean everywhere, so that early exploration is even."""
     linear = nn.Linear(features, outputs)
     nn.init.orthogonal_(linear.weight, 0.01)

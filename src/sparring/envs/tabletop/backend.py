@@ -197,6 +197,8 @@ class Tabletop:
             max_episode_steps=max_episode_steps,
             reports_success=any(task.reports_success for task in self._tasks),
             control_hz=CONTROL_HZ,
+            hand_entries=observe.hand_entries(len(self.mounts)),
+            hand_scale=observe.HAND_SCALE,
         )
 
     def _task_names(self) -> np.ndarray:

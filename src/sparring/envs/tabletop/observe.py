@@ -37,6 +37,7 @@ import numpy as np
 
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL, FINGERS
 
+HAND_SCALE = 4.0
 # block -> (size, scale)
 _ARM_BLOCKS = {
     "joints": (ARM_JOINTS, 1.0),
@@ -45,7 +46,7 @@ _ARM_BLOCKS = {
     "finger_speeds": (FINGERS, 5.0),
     "commanded_joints": (ARM_JOINTS, 1.0),
     "commanded_fingers": (1, 1 / FINGER_TRAVEL),
-    "hand": (3, 4.0),
+    "hand": (3, HAND_SCALE),
     "hand_axis": (3, 1.0),
 }
 _TIME, _PLACE, _FROM_HAND = (1, 1.0), (3, 4.0), (3, 10.0)
@@ -80,6 +81,13 @@ def scales(objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = T
     """`[S]`: what each entry was multiplied by; divide by it to get metres, radians and seconds back."""
     blocks = _blocks(objects, mechanisms, arms, robot, world)
     return np.concatenate([np.full(size, scale) for size, scale in blocks.values()])
+
+
+def hand_entries(arms: int) -> tuple[int, ...]:
+    """Where the positions of the hands are in `observation/state`, hand after hand."""
+    places = layout(arms=arms, world=False)
+    names = ("hand",) if arms == 1 else ("left_hand", "right_hand")
+    return tuple(entry for name in names for entry in range(places[name].start, places[name].stop))
 
 
 def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hands: np.ndarray) -> np.ndarray:
