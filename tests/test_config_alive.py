@@ -14,6 +14,7 @@ PACKAGE = {
     "env": "envs",
     "policy": "policies",
     "ppo": "algorithms",
+    "imitate": "phases",
     "logging": "record",
 }
 

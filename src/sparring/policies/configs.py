@@ -35,3 +35,6 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     )
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
+    normalize_actions: bool = Field(
+        False, description="gaussian, gsde: think in actions that are scaled as the demonstrations' are"
+    )
