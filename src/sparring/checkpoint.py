@@ -23,7 +23,6 @@ from sparring.disk import flush
 from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
 
-
 # settings of an env that leave all shapes as they are and change what an action does
 SAME_MEANING = ("control_mode", "action_scale")
 

@@ -1,6 +1,6 @@
 """Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`.
 
-They stand below everything that was given, so that whoever says nothing gets what fits. Torch-free where neither is given.
+They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
 """
 
 import json

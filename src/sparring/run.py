@@ -97,7 +97,7 @@ class Run:
             phase.learns_from,
             config.seed,
         )
-        log.info("run folder: %s", self.folder)
+        log.info("run folder: %s (external loggers: %s)", self.folder, config.logging.mode)
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self._made())
 

@@ -6,7 +6,6 @@ from pydantic import BeforeValidator, Field
 
 from sparring.config import Section
 
-
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
 Folders = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 
@@ -18,9 +17,7 @@ class ImitateConfig(Section):
     episodes: int | None = Field(None, gt=0, description="use only the first so many of each folder; null: all")
     batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step, on each process")
     learning_rate: float = Field(1e-3, gt=0, description="at the start")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="how the learning rate falls to 0"
-    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="how it falls to 0")
     weight_decay: float = Field(1e-4, ge=0, description="how fast weights that nothing asks for shrink (AdamW)")
     steps_per_update: int = Field(100, gt=0, description="gradient steps of an update, after which metrics are written")
     normalization: Literal["mean_std", "min_max", "quantile"] = Field(
@@ -38,7 +35,7 @@ class TrainingConfig(Section):
     total_timesteps: int | None = Field(
         None,
         gt=0,
-        description="env steps over all robots and processes; null: 150000 in finetune without another limit",
+        description="env steps over all robots and processes; null: 150000 if finetune has no other limit",
     )
     num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
     iterations: int | None = Field(None, gt=0, description="updates; null: no limit (imitate: 20)")
