@@ -77,14 +77,16 @@ class Run:
     def fraction(self) -> float:
         """How much of the run is done: 1 when the first limit is reached."""
         training, progress = self.config.training, self.phase.progress
-        done = {
-            "total_timesteps": progress.env_steps,
-            "num_episodes": progress.episodes,
-            "iterations": progress.updates,
+        made = {
+            "total_timesteps": (progress.env_steps, training.total_timesteps),
+            "num_episodes": (progress.episodes, training.num_episodes),
+            "iterations": (progress.updates, training.iterations),
         }
-        limits = {name: getattr(training, name) for name in done if getattr(training, name)}
-        limits = limits or dict([self.phase.default_limit])
-        return min(1.0, max(done[name] / limit for name, limit in limits.items()))
+        shares = [done / limit for done, limit in made.values() if limit]
+        if not shares:
+            name, limit = self.phase.default_limit
+            shares = [made[name][0] / limit]
+        return min(1.0, max(shares))
 
     def announce(self) -> None:
         """What is about to happen, before it does."""

@@ -23,8 +23,11 @@ class ImitateConfig(Section):
     normalization: Literal["mean_std", "min_max", "quantile"] = Field(
         "min_max", description="what scales actions, where the policy does; the state always has mean 0 and std 1"
     )
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="decay of averaged weights, which are then what is saved and evaluated, e.g. 0.999; null: off"
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of averaged weights, which are then saved and evaluated, e.g. 0.999; null: off",
     )
     image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
 
