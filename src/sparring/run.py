@@ -190,7 +190,8 @@ class Run:
             evaluation.write(self.folder / "evaluation.json")
         for number, film in enumerate(evaluation.films):
             try:
-                name = f"episode_{self.phase.progress.episodes:06d}_{number}"
+                progress = self.phase.progress
+                name = f"episode_{progress.episodes or progress.updates:06d}_{number}"
                 log.info("to look at: %s", self.recorder.film(name, film.frames, evaluation.fps))
             except NoVideoEncoder as error:  # the training was not for the video's sake
                 log.warning("%s", error)

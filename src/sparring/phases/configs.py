@@ -27,7 +27,7 @@ class ImitateConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="decay of averaged weights, which are then saved and evaluated, e.g. 0.999; null: off",
+        description="decay of averaged weights, then what is saved and evaluated, e.g. 0.999; null: off",
     )
     image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
 
