@@ -1,6 +1,9 @@
 """Imitation: which chunks are drawn, that losses lead to the demonstrator, going on bit-equal, what is refused."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -270,6 +273,31 @@ def test_without_a_limit_it_makes_20_updates(folder, tmp_path):
     run = Run(config, folder=False, quiet=True)
     run.phase.progress.updates = 19
     assert run.fraction == 0.95
+
+
+def imitate_on_this_rank(demos, folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    run = Run(load_config(settings(demos, f"{folder}/run", device="cpu", imitate={"ema": 0.9})))
+    batch = next(iter(run.phase.batches))["action"]
+    run.run()
+    saved = {"weights": run.phase.policy.state_dict(), "average": run.phase.model.state_dict(), "batch": batch}
+    torch.save(saved, f"{folder}/rank{run.distributed.rank}.pt")
+
+
+def test_two_processes_draw_their_own_and_learn_the_same(folder, tmp_path):
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_imitate import imitate_on_this_rank;"
+        "debug_launcher(imitate_on_this_rank, tuple(sys.argv[1:]), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    command = [sys.executable, "-c", code, str(folder / "state"), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    for which in ("weights", "average"):
+        for name, tensor in first[which].items():
+            assert torch.equal(tensor, second[which][name]), (which, name)
+    assert not torch.equal(first["batch"], second["batch"])
 
 
 # ---- what is refused, before anything is written

@@ -184,7 +184,8 @@ def _load(arguments, overrides):
     given.append(Setting("phase", arguments.phase, "command line"))
     settings = with_inherited(given)
     config = load_config(None, settings)
-    for line in told(settings[: len(settings) - len(given)], config):
+    # once: not in the processes that this command starts
+    for line in told(settings[: len(settings) - len(given)], config) if "RANK" not in os.environ else ():
         print(line, file=sys.stderr)
     return config
 

@@ -104,10 +104,10 @@ class Imitate:
 
     def _begin(self) -> None:
         """All processes, and the average, start from the same weights."""
+        for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
+            tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
         if self.model is not self.policy:
             self.policy.load_state_dict(self.model.state_dict())
-        for tensor in filter(torch.is_floating_point, self.policy.state_dict().values()):
-            tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
 
     def _gradient_step(self) -> dict[str, torch.Tensor]:
         # a function of (seed, process, step): nothing to save
