@@ -426,7 +426,7 @@ def test_the_flags_offered_are_the_flags_there_are():
     [
         ("", [*COMMANDS, "--help", "--version"]),
         ("t", ["train", "tasks"]),
-        ("train ", ["finetune"]),
+        ("train ", ["finetune", "imitate"]),
         ("config f", ["finetune"]),
         ("completion ", ["bash", "zsh", "fish"]),
         ("train finetune ppo.cl", ["ppo.clip_ratio=", "ppo.clip_schedule="]),

@@ -15,6 +15,7 @@ PACKAGE = {
     "policy": "policies",
     "ppo": "algorithms",
     "grpo": "algorithms",
+    "imitate": "phases",
     "logging": "record",
 }
 

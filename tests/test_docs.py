@@ -11,7 +11,7 @@ from sparring.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "env.threads=1"]
+TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "imitate.steps_per_update=2", "env.threads=1"]
 
 
 def documented_commands() -> list[str]:
@@ -51,6 +51,10 @@ def trained(tmp_path_factory):
     # and demonstrations, by the command that the docs begin with
     demos = ["demos", "lift_d0", "--noise", "0.1", "--episodes", "2", "env.threads=1"]
     assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0")]) == 0
+    # and what came of imitating them
+    words = ["train", "imitate", f"imitate.demos={folder}/outputs/demos/lift_d0", *TINY, "training.iterations=1"]
+    words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
+    assert main([*words, "--output", str(folder / "outputs/imitate_rl")]) == 0
     return folder
 
 
@@ -60,7 +64,8 @@ def test_documented_command(command, trained, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     if words[0] == "train":
         gym = any("gym:" in word or "configs/" in word for word in words)
-        words += ["--dry-run", *(TINY[:-1] if gym else TINY)]
+        words += [] if "--dry-run" in words else ["--dry-run"]
+        words += TINY[:-1] if gym else TINY
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
             del words[at : at + 2]
@@ -70,7 +75,8 @@ def test_documented_command(command, trained, monkeypatch, capsys):
         words += ["--episodes", "2", "--workers", "1", "env.threads=1"]
     assert main(words) == 0, capsys.readouterr().err
     if words[0] == "train":
-        assert "\nparity: " in capsys.readouterr().out
+        shown = "\nloss: " if words[1] == "imitate" else "\nepisodes: " if "rollout" in words else "\nparity: "
+        assert shown in capsys.readouterr().out
 
 
 def test_there_are_commands_to_run():

@@ -14,7 +14,20 @@ LAYERS = [
     {"collect", "algorithms"},
     {"phases"},
     {"record", "checkpoint"},
-    {"run", "evaluate", "evaluate_run", "folder", "tree", "api", "dry_run", "check", "completion", "gallery", "demos"},
+    {
+        "run",
+        "evaluate",
+        "evaluate_run",
+        "folder",
+        "tree",
+        "api",
+        "dry_run",
+        "check",
+        "completion",
+        "gallery",
+        "demos",
+        "inherit",
+    },
     {"cli", "launch", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -18,9 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sparring.config_text import read_settings
 from sparring.disk import flush
 from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
+
+# settings of an env that leave all shapes as they are and change what an action does
+SAME_MEANING = ("control_mode", "action_scale")
 
 
 class CheckpointError(UserError):
@@ -92,8 +96,11 @@ def weights_file(path: Path) -> Path | None:
     return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told."""
+def load_weights(model: nn.Module, path: str | Path) -> int:
+    """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
+
+    How many tensors there were.
+    """
     file = weights_file(find_checkpoint(path))
     given, expected = read_weights(file), model.state_dict()
     missing = [key for key in expected if key not in given]
@@ -110,6 +117,51 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             f"'{file}' does not fit this model: {told}. Use the config it was trained with (config.yaml beside it)"
         )
     model.load_state_dict(given)
+    return len(given)
+
+
+def load_pretrained(model: nn.Module, path: str | Path, env) -> int:
+    """The weights of another run, in an env that must show and accept what its env did; how many tensors there were."""
+    found = find_checkpoint(path)
+    folder = found.parent if found.is_file() else found
+    differences = []
+    if (folder / "spec.json").is_file():
+        differences += spec_differences(load_spec(folder), env.spec)
+    if (folder / "config.yaml").is_file():
+        trained = {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
+        for key in SAME_MEANING:
+            now = getattr(env.config, key, None)
+            if trained.get(f"env.{key}", now) != now:
+                differences.append(f"env.{key} was {trained[f'env.{key}']} and is {now}")
+    if differences:
+        raise CheckpointError(
+            "\n".join(
+                [f"pretrained={path}: was trained in another env; leave out what you gave, or train another:"]
+                + differences
+            )
+        )
+    return load_weights(model, path)
+
+
+def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
+    """What a policy sees and does, where it differs; in words."""
+    shown = sorted(trained.observation.keys() | now.observation.keys())
+    found = [
+        f"observation/{name} was {_shape(trained, name)} and is {_shape(now, name)}"
+        for name in shown
+        if trained.observation.get(name) != now.observation.get(name)
+    ]
+    for name in ("action_dim", "discrete_actions", "action_padding"):
+        then, present = getattr(trained, name), getattr(now, name)
+        found += [f"{name} was {then} and is {present}"] if then != present else []
+    return found
+
+
+def _shape(spec: EnvSpec, name: str) -> str:
+    if name not in spec.observation:
+        return "not there"
+    shape, dtype = spec.observation[name]
+    return f"{list(shape)} {dtype}"
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:

@@ -19,6 +19,9 @@ examples:
   sparring config finetune                                   every setting with its meaning
   sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
   sparring tasks                                             what the built-in arm can be asked to do
+  sparring train finetune --dry-run rollout                  only the rollout
+  sparring train imitate imitate.demos=outputs/demos/lift_d0 behaviour cloning; then fine-tune what came of it:
+  sparring train finetune pretrained=outputs/imitate_rl
   sparring demos lift_d0 --episodes 100 --noise 0.1          record a scripted expert as a LeRobot dataset
   sparring demos show outputs/demos/lift_d0                  what a dataset holds, and a contact sheet
 
@@ -27,6 +30,9 @@ name is unique. `sparring config PHASE` lists the keys.
 exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); 130 interrupted: the first Ctrl-C
 saves a checkpoint, a second one gives up.
 """
+
+# what --dry-run tries, in the words of ManiFlow's test_rl_rollout.py
+DRY_RUNS = ("rollout", "training")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +65,7 @@ def _run(argv: list[str]) -> int:
     words, overrides = argv, []
     # argparse would take `ppo.gamma=1` for a PHASE and knows nothing of `--ppo.gamma 1`
     if argv[:1] and argv[0] in TAKES_OVERRIDES:
-        overrides, argv = split_overrides(argv, flags_of(argv[0]))
+        overrides, argv = split_overrides(_with_dry_run_in_one_word(argv), flags_of(argv[0]))
     arguments = build_parser().parse_args(argv)
     arguments.words = words
     return arguments.command(arguments, overrides) or 0
@@ -74,13 +80,18 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **options)
-    train.add_argument("phase", metavar="PHASE", help="finetune (task RL)")
+    train.add_argument("phase", metavar="PHASE", help="finetune (task RL), imitate (demonstrations)")
     train.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     train.add_argument("--gpus", type=_positive, default=1, metavar="N", help="processes, one per GPU (on CPU: gloo)")
     train.add_argument("--envs", type=_positive, metavar="N", help="robots per process (rollout.n_envs)")
     train.add_argument("--output", metavar="DIR", help="run folder (default: outputs/<phase>_rl)")
     train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help="default auto: go on where the folder stopped")
-    train.add_argument("--dry-run", action="store_true", help="one rollout and one update, nothing written")
+    train.add_argument(
+        "--dry-run",
+        choices=DRY_RUNS,
+        metavar="rollout",
+        help="one rollout and one update (or the rollout alone), nothing written",
+    )
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **options)
@@ -133,6 +144,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _with_dry_run_in_one_word(argv: list[str]) -> list[str]:
+    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any word that follows for its value."""
+    words = []
+    for word in argv:
+        if words[-1:] == ["--dry-run=training"] and word in DRY_RUNS:
+            words[-1] = f"--dry-run={word}"
+        else:
+            words.append("--dry-run=training" if word == "--dry-run" else word)
+    return words
+
+
 def _positive(text: str) -> int:
     return _count(text, least=1)
 
@@ -152,12 +174,20 @@ def _number(text: str) -> float:
 
 def _load(arguments, overrides):
     """The config of a command: its file, its overrides, its flags."""
-    from sparring.config_text import parse_overrides
+    from sparring.config_text import Setting, parse_overrides, read_settings
+    from sparring.inherit import told, with_inherited
     from sparring.tree import load_config
 
-    settings = parse_overrides(overrides)
-    settings += _flag_settings(arguments, {"output": "output", "resume": "resume", "envs": "rollout.n_envs"})
-    return load_config(arguments.config, settings, arguments.phase)
+    given = read_settings(arguments.config) if arguments.config else []
+    given += parse_overrides(overrides)
+    given += _flag_settings(arguments, {"output": "output", "resume": "resume", "envs": "rollout.n_envs"})
+    given.append(Setting("phase", arguments.phase, "command line"))
+    settings = with_inherited(given)
+    config = load_config(None, settings)
+    # once: not in the processes that this command starts
+    for line in told(settings[: len(settings) - len(given)], config) if "RANK" not in os.environ else ():
+        print(line, file=sys.stderr)
+    return config
 
 
 def _flag_settings(arguments, keys: dict[str, str]) -> list:
@@ -178,7 +208,7 @@ def _train(arguments, overrides) -> int:
     if arguments.dry_run:
         from sparring.dry_run import dry_run
 
-        print(dry_run(config))
+        print(dry_run(config, only_rollout=arguments.dry_run == "rollout"))
         return 0
     from sparring.run import Run
 

@@ -41,7 +41,7 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--envs": NUMBER,
         "--output": FILE,
         "--resume": ["auto", "never"],
-        "--dry-run": SWITCH,
+        "--dry-run": ["rollout", "training"],
     },
     "eval": {"--episodes": NUMBER, "--seed": NUMBER, "--stochastic": SWITCH, "--videos": NUMBER, "--json": FILE},
     "check": {},

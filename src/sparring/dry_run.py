@@ -2,34 +2,88 @@
 
 import resource
 import sys
+import time
 
+from tensordict import TensorDict
+
+from sparring.errors import UserError
+from sparring.phases.imitate import Imitate
 from sparring.run import Run
 from sparring.tree import Config
 
 
-def dry_run(config: Config) -> str:
+def dry_run(config: Config, only_rollout: bool = False) -> str:
     """Shapes, memory, speed, and the parity of acting and scoring."""
+    if only_rollout and config.phase == "imitate":
+        raise UserError("--dry-run rollout: there are no rollouts in imitate; --dry-run alone tries one update")
     run = Run(config, folder=False, quiet=True)
-    phase = run.phase
+    try:
+        if isinstance(run.phase, Imitate):
+            what, lines = "one update", _imitation(run.phase)
+        elif only_rollout:
+            what, lines = "one rollout", _rollout(run.phase)
+        else:
+            what, lines = "one rollout, one update", _rollout_and_update(run.phase)
+    finally:
+        run.phase.env.close()
+    head = f"dry run of '{config.phase}' on {run.distributed.device}: {what}, nothing written"
+    return "\n".join([head, *lines])
+
+
+def _rollout_and_update(phase) -> list[str]:
     metrics = phase.step(0.0)
-    rollout = phase.buffer.rollout()
     steps = phase.progress.env_steps
-    lines = [
-        f"dry run of '{config.phase}' on {run.distributed.device}: one rollout, one update, nothing written",
-        "shapes:",
-    ]
-    for key, value in sorted(rollout.items(True, True), key=lambda item: str(item[0])):
-        name = "/".join(key) if isinstance(key, tuple) else key
-        lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")
-    parameters, stored = sum(p.numel() for p in phase.model.parameters()), phase.buffer.bytes() / 2**20
-    lines += [
-        f"memory: {parameters:,} parameters, {stored:.3g} MiB of rollout, {_peak():.0f} MiB at most",
+    return [
+        *_shapes(phase.buffer.rollout()),
+        _memory(phase, phase.buffer.bytes(), "rollout"),
         f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
         f"{metrics['update_seconds']:.2f} s for the update of {steps:,} steps (first calls, warm-up included)",
         f"parity: {metrics['parity']:.3g}",
     ]
-    phase.env.close()
-    return "\n".join(lines)
+
+
+def _rollout(phase) -> list[str]:
+    """What ManiFlow's test_rl_rollout.py was for: do robots and policy work together?"""
+    started = time.perf_counter()
+    phase.collector.collect(phase.buffer)
+    seconds, steps = time.perf_counter() - started, phase.collector.env_steps
+    episodes = phase.collector.drain_episodes()
+    ended = f"episodes: {len(episodes)} ended"
+    if episodes:
+        reward = sum(e.reward for e in episodes) / len(episodes)
+        ended += f", mean reward {reward:.3g}, {sum(e.success for e in episodes)} successes"
+    return [
+        *_shapes(phase.buffer.rollout()),
+        _memory(phase, phase.buffer.bytes(), "rollout"),
+        f"speed: {steps / seconds:,.0f} env steps/s collecting (first calls, warm-up included)",
+        ended,
+    ]
+
+
+def _imitation(phase: Imitate) -> list[str]:
+    batch = next(phase.batches)
+    metrics = phase.step(0.0)
+    rate = phase.config.steps_per_update / metrics["update_seconds"]
+    return [
+        f"demonstrations: {phase.learns_from}",
+        *_shapes(batch),
+        _memory(phase, batch.bytes(), "batch"),
+        f"speed: {rate:,.1f} gradient steps/s (first calls, warm-up included)",
+        f"loss: {metrics['loss']:.3g}",
+    ]
+
+
+def _shapes(td: TensorDict) -> list[str]:
+    lines = ["shapes:"]
+    for key, value in sorted(td.items(True, True), key=lambda item: str(item[0])):
+        name = "/".join(key) if isinstance(key, tuple) else key
+        lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")
+    return lines
+
+
+def _memory(phase, stored: int, what: str) -> str:
+    parameters = sum(p.numel() for p in phase.model.parameters())
+    return f"memory: {parameters:,} parameters, {stored / 2**20:.3g} MiB of {what}, {_peak():.0f} MiB at most"
 
 
 def _peak() -> float:

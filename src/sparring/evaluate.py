@@ -177,9 +177,15 @@ def evaluate(
     baseline: bool = True,
     films: int = 0,
 ) -> Evaluation:
-    """`policy` and, beside it, uniformly random actions on the same held-out episodes."""
+    """`policy` and, beside it, uniformly random actions on the same held-out episodes.
+
+    A policy whose sampled actions do otherwise than its greedy ones is shown with both.
+    """
     played, reels = play(policy, env, episodes, seed, chunk, greedy, films)
     scores = {"policy": score_by_task(played, env.spec.task_names)}
+    if greedy and policy.reports_sampled:
+        sampled, _ = play(policy, env, episodes, seed, chunk, greedy=False)
+        scores["policy, sampled"] = score_by_task(sampled, env.spec.task_names)
     if baseline:
         random = RandomPolicy(env.spec, chunk).to(env.device)
         scores["random"] = score_by_task(play(random, env, episodes, seed, chunk, greedy=False)[0], env.spec.task_names)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sparring.api import load_policy
-from sparring.checkpoint import checkpoint_folder, load_spec
+from sparring.checkpoint import checkpoint_folder, load_spec, spec_differences
 from sparring.config_text import Setting, flatten
 from sparring.distributed import pick_device
 from sparring.envs.make import make_env
@@ -52,10 +52,8 @@ def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
 
 
 def _refuse_other_env(checkpoint: Path, config: Config) -> None:
-    trained = load_spec(checkpoint)
     env = make_env(config.env, 1, config.rollout.max_episode_steps)
     env.close()
-    for what in ("observation", "action_dim", "discrete_actions"):
-        then, now = getattr(trained, what), getattr(env.spec, what)
-        if then != now:
-            raise UserError(f"the policy was trained with {what} = {then}, and this env has {now}")
+    differences = spec_differences(load_spec(checkpoint), env.spec)
+    if differences:
+        raise UserError("\n".join(["the policy was trained in another env:", *differences]))

@@ -19,14 +19,12 @@ from sparring.tree import Config
 FREE_TO_DIFFER = ("resume", "output", "logging.")
 
 
-def open_folder(config: Config) -> Path | None:
-    """Make the run folder ready; the checkpoint to go on from, or None to start anew. Nothing is ever overwritten."""
+def choose_checkpoint(config: Config) -> Path | None:
+    """The checkpoint to go on from, or None to start anew. Only looks: what follows may still find a mistake."""
     folder = config.run_folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"output = '{folder}': is a file; give a folder"])
     if config.resume == "never":
-        _move_aside(folder)
-        _start(folder, config)
         return None
     found = checkpoints(folder)
     saved = _saved_config(folder)
@@ -34,15 +32,20 @@ def open_folder(config: Config) -> Path | None:
     _refuse_other_config(folder, saved if found else {}, config)
     # a run that branched off from a checkpoint goes on by the same command
     if config.resume == "auto" or (found and saved.get("resume") == config.resume):
-        if not found:
-            _start(folder, config)
         return found[-1] if found else None
     checkpoint = find_checkpoint(config.resume)
     _refuse_other_config(checkpoint, _saved_config(checkpoint), config)
     _refuse_to_overtake(folder, checkpoint)
-    if not found:
-        _start(folder, config)
     return checkpoint
+
+
+def open_folder(config: Config) -> None:
+    """Make the run folder ready, after `choose_checkpoint`. Nothing is ever overwritten."""
+    folder = config.run_folder
+    if config.resume == "never":
+        _move_aside(folder)
+    if not checkpoints(folder):
+        _start(folder, config)
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:

@@ -9,10 +9,17 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from sparring.checkpoint import CheckpointError, load_training_state, load_weights, remove_old, save_checkpoint
+from sparring.checkpoint import (
+    CheckpointError,
+    load_pretrained,
+    load_training_state,
+    load_weights,
+    remove_old,
+    save_checkpoint,
+)
 from sparring.distributed import Distributed
 from sparring.evaluate import Evaluation, evaluate_config
-from sparring.folder import open_folder
+from sparring.folder import choose_checkpoint, open_folder
 from sparring.phases import PHASES
 from sparring.phases.phase import Phase
 from sparring.record.console import Console
@@ -23,9 +30,6 @@ from sparring.resolve import resolve
 from sparring.tree import Config
 
 log = logging.getLogger(LOGGER)
-
-# of a run that was given no limit of its own
-DEFAULT_TIMESTEPS = 150_000
 
 
 class Run:
@@ -38,10 +42,9 @@ class Run:
         self.folder = config.run_folder if folder and main else None
         quiet = quiet or not main
         set_up_logging(config.logging, None, quiet)
-        checkpoint = open_folder(config) if self.folder else None
+        checkpoint = choose_checkpoint(config) if self.folder else None
         # the main process decides where to go on from; the others are told
         checkpoint = self.distributed.gather_objects([checkpoint])[0]
-        set_up_logging(config.logging, self.folder, quiet)
         # one thread while networks are made: their first weights must not depend on how many cores there are
         threads = torch.get_num_threads()
         torch.set_num_threads(config.threads or 1)
@@ -49,15 +52,20 @@ class Run:
         self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
         if not config.threads and not _is_small(self.phase):
             torch.set_num_threads(threads)
+        pretrained = config.pretrained if checkpoint is None else None
+        loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else 0
+        # only now, when all that was given has been found to fit, is anything written
+        if self.folder:
+            open_folder(config)
+        set_up_logging(config.logging, self.folder, quiet)
         self.recorder = Recorder(self.folder)
         self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.saved_at = -1
         if checkpoint is not None:
             self._go_on_from(checkpoint)
-        elif config.pretrained:
-            load_weights(self.phase.model, config.pretrained)
-            log.info("starts from the weights of %s", config.pretrained)
+        elif pretrained:
+            log.info("starts from the weights of %s: %s tensors, all that there are", pretrained, loaded)
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -69,30 +77,31 @@ class Run:
     def fraction(self) -> float:
         """How much of the run is done: 1 when the first limit is reached."""
         training, progress = self.config.training, self.phase.progress
-        given = training.total_timesteps or training.num_episodes or training.iterations
-        limits = (
-            (progress.env_steps, training.total_timesteps if given else DEFAULT_TIMESTEPS),
-            (progress.episodes, training.num_episodes),
-            (progress.updates, training.iterations),
-        )
-        return min(1.0, max(done / limit for done, limit in limits if limit))
+        made = {
+            "total_timesteps": (progress.env_steps, training.total_timesteps),
+            "num_episodes": (progress.episodes, training.num_episodes),
+            "iterations": (progress.updates, training.iterations),
+        }
+        shares = [done / limit for done, limit in made.values() if limit]
+        if not shares:
+            name, limit = self.phase.default_limit
+            shares = [made[name][0] / limit]
+        return min(1.0, max(shares))
 
     def announce(self) -> None:
         """What is about to happen, before it does."""
         phase, config = self.phase, self.config
-        robots = phase.env.num_envs * self.distributed.world_size
         log.info(
-            "%s with %s on %s: %s robots of %s, seed %s",
+            "%s in %s on %s: learns from %s; seed %s",
             config.phase,
-            config.algorithm,
-            self.distributed.device,
-            robots,
             config.env.name,
+            self.distributed.device,
+            phase.learns_from,
             config.seed,
         )
-        log.info("run folder: %s", self.folder)
+        log.info("run folder: %s (external loggers: %s)", self.folder, config.logging.mode)
         if self.fraction >= 1:
-            log.info("already trained to the end (%s env steps)", f"{phase.progress.env_steps:,}")
+            log.info("already trained to the end (%s)", self._made())
 
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
@@ -104,7 +113,9 @@ class Run:
                 speed = (progress.env_steps - steps_before) / (time.perf_counter() - started)
                 for name, value in (metrics | {"steps_per_second": speed}).items():
                     self.pending[name].append(value)
-                self.console.progress(self.fraction, progress.env_steps, _in_words(metrics))
+                # where no robot acts, updates are all there is to count
+                made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
+                self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
                 if progress.updates % training.log_every == 0 or self.fraction >= 1:
                     self._write_line()
                 if progress.updates % training.save_every == 0:
@@ -127,8 +138,8 @@ class Run:
             self.console.end()
             evaluation = self._evaluate_here()
             log.info(
-                "after %s env steps, %s held-out episodes:\n%s",
-                f"{self.phase.progress.env_steps:,}",
+                "after %s, %s held-out episodes:\n%s",
+                self._made(),
                 evaluation.episodes,
                 evaluation.table(),
             )
@@ -150,6 +161,10 @@ class Run:
         self.saved_at = self.phase.progress.updates
         # nobody leaves while the main process is still writing
         self.distributed.barrier()
+
+    def _made(self) -> str:
+        progress = self.phase.progress
+        return f"{progress.env_steps:,} env steps" if progress.env_steps else f"{progress.updates:,} updates"
 
     def _write_line(self) -> None:
         """Means over the updates since the last line."""
@@ -175,7 +190,8 @@ class Run:
             evaluation.write(self.folder / "evaluation.json")
         for number, film in enumerate(evaluation.films):
             try:
-                name = f"episode_{self.phase.progress.episodes:06d}_{number}"
+                progress = self.phase.progress
+                name = f"episode_{progress.episodes or progress.updates:06d}_{number}"
                 log.info("to look at: %s", self.recorder.film(name, film.frames, evaluation.fps))
             except NoVideoEncoder as error:  # the training was not for the video's sake
                 log.warning("%s", error)
@@ -204,7 +220,7 @@ class Run:
         self.recorder.load_state_dict(state["recorder"])
         self.pending.update(state["pending"])
         self.saved_at = self.phase.progress.updates
-        log.info("goes on from %s (%s env steps)", checkpoint, f"{self.phase.progress.env_steps:,}")
+        log.info("goes on from %s (%s)", checkpoint, self._made())
         for words in lost:
             log.warning("%s", words)
 
@@ -216,6 +232,8 @@ def _is_small(phase: Phase) -> bool:
 
 def _in_words(metrics: dict[str, float]) -> str:
     shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
+    # of demonstrations nothing else is known
+    shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
     return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
 
 

@@ -1,6 +1,7 @@
 """The one config tree that every phase and every document uses."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.phases.configs import EvaluationConfig, TrainingConfig
+from sparring.phases.configs import EvaluationConfig, ImitateConfig, TrainingConfig
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
 
@@ -63,6 +64,7 @@ class Config(Section):
     ppo: PPOConfig
     grpo: GRPOConfig
     algorithm_config: SerializeAsAny[Section]
+    imitate: ImitateConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
@@ -127,6 +129,10 @@ ALIASES = {
     },
     **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
 }
+# words that mean something else where there is no RL
+IMITATE_ALIASES = {
+    f"{prefix}{key}": f"imitate.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+}
 
 
 def load_config(
@@ -140,7 +146,13 @@ def load_config(
     settings += overrides or []
     if phase:
         settings.append(Setting("phase", phase, "command line"))
-    return TREE.build(settings)
+    return tree_of(settings).build(settings)
+
+
+def tree_of(settings: list[Setting]) -> Tree:
+    """The tree as these settings mean it: what `batch_size` is short for depends on the phase."""
+    phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
+    return replace(TREE, aliases=ALIASES | IMITATE_ALIASES) if phase == "imitate" else TREE
 
 
 def _env_config(name: Any) -> type[Section]:
@@ -222,7 +234,18 @@ def _check(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes + rollout_mistakes(config)
+    return mistakes + (_check_imitate(config) if config.phase == "imitate" else rollout_mistakes(config))
+
+
+def _check_imitate(config: Config) -> list[tuple[str, str]]:
+    mistakes = []
+    if not config.imitate.demos:
+        record = "record some with `sparring demos TASK --episodes N`"
+        mistakes.append(("imitate.demos", f"expected the folder(s) of demonstrations to imitate; {record}"))
+    for key in ("total_timesteps", "num_episodes"):
+        if getattr(config.training, key):
+            mistakes.append((f"training.{key}", "no robot acts in imitate; say how long with training.iterations"))
+    return mistakes
 
 
 TREE = Tree(

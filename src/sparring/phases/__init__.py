@@ -1,6 +1,9 @@
 """Phases: stages of training, each composed of the same parts."""
 
-PHASES = {"finetune": "sparring.phases.finetune:Finetune"}
+PHASES = {
+    "finetune": "sparring.phases.finetune:Finetune",
+    "imitate": "sparring.phases.imitate:Imitate",
+}
 ALIASES = {
     "phase1": "teacher",
     "wm": "teacher",
@@ -10,4 +13,4 @@ ALIASES = {
     "adv": "adversarial",
 }
 # named in the documents this system comes from; they arrive with the world model
-PLANNED = ("teacher", "student", "adversarial", "imitate", "all")
+PLANNED = ("teacher", "student", "adversarial", "all")

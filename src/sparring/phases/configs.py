@@ -1,18 +1,47 @@
-"""The `training` and `evaluation` sections. Torch-free."""
+"""The `imitate`, `training` and `evaluation` sections. Torch-free."""
 
-from pydantic import Field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 
 from sparring.config import Section
+
+# "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
+Folders = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+
+class ImitateConfig(Section):
+    """Behaviour cloning: learn to do what demonstrators did."""
+
+    demos: Folders = Field((), description="folder(s) of demonstrations, as `sparring demos` writes them")
+    episodes: int | None = Field(None, gt=0, description="use only the first so many of each folder; null: all")
+    batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step, on each process")
+    learning_rate: float = Field(1e-3, gt=0, description="at the start")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="how it falls to 0")
+    weight_decay: float = Field(1e-4, ge=0, description="how fast weights that nothing asks for shrink (AdamW)")
+    steps_per_update: int = Field(100, gt=0, description="gradient steps of an update, after which metrics are written")
+    normalization: Literal["mean_std", "min_max", "quantile"] = Field(
+        "min_max", description="what scales actions, where the policy does; the state always has mean 0 and std 1"
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of averaged weights, then what is saved and evaluated, e.g. 0.999; null: off",
+    )
+    image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
 
 
 class TrainingConfig(Section):
     """How long a run lasts and how often it speaks. Training ends at the first limit that is reached."""
 
     total_timesteps: int | None = Field(
-        None, gt=0, description="env steps over all robots and processes; null: 150000 where no other limit is given"
+        None,
+        gt=0,
+        description="env steps over all robots and processes; null: 150000 if finetune has no other limit",
     )
     num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
-    iterations: int | None = Field(None, gt=0, description="updates; null: no limit")
+    iterations: int | None = Field(None, gt=0, description="updates; null: no limit (imitate: 20)")
     save_every: int = Field(50, gt=0, description="updates between checkpoints; the last state is always saved")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
     log_every: int = Field(1, gt=0, description="updates between lines of metrics")

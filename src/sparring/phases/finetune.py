@@ -22,6 +22,8 @@ from sparring.policies.policy import Policy
 class Finetune:
     """An env, a policy and an algorithm, taking turns."""
 
+    default_limit = ("total_timesteps", 150_000)
+
     def __init__(
         self,
         env: Env,
@@ -73,6 +75,11 @@ class Finetune:
     @property
     def model(self) -> nn.Module:
         return self.policy
+
+    @property
+    def learns_from(self) -> str:
+        robots = self.env.num_envs * self.distributed.world_size
+        return f"{robots} robots, by {type(self.algorithm).__name__}"
 
     def step(self, fraction: float) -> dict[str, float]:
         started, steps_before = time.perf_counter(), self.collector.env_steps

@@ -24,6 +24,10 @@ class Phase(Protocol):
     model: nn.Module
     env: Env
     progress: Progress
+    # of a run that was given no limit of its own: a field of `training` and its value
+    default_limit: tuple[str, int]
+    # in words
+    learns_from: str
 
     def step(self, fraction: float) -> dict[str, float]:
         """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""

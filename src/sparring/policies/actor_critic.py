@@ -1,10 +1,14 @@
 """The plain policy: an encoder, an actor and a critic."""
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.normalize import Normalizer
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import ObservationEncoder, mlp
@@ -25,7 +29,7 @@ class ActorCritic(Policy):
 
     def __init__(self, config: ActorCriticConfig, spec, chunk: int):
         super().__init__()
-        self.config, self.chunk = config, chunk
+        self.config, self.chunk, self.horizon = config, chunk, chunk
         self.encoder = ObservationEncoder(config, spec)
         self.actor = mlp(self.encoder.size, config.hidden, config.activation)
         self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
@@ -34,6 +38,7 @@ class ActorCritic(Policy):
         self.head = _head(config, spec, width, chunk)
         # entries of an action that mean nothing to the env: zero, and not scored
         self.padding = spec.action_padding
+        self.action_normalizer = _action_normalizer(config, self.head)
         self.noise_size = self.head.noise_size
         if isinstance(self.head, StateDependentHead):
             self.noise_hold = config.sde_sample_freq
@@ -44,6 +49,8 @@ class ActorCritic(Policy):
         parameters = mean, log_std = self.head.parameters_of(latent)
         noise = td.get("noise", None)
         action = self.head.mode(mean) if noise is None else self.head.sample(latent, parameters, noise)
+        if self.action_normalizer is not None:
+            action = self.action_normalizer.inverse(action)
         if self.padding:
             action = nn.functional.pad(action, (0, self.padding))
         trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
@@ -87,12 +94,36 @@ class ActorCritic(Policy):
         self.encoder.update_normalizer(td, sum_over_processes)
         self.critic.update_normalizer(td, sum_over_processes)
 
+    def imitation_loss(
+        self, td: TensorDict, generator: torch.Generator
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        parameters = self.head.parameters_of(self.actor(self.encoder(td)))
+        action, valid = self._scored(td["action"]), td["valid"].float()
+        # [B, C]
+        if isinstance(self.head, GaussianHead):
+            terms = self.head.imitation(parameters, action)
+        else:
+            terms = {"cross_entropy": -self.head.score(parameters, action).log_prob}
+        losses = {name: (term * valid).sum() / valid.sum() for name, term in terms.items()}
+        return sum(losses.values()), {f"{name}_loss": loss.detach() for name, loss in losses.items()}
+
+    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], mode: str) -> None:
+        fitted = {
+            "observation/state": (self.encoder.normalizer, "mean_std"),
+            "observation/privileged": (self.critic.privileged, "mean_std"),
+            "action": (self.action_normalizer, mode),
+        }
+        for name, (normalizer, how) in fitted.items():
+            if isinstance(normalizer, Normalizer) and name in statistics:
+                normalizer.fit(statistics[name], how)
+
     def critic_parameters(self) -> list[nn.Parameter]:
         return list(self.critic.parameters())
 
     def _scored(self, action: torch.Tensor) -> torch.Tensor:
         # [B, C, A] -> [B, C, A without padding]
-        return action[..., : action.shape[-1] - self.padding]
+        action = action[..., : action.shape[-1] - self.padding]
+        return action if self.action_normalizer is None else self.action_normalizer(action)
 
     def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
         # [B, C] -> [B]
@@ -112,6 +143,17 @@ def _head(config, spec, width, chunk):
         return TokenHead(width, chunk, spec.action_dim - spec.action_padding, config.bins)
     head_class = {"gaussian": GaussianHead, "squashed": SquashedGaussianHead, "gsde": StateDependentHead}[kind]
     return head_class(width, chunk, spec.action_dim - spec.action_padding, config.init_std)
+
+
+def _action_normalizer(config, head) -> Normalizer | None:
+    if not config.normalize_actions:
+        return None
+    if not isinstance(head, GaussianHead) or isinstance(head, SquashedGaussianHead):
+        raise UserError(
+            "policy.normalize_actions=true scales the actions of gaussian and gsde policies only; "
+            "set it to false, or policy.distribution=gaussian"
+        )
+    return Normalizer(head.action_dim)
 
 
 def _trace(parameters: Parameters, score: Score, batch_size) -> TensorDict:

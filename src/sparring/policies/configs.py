@@ -48,6 +48,9 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
+    normalize_actions: bool = Field(
+        False, description="gaussian, gsde: think in actions that are scaled as the demonstrations' are"
+    )
 
 
 class FlowConfig(EncoderConfig, CriticConfig):
@@ -79,7 +82,6 @@ class FlowConfig(EncoderConfig, CriticConfig):
     width: int = Field(128, gt=0, description="of the action transformer")
     layers: int = Field(2, gt=0, description="of the action transformer")
     heads: int = Field(4, gt=0, description="attention heads of the action transformer")
-    dropout: float = Field(0.0, ge=0, lt=1, description="while imitating; RL switches it off")
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
     consistency: float = Field(
         0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"

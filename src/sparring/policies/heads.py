@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+# a policy that imitates keeps at least this standard deviation, to explore with later
+LEAST_STD = 0.05
 
 # the mean [B, C, ...] and the log of the standard deviation, broadcastable to it (None where there is none)
 Parameters = tuple[torch.Tensor, torch.Tensor | None]
@@ -69,12 +71,22 @@ class GaussianHead(nn.Module):
         entropy = (volume + 0.5 * self.action_dim).float().expand(log_prob.shape)
         return Score(log_prob, entropy, squares, self.action_dim)
 
+    def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Terms `[B, C]` of a loss: the mean's error, and the width that its errors call for."""
+        mean, log_std = parameters
+        squares = (action - mean).square()
+        # the negative log-likelihood, of which only the width learns: a mean under it would be learnt ever faster
+        width = log_std + 0.5 * squares.detach().clamp_min(LEAST_STD**2) * (-2 * log_std).exp()
+        return {"error": squares.mean(-1), "width": width.mean(-1)}
+
 
 class SquashedGaussianHead(GaussianHead):
     """tanh of normals: never outside [-1, 1]. Scored in action space, i.e. with tanh's Jacobian."""
 
     # atanh of float32 numbers this close to 1 is still finite and exact enough to score
     limit = 1.0 - 1e-6
+    # demonstrated actions at the bounds would have their mean at infinity; this close to 1 is as good
+    imitated_limit = 0.99
 
     def mode(self, mean: torch.Tensor) -> torch.Tensor:
         return torch.tanh(mean).clamp(-self.limit, self.limit)
@@ -93,6 +105,9 @@ class SquashedGaussianHead(GaussianHead):
         z = ((sample - mean) * (-log_std).exp()).detach()
         score.entropy = score.entropy + _log_slope(mean + log_std.exp() * z).sum(-1)
         return score
+
+    def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().imitation(parameters, torch.atanh(action.clamp(-self.imitated_limit, self.imitated_limit)))
 
 
 class StateDependentHead(GaussianHead):

@@ -17,6 +17,8 @@ class Policy(nn.Module):
     (the parity gate refuses to train otherwise).
     """
 
+    # whether sampled and greedy behaviour differ enough for an evaluation to show both
+    reports_sampled: bool = False
     # steps of an action chunk: what a decision executes
     chunk: int = 1
     # steps it plans, of which the first `chunk` are executed; imitation shows it so many

@@ -14,4 +14,7 @@ class LoggingConfig(Section):
 
     console_level: Level = Field("INFO", description="least important message shown on the console")
     file_level: Level = Field("DEBUG", description="least important message kept in the run folder's log")
+    mode: Literal["disabled"] = Field(
+        "disabled", description="external loggers; there are none: all numbers are files of the run folder"
+    )
     enable_file_logging: bool = Field(True, description="keep a log file in the run folder")

@@ -17,7 +17,7 @@ class Console:
         # (fraction, steps, time) of the first call: speed and time left are means since then
         self.first: tuple[float, int, float] | None = None
 
-    def progress(self, fraction: float, steps: int, words: str) -> None:
+    def progress(self, fraction: float, steps: int, words: str, unit: str = "steps") -> None:
         """How far (0..1), how fast, how long still, and a few words of how it goes."""
         if self.quiet:
             return
@@ -25,8 +25,8 @@ class Console:
         self.first = self.first or (fraction, steps, now)
         done, made, seconds = fraction - self.first[0], steps - self.first[1], now - self.first[2]
         left = seconds * (1 - fraction) / done if done > 0 else float("inf")
-        speed = f"{made / seconds:,.0f} steps/s" if made else "starting"
-        text = f"{fraction:4.0%}  {steps:,} steps  {speed}  {clock(left)} left  {words}"
+        speed = f"{made / seconds:,.{0 if unit == 'steps' else 2}f} {unit}/s" if made else "starting"
+        text = f"{fraction:4.0%}  {steps:,} {unit}  {speed}  {clock(left)} left  {words}"
         if self.terminal:
             filled = round(20 * fraction)
             self.stream.write(f"\r\x1b[K[{'#' * filled}{'.' * (20 - filled)}] {text}")

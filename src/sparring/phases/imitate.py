@@ -1,0 +1,183 @@
+"""`imitate`: behaviour cloning. Draw demonstrated chunks, learn to do the same, repeat."""
+
+import copy
+import math
+import time
+from collections import defaultdict
+from dataclasses import asdict
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.algorithms.flat import FlatParameters
+from sparring.algorithms.schedules import scheduled
+from sparring.data.batches import BatchBuilder
+from sparring.data.chunks import ActionChunks
+from sparring.data.demonstrations import Demonstrations
+from sparring.distributed import Distributed
+from sparring.envs.env import Env
+from sparring.envs.make import make_env
+from sparring.errors import UserError
+from sparring.phases.configs import ImitateConfig
+from sparring.phases.phase import Progress
+from sparring.policies.make import make_policy
+from sparring.policies.policy import Policy
+
+MAX_GRAD_NORM = 1.0
+
+
+class Imitate:
+    """Demonstrations and a policy. The env is there to say what it shows and accepts; nothing acts in it."""
+
+    default_limit = ("iterations", 20)
+
+    def __init__(
+        self, config: ImitateConfig, env: Env, policy: Policy, chunks: ActionChunks, distributed: Distributed, seed: int
+    ):
+        if type(policy).imitation_loss is Policy.imitation_loss:
+            raise UserError(f"{type(policy).__name__} cannot imitate: it has no imitation_loss()")
+        self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
+        self.distributed, self.seed = distributed, seed
+        # weights that are loaded later (of a checkpoint, or pretrained) bring their own statistics
+        policy.fit_normalizers(chunks.statistics(), config.normalization)
+        # what is saved and evaluated: the weights' average where one is kept, else they themselves
+        self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
+        self.flat = FlatParameters(_imitating(policy))
+        self.optimizer = torch.optim.AdamW(
+            [self.flat.vector], config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        # each process draws its own
+        self.batches = BatchBuilder(chunks, config.batch_size, seed * 1009 + distributed.rank, distributed.device)
+        self.gradient_steps = 0
+        self.progress = Progress()
+
+    @classmethod
+    def from_config(cls, config, distributed: Distributed) -> "Imitate":
+        env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
+        policy = make_policy(config.policy, env.spec, config.rollout.action_steps).to(distributed.device)
+        demonstrations = [_open(folder, config.env, env.spec) for folder in config.imitate.demos]
+        chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
+        return cls(config.imitate, env, policy, chunks, distributed, config.seed)
+
+    @property
+    def learns_from(self) -> str:
+        folders = ", ".join(str(demos.path) for demos in self.chunks.demonstrations)
+        return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}"
+
+    def step(self, fraction: float) -> dict[str, float]:
+        started = time.perf_counter()
+        if self.progress.updates == 0:
+            self._begin()
+        self.flat.check()
+        lr = self.config.learning_rate * scheduled(self.config.lr_schedule, fraction)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.policy.train()
+        sums: dict[str, torch.Tensor] = defaultdict(float)
+        for _ in range(self.config.steps_per_update):
+            for name, value in self._gradient_step().items():
+                sums[name] += value
+        self.policy.eval()
+        self.progress.updates += 1
+        means = {name: float(value) / self.config.steps_per_update for name, value in sums.items()}
+        return self.distributed.mean(means) | {"lr": lr, "update_seconds": time.perf_counter() - started}
+
+    def state_dict(self) -> dict:
+        state = {
+            "progress": asdict(self.progress),
+            "gradient_steps": self.gradient_steps,
+            "optimizer": self.optimizer.state_dict(),
+        }
+        return state | ({} if self.model is self.policy else {"policy": _cloned(self.policy)})
+
+    def process_state(self) -> dict:
+        return {"batches": self.batches.state_dict()}
+
+    def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
+        self.progress = Progress(**state["progress"])
+        self.gradient_steps = state["gradient_steps"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.batches.load_state_dict(process_state["batches"])
+        if self.model is not self.policy:
+            self.policy.load_state_dict(state["policy"])
+        return []
+
+    def _begin(self) -> None:
+        """All processes, and the average, start from the same weights."""
+        for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
+            tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
+        if self.model is not self.policy:
+            self.policy.load_state_dict(self.model.state_dict())
+
+    def _gradient_step(self) -> dict[str, torch.Tensor]:
+        # a function of (seed, process, step): nothing to save
+        number = (self.seed * 1_000_003 + self.gradient_steps) * 1009 + self.distributed.rank
+        generator = torch.Generator(self.distributed.device).manual_seed(number)
+        batch = self._augmented(next(self.batches), generator)
+        loss, numbers = self.policy.imitation_loss(batch, generator)
+        self.flat.vector.grad.zero_()
+        loss.backward()
+        gradient = self.flat.vector.grad
+        gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
+        norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.gradient_steps += 1
+        self._average()
+        return numbers | {"loss": loss.detach(), "grad_norm": norm}
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self.model is self.policy:
+            return
+        # an average of few weights forgets its random start sooner
+        decay = min(self.config.ema, self.gradient_steps / (self.gradient_steps + 10))
+        for average, now in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+            average.lerp_(now, 1 - decay)
+        for average, now in zip(self.model.buffers(), self.policy.buffers(), strict=True):
+            average.copy_(now)
+
+    def _augmented(self, batch: TensorDict, generator: torch.Generator) -> TensorDict:
+        pixels, images = self.config.image_augmentation, batch["observation"].get("image", None)
+        if pixels and images is not None:
+            for camera, pictures in images.items():
+                images[camera] = shifted(pictures, pixels, generator)
+        return batch
+
+
+def shifted(pictures: torch.Tensor, pixels: int, generator: torch.Generator) -> torch.Tensor:
+    """`[B, 3, H, W]`, each moved by its own whole number of pixels, up to `pixels`, the border repeated."""
+    count, _, height, width = pictures.shape
+    moved = torch.randint(-pixels, pixels + 1, (2, count, 1), generator=generator, device=pictures.device)
+    rows = (torch.arange(height, device=pictures.device) + moved[0]).clamp(0, height - 1)
+    columns = (torch.arange(width, device=pictures.device) + moved[1]).clamp(0, width - 1)
+    each = torch.arange(count, device=pictures.device)[:, None, None]
+    # [B, H, W, 3] -> [B, 3, H, W]: indices on both sides of a slice put their dims first
+    return pictures[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def _imitating(policy: Policy) -> list[nn.Parameter]:
+    """Demonstrations teach a critic nothing, and weight decay must not change it."""
+    critic = {id(parameter) for parameter in policy.critic_parameters()}
+    return [p for p in policy.parameters() if p.requires_grad and id(p) not in critic]
+
+
+def _open(folder: str, env_config, spec) -> Demonstrations:
+    """A dataset that fits the env, or what does not."""
+    cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
+    # envs of others may say neither how they are controlled nor that they pad
+    padded = getattr(env_config, "pad_state", 0)
+    return Demonstrations(
+        folder,
+        cameras=cameras,
+        image_size=spec.observation[f"image/{cameras[0]}"][0][-1] if cameras else None,
+        state_dim=math.prod(spec.observation["state"][0]) if "state" in spec.observation and not padded else None,
+        action_dim=spec.action_dim - spec.action_padding,
+        fps=spec.control_hz,
+        control_mode=getattr(env_config, "control_mode", None),
+        cache=True,
+    )
+
+
+def _cloned(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters are views of one vector, which would be saved whole with each of them."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

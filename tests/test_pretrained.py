@@ -1,0 +1,166 @@
+"""From one run to the next: what `pretrained` brings along, what is refused, and that nothing is overwritten by it."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from sparring.checkpoint import checkpoints, read_weights
+from sparring.cli import main
+from sparring.config_text import Setting
+from sparring.envs.make import make_env
+from sparring.evaluate import evaluate
+from sparring.inherit import with_inherited
+from sparring.policies.make import make_policy
+from sparring.run import Run
+from sparring.tree import load_config
+
+SMALL = ["rollout.n_envs=2", "rollout.steps=8", "ppo.mini_batch_size=16", "ppo.ppo_epochs=1", "env.threads=1"]
+SHORT = ["training.iterations=1", "evaluation.episodes=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
+TRAINED = {
+    "env": {"task": "push_d0", "control_mode": "delta_ee_pos", "object_state": "privileged", "reward": "dense"},
+    "rollout": {"n_envs": 2, "steps": 4, "action_steps": 3},
+    "policy": {"hidden": [24], "init_std": 0.3},
+    "training": {"iterations": 1},
+    "logging": {"console_level": "ERROR"},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run folder whose settings are nobody's defaults."""
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    config = load_config(TRAINED | {"output": str(folder)} | {"env": TRAINED["env"] | {"threads": 1}})
+    run = Run(config)
+    run.run()
+    run.phase.env.close()
+    return folder
+
+
+def printed_config(capsys, *words) -> dict:
+    assert main(["config", "finetune", *words]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_what_the_policy_saw_and_did_comes_along(trained, capsys):
+    config = printed_config(capsys, f"pretrained={trained}")
+    assert config["policy"]["hidden"] == [24] and config["policy"]["init_std"] == 0.3
+    assert config["rollout"]["action_steps"] == 3 and config["rollout"]["n_envs"] == 16
+    assert config["env"]["control_mode"] == "delta_ee_pos" and config["env"]["task"] == ["push_d0"]
+    assert config["env"]["threads"] == 0
+
+
+def test_what_is_given_stands_above_it(trained, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("policy: {init_std: 0.2}\nenv: {task: push_d1}\n")
+    config = printed_config(capsys, f"pretrained_policy_path={trained}", "--config", str(file), "env.task=push_d2")
+    assert config["policy"]["init_std"] == 0.2 and config["env"]["task"] == ["push_d2"]
+    assert config["policy"]["hidden"] == [24]
+
+
+def test_another_kind_of_policy_inherits_none_of_its_settings(trained):
+    given = [Setting("pretrained", str(trained), "test"), Setting("policy.name", "my.module:Mine", "test")]
+    inherited = [setting.key for setting in with_inherited(given)[:-2]]
+    assert "env.control_mode" in inherited and not any(key.startswith("policy.") for key in inherited)
+
+
+def test_documented_command_starts_from_the_weights(trained, tmp_path, capsys):
+    out = tmp_path / "run"
+    words = [
+        "train",
+        "finetune",
+        "task_name=push_d1",
+        "ppo.clip_ratio=0.1",
+        f"pretrained={trained}",
+        "env.reward=sparse",
+    ]
+    assert main([*words, *SMALL, *SHORT, "ppo.policy_lr=1e-9", "--output", str(out)]) == 0
+    err = capsys.readouterr().err
+    assert f"from pretrained={trained}: " in err and "env.control_mode=delta_ee_pos" in err
+    before, after = (read_weights(checkpoints(run)[-1] / "model.safetensors") for run in (trained, out))
+    assert f"{len(before)} tensors, all that there are" in err
+    assert torch.allclose(before["head.linear.weight"], after["head.linear.weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["env.control_mode=qpos"], "env.control_mode was delta_ee_pos and is qpos"),
+        (["env.control_mode=delta_qpos"], "action_dim was 4 and is 7"),
+        (["env.cameras=[head]"], "observation/image/head was not there and is [3, 64, 64] uint8"),
+        (["env.object_state=state"], "observation/privileged was [21] float32 and is not there"),
+        (["policy.hidden=[16]"], "does not fit this model"),
+        (["rollout.action_steps=2"], "of another shape: head.linear.weight"),
+        (["task_name=stak_d0"], "stak_d0"),
+        (["pretrained=nowhere"], "'nowhere' does not exist"),
+    ],
+)
+def test_refused_and_nothing_written(trained, tmp_path, capsys, change, said):
+    out = tmp_path / "run"
+    assert main(["train", "finetune", f"pretrained={trained}", *SMALL, "--output", str(out), *change]) == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_refusal_leaves_an_earlier_run_where_it_was(trained, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.yaml").write_text("seed: 1\n")
+    (out / "episode_metrics.jsonl").write_text("{}\n")
+    words = [f"pretrained={trained}", "env.control_mode=qpos", "--output", str(out), "--resume", "never"]
+    assert main(["train", "finetune", *SMALL, *words]) == 2
+    assert (out / "config.yaml").read_text() == "seed: 1\n" and (out / "episode_metrics.jsonl").exists()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_damaged_file_is_refused(tmp_path, capsys):
+    file = tmp_path / "weights.pt"
+    file.write_bytes(b"no weights")
+    assert main(["train", "finetune", f"pretrained={file}", *SMALL, "--output", str(tmp_path / "run")]) == 2
+    assert f"'{file}' cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# ---- dry runs
+
+
+def test_dry_run_of_the_rollout_alone_updates_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sparring.algorithms.ppo.PPO.update", lambda *_: pytest.fail("updated"))
+    assert main(["train", "finetune", "--dry-run", "rollout", *SMALL, "rollout.max_episode_steps=4"]) == 0
+    out = capsys.readouterr().out
+    assert "one rollout, nothing written" in out and "episodes: 4 ended, mean reward" in out and "next/reward" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_takes_no_word_that_is_not_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--dry-run", "finetune", *SMALL]) == 0
+    assert "\nparity: " in capsys.readouterr().out
+
+
+def test_there_is_no_rollout_in_imitate(capsys):
+    assert main(["train", "imitate", "imitate.demos=x", "--dry-run", "rollout"]) == 2
+    assert "there are no rollouts in imitate" in capsys.readouterr().err
+
+
+# ---- evaluation
+
+
+def test_a_policy_that_says_so_is_evaluated_sampled_too(tmp_path):
+    config = load_config(TRAINED | {"env": TRAINED["env"] | {"threads": 1}})
+    env = make_env(config.env, 2, 6)
+    policy = make_policy(config.policy, env.spec, 3)
+    assert set(evaluate(policy, env, 2, chunk=3, baseline=False).scores) == {"policy"}
+    policy.reports_sampled = True
+    evaluation = evaluate(policy, env, 2, chunk=3)
+    assert list(evaluation.scores) == ["policy", "policy, sampled", "random"]
+    greedy, sampled = (evaluation.scores[who]["push_d0"] for who in ("policy", "policy, sampled"))
+    assert greedy.reward != sampled.reward
+    assert "policy, sampled  push_d0" in evaluation.table()
+    saved = json.loads(evaluation.write(tmp_path / "evaluation.json").read_text())
+    assert saved["scores"]["policy, sampled"]["push_d0"]["success"]["episodes"] == 2
+    # sampled is all there is when sampled was asked for
+    assert set(evaluate(policy, env, 2, chunk=3, greedy=False, baseline=False).scores) == {"policy"}
+    env.close()
