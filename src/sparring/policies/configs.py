@@ -23,7 +23,7 @@ class EncoderConfig(Section):
     language_features: int = Field(
         0, ge=0, description="features of the instruction, read byte by byte; 0: the policy is not told it"
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="of image and point features, while imitating only")
+    dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
     normalize_observations: bool = Field(
         True, description="mean/std of observation/state, kept with the weights: running, or of the demonstrations"
