@@ -120,9 +120,9 @@ class FlowPolicy(Policy):
         _, about = self._encode(td)
         action = td["action"][..., : self.action_dim]
         action = self.actions(action) if self.actions is not None else action
-        noise = _normal(action.shape, generator, action.device)
+        noise = torch.randn(action.shape, generator=generator, device=generator.device).to(action.device)
         # the inverse of Beta(1.5, 1)'s distribution function, t^1.5
-        t = torch.rand(len(action), generator=generator).to(action.device) ** (1 / 1.5)
+        t = _uniform(len(action), generator, action.device) ** (1 / 1.5)
         valid = td["valid"][..., None].float()
         x = _between(action, noise, t)
         velocity = self._velocity(self.velocity, x, t, about)
@@ -248,7 +248,7 @@ class FlowPolicy(Policy):
         """Where a point a little further along the path leads to, by the slow network: this one must lead there too."""
         for slow, fast in zip(self.target.parameters(), self.velocity.parameters(), strict=True):
             slow.lerp_(fast, 1 - self.config.target_decay)
-        stride = torch.minimum(t, _LONGEST_STRIDE * torch.rand(len(t), generator=generator).to(t.device))
+        stride = torch.minimum(t, _LONGEST_STRIDE * _uniform(len(t), generator, t.device))
         later = t - stride
         x = x - stride[:, None, None] * self._velocity(self.target, x, t, about)
         return x - later[:, None, None] * self._velocity(self.target, x, later, about + self.aim)
@@ -296,5 +296,5 @@ def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum() / (mask.sum() * values.shape[-1]).clamp_min(1)
 
 
-def _normal(shape, generator: torch.Generator, device) -> torch.Tensor:
-    return torch.randn(shape, generator=generator).to(device)
+def _uniform(count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    return torch.rand(count, generator=generator, device=generator.device).to(device)

@@ -1,0 +1,190 @@
+"""Does RL raise a flow policy that imitated a few demonstrations to near-perfect success?
+
+    python benchmarks/flow_gain.py stack_d0 --seed 0
+    python benchmarks/flow_gain.py lift_d1_images --seed 1 --minutes 20      # again to go on
+    python benchmarks/flow_gain.py --summary
+
+One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
+PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
+problems; a problem only says which env, and how long RL may last. The ODE policy (greedy) and the SDE policy (sampled,
+what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time does not count as
+training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
+"""
+
+import argparse
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RUNS = Path(__file__).parent / "runs"
+RESULTS = report.RESULTS / "flow_gain.json"
+EPISODES, DEMONSTRATIONS = 200, 25
+# imitation must land here, RL must get there, with this lower bound of Wilson's interval
+IMITATED, FINE_TUNED, LOWEST = (0.30, 0.70), 0.95, 0.90
+STATE = ["env.cameras=[]", "env.object_state=state"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    env: list[str]
+    evaluate_every: int
+    episodes: int = DEMONSTRATIONS
+
+
+PROBLEMS = {
+    "lift_d1_images": Problem(["env.task=[lift_d1]", "env.cameras=[head,wrist]"], 100_000),
+    "stack_d0": Problem(["env.task=[stack_d0]", *STATE], 100_000),
+    "lift_tray_d0": Problem(["env.task=[lift_tray_d0]", *STATE], 100_000),
+}
+
+
+def record(problem: Problem, seed: int, folder: Path) -> Path:
+    """Demonstrations of a seed of their own, so that each run imitates others."""
+    demos = folder / "demos"
+    if not (demos / "meta" / "info.json").is_file():
+        task = problem.env[0].removeprefix("env.task=[").removesuffix("]")
+        command = [sys.executable, "-m", "sparring", "demos", task, "--output", str(demos), "--workers", "1"]
+        settings = ["env.control_mode=delta_ee_pos", "env.threads=1", *problem.env[1:]]
+        subprocess.run([*command, "--episodes", str(problem.episodes), "--seed", str(seed), *settings], check=True)
+    return demos
+
+
+def load(name: str, fixed: list[str], changes: list[str]):
+    from sparring.config_text import parse_overrides
+    from sparring.tree import load_config
+
+    return load_config(CONFIGS / name, parse_overrides([*fixed, "threads=1", "env.threads=1", *changes]))
+
+
+def imitate(name: str, seed: int, folder: Path, changes: list[str], record_: dict) -> None:
+    from sparring.run import Run
+
+    problem = PROBLEMS[name]
+    demos = record(problem, seed, folder)
+    fixed = [f"seed={seed}", f"imitate.demos=[{demos}]", f"output={folder / 'imitate'}", *problem.env]
+    run = Run(load("flow_imitate.yaml", fixed, changes), quiet=True)
+    started = time.perf_counter()
+    run.run()
+    record_["imitation_seconds"] = round(time.perf_counter() - started, 1)
+    record_["imitated"] = judge(run.phase.model, run.config)
+    print(f"{name} seed {seed} imitated: {record_['imitated']}", flush=True)
+
+
+def fine_tune(name: str, seed: int, folder: Path, minutes: float, changes: list[str], record_: dict) -> bool:
+    """Until the config's last step or out of time; whether it is done."""
+    from sparring.run import Run
+
+    problem = PROBLEMS[name]
+    fixed = [f"seed={seed}", f"pretrained={folder / 'imitate'}", f"output={folder / 'finetune'}", *problem.env]
+    run = Run(load("flow_finetune.yaml", fixed, changes), quiet=True)
+    progress, deadline = run.phase.progress, time.time() + 60 * minutes
+    while run.fraction < 1 and time.time() < deadline:
+        started = time.perf_counter()
+        metrics = run.phase.step(run.fraction)
+        record_["seconds"] += time.perf_counter() - started
+        due = (record_["curve"][-1]["steps"] if record_["curve"] else 0) // problem.evaluate_every + 1
+        told = {k: round(metrics[k], 4) for k in ("success_rate", "approx_kl", "explained_variance") if k in metrics}
+        print(f"{name} seed {seed}: {progress.env_steps:,} {told}", flush=True)
+        if progress.env_steps >= due * problem.evaluate_every or run.fraction >= 1:
+            point = {"steps": progress.env_steps, "seconds": round(record_["seconds"], 1)}
+            record_["curve"].append(point | judge(run.phase.policy, run.config))
+            print(f"{name} seed {seed}: {record_['curve'][-1]}", flush=True)
+            run.save()
+            report.write_json(folder / "judged.json", record_)
+    run.save()
+    report.write_json(folder / "judged.json", record_)
+    record_["steps"] = progress.env_steps
+    return run.fraction >= 1
+
+
+def judge(policy, config) -> dict:
+    """Both policies on held-out episodes, the same ones every time."""
+    from sparring.envs.make import make_env
+    from sparring.evaluate import play, wilson
+
+    env = make_env(config.env, num_envs=50, device=next(policy.parameters()).device)
+    rates = {}
+    for who, greedy in (("ode", True), ("sde", False)):
+        episodes, _ = play(policy, env, EPISODES, config.seed, config.rollout.action_steps, greedy=greedy)
+        rate = wilson(sum(episode.success for episode in episodes), EPISODES)
+        rates[who] = {"success": rate.rate, "low": round(rate.low, 4), "high": round(rate.high, 4)}
+    env.close()
+    return rates
+
+
+def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path) -> dict:
+    import torch
+
+    torch.set_num_threads(1)
+    log = folder / "judged.json"
+    found = json.loads(log.read_text()) if log.is_file() else {"seconds": 0.0, "curve": []}
+    if "imitated" not in found:
+        imitate(name, seed, folder, [c for c in changes if not c.startswith(("ppo.", "rollout.n"))], found)
+        report.write_json(log, found)
+    done = fine_tune(name, seed, folder, minutes, [c for c in changes if not c.startswith("imitate.")], found)
+    about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    return about | {"demonstrations": PROBLEMS[name].episodes, "done": done} | found
+
+
+def keep(outcome: dict) -> None:
+    RUNS.mkdir(exist_ok=True)
+    # another seed may end at the same moment
+    with open(RUNS / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
+        runs[f"{outcome['problem']}/{outcome['seed']}"] = outcome
+        report.write_json(RESULTS, {"about": report.metadata(), "runs": runs})
+
+
+def summary(runs: dict[str, dict]) -> str:
+    rows = [("problem", "seed", "policy", "imitated", "fine-tuned (200 episodes)", "env steps", "minutes", "target")]
+    for run in sorted(runs.values(), key=lambda run: (run["problem"], run["seed"])):
+        last = run["curve"][-1] if run["curve"] else None
+        for who in ("ode", "sde"):
+            after = _in_words(last[who]) if last else "-"
+            length = (f"{last['steps']:,}", f"{last['seconds'] / 60:.1f}") if last else ("-", "-")
+            met = "" if who == "sde" else "met" if _met(run) else "MISSED"
+            rows.append((run["problem"], run["seed"], who, _in_words(run["imitated"][who]), after, *length, met))
+    return report.table(rows)
+
+
+def _met(run: dict) -> bool:
+    low, high = IMITATED
+    end = run["curve"][-1]["ode"] if run["curve"] else {"success": 0, "low": 0}
+    return low <= run["imitated"]["ode"]["success"] <= high and end["success"] >= FINE_TUNED and end["low"] >= LOWEST
+
+
+def _in_words(rate: dict) -> str:
+    return f"{rate['success']:.1%} ({rate['low']:.1%}..{rate['high']:.1%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("problem", nargs="?", choices=PROBLEMS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop RL after this long; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if args.problem and not args.summary:
+        folder = args.runs / "_".join(["gain", args.problem, f"seed{args.seed}", *args.set])
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = train(args.problem, args.seed, args.minutes, args.set, folder)
+        if not args.set:
+            keep(outcome)
+    if not RESULTS.is_file():
+        print(f"nothing is known yet: {RESULTS.name} comes with the first run")
+    else:
+        print(summary(json.loads(RESULTS.read_text())["runs"]))
+
+
+if __name__ == "__main__":
+    main()
