@@ -57,10 +57,12 @@ def record(problem: Problem, seed: int, folder: Path) -> Path:
 
 
 def load(name: str, fixed: list[str], changes: list[str]):
-    from sparring.config_text import parse_overrides
+    from sparring.config_text import parse_overrides, read_settings
+    from sparring.inherit import with_inherited
     from sparring.tree import load_config
 
-    return load_config(CONFIGS / name, parse_overrides([*fixed, "threads=1", "env.threads=1", *changes]))
+    settings = read_settings(CONFIGS / name) + parse_overrides([*fixed, "threads=1", "env.threads=1", *changes])
+    return load_config(None, with_inherited(settings))
 
 
 def imitate(name: str, seed: int, folder: Path, changes: list[str], record_: dict) -> None:
