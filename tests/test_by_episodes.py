@@ -198,6 +198,16 @@ def test_robots_of_a_group_see_the_same_first_observation_bit_for_bit():
     assert rollout["group"][0].tolist() == [0, 0, 1, 1] and rollout["group"][6].tolist() == [2, 2, 3, 3]
 
 
+def test_a_saved_state_knows_its_groups_and_which_episodes_were_played():
+    phase, other = finetune(max_episode_steps=1), finetune(max_episode_steps=1)
+    phase.env.reset(0, first_episode=5)
+    other.env.set_state(phase.env.state())
+    act = TensorDict({"action": torch.zeros(4, 1, phase.env.spec.action_dim)}, [4])
+    # the episode is over after a step, and what is seen is the start of the next
+    begun, again = (p.env.step(act)["observation", "state"] for p in (phase, other))
+    assert torch.equal(begun, again) and torch.equal(begun[::2], begun[1::2])
+
+
 def test_an_env_without_a_time_limit_is_told():
     config = load_config(
         {"env": {"name": "test_by_episodes:Endless"}, "rollout": {"n_envs": 1, "n_episodes_per_batch": 1}}

@@ -437,7 +437,7 @@ def test_the_flags_offered_are_the_flags_there_are():
         ("train finetune --ppo.lr_schedule ", ["constant", "linear", "cosine"]),
         ("train finetune evaluation.baseline=", ["evaluation.baseline=true", "evaluation.baseline=false"]),
         ("train finetune task_name=reach_d", ["task_name=reach_d0", "task_name=reach_d1", "task_name=reach_d2"]),
-        ("train finetune algorithm=", ["algorithm=ppo"]),
+        ("train finetune algorithm=", ["algorithm=ppo", "algorithm=grpo"]),
         ("train finetune --resume ", ["auto", "never"]),
         ("train finetune --config ", []),
         ("train finetune --output run env.v", ["env.video_renderer="]),

@@ -56,7 +56,8 @@ def test_success_0_or_1_by_hand():
 
 
 def test_equal_rewards_that_rounding_tells_apart_are_dropped():
-    td = rollout_of([[[0.1], [0.1], [0.1]]], [[0, 1, 2]], [[0, 0, 0]], [[True] * 3])
+    # three such sums, divided by three, are not quite one of them
+    td = rollout_of([[[7.7, 1e-10]] * 3], [[0, 1, 2]], [[0, 0, 0]], [[True] * 3])
     groups = compare_groups(td, 1e-4)
     assert groups.dropped == 1 and groups.advantage.abs().max() == 0
 
@@ -77,17 +78,17 @@ def scored_batch(advantage, ratio, reference_ratio):
 
 
 def test_the_asymmetric_loss_by_hand():
-    acted, scored = scored_batch([1.0, 1.0, -1.0, -1.0], [1.5, 0.5, 1.5, 0.5], [1.0] * 4)
-    # min(1.5, 1.28) = 1.28; min(.5, .8) = .5; min(-1.5, -1.28) = -1.5; min(-.5, -.8) = -.8
+    acted, scored = scored_batch([1.0, 1.0, -1.0, -2.0], [1.5, 0.5, 1.5, 0.5], [1.0] * 4)
+    # min(1.5, 1.28) = 1.28; min(.5, .8) = .5; min(-1.5, -1.28) = -1.5; 2 min(-.5, -.8) = -1.6
     loss, terms = grpo_loss(GRPOConfig(), acted, scored)
-    assert loss.item() == pytest.approx(-(1.28 + 0.5 - 1.5 - 0.8) / 4)
+    assert loss.item() == pytest.approx(-(1.28 + 0.5 - 1.5 - 1.6) / 4)
     assert "reference_kl" not in terms.scalars and "value_loss" not in terms.scalars
 
 
 def test_the_kl_to_the_reference_by_hand():
-    acted, scored = scored_batch([0.0, 0.0], [1.0, 1.0], [2.0, 0.5])
+    acted, scored = scored_batch([0.0, 0.0], [1.0, 1.0], [2.0, 4.0])
     loss, terms = grpo_loss(GRPOConfig(kl_coef=0.1), acted, scored)
-    kl = ((2 - 1 - math.log(2)) + (0.5 - 1 - math.log(0.5))) / 2
+    kl = ((2 - 1 - math.log(2)) + (4 - 1 - math.log(4))) / 2
     assert terms.scalars["reference_kl"].item() == pytest.approx(kl)
     assert loss.item() == pytest.approx(0.1 * kl)
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from sparring.algorithms.configs import GRPOConfig
 from sparring.algorithms.losses import LossTerms, approximate_kl, clipped_policy_loss, mean_terms
-from sparring.algorithms.updater import SCORED_AT_ONCE, Updater, valid_rows
+from sparring.algorithms.updater import Updater, valid_rows
 from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
@@ -86,7 +86,7 @@ class GRPO(Updater):
     def _reference_log_prob(self, flat: TensorDict, rows: torch.Tensor) -> torch.Tensor:
         log_prob = torch.zeros_like(flat["log_prob"])
         keys = self._scoring_keys()
-        for index in rows.split(SCORED_AT_ONCE):
+        for index in rows.split(self._at_once):
             log_prob[index] = self.reference.evaluate(flat.select(*keys)[index])["log_prob"]
         return log_prob
 
@@ -112,7 +112,7 @@ def compare_groups(rollout: TensorDict, eps: float) -> Groups:
     # numbers of the episodes that count, from 0; which [V] decisions are theirs
     _, episode = rollout["episode"][valid].unique(return_inverse=True)
     _, group_of_decision = rollout["group"][valid].unique(return_inverse=True)
-    reward = rollout["next", "reward"].sum(-1).double()[valid]
+    reward = rollout["next", "reward"].double().sum(-1)[valid]
     total = reward.new_zeros(int(episode.max()) + 1).index_add(0, episode, reward)
     group = torch.zeros(len(total), dtype=torch.long, device=total.device).scatter(0, episode, group_of_decision)
     size = torch.bincount(group).double()

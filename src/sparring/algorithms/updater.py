@@ -16,7 +16,7 @@ from sparring.algorithms.schedules import scheduled, warmup
 from sparring.distributed import Distributed
 from sparring.policies.policy import Policy
 
-# decisions that are scored at once where no gradients are needed
+# decisions that are scored together without gradients, where memory does not limit them
 SCORED_AT_ONCE = 4096
 
 Loss = Callable[[TensorDict, TensorDict], tuple[torch.Tensor, LossTerms]]
@@ -46,7 +46,7 @@ class Updater:
     def score(self, flat: TensorDict) -> TensorDict:
         """evaluate() of a whole rollout, in minibatches, without gradients."""
         with torch.no_grad():
-            parts = flat.select(*self._scoring_keys()).split(SCORED_AT_ONCE)
+            parts = flat.select(*self._scoring_keys()).split(self._at_once)
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
     def state_dict(self) -> dict:
@@ -130,8 +130,13 @@ class Updater:
         """The gate over every stored decision, once per process; later updates check their first minibatch for free."""
         self.checked_whole_rollout = True
         keys = [*self._scoring_keys(), "log_prob"]
-        parts = (flat.select(*keys)[index] for index in rows.split(SCORED_AT_ONCE))
+        parts = (flat.select(*keys)[index] for index in rows.split(self._at_once))
         return self._gate(worst([measure_parity(acted, self.score(acted)) for acted in parts]))
+
+    @property
+    def _at_once(self) -> int:
+        """Decisions that are scored together where no gradients are needed."""
+        return self.config.micro_batch_size or SCORED_AT_ONCE
 
     # ---- one gradient step
 
