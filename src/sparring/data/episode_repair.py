@@ -90,9 +90,10 @@ def _judged(folder: Path, layout: Layout, segments: list[Segment], writing: bool
 def _refuse_bad_index(folder: Path, layout: Layout, segment: Segment, finished: bool, writing: bool) -> None:
     """A crash can leave one episode without its line, or lines without their data, at the end of the last segment."""
     whole, unread = len(segment.records), segment.unread()
-    if None in unread[:-1]:
-        following = [record for record in unread[unread.index(None) :] if record]
-        said = f"line {whole + unread.index(None) + 1} is damaged, and {_counted(following)} are listed after it"
+    if None in (unread if finished else unread[:-1]):
+        at = unread.index(None)
+        following = [record for record in unread[at:] if record]
+        said = f"line {whole + at + 1} is damaged, and {_counted(following)} follow it"
         raise _damage(segment.index_path, said, folder)
     if finished and unread:
         raise _damage(segment.data_path, f"only {whole} of its {whole + len(unread)} episodes are whole", folder)
@@ -122,7 +123,7 @@ def _counted(records: list) -> str:
 
 def _damage(file: Path, said: str, folder: Path) -> UserError:
     return UserError(
-        f"'{file}': {said}. No crash of a writer does this, and nothing was changed; copy the folder again, or open it "
+        f"'{file}': {said}. It is no torn end, so nothing was changed; copy the folder again, or open it "
         f"with EpisodeStore(folder, repair=True), which keeps all whole episodes and puts the rest into "
         f"'{folder / DAMAGED}'"
     )
