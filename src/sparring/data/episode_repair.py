@@ -12,6 +12,7 @@ from pathlib import Path
 from sparring.data.episode_files import META, Layout
 from sparring.data.episode_salvage import DAMAGED, salvage
 from sparring.data.episode_segment import Segment, segment_numbers
+from sparring.disk import flush
 from sparring.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,11 @@ def mend(folder: Path, repair: bool = False) -> list[Segment]:
         lost = segment.torn(layout)
         episodes, steps, size = episodes + lost[0], steps + lost[1], size + lost[2]
         segment.cut(whole)
+        # the process that wrote it may have been killed before it did so
+        if segment.records:
+            flush(segment.data_path)
+            flush(segment.index_path)
+    flush(folder)
     if episodes:
         what = "a torn last episode" if episodes == 1 else f"the {episodes} torn last episodes"
         log.warning("%s: dropped %s: %d steps lost, %d bytes of them written", folder, what, steps, size)
@@ -82,7 +88,11 @@ def _judged(folder: Path, layout: Layout, segments: list[Segment], writing: bool
     """(segment, how many of its first episodes are whole) of those that a crash may have torn; damage is refused."""
     last = max((s.number for s in segments if s.records), default=-1)
     for segment in segments:
-        _refuse_bad_index(folder, layout, segment, segment is not segments[-1], writing)
+        try:
+            _refuse_bad_index(folder, layout, segment, segment is not segments[-1], writing)
+        except FileNotFoundError:
+            # the writer has deleted it just now
+            continue
         if segment.number >= last:
             yield segment, _whole(folder, segment)
 

@@ -115,6 +115,7 @@ class EpisodeStore:
 
     def append(self, episode: TensorDict, **info) -> int:
         """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
+        _check_one_env(episode)
         self._require_writer()
         steps, rows = _rows(episode)
         self._fit_layout(rows, steps)
@@ -247,13 +248,6 @@ class EpisodeStore:
 
 def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
     """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
-    if not isinstance(episode, TensorDictBase):
-        raise UserError(f"an episode is a TensorDict [T], got {type(episode).__name__}")
-    if episode.batch_dims != 1:
-        raise UserError(
-            f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; append each env's episodes by "
-            "themselves, or give transitions [N] to an EpisodeRecorder"
-        )
     (steps,) = episode.batch_size
     if not steps:
         raise UserError("an episode without a step cannot be stored")
@@ -288,6 +282,16 @@ def _differences(old: Layout, new: Layout) -> str:
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     told = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
     return "; ".join(told) + "; give another folder, or leave out keys that differ"
+
+
+def _check_one_env(episode: TensorDict) -> None:
+    if not isinstance(episode, TensorDictBase):
+        raise UserError(f"an episode is a TensorDict [T], got {type(episode).__name__}")
+    if episode.batch_dims != 1:
+        raise UserError(
+            f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; append each env's episodes by "
+            "themselves, or give transitions [N] to an EpisodeRecorder"
+        )
 
 
 def _megabytes(size: int) -> str:
