@@ -83,7 +83,9 @@ class PrioritizedWindows:
         `index` as a batch has it, [B, k+L], or one of each window, [B] or [B, 1]. `priority` is one of each window, [B]
         or [B, 1], or one of each step, [B, L] or [B, k+L]: then the largest of a window counts.
         """
-        index, priority = np.asarray(index), np.asarray(priority, np.float64)
+        # also as a loss gives them: on a GPU, with a gradient
+        index = torch.as_tensor(index).cpu().numpy()
+        priority = torch.as_tensor(priority).detach().cpu().double().numpy()
         index, priority = _one_each(index, priority)
         if not (np.isfinite(priority) & (priority >= 0)).all():
             raise UserError(f"priorities must be finite and 0 or more, got {priority[:8].tolist()}")
