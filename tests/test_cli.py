@@ -141,8 +141,7 @@ def test_all_mistakes_are_shown_at_once(capsys, here):
     code, _, err = told(capsys, "train", "finetune", "--config", "run.yaml", "--envs", "2", "rollout.steps=0")
     assert code == 2
     assert err.splitlines() == [
-        "sparring:",
-        "ppo.gama (from run.yaml line 3): unknown key; nearest: ppo.gamma (a number >= 0 and <= 1)",
+        "sparring: ppo.gama (from run.yaml line 3): unknown key; nearest: ppo.gamma (a number >= 0 and <= 1)",
         "rollout.steps = 0 (from command line): expected an integer > 0",
     ]
 
@@ -237,13 +236,12 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
     code, _, err = told(capsys, *words, "ppo.gamma=0.5", "seed=3", "logging.console_level=ERROR")
     assert code == 2
     lines = err.splitlines()
-    assert lines[:4] == [
-        "sparring:",
-        "'run' holds a run with another config:",
+    assert lines[:3] == [
+        "sparring: 'run' holds a run with another config:",
         "  ppo.gamma: 0.97 in the folder, 0.5 now",
         "  seed: 0 in the folder, 3 now",
     ]
-    assert lines[4].startswith("give another folder (--output DIR), start anew here (--resume never; ")
+    assert lines[3].startswith("give another folder (--output DIR), start anew here (--resume never; ")
     assert hashes(run_folder) == before
 
 

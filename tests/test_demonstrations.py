@@ -1,6 +1,7 @@
 """Reading of datasets: frames to the frame, statistics, caches, what LeRobot writes, and what is refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from sparring.data import demonstrations, statistics, video
 from sparring.data.demonstrations import Demonstrations
+from sparring.data.lerobot import DatasetError
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
 from sparring.envs.configs import TabletopConfig
@@ -143,8 +145,10 @@ def test_an_episode_has_the_keys_of_the_contract(recorded):
         "is_first": ((7,), torch.bool),
         "next/reward": ((7, 1), torch.float32),
         "next/success": ((7,), torch.bool),
+        "next/done": ((7,), torch.bool),
     }
     assert td["is_first"].tolist() == [True] + 6 * [False]
+    assert td["next", "done"].tolist() == 6 * [False] + [True]
     assert demos.instructions[td["observation", "task"][0]] == demos.instruction(2)
     with pytest.raises(IndexError):
         demos.episode(4)
@@ -363,6 +367,7 @@ NAN = float("nan")
         (edited("length", lambda rows: [7, 7, 7, 9]), "has 28 rows of data, but its episodes have 30 frames"),
         (without("action"), "file-000.parquet' lacks action; it has observation.state, next.reward"),
         (told_otherwise(total_frames=29), "has 28 rows of data, but its episodes have 28 frames and meta/info"),
+        (told_otherwise(total_episodes=5), "lists 4 episodes in meta/episodes, but meta/info.json says 5"),
         (told_otherwise(codebase_version="v2.1"), "is a LeRobotDataset v2.1, expected v3.0; convert it with "),
         (told_otherwise(fps=None), "info.json' lacks fps"),
         (told_otherwise(features={}), "has no feature action, timestamp, "),
@@ -388,9 +393,34 @@ def test_a_broken_dataset_is_refused_when_it_is_opened(copy, mistake, said):
 def test_a_broken_video_is_refused_when_it_is_read(copy):
     cut(HEAD)(copy)
     demos = Demonstrations(copy)
-    with pytest.raises(UserError, match="file-000.mp4': ffmpeg failed"):
+    with pytest.raises(DatasetError, match="file-000.mp4': ffmpeg failed .* \\(episode 0, camera head\\)"):
         demos.episode(0)
-    with pytest.raises(UserError, match="file-000.mp4': ffmpeg failed"):
+    with pytest.raises(DatasetError, match="file-000.mp4': ffmpeg failed"):
         Demonstrations(copy, cache=True)
     assert not list(copy.with_name("copy.cache").glob("*.npy"))
     assert Demonstrations(copy, cameras=["wrist"]).episode(0).batch_size == (7,)
+    # nor need it be there
+    (copy / HEAD).unlink()
+    assert Demonstrations(copy, cameras=["wrist"]).episode(0).batch_size == (7,)
+
+
+@pytest.mark.parametrize("size", [0, -5, 2.5, "a", True])
+def test_an_image_size_that_is_none_is_refused_before_anything_is_read(size):
+    with pytest.raises(ValueError, match=f"image_size={size!r}: expected a whole number of 1 or more"):
+        Demonstrations("nowhere", image_size=size)
+
+
+def test_a_camera_that_was_not_opened(recorded):
+    demos = Demonstrations(recorded, cameras=["head"])
+    for ask in (demos.image_cache, lambda camera: demos.images(camera, 0)):
+        with pytest.raises(DatasetError, match=r"opened with cameras \['head'\]; there is no 'wrist'"):
+            ask("wrist")
+
+
+@pytest.mark.parametrize("left", [0, 40, 5000])
+def test_a_torn_cache_is_made_again(copy, left):
+    whole = np.array(Demonstrations(copy, cameras=["head"], image_size=16, cache=True).image_cache("head"))
+    (file,) = copy.with_name("copy.cache").glob("*.npy")
+    os.truncate(file, left)
+    again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
+    assert np.array_equal(again.image_cache("head"), whole)

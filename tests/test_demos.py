@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -288,7 +289,8 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
     words += ["--control-mode", "delta_ee_pos", "env.domain_randomization=all", "env.threads=1"]
     code, out, err = told(capsys, *words)
     assert (code, out) == (0, "outputs/demos/reach_d0: 3 episodes of 3 tried\n")
-    assert "16 of 16 episodes kept" in err
+    first, *_, last = err.splitlines()
+    assert first.endswith("compiling and recording the first episodes") and last.endswith("  3 of 3 episodes")
     recorded = json.loads(Path("outputs/demos/reach_d0/meta/sparring.json").read_text())
     assert (recorded["seed"], recorded["control_mode"], len(recorded["env"]["domain_randomization"])) == (
         7, "delta_ee_pos", 6
@@ -319,7 +321,8 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
     [
         (["lift_d0"], "how many episodes? give --episodes N"),
         (["lift_d9", "--episodes", "1"], "env.task='lift_d9' is no tabletop task"),
-        (["explore", "--episodes", "1"], "there is no expert for explore"),
+        (["explore", "--episodes", "1"], "there is no expert for explore; choose another of `sparring tasks`"),
+        (["lift_d0", "--episodes", "1", "--sheet", "a.png"], "--sheet goes with `sparring demos show PATH` only"),
         (["lift_d0", "handover_d0", "--episodes", "1"], "env.task mixes robots"),
         (["lift_d0", "--episodes", "1", "--noise", "2"], "--noise 2: expected 0 to 1"),
         (["lift_d0", "--episodes", "1", "--image-size", "33"], "env.image_size=33 is odd"),
@@ -331,6 +334,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml': cannot read it"),
         (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no': cannot write there"),
         (["show"], "expected one dataset: sparring demos show PATH"),
+        (["show", ".", "--episodes", "3", "--seed=1"], "--episodes, --seed=1: only --sheet goes with `sparring demos"),
         (["show", "nowhere"], "'nowhere' is no folder"),
         (["show", "."], "'.' has no meta/info.json: it is no LeRobotDataset"),
     ],
@@ -342,6 +346,34 @@ def test_what_is_wrong_is_said(words, said, capsys, tmp_path, monkeypatch):
     assert (code, out) == (2, "")
     assert said in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparring.demos.record.record", interrupted)
+    code, out, err = told(capsys, "reach_d0", "--episodes", "1", "--output", str(tmp_path / "a"))
+    assert (code, out, err) == (130, "", f"interrupted; the same command goes on where '{tmp_path}/a' stopped\n")
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_after_the_first_block(tmp_path, monkeypatch):
+    from sparring.demos import record as recording
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(recording.shutil, "disk_usage", lambda _: usage._replace(free=10**9))
+    with pytest.raises(UserError, match="10000000 episodes of about .* but '.*' has 1.0 GB free; make room and give"):
+        record(SHORT, 10_000_000, tmp_path / "much", quiet=True)
+    # what was recorded is not lost
+    monkeypatch.undo()
+    record(SHORT, 6, tmp_path / "much", quiet=True)
+
+
+def test_failures_are_told_apart_from_episodes_that_are_not_needed():
+    from sparring.demos.record import _progress
+
+    assert _progress(32, 32, 20) == "20 of 20 episodes"
+    assert _progress(10, 16, 20) == "10 of 20 episodes, 6 failed"
 
 
 @pytest.mark.parametrize(

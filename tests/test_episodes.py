@@ -161,7 +161,7 @@ def test_data_that_never_reached_the_disk_are_dropped_by_their_checksum(tmp_path
     with open(data, "r+b") as file:
         file.seek(-3000, os.SEEK_END)
         file.write(bytes(2000))
-    with pytest.raises(UserError, match="data of episode 2 are damaged; open the folder once without read_only"):
+    with pytest.raises(UserError, match="data of episode 2 are damaged, .* open the folder once without read_only"):
         EpisodeStore(tmp_path, read_only=True)
     said.clear()
     store = EpisodeStore(tmp_path)
@@ -172,6 +172,156 @@ def test_data_that_never_reached_the_disk_are_dropped_by_their_checksum(tmp_path
     os.truncate(data, data.stat().st_size - 1)
     assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
     assert "8 steps lost" in said.text
+
+
+def overwrite(path: Path, position: int, size: int = 150) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        file.write(b"\xa5" * size)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+LENGTHS = [1 + k * 7 % 11 for k in range(20)]
+
+
+def in_the_data(folder, store):
+    segment, record = store.locate(8)
+    overwrite(segment.data_path, record.offset + record.size // 2, 15)
+    return [8], "data of episode 8 are damaged"
+
+
+def in_the_index(folder, store):
+    segment = store.locate(8)[0]
+    lines = segment.index_path.read_bytes().splitlines(keepends=True)
+    overwrite(segment.index_path, sum(map(len, lines[: segment.records.index(store.locate(8)[1])])) + 20, 5)
+    return [8], "is damaged, and "
+
+
+def an_index_gone(folder, store):
+    segment = store.locate(8)[0]
+    segment.index_path.unlink()
+    return [r.number for r in segment.records], "index': is missing beside its data"
+
+
+def an_index_cut_short(folder, store):
+    segment = store.locate(-1)[0]
+    lines = segment.index_path.read_bytes().splitlines(keepends=True)
+    os.truncate(segment.index_path, len(b"".join(lines[:-2])))
+    return [r.number for r in segment.records[-2:]], "but 2 more lie behind them in the data"
+
+
+def data_gone(folder, store):
+    segment = store.locate(8)[0]
+    segment.data_path.unlink()
+    return [r.number for r in segment.records], "data' is missing; copy the folder again"
+
+
+def every_checksum(folder, store):
+    for i in range(20):
+        segment, record = store.locate(i)
+        overwrite(segment.data_path, record.end - 80, 10)
+    return list(range(20)), "damaged, and so are all 20 of the segment"
+
+
+@pytest.mark.parametrize(
+    ("damage", "segment_bytes"),
+    [
+        (in_the_data, 1 << 20),
+        (in_the_index, 1 << 20),
+        (in_the_index, 4000),
+        (an_index_gone, 1 << 20),
+        (an_index_gone, 4000),
+        (an_index_cut_short, 1 << 20),
+        (data_gone, 4000),
+        (every_checksum, 1 << 20),
+    ],
+)
+def test_damage_is_refused_and_repair_keeps_all_whole_episodes_and_all_bytes(tmp_path, said, damage, segment_bytes):
+    store = filled(tmp_path, LENGTHS, segment_bytes=segment_bytes)
+    lost, message = damage(tmp_path, store)
+    store.close()
+    before = contents(tmp_path)
+    for options in ({}, {"read_only": True}):
+        # to a reader it may be the writer that is at work
+        if options and damage is an_index_cut_short:
+            continue
+        with pytest.raises(UserError, match=re.escape(message)) as refused:
+            EpisodeStore(tmp_path, **options)
+        assert "EpisodeStore(folder, repair=True)" in str(refused.value)
+    assert contents(tmp_path) == before
+    said.clear()
+    whole = [(number, steps) for number, steps in enumerate(LENGTHS) if number not in lost]
+    store = EpisodeStore(tmp_path, repair=True, segment_bytes=segment_bytes)
+    assert_holds(store, whole)
+    kept = f"kept {len(whole)} whole episodes ({sum(steps for _, steps in whole)} steps); what is left of {len(lost)} "
+    assert kept in said.text
+    # what was there is still somewhere
+    after = contents(tmp_path)
+    for name, old in before.items():
+        pieces = [new for other, new in after.items() if other.startswith((name, f"damaged/{name}"))]
+        assert old in (*pieces, b"".join(pieces)), name
+    number = store.next_number
+    store.append(numbered_episode(number, 9))
+    store.close()
+    assert_holds(EpisodeStore(tmp_path), [*whole, (number, 9)])
+
+
+def test_damage_in_an_old_segment_is_found_by_repair(tmp_path):
+    store = filled(tmp_path, LENGTHS, segment_bytes=4000)
+    in_the_data(tmp_path, store)
+    store.close()
+    assert len(EpisodeStore(tmp_path, read_only=True)) == 20
+    store = EpisodeStore(tmp_path, repair=True)
+    assert_holds(store, [(n, steps) for n, steps in enumerate(LENGTHS) if n != 8])
+    store.close()
+    with pytest.raises(UserError, match="does not go with read_only"):
+        EpisodeStore(tmp_path, read_only=True, repair=True)
+
+
+def test_a_repair_without_damage_changes_nothing(tmp_path):
+    filled(tmp_path, LENGTHS, segment_bytes=4000).close()
+    before = contents(tmp_path)
+    EpisodeStore(tmp_path, repair=True).close()
+    assert contents(tmp_path) == before
+
+
+def test_several_torn_last_episodes_are_counted(tmp_path, said):
+    store = filled(tmp_path, (4, 3, 30, 5))
+    segment, record = store.locate(2)
+    store.close()
+    overwrite(segment.data_path, record.offset + 500)
+    overwrite(segment.data_path, record.end + 100)
+    said.clear()
+    assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
+    assert "dropped the 2 torn last episodes: 35 steps lost" in said.text
+
+
+@pytest.mark.parametrize("name", ["segment-000000.deleted", "segment-000002.deleted"])
+def test_a_deletion_that_was_interrupted_is_done(tmp_path, name):
+    store = filled(tmp_path, (3, 3, 3), segment_bytes=1)
+    store.close()
+    (tmp_path / name).with_suffix(".index").rename(tmp_path / name)
+    left = [(n, 3) for n in range(3) if f"00000{n}" not in name]
+    assert_holds(EpisodeStore(tmp_path, read_only=True), left)
+    assert_holds(EpisodeStore(tmp_path), left)
+    assert len(list(tmp_path.glob("segment-*"))) == 4
+
+
+def test_a_store_that_lost_its_description_is_not_written_over(tmp_path):
+    filled(tmp_path).close()
+    meta = tmp_path / "meta.json"
+    meta.write_bytes(meta.read_bytes()[:40])
+    with pytest.raises(UserError, match="meta.json' cannot be read .*copy it again"):
+        EpisodeStore(tmp_path)
+    meta.unlink()
+    (tmp_path / "segment-000000.index").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="has episodes but no meta.json"):
+        EpisodeStore(tmp_path)
+    assert contents(tmp_path) == before
 
 
 WRITER = """
@@ -291,6 +441,12 @@ def test_mistakes_are_explained(tmp_path):
         store.append(numbered_episode(3, 4).exclude(("next", "observation")))
     with pytest.raises(UserError, match="version is bfloat16"):
         store.append(numbered_episode(3, 4).set("version", torch.zeros(4, dtype=torch.bfloat16)))
+    with pytest.raises(UserError, match="of one env, got \\[4, 2\\]; append each env's episodes by themselves"):
+        store.append(torch.stack([numbered_episode(3, 4)] * 2, 1))
+    with pytest.raises(UserError, match="an episode is a TensorDict \\[T\\], got dict"):
+        store.append({"action": torch.zeros(3)})
+    with pytest.raises(IndexError, match="episode 99 of 3 in "):
+        store.episode(99)
     assert_holds(store, [(0, 3), (1, 1), (2, 5)])
     with pytest.raises(UserError, match="was opened to be read"):
         EpisodeStore(tmp_path / "a", read_only=True).append(numbered_episode(3, 4))

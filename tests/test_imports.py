@@ -80,6 +80,13 @@ def test_names_of_the_package_are_loaded_when_used():
     assert "torch" not in loaded_after(code)
 
 
+def test_names_of_storage_are_loaded_when_used():
+    code = "import sparring.data\nassert 'EpisodeStore' in dir(sparring.data)\n"
+    code += "try: sparring.data.nothing\nexcept AttributeError as e: assert 'it offers BatchBuilder, ' in str(e)\n"
+    code += "else: raise SystemExit('no error')"
+    assert loaded_after(code) == set()
+
+
 NAMES = ["Trainer", "load_policy", "load_config", "make_env", "make_policy", "PPO"]
 
 
@@ -89,6 +96,10 @@ def test_every_name_of_the_package_exists():
     assert set(NAMES) <= set(sparring.__all__)
     for name in NAMES:
         assert getattr(sparring, name).__name__ == name
+    import sparring.data
+
+    for name in sparring.data.__all__:
+        assert getattr(sparring.data, name).__name__ == name
 
 
 def test_torchvision_is_absent_or_importable():

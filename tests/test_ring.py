@@ -315,6 +315,26 @@ def test_a_transition_must_have_what_the_first_one_had():
     assert ring.get().get("extra", None) is None
 
 
+@pytest.mark.parametrize("make", [VLABuffer, RolloutBuffer])
+def test_what_is_no_size_or_no_transition_is_refused(make):
+    for size in (0, -1, 2.5, "4", True, None):
+        with pytest.raises(ValueError, match="expected a whole number of 1 or more"):
+            make(size)
+    buffer = make(4)
+    for wrong, said in (({"action": 1}, "got dict"), (Stream(2).step()[0], "got a TensorDict \\[\\]")):
+        with pytest.raises(TypeError, match=f"a transition \\[N\\] or a rollout .* {said}"):
+            buffer.add(wrong)
+    with pytest.raises(RuntimeError, match="add\\(\\)"):
+        _ = buffer.last
+    with pytest.raises(RuntimeError, match="add\\(\\) one first"):
+        buffer.close(Stream(2).step()["next"])
+    # that of a rollout which is not full is its own, too
+    transition = Stream(2).step()
+    buffer.add(transition)
+    buffer.close(transition["next"])
+    assert (buffer.last["observation"] == transition["next", "observation"]).all()
+
+
 def test_nothing_to_read_says_so():
     with pytest.raises(RuntimeError, match="holds no transition that can be read"):
         VLABuffer(4).sample(1)

@@ -1,8 +1,11 @@
+import logging
+
 import pytest
 import torch
 from doubles import LinearPolicy, counting_env
 
 from sparring.collect.collector import Collector
+from sparring.data import rollout
 from sparring.data.rollout import RolloutBuffer
 
 
@@ -22,6 +25,16 @@ def test_get_before_full_and_add_after_full_say_what_is_wrong():
     assert not buffer.is_full()
     with pytest.raises(RuntimeError, match="holds 0 of 4"):
         buffer.get()
+
+
+def test_it_says_how_large_it_is_before_it_takes_it(caplog, monkeypatch):
+    transition = Collector(counting_env(), LinearPolicy(), seed=0).decide()
+    monkeypatch.setattr(rollout, "gigabytes", lambda nbytes: f"{nbytes} bytes")
+    buffer = RolloutBuffer(4)
+    with caplog.at_level(logging.INFO, "sparring.data.rollout"):
+        buffer.add(transition)
+    (record,) = [record for record in caplog.records if record.name == "sparring.data.rollout"]
+    assert record.getMessage() == f"buffer: 4 x 2 transitions, {buffer.bytes()} bytes in RAM"
 
 
 def test_get_returns_views_and_observations_are_stored_once():

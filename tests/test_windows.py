@@ -326,3 +326,50 @@ def test_an_empty_key_is_kept_empty(tmp_path):
     store.append(episode.set("extra", torch.zeros(9, 0)))
     assert ShuffledWindows(store, 4).sample(3, generator())["extra"].shape == (3, 4, 0)
     assert store.episode(0)["extra"].shape == (9, 0)
+
+
+@pytest.mark.parametrize("kind", [ShuffledWindows, PrioritizedWindows])
+def test_what_is_no_size_is_refused_before_anything_is_read(tmp_path, kind):
+    store = make_store(tmp_path, [5])
+    for options, said in [
+        ({"length": 0}, "length=0: expected a whole number of 1 or more"),
+        ({"length": 2.5}, "length=2.5: expected"),
+        ({"length": 2, "burn_in": -1}, "burn_in=-1: expected a whole number of 0 or more"),
+        ({"length": 2, "memory": "kept"}, "memory='kept': expected 'stored' or 'rebuilt'"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            kind(store, **options)
+    windows = kind(store, 2)
+    for sampler in (windows, MixedWindows({windows: 1})):
+        for batch_size in (0, -1, 1.5):
+            with pytest.raises(ValueError, match=f"batch_size={batch_size}: expected a whole number of 1 or more"):
+                sampler.sample(batch_size, generator())
+    with pytest.raises(ValueError, match="batch_size=0: expected"):
+        SequentialWindows(store, 2, 0)
+    with pytest.raises(UserError, match="expected ShuffledWindows or PrioritizedWindows .* got EpisodeStore"):
+        MixedWindows({store: 1})
+
+
+def test_a_priority_of_each_window_or_of_each_step(tmp_path):
+    store = make_store(tmp_path, [8])
+    windows = PrioritizedWindows(store, 2)
+
+    def priorities():
+        return windows.state_dict()["windows"]["priority"].tolist()
+
+    index = torch.tensor([3, 0])
+    windows.update(index, torch.tensor([0.5, 0.25]))
+    assert priorities() == [0.25, 1, 1, 0.5]
+    windows.update(index[:, None], torch.tensor([[2.0], [3.0]]))
+    assert priorities() == [3, 1, 1, 2]
+    # the largest of a window counts
+    windows.update(index[:, None].expand(2, 2), torch.tensor([[0.5, 4.0], [6.0, 5.0]]))
+    assert priorities() == [6, 1, 1, 4]
+    batch = windows.sample(3, generator())
+    windows.update(batch["index"], torch.full((3,), 9.0))
+    assert max(priorities()) == 9
+    for wrong in (torch.ones(3), torch.ones(3, 2), torch.tensor(1.0), torch.ones(2, 2, 2)):
+        with pytest.raises(UserError, match="one index \\[B\\] and one priority"):
+            windows.update(index, wrong)
+    with pytest.raises(UserError, match="names one window, but it holds several"):
+        windows.update(torch.tensor([[0, 1], [2, 2]]), torch.ones(2))

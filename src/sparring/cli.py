@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled
     except UserError as error:
-        print(f"sparring: {error}" if "\n" not in str(error) else f"sparring:\n{error}", file=sys.stderr)
+        print(f"sparring: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -262,6 +262,8 @@ def _demos(arguments, overrides) -> int:
     from sparring.demos.plan import Plan
     from sparring.demos.record import record
 
+    if arguments.sheet:
+        raise UserError("--sheet goes with `sparring demos show PATH` only; leave it out")
     if arguments.episodes is None:
         raise UserError("how many episodes? give --episodes N")
     keys = {name: f"env.{name}" for name in ("cameras", "image_size", "control_mode")} | {"seed": "seed"}
@@ -276,7 +278,11 @@ def _demos(arguments, overrides) -> int:
         arguments.pixel_format,
     )
     output = Path(arguments.output) if arguments.output else demo_folder(arguments.what)
-    told = record(plan, arguments.episodes, output, arguments.workers)
+    try:
+        told = record(plan, arguments.episodes, output, arguments.workers)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on where '{output}' stopped", file=sys.stderr)
+        return 130
     print(f"{output}: {len(told['episode_seeds'])} episodes of {told['episodes_tried']} tried")
     return 0
 
@@ -289,6 +295,9 @@ def _show_demos(arguments, overrides) -> int:
 
     if len(arguments.what) != 2 or overrides:
         raise UserError("expected one dataset: sparring demos show PATH")
+    useless = [word for word in arguments.words if word.startswith("--") and word.split("=")[0] != "--sheet"]
+    if useless:
+        raise UserError(f"{', '.join(useless)}: only --sheet goes with `sparring demos show PATH`; leave it out")
     demos = Demonstrations(arguments.what[1])
     print("\n".join(summary(demos)))
     if demos.cameras:

@@ -1,6 +1,32 @@
-"""Storage: where experience is kept."""
+"""Storage: where experience is kept. The names below are loaded when first used."""
+
+import importlib
 
 BUFFERS = {
     "standard": "sparring.data.rollout:RolloutBuffer",
     "vla": "sparring.data.ring:VLABuffer",
 }
+
+_WHERE = {
+    "BatchBuilder": "batches",
+    "Demonstrations": "demonstrations",
+    "EpisodeRecorder": "episode_recorder",
+    "EpisodeStore": "episodes",
+    "MixedWindows": "mixed_windows",
+    "PrioritizedWindows": "prioritized_windows",
+    "RolloutBuffer": "rollout",
+    "SequentialWindows": "sequential_windows",
+    "ShuffledWindows": "windows",
+    "VLABuffer": "ring",
+}
+__all__ = list(_WHERE)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module 'sparring.data' has no attribute '{name}'; it offers {', '.join(_WHERE)}")
+    return getattr(importlib.import_module(f"sparring.data.{_WHERE[name]}"), name)

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+
+
+def check_transition(td: TensorDict) -> None:
+    if not isinstance(td, TensorDictBase) or td.batch_dims not in (1, 2):
+        got = f"a TensorDict {list(td.batch_size)}" if isinstance(td, TensorDictBase) else type(td).__name__
+        raise TypeError(f"expected a TensorDict: a transition [N] or a rollout [T, N], with next/*; got {got}")
 
 
 class Buffer(Protocol):

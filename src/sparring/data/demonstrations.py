@@ -21,7 +21,9 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data import statistics, video
-from sparring.data.lerobot import POINTS, Clip, DatasetError, read_dataset, video_features
+from sparring.data.lerobot import POINTS, Clip, DatasetError, check_videos, read_dataset, video_features
+from sparring.data.sizes import check_whole
+from sparring.errors import UserError
 
 # feature of LeRobot -> our key
 _VECTORS = {"observation.state": "state", "observation.privileged": "privileged"}
@@ -48,6 +50,8 @@ class Demonstrations:
         points: int | None = None,
         cache: bool = False,
     ):
+        if image_size is not None:
+            check_whole("image_size", image_size)
         self.dataset = read_dataset(path)
         self.path = self.dataset.path
         self.fps = self.dataset.info["fps"]
@@ -61,6 +65,8 @@ class Demonstrations:
         self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded)
         self.points = recorded if points is None else points
         self.cameras = tuple(self._features if cameras is None else cameras)
+        for camera in self.cameras:
+            check_videos(self.dataset, self._features[camera])
         self.image_shapes = {camera: self._image_shape(camera, image_size) for camera in self.cameras}
         self._cache = {camera: self._cached(camera) for camera in self.cameras} if cache else {}
 
@@ -111,17 +117,22 @@ class Demonstrations:
             after["reward"] = _floats(columns["next.reward"][rows])[:, None]
         if "next.success" in columns:
             after["success"] = torch.from_numpy(columns["next.success"][rows].astype(bool))
+        if "next.done" in columns:
+            # whether it was over or out of time is not said in a dataset
+            after["done"] = torch.from_numpy(columns["next.done"][rows].astype(bool))
         td = {"observation": observation, "action": action, "is_first": is_first}
         return TensorDict(td | ({"next": after} if after else {}), [length])
 
     def images(self, camera: str, episode: int) -> np.ndarray:
         """`[T, 3, H, W]` uint8 of an episode, decoded now or copied from the cache."""
+        self._check_camera(camera)
         if camera in self._cache:
             return np.array(self._cache[camera][self._rows(episode)])
         return self._decode(camera, episode)
 
     def image_cache(self, camera: str) -> np.ndarray:
         """`[F, 3, H, W]` uint8 of all steps, memory-mapped; episode i is `starts[i]` to `starts[i + 1]`."""
+        self._check_camera(camera)
         if camera not in self._cache:
             raise DatasetError(f"'{self.path}' was opened without cache=True; there is no cache of '{camera}'")
         return self._cache[camera]
@@ -139,6 +150,10 @@ class Demonstrations:
                     raise DatasetError(f"'{self.path}/meta/stats.json': {seen}, expected {size}")
                 found[feature.replace(".", "/")] = statistics.of_numbers(self.numbers(feature)) | told
         return found
+
+    def _check_camera(self, camera: str) -> None:
+        if camera not in self.cameras:
+            raise DatasetError(f"'{self.path}' was opened with cameras {list(self.cameras)}; there is no '{camera}'")
 
     def _rows(self, episode: int) -> slice:
         if not 0 <= episode < len(self):
@@ -181,7 +196,11 @@ class Demonstrations:
 
     def _decode(self, camera: str, episode: int) -> np.ndarray:
         clip = self._clip(camera, episode)
-        frames = video.decode(clip.file, clip.start, int(self.lengths[episode]), self.fps, *self.image_shapes[camera])
+        length, shape = int(self.lengths[episode]), self.image_shapes[camera]
+        try:
+            frames = video.decode(clip.file, clip.start, length, self.fps, *shape)
+        except UserError as error:
+            raise DatasetError(f"{error} (episode {episode}, camera {camera})") from None
         # [T, H, W, 3] -> [T, 3, H, W]
         return np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
 
@@ -194,16 +213,26 @@ class Demonstrations:
         folder = self.path.resolve()
         folder = folder.with_name(f"{folder.name}.cache")
         file = folder / f"{camera}-{height}x{width}-{mark}.npy"
-        if not file.exists():
+        shape = (self.steps, 3, height, width)
+        if (cache := _open_cache(file, shape)) is None:
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f"{file.stem}.{os.getpid()}.partial"
-            shape = (self.steps, 3, height, width)
             store = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
             for episode in range(len(self)):
                 store[self._rows(episode)] = self._decode(camera, episode)
             store.flush()
             os.replace(partial, file)
-        return np.load(file, mmap_mode="r")
+            cache = _open_cache(file, shape)
+        return cache
+
+
+def _open_cache(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    """None where there is none yet, or a torn one."""
+    try:
+        cache = np.load(file, mmap_mode="r")
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    return cache if cache.shape == shape and cache.dtype == np.uint8 else None
 
 
 def _camera_name(feature: str) -> str:

@@ -4,6 +4,8 @@ folder/
   meta.json              the columns: name, dtype, shape of a row
   segment-000000.data    episodes one after another: a header with the number of steps, then column after column
   segment-000000.index   a line for every whole episode: checksum, then JSON
+  segment-000000.deleted what was the index of a segment whose data are just being deleted
+  damaged/               what a repair has put aside
   writer.lock            held by the one process that writes
 
 A line of the index is written after its data: what is cut short by a crash has no line, and is never read. A line also
@@ -103,14 +105,19 @@ class Layout:
         """None where nothing was stored yet."""
         try:
             content = json.loads((folder / META).read_text())
+            kind, columns = content["format"], content["columns"]
         except FileNotFoundError:
             return None
-        if content["format"] != _FORMAT:
+        except (ValueError, TypeError, KeyError) as error:
             raise UserError(
-                f"'{folder}' holds episodes of format {content['format']}, but this version reads format {_FORMAT}; "
+                f"'{folder / META}' cannot be read ({error}); copy it again, or from another store of the same columns"
+            ) from None
+        if kind != _FORMAT:
+            raise UserError(
+                f"'{folder}' holds episodes of format {kind}, but this version reads format {_FORMAT}; "
                 "read them with the version that wrote them"
             )
-        return cls(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in content["columns"])
+        return cls(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
 
 
 @dataclass(frozen=True)

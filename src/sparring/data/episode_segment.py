@@ -4,10 +4,13 @@ import mmap
 import os
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from sparring.data.episode_files import HEADER_BYTES, Layout, Record, header_steps
+from sparring.disk import flush
+from sparring.errors import UserError
 
 
 class Segment:
@@ -17,6 +20,7 @@ class Segment:
         stem = folder / f"segment-{number:06d}"
         self.number = number
         self.data_path, self.index_path = stem.with_suffix(".data"), stem.with_suffix(".index")
+        self.deleted_path = stem.with_suffix(".deleted")
         self.records: list[Record] = []
         self.bytes = np.empty(0, np.uint8)
         self._pages: mmap.mmap | None = None
@@ -68,33 +72,63 @@ class Segment:
         self._take(record, line)
         self._map()
 
-    def undamaged(self) -> int:
-        """How many of its episodes have the data that their checksums promise, up to the first that has not."""
-        if not self.records:
-            return 0
+    def damaged(self) -> list[int]:
+        """Which of its episodes have not the data that their checksums promise."""
+        intact = {record.offset for record in self.intact(self.records)}
+        return [i for i, record in enumerate(self.records) if record.offset not in intact]
+
+    def intact(self, records: list[Record]) -> list[Record]:
+        """Those of `records` whose data are what their checksums promise."""
+        if not records:
+            return []
         # read, not mapped: all of it would stay in this process's memory
         with open(self.data_path, "rb") as file:
-            for count, record in enumerate(self.records):
-                file.seek(record.offset)
-                if zlib.crc32(file.read(record.size)) != record.crc:
-                    return count
-        return len(self.records)
+            return [record for record in records if _checksum_at(file, record) == record.crc]
 
-    def torn(self, layout: Layout) -> tuple[int, int]:
-        """(steps, bytes) behind the last whole episode: what a crash has cut short, as far as can be told."""
-        size = self.data_path.stat().st_size
-        lines = self._unread_lines() if self.index_path.exists() else []
-        lost = {record.offset: record.steps for line in lines if (record := Record.parse(line))}
-        position = self.data_end
+    def unread(self) -> list[Record | None]:
+        """What the index lists behind `records`: not parsed (None), without its data, or written since."""
+        return [Record.parse(line) for line in self._unread_lines()] if self.index_path.exists() else []
+
+    def torn(self, layout: Layout) -> tuple[int, int, int]:
+        """(episodes, steps, bytes) behind the last whole one: what a crash has cut short, as far as can be told."""
+        size, unread = max(self.data_path.stat().st_size - self.data_end, 0), self.unread()
+        lost = {record.offset: record.steps for record in unread if record} | self.unlisted(self.data_end, layout)
+        # where not even the header was written, there is nothing to tell the steps by
+        return max(len(lost), int(bool(size or unread))), sum(lost.values()), size
+
+    def unlisted(self, position: int, layout: Layout) -> dict[int, int]:
+        """Offset -> steps of the episodes that begin at `position` and one after another from there on."""
+        found, size = {}, self.data_path.stat().st_size
         with open(self.data_path, "rb") as file:
             while position < size:
                 file.seek(position)
                 steps = header_steps(file.read(HEADER_BYTES))
                 if steps is None:
                     break
-                lost[position] = steps
+                found[position] = steps
                 position += layout.block_bytes(steps)
-        return sum(lost.values()), max(size - self.data_end, 0)
+        return found
+
+    def still_there(self) -> bool:
+        """Refreshed; False where the writer has deleted it just now."""
+        try:
+            self.refresh()
+        except FileNotFoundError:
+            # the index goes first
+            if self.index_path.exists():
+                raise UserError(
+                    f"'{self.data_path}' is missing; copy the folder again, or open it with "
+                    "EpisodeStore(folder, repair=True)"
+                ) from None
+            return False
+        return True
+
+    def lost_its_index(self) -> bool:
+        """In this order, as a writer may be at work: it creates the index before it writes data, and renames it first
+        of all when it deletes them."""
+        size = self.data_path.stat().st_size if self.data_path.exists() else 0
+        missing = not self.index_path.exists() and not self.deleted_path.exists()
+        return size > 0 and missing and self.data_path.exists()
 
     def forget(self, count: int) -> None:
         """All but the first `count` episodes; the files stay as they are."""
@@ -123,14 +157,23 @@ class Segment:
         self._files = None
 
     def delete(self) -> None:
-        """The index first: without it the data count as gone. Maps of other processes stay valid."""
+        """The index first: without it the data count as gone, and its new name tells that they are to go.
+
+        Maps of other processes stay valid.
+        """
         self.close()
-        self.index_path.unlink(missing_ok=True)
+        if self.index_path.exists():
+            self.index_path.rename(self.deleted_path)
         self.data_path.unlink(missing_ok=True)
+        self.deleted_path.unlink(missing_ok=True)
 
     def _open(self) -> tuple[int, int]:
         flags = os.O_RDWR | (0 if self.records else os.O_CREAT | os.O_TRUNC)
-        return os.open(self.data_path, flags, 0o644), os.open(self.index_path, flags, 0o644)
+        files = os.open(self.data_path, flags, 0o644), os.open(self.index_path, flags, 0o644)
+        if not self.records:
+            # their names, which flushing the files themselves does not cover
+            flush(self.data_path.parent)
+        return files
 
     def _unread_lines(self) -> list[bytes]:
         with open(self.index_path, "rb") as file:
@@ -153,6 +196,11 @@ class Segment:
 def segment_numbers(folder: Path, suffix: str) -> list[int]:
     """Of the segments that have such a file, ascending."""
     return sorted(int(path.stem.removeprefix("segment-")) for path in folder.glob(f"segment-*{suffix}"))
+
+
+def _checksum_at(file: BinaryIO, record: Record) -> int:
+    file.seek(record.offset)
+    return zlib.crc32(file.read(record.size))
 
 
 def _write(file: int, piece, position: int) -> int:

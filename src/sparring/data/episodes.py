@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from sparring.data import episode_repair
 from sparring.data.episode_files import META, Column, Layout, Record, checksum, take_lock
@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class EpisodeStore:
     """`append` episodes; `episode(i)` is a TensorDict [T] with `observation/*`, `next/observation/*` and all else.
 
-    The one writer takes the folder for itself until `close`; it first drops what a crash left half-written, and says
-    so. Readers open it with `read_only` and see what was there at the last `refresh`. Beyond `max_bytes` the oldest
+    The one writer takes the folder for itself until `close`; it first drops what a crash left half-written at the end,
+    and says so. Other damage is refused, unless `repair`: then whole episodes are kept and the rest is put aside.
+    Readers open it with `read_only` and see what was there at the last `refresh`. Beyond `max_bytes` the oldest
     segments are deleted whole. Episodes are numbered from 0 on for ever; `episode(i)` counts from the oldest kept.
     """
 
@@ -37,7 +38,10 @@ class EpisodeStore:
         read_only: bool = False,
         max_bytes: int | None = None,
         segment_bytes: int = 256 * 2**20,
+        repair: bool = False,
     ):
+        if read_only and repair:
+            raise UserError("repair=True changes files, so it does not go with read_only=True; leave one of them out")
         self.folder = Path(folder)
         self.read_only, self.max_bytes = read_only, max_bytes
         # what is deleted at once is a small part of what is kept
@@ -53,10 +57,14 @@ class EpisodeStore:
         if not read_only:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.folder)
-        self.refresh()
-        if self.layout is not None:
-            (episode_repair.inspect if read_only else episode_repair.mend)(self.folder, self.layout, self._segments)
-            self._list_episodes()
+        try:
+            self._segments = (
+                episode_repair.inspect(self.folder) if read_only else episode_repair.mend(self.folder, repair)
+            )
+            self.refresh()
+        except UserError:
+            self.close()
+            raise
         self.next_number = int(self.numbers[-1]) + 1 if len(self) else 0
 
     def __len__(self) -> int:
@@ -100,10 +108,14 @@ class EpisodeStore:
 
     def locate(self, i: int) -> tuple[Segment, Record]:
         """The segment that episode `i` is in, and where."""
-        return self._where[i]
+        try:
+            return self._where[i]
+        except IndexError:
+            raise IndexError(f"episode {i} of {len(self)} in '{self.folder}'") from None
 
     def append(self, episode: TensorDict, **info) -> int:
         """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
+        _check_one_env(episode)
         self._require_writer()
         steps, rows = _rows(episode)
         self._fit_layout(rows, steps)
@@ -128,7 +140,7 @@ class EpisodeStore:
             if numbers and self.layout is None:
                 raise UserError(f"'{self.folder}' has episodes but no {META}; copy the folder again")
             found = [known.get(number) or Segment(self.folder, number) for number in numbers]
-            self._segments = [segment for segment in found if _still_there(segment)]
+            self._segments = [segment for segment in found if segment.still_there()]
             self._list_episodes()
 
     def rewind(self, next_number: int) -> None:
@@ -234,18 +246,6 @@ class EpisodeStore:
         log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
 
 
-def _still_there(segment: Segment) -> bool:
-    """Refreshed; False where the writer has deleted it just now."""
-    try:
-        segment.refresh()
-    except FileNotFoundError:
-        # the index is deleted first
-        if segment.index_path.exists():
-            raise UserError(f"'{segment.data_path}' is missing; copy the folder again, or delete its .index") from None
-        return False
-    return True
-
-
 def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
     """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
     (steps,) = episode.batch_size
@@ -282,6 +282,16 @@ def _differences(old: Layout, new: Layout) -> str:
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     told = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
     return "; ".join(told) + "; give another folder, or leave out keys that differ"
+
+
+def _check_one_env(episode: TensorDict) -> None:
+    if not isinstance(episode, TensorDictBase):
+        raise UserError(f"an episode is a TensorDict [T], got {type(episode).__name__}")
+    if episode.batch_dims != 1:
+        raise UserError(
+            f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; append each env's episodes by "
+            "themselves, or give transitions [N] to an EpisodeRecorder"
+        )
 
 
 def _megabytes(size: int) -> str:

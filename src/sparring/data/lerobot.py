@@ -164,10 +164,14 @@ def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) ->
             Clip(path / info["video_path"].format(video_key=feature, chunk_index=int(c), file_index=int(f)), float(s))
             for c, f, s in zip(chunks, files, starts, strict=True)
         ]
-        for file in dict.fromkeys(clip.file for clip in clips[feature]):
-            if not file.exists():
-                raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
     return clips
+
+
+def check_videos(dataset: Dataset, feature: str) -> None:
+    """They are there; whether they are whole shows when they are decoded."""
+    for file in dict.fromkeys(clip.file for clip in dataset.clips[feature]):
+        if not file.exists():
+            raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
 
 
 def _read_instructions(path: Path) -> tuple[str, ...]:
@@ -191,6 +195,11 @@ def _check_frames(dataset: Dataset) -> None:
         raise DatasetError(
             f"'{path}' has {found} rows of data, but its episodes have {frames} frames and meta/info.json says "
             f"{dataset.info['total_frames']}; files are missing or of another recording"
+        )
+    if (said := dataset.info.get("total_episodes", len(dataset.lengths))) != len(dataset.lengths):
+        raise DatasetError(
+            f"'{path}' lists {len(dataset.lengths)} episodes in meta/episodes, but meta/info.json says {said}; "
+            "files are missing or of another recording"
         )
     episode = np.repeat(np.arange(len(dataset.lengths)), dataset.lengths)
     within = np.arange(frames) - np.repeat(np.cumsum(dataset.lengths) - dataset.lengths, dataset.lengths)

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.prioritized_windows import PrioritizedWindows
+from sparring.data.sizes import check_whole
 from sparring.data.windows import ShuffledWindows
 from sparring.errors import UserError
 
@@ -22,6 +23,9 @@ class MixedWindows:
 
     def __init__(self, sources: Mapping[Sampler, float]):
         self.sources = tuple(sources)
+        others = [type(source).__name__ for source in self.sources if not isinstance(source, Sampler)]
+        if others:
+            raise UserError(f"expected ShuffledWindows or PrioritizedWindows and their weights; got {others[0]}")
         self.weights = torch.tensor(list(sources.values()), dtype=torch.float64)
         if not self.sources or (self.weights < 0).any() or not 0 < float(self.weights.sum()) < float("inf"):
             raise UserError(f"weights must be 0 or more, and one above 0; got {self.weights.tolist()}")
@@ -32,6 +36,7 @@ class MixedWindows:
             )
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
+        check_whole("batch_size", batch_size)
         self._check_columns()
         # [B], sorted: the order of rows says nothing, and each source is asked once
         source = torch.multinomial(self.weights, batch_size, replacement=True, generator=generator).sort().values

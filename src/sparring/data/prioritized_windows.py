@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
+from sparring.data.sizes import check_whole
 from sparring.data.windows import Memory, Window, WindowReader, check_memory
 from sparring.errors import UserError
 
@@ -35,7 +36,7 @@ class PrioritizedWindows:
         beta: float = 0.4,
     ):
         self.store, self.memory = store, memory
-        self.reader = WindowReader(length, burn_in, memory == "rebuilt", keys)
+        self.reader = WindowReader(length, burn_in, memory, keys)
         self.alpha, self.beta = alpha, beta
         self._highest, self._next_index = 1.0, 0
         # [W]
@@ -49,6 +50,7 @@ class PrioritizedWindows:
         return len(self._windows)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
+        check_whole("batch_size", batch_size)
         windows = self.pick(batch_size, generator)
         batch = self.reader.read(windows)
         # [B] -> [B, k+L]
@@ -76,8 +78,15 @@ class PrioritizedWindows:
         return self._windows[i], weight / weight.max()
 
     def update(self, index, priority) -> None:
-        """Priorities [B] of the windows with these indices [B]; those that were deleted meanwhile are passed over."""
-        index, priority = np.asarray(index), np.asarray(priority, np.float64)
+        """Priorities of the windows with these indices; those that were deleted meanwhile are passed over.
+
+        `index` as a batch has it, [B, k+L], or one of each window, [B] or [B, 1]. `priority` is one of each window, [B]
+        or [B, 1], or one of each step, [B, L] or [B, k+L]: then the largest of a window counts.
+        """
+        # also as a loss gives them: on a GPU, with a gradient
+        index = torch.as_tensor(index).cpu().numpy()
+        priority = torch.as_tensor(priority).detach().cpu().double().numpy()
+        index, priority = _one_each(index, priority)
         if not (np.isfinite(priority) & (priority >= 0)).all():
             raise UserError(f"priorities must be finite and 0 or more, got {priority[:8].tolist()}")
         with self.store.lock:
@@ -117,3 +126,14 @@ class PrioritizedWindows:
         windows["number"], windows["start"], windows["priority"] = record.number, starts, self._highest
         self._next_index += len(starts)
         return windows
+
+
+def _one_each(index: np.ndarray, priority: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[B] each."""
+    shapes, rows = f"index {list(index.shape)}, priority {list(priority.shape)}", index.shape[:1] == priority.shape[:1]
+    if not rows or not {index.ndim, priority.ndim} <= {1, 2} or 0 in (index.size, priority.size):
+        raise UserError(f"expected one index [B] and one priority [B], or [B, steps], of each window; got {shapes}")
+    index, priority = index.reshape(len(index), -1), priority.reshape(len(priority), -1)
+    if (index != index[:, :1]).any():
+        raise UserError(f"a row of index [B, steps] names one window, but it holds several; got {shapes}")
+    return index[:, 0], priority.max(axis=1)

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
+from sparring.data.buffer import check_transition
 from sparring.data.ring_rows import Rows, ring_layout, row_bytes, slot_bytes
+from sparring.data.sizes import check_whole
 from sparring.data.storage import Layout, Memory, gigabytes, half_of_free_ram, shared_memory_folder
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class VLABuffer:
         folder: Path | str | None = None,
         shared: bool = False,
     ):
+        check_whole("capacity", capacity)
+        check_whole("steps", capacity if steps is None else steps)
         self.capacity, self.steps = capacity, steps or capacity
         self.final_slots, self.memory_limit, self.shared = final_slots, memory_limit, shared
         self.folder = Path(folder or tempfile.gettempdir())
@@ -115,6 +119,7 @@ class VLABuffer:
 
     def add(self, td: TensorDict) -> None:
         """A transition [N] or a rollout [T, N], with `next/*`; it must go on where the last one led to."""
+        check_transition(td)
         if td.batch_dims == 2:
             for transition in td.unbind(0):
                 self.add(transition)
@@ -135,6 +140,8 @@ class VLABuffer:
     def close(self, td: TensorDict) -> None:
         """The observation [N] after the newest transition, which can be read from now on."""
         self._check_writer()
+        if self._rows is None:
+            raise RuntimeError("there is no transition that this could follow; add() one first")
         self._evict(self._count - self.capacity)
         self._rows.write_observation(self._count, td["observation"])
         self._rows.control[_NEWEST] = self._count
@@ -209,6 +216,8 @@ class VLABuffer:
     @property
     def last(self) -> TensorDict:
         """`observation` after the newest transition, [N]."""
+        if not len(self):
+            raise RuntimeError(_EMPTY)
         observation = self._rows.observation_at(int(self._rows.control[_NEWEST]))
         return self._serve(TensorDict({"observation": observation}, observation.batch_size))
 

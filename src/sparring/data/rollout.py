@@ -5,13 +5,18 @@ observations of episodes that ended on the way sit in a compact list beside it. 
 and written in place from then on.
 """
 
+import logging
 from collections.abc import Iterator
 
 import torch
 from tensordict import TensorDict
 
+from sparring.data.buffer import check_transition
 from sparring.data.row_writer import RowWriter, leaves
-from sparring.data.storage import empty
+from sparring.data.sizes import check_whole
+from sparring.data.storage import empty, gigabytes
+
+log = logging.getLogger(__name__)
 
 
 class RolloutBuffer:
@@ -21,6 +26,7 @@ class RolloutBuffer:
     """
 
     def __init__(self, steps: int):
+        check_whole("steps", steps)
         self.steps = steps
         self.position = 0
         self._closed = False
@@ -44,6 +50,7 @@ class RolloutBuffer:
 
         Of `next/observation` only what no other row holds is kept.
         """
+        check_transition(td)
         if td.batch_dims == 2:
             for transition in td.unbind(0):
                 self.add(transition)
@@ -69,6 +76,8 @@ class RolloutBuffer:
 
     def close(self, td: TensorDict) -> None:
         """The observation [N] after the last transition: row T. There may be fewer than `steps` before it."""
+        if self._observation is None:
+            raise RuntimeError("there is no transition that this could follow; add() one first")
         self._observation[self.position] = td["observation"]
         self._closed = True
 
@@ -79,6 +88,8 @@ class RolloutBuffer:
     @property
     def last(self) -> TensorDict:
         """`observation` after the last transition, [N]."""
+        if not self._closed:
+            raise RuntimeError(f"after {self.position} transitions nothing is known yet; add() and close() the rollout")
         return TensorDict({"observation": self._observation[self.position]}, self._observation.batch_size[1:])
 
     def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
@@ -153,11 +164,22 @@ class RolloutBuffer:
     @torch.inference_mode(False)
     def _allocate(self, td: TensorDict) -> None:
         transition = td.exclude("observation", ("next", "observation"), "noise").clone(recurse=False)
+        needed = self.steps * _bytes(transition) + (self.steps + 1) * _bytes(td.select("observation"))
+        log.info(f"buffer: {self.steps:,} x {len(td)} transitions, {gigabytes(needed)} in {_place(td)}")
         self._transition = _zeros(transition, self.steps)
         self._observation = _zeros(td.select("observation"), self.steps + 1)["observation"]
         columns = leaves(TensorDict({**self._transition, "observation": self._observation[:-1]}, [self.steps]))
         # rows as views made once: a handful of plain copies is all that `add` does
         self._writer = RowWriter({key: column.unbind(0).__getitem__ for key, column in columns})
+
+
+def _bytes(td: TensorDict) -> int:
+    return sum(value.nbytes for _, value in leaves(td))
+
+
+def _place(td: TensorDict) -> str:
+    device = td["next", "reward"].device
+    return "RAM" if device.type == "cpu" else str(device)
 
 
 def _zeros(td: TensorDict, rows: int) -> TensorDict:

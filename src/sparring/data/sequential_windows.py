@@ -6,6 +6,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
+from sparring.data.sizes import check_whole
 from sparring.data.windows import Window, WindowReader
 
 _NOWHERE = (-1, 0)
@@ -26,8 +27,9 @@ class SequentialWindows:
     def __init__(
         self, store: EpisodeStore, length: int, batch_size: int, seed: int = 0, keys: Sequence[str] | None = None
     ):
+        check_whole("batch_size", batch_size)
         self.store, self.batch_size, self.seed = store, batch_size, seed
-        self.reader = WindowReader(length, burn_in=0, clears_memory=False, keys=keys)
+        self.reader = WindowReader(length, burn_in=0, memory=None, keys=keys)
         self._passes = 0
         # numbers of the episodes that no stream has begun yet
         self._waiting: list[int] = []

@@ -8,7 +8,7 @@ episode, and at the first step of a window whose memory is neither stored nor ca
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from sparring.data.episode_files import Column, Record
 from sparring.data.episode_segment import Segment
 from sparring.data.episodes import EpisodeStore
+from sparring.data.sizes import check_whole
 from sparring.errors import UserError
 
 Memory = Literal["stored", "rebuilt"]
@@ -35,9 +36,14 @@ class Window(NamedTuple):
 
 
 class WindowReader:
-    """Copies windows out of their files: the one copy between disk and batch."""
+    """Copies windows out of their files: the one copy between disk and batch. memory=None: it is carried along."""
 
-    def __init__(self, length: int, burn_in: int, clears_memory: bool, keys: Sequence[str] | None):
+    def __init__(self, length: int, burn_in: int, memory: Memory | None, keys: Sequence[str] | None):
+        check_whole("length", length)
+        check_whole("burn_in", burn_in, least=0)
+        if memory not in (None, *get_args(Memory)):
+            raise ValueError(f"memory={memory!r}: expected 'stored' or 'rebuilt'")
+        clears_memory = memory == "rebuilt"
         self.length, self.burn_in, self.clears_memory = length, burn_in, clears_memory
         self.keys = None if keys is None else frozenset(keys)
 
@@ -160,9 +166,10 @@ class ShuffledWindows:
     ):
         self.store = store
         self.memory = memory
-        self.reader = WindowReader(length, burn_in, memory == "rebuilt", keys)
+        self.reader = WindowReader(length, burn_in, memory, keys)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
+        check_whole("batch_size", batch_size)
         return self.reader.read(self.pick(batch_size, generator))
 
     def pick(self, count: int, generator: torch.Generator) -> list[Window]:

@@ -67,8 +67,11 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
     """Have blocks recorded until the first ones hold enough episodes; how many these are."""
     # block -> episodes kept in it
     kept = {int(path.name[-6:]): read_block(path).kept for path in folder.glob("block-??????")}
+    found = sum(kept.values())
+    doing = "going on" if kept else "compiling and recording the first episodes"
+    console.progress(min(found / episodes, 1), len(kept) * plan.robots * plan.steps, doing)
     with _recorders(plan, folder, workers) as start:
-        running, next_block = set(), 0
+        running, next_block, room_checked = set(), 0, False
         while (needed := _first_enough(kept, episodes)) is None:
             # none is begun that will hardly be needed
             while not running or (
@@ -81,6 +84,9 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
             for future in done:
                 kept[future.result()] = read_block(block_folder(folder, future.result())).kept
             _show(console, kept, plan, episodes)
+            if not room_checked and sum(kept.values()):
+                _refuse_without_room(folder, sum(kept.values()), episodes)
+                room_checked = True
     return needed
 
 
@@ -104,7 +110,25 @@ def _show(console: Console, kept: dict[int, int], plan: Plan, episodes: int) -> 
             f"{plan.env.control_mode}, noise {plan.noise:g}, {plan.steps} steps); try another --control-mode, less "
             "--noise or a larger rollout.max_episode_steps"
         )
-    console.progress(min(found / episodes, 1), tried * plan.steps, f"{found} of {tried} episodes kept")
+    console.progress(min(found / episodes, 1), tried * plan.steps, _progress(found, tried, episodes))
+
+
+def _progress(found: int, tried: int, episodes: int) -> str:
+    """In the numbers of the end: more of a block than is needed is nobody's business."""
+    failed = f", {tried - found} failed" if tried > found else ""
+    return f"{min(found, episodes)} of {episodes} episodes{failed}"
+
+
+def _refuse_without_room(folder: Path, found: int, episodes: int) -> None:
+    """By the size of what is recorded; at the end blocks and dataset lie beside each other for a moment."""
+    each = sum(file.stat().st_size for file in folder.glob("block-??????/*")) / found
+    needed, free = each * (max(episodes - found, 0) + episodes), shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{episodes} episodes of about {each / 1e6:.2f} MB need {needed / 1e9:,.1f} GB more until they are a "
+            f"dataset, but '{folder.parent}' has {free / 1e9:,.1f} GB free; make room and give the same command "
+            "again, or fewer --episodes"
+        )
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Expert:
         tasks = env.robot_tasks()
         lost = {task.name for task in tasks if type(task) not in EXPERTS}
         if lost:
-            raise UserError(f"there is no expert for {', '.join(sorted(lost))}; add one to EXPERTS in experts.py")
+            raise UserError(f"there is no expert for {', '.join(sorted(lost))}; choose another of `sparring tasks`")
         # expert -> the robots it guides
         self._rows = {
             expert: np.array([row for row, task in enumerate(tasks) if isinstance(task, kind)], np.int64)
