@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
-from sparring.data.windows import Memory, Window, WindowReader, check_memory
+from sparring.data.windows import Memory, Window, WindowReader, check_memory, mark_draw
 from sparring.errors import UserError
 
 # so that nothing is given up for ever
@@ -45,15 +45,14 @@ class PrioritizedWindows:
 
     def __len__(self) -> int:
         """How many windows there are."""
-        self._follow_store()
-        return len(self._windows)
+        with self.store.lock:
+            self._follow_store()
+            return len(self._windows)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
         windows = self.pick(batch_size, generator)
         batch = self.reader.read(windows)
-        # [B] -> [B, k+L]
-        batch["index"] = torch.tensor([w.index for w in windows])[:, None].expand(batch.batch_size)
-        batch["weight"] = torch.tensor([w.weight for w in windows])[:, None].expand(batch.batch_size)
+        mark_draw(batch, windows)
         return batch
 
     def pick(self, count: int, generator: torch.Generator) -> list[Window]:
@@ -77,7 +76,9 @@ class PrioritizedWindows:
 
     def update(self, index, priority) -> None:
         """Priorities [B] of the windows with these indices [B]; those that were deleted meanwhile are passed over."""
-        index, priority = np.asarray(index), np.asarray(priority, np.float64)
+        # also as a loss gives them: on a GPU, with a gradient
+        index = torch.as_tensor(index).cpu().numpy()
+        priority = torch.as_tensor(priority).detach().cpu().double().numpy()
         if not (np.isfinite(priority) & (priority >= 0)).all():
             raise UserError(f"priorities must be finite and 0 or more, got {priority[:8].tolist()}")
         with self.store.lock:

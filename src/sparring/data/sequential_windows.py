@@ -6,7 +6,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
-from sparring.data.windows import Window, WindowReader
+from sparring.data.windows import Window, WindowReader, check_not_empty
 
 _NOWHERE = (-1, 0)
 
@@ -54,7 +54,7 @@ class SequentialWindows:
         self._streams = [tuple(stream) for stream in state["streams"]]
 
     def _begin(self) -> None:
-        self.reader.columns(self.store)
+        check_not_empty(self.store)
         order = np.random.default_rng([self.seed, self._passes]).permutation(self.store.numbers)
         # taken from the end
         self._waiting = order[::-1].tolist()
