@@ -20,7 +20,7 @@ class SequentialWindows:
 
     The order of the episodes is a new one in every pass. Episodes appended during a pass come in the next one; those
     deleted are skipped. A pass that was interrupted goes on where it stopped, also from a `state_dict`. Whoever makes
-    batches ahead of their use saves the state of before the pass, and counts the batches that were used.
+    batches ahead of their use keeps the state after each of them, as BatchBuilder does.
     """
 
     def __init__(
