@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sparring.data.episode_files import Layout
 from sparring.data.episode_segment import Segment, segment_numbers
+from sparring.disk import flush
 from sparring.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,11 @@ def mend(folder: Path, layout: Layout, segments: list[Segment]) -> None:
         torn_steps, torn_bytes = segment.torn(layout)
         steps, size = steps + torn_steps, size + torn_bytes
         segment.cut(whole)
+        # the process that wrote it may have been killed before it did so
+        if segment.records:
+            flush(segment.data_path)
+            flush(segment.index_path)
+    flush(folder)
     if size or steps:
         log.warning("%s: dropped a torn last episode: %d steps lost, %d bytes of them written", folder, steps, size)
     # data without an index: a deletion that was interrupted

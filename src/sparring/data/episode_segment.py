@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.data.episode_files import HEADER_BYTES, Layout, Record, header_steps
+from sparring.disk import flush
 
 
 class Segment:
@@ -130,7 +131,11 @@ class Segment:
 
     def _open(self) -> tuple[int, int]:
         flags = os.O_RDWR | (0 if self.records else os.O_CREAT | os.O_TRUNC)
-        return os.open(self.data_path, flags, 0o644), os.open(self.index_path, flags, 0o644)
+        files = os.open(self.data_path, flags, 0o644), os.open(self.index_path, flags, 0o644)
+        if not self.records:
+            # their names, which flushing the files themselves does not cover
+            flush(self.data_path.parent)
+        return files
 
     def _unread_lines(self) -> list[bytes]:
         with open(self.index_path, "rb") as file:
