@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDict
 
-from sparring.data.row_writer import RowWriter, leaves
+from sparring.data.row_writer import RowWriter, check_continues, leaves
 from sparring.data.storage import empty
 
 
@@ -39,7 +39,8 @@ class RolloutBuffer:
     def add(self, td: TensorDict) -> None:
         """A transition [N] or a rollout [T, N], with `next/*`.
 
-        Of `next/observation` only what no other row holds is kept.
+        Of `next/observation` only what no other row holds is kept. After `close` it must go on where the last one led
+        to; without `close` it is taken to do so, for comparing each step with the next costs as much as storing it.
         """
         if td.batch_dims == 2:
             for transition in td.unbind(0):
@@ -50,6 +51,8 @@ class RolloutBuffer:
             raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
         if self._transition is None:
             self._allocate(td)
+        if self._closed:
+            self._check_continues(td["observation"])
         self._writer.write(self.position, td)
         following = td.get("next")
         done = following.get("terminated") | following.get("truncated")
@@ -76,7 +79,7 @@ class RolloutBuffer:
     @property
     def last(self) -> TensorDict:
         """`observation` after the last transition, [N]."""
-        return TensorDict({"observation": self._observation[self.steps]}, self._observation.batch_size[1:])
+        return TensorDict({"observation": self._observation[self.position]}, self._observation.batch_size[1:])
 
     def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
         """`[T, N]`, or `[T*N]` in time order; views, not copies. `following` adds `next/observation`, a copy."""
@@ -139,6 +142,13 @@ class RolloutBuffer:
             ended = which >= 0
             following[ended] = final[which[ended]]
         return following.unflatten(0, (self.steps, envs)) if index is None else following
+
+    def _check_continues(self, observation: TensorDict) -> None:
+        row = self._observation[self.position]
+        goes_on = torch.ones(len(row), dtype=torch.bool, device=observation.get(leaves(row)[0][0]).device)
+        for step, env in self.final_at:
+            goes_on[env[step == self.position - 1]] = False
+        check_continues(dict(leaves(row)), observation, goes_on)
 
     def _check_full(self) -> None:
         if not self.is_full():
