@@ -175,8 +175,11 @@ def _read_instructions(path: Path) -> tuple[str, ...]:
         raise DatasetError(
             f"'{path}/meta/tasks.parquet' has columns {table.column_names}, expected task_index and words"
         )
-    pairs = zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True)
-    return tuple(text for _, text in sorted(pairs))
+    pairs = sorted(zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True))
+    indices = [index for index, _ in pairs]
+    if indices != list(range(len(pairs))):
+        raise DatasetError(f"'{path}/meta/tasks.parquet' has task_index {indices}, expected 0 to {len(pairs) - 1}")
+    return tuple(text for _, text in pairs)
 
 
 def _check_frames(dataset: Dataset) -> None:
@@ -203,6 +206,8 @@ def _check_frames(dataset: Dataset) -> None:
     late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
     if late > 0.5 / fps:
         raise DatasetError(f"'{path}': timestamps are off by up to {late:.3f} s from the {fps} frames/s it claims")
+    if frames and columns["task_index"].min() < 0:
+        raise DatasetError(f"'{path}': task_index goes down to {columns['task_index'].min()}, expected 0 or more")
     if columns["task_index"].max() >= len(dataset.instructions):
         raise DatasetError(
             f"'{path}': task_index goes up to {columns['task_index'].max()}, "
@@ -245,7 +250,12 @@ def _rows(column, size: int, path: Path) -> np.ndarray:
     values = column.combine_chunks()
     if not hasattr(values, "flatten") or not str(values.type).startswith(("list", "fixed_size_list", "large_list")):
         return _numbers(column, path)
+    from pyarrow.compute import list_value_length
+
+    # row by row: a short one and a long one are right in sum, and shift all between them
+    lengths = list_value_length(values).to_numpy(zero_copy_only=False)
+    if (lengths != size).any():
+        row = int(np.argmax(lengths != size))
+        raise DatasetError(f"'{path}': row {row} of {len(values)} holds {lengths[row]} numbers, expected {size} each")
     flat = values.flatten().to_numpy(zero_copy_only=False)
-    if len(flat) != len(values) * size:
-        raise DatasetError(f"'{path}': {len(values)} rows hold {len(flat)} numbers, expected {size} each")
     return flat.reshape(len(values), size)
