@@ -2,25 +2,29 @@
 
 import threading
 import time
+from itertools import islice
 
 import pytest
 import torch
+from doubles_episodes import numbered_episode
 from doubles_stream import Stream
 from tensordict import TensorDict
 
 from sparring.data.batches import BatchBuilder
+from sparring.data.episodes import EpisodeStore
 from sparring.data.ring import VLABuffer
+from sparring.data.sequential_windows import SequentialWindows
 
 
 class Numbers:
-    """A store that notes who asks, and fails at its `broken`th batch."""
+    """A store that notes who asks, and fails from its `broken`th batch on, `failures` times."""
 
-    def __init__(self, broken=None):
-        self.broken, self.asked_by = broken, []
+    def __init__(self, broken=0, failures=0):
+        self.broken, self.failures, self.asked_by = broken, failures, []
 
     def sample(self, batch_size, generator):
         self.asked_by.append(threading.current_thread().name)
-        if len(self.asked_by) - 1 == self.broken:
+        if self.broken < len(self.asked_by) <= self.broken + self.failures:
             raise OSError("the disk is gone")
         return TensorDict({"x": torch.rand(batch_size, generator=generator)}, [batch_size])
 
@@ -68,7 +72,7 @@ def test_it_works_ahead_in_a_thread_of_its_own_and_no_further():
 
 
 def test_an_error_surfaces_at_once_and_again():
-    store = Numbers(broken=2)
+    store = Numbers(broken=2, failures=1000)
     with BatchBuilder(store, 3, prefetch=3) as builder:
         next(builder)
         wait_until(lambda: len(store.asked_by) >= 4)
@@ -76,6 +80,84 @@ def test_an_error_surfaces_at_once_and_again():
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
                 next(builder)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_store_is_asked_again_for_the_batch_that_failed(prefetch):
+    with BatchBuilder(Numbers(), 3) as whole:
+        expected = drawn(whole, 6)
+    store, batches, errors = Numbers(broken=2, failures=2), [], 0
+    with BatchBuilder(store, 3, prefetch=prefetch) as builder:
+        while len(batches) < 6:
+            try:
+                batches.append(next(builder)["x"].tolist())
+            except OSError:
+                errors += 1
+            assert builder.state_dict()["consumed"] == len(batches)
+    assert batches == expected and 1 <= errors <= 2
+
+
+def test_a_ring_that_was_still_empty_is_read_later():
+    ring, stream = VLABuffer(4), Stream(2)
+    with BatchBuilder(ring, 3) as builder:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="holds no transition"):
+                next(builder)
+        ring.add(stream.step())
+        ring.close(stream.root())
+        assert next(builder)["observation", "state"][:, 0].tolist() == [0, 0, 0]
+        assert builder.consumed == 1
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_what_is_iterated_ends_with_its_error_and_not_silently(prefetch):
+    def source():
+        yield TensorDict({"x": torch.zeros(2)}, [2])
+        # the consumer is already waiting
+        time.sleep(0.05)
+        raise OSError("the disk is gone")
+
+    with BatchBuilder(source(), prefetch=prefetch) as builder:
+        next(builder)
+        for _ in range(3):
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(builder)
+        assert builder.consumed == 1
+
+
+def test_windows_in_time_order_go_on_with_the_next_ones_on_a_live_and_on_a_fresh_builder(tmp_path):
+    store = EpisodeStore(tmp_path)
+    for number in range(6):
+        store.append(numbered_episode(number, 8))
+
+    def windows():
+        return SequentialWindows(store, 4, 2, seed=3)
+
+    def seen(batches):
+        return [batch["observation", "state"].tolist() for batch in batches]
+
+    expected = seen(windows())
+    with BatchBuilder(windows()) as builder:
+        first = seen(islice(builder, 2))
+        state = builder.state_dict()
+        middle = seen(islice(builder, 2))
+        # comes in the next pass
+        store.append(numbered_episode(6, 8))
+        builder.load_state_dict(state)
+        assert first + seen(builder) == expected and middle == expected[2:4]
+    with BatchBuilder(windows()) as fresh:
+        fresh.load_state_dict(state)
+        assert fresh.consumed == 2
+        assert first + seen(fresh) == expected
+
+
+def test_seeds_and_numbers_do_not_coincide():
+    store = Numbers()
+    with BatchBuilder(store, 3, seed=4295) as one, BatchBuilder(store, 3, seed=0) as other:
+        # 4295 * 1000003 less 2^32
+        assert one._draw(0)["x"].tolist() != other._draw(45589)["x"].tolist()
+    with BatchBuilder(store, 3, seed=2**63) as large:
+        drawn(large, 1)
 
 
 def test_close_ends_the_thread():

@@ -263,6 +263,25 @@ def test_a_dataset_that_lerobot_wrote(tmp_path):
     assert np.allclose(demos.statistics["action"]["mean"], [16, 17])
 
 
+def test_rows_of_uneven_length_are_refused_also_where_their_sum_is_right(tmp_path):
+    file = foreign(tmp_path / "set") / "data/c0/f0.parquet"
+    table = pyarrow.parquet.read_table(file, partitioning=None)
+    rows = table["action"].to_pylist()
+    rows[1], rows[2] = rows[1][:1], [*rows[2], 0.0]
+    pyarrow.parquet.write_table(table.set_column(table.column_names.index("action"), "action", [rows]), file)
+    with pytest.raises(UserError, match="f0.parquet': row 1 of 4 holds 1 numbers, expected 2 each"):
+        Demonstrations(file.parents[2])
+
+
+def test_tasks_are_numbered_from_0(tmp_path):
+    folder = foreign(tmp_path / "set")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"task_index": [2, 1], "task": ["open", "fold"]}), folder / "meta/tasks.parquet"
+    )
+    with pytest.raises(UserError, match=r"meta/tasks.parquet' has task_index \[1, 2\], expected 0 to 1"):
+        Demonstrations(folder)
+
+
 def test_one_number_an_action(tmp_path):
     """LeRobot stores features of one entry as plain numbers."""
     folder = foreign(tmp_path / "one")
@@ -363,6 +382,7 @@ NAN = float("nan")
         (edited("next.reward", lambda rows: [None] + rows[1:]), "next.reward holds NaN or infinity in 1 of 28"),
         (edited("timestamp", lambda rows: [2 * t for t in rows]), "timestamps are off by up to 0.240 s from the 25"),
         (edited("frame_index", lambda rows: rows[::-1]), "its rows are not the frames of its episodes in time order"),
+        (edited("task_index", lambda rows: [-1] * 28), "task_index goes down to -1, expected 0 or more"),
         (edited("task_index", lambda rows: [99] * 28), "task_index goes up to 99, but meta/tasks.parquet has "),
         (edited("length", lambda rows: [7, 7, 7, 9]), "has 28 rows of data, but its episodes have 30 frames"),
         (without("action"), "file-000.parquet' lacks action; it has observation.state, next.reward"),

@@ -18,6 +18,7 @@ import pytest
 from sparring.cli import main
 from sparring.data.demonstrations import Demonstrations
 from sparring.demos import assemble, names, plan
+from sparring.demos import record as record_module
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
 from sparring.envs.backend import EpisodeSeeds
@@ -90,12 +91,12 @@ def test_replaying_the_actions_gives_the_same_numbers_and_nearly_the_same_pictur
 
 
 def test_full_colour_is_sharper(short, tmp_path):
-    record(replace(SHORT, pixel_format="yuv444p"), 6, tmp_path / "full", quiet=True)
+    record(replace(SHORT, pixel_format="yuv420p"), 6, tmp_path / "halved", quiet=True)
     env = Tabletop(ENV, 6, 9)
     first = env.reset(EpisodeSeeds(3, total_envs=6))["image/head"]
     halved, full = (
         np.stack([Demonstrations(path).images("head", episode)[0] for episode in range(6)])
-        for path in (short, tmp_path / "full")
+        for path in (tmp_path / "halved", short)
     )
     assert psnr(full, first) > 38 > psnr(halved, first) + 4
 
@@ -194,6 +195,116 @@ def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path
     monkeypatch.undo()
     record(SHORT, 6, tmp_path / "again", quiet=True)
     assert digests(tmp_path / "again") == digests(short)
+
+
+@pytest.fixture
+def recorded(short, tmp_path, monkeypatch):
+    """Blocks of two episodes, stopped before they are made a dataset; `short` is what they become."""
+    monkeypatch.setattr(plan, "_ROBOTS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("sparring.demos.record.assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            record(SHORT, 6, tmp_path / "recorded", quiet=True)
+    return tmp_path / "recorded"
+
+
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def holed(data: bytes) -> bytes:
+    return data[:600] + bytes(300) + data[900:]
+
+
+def test_damaged_clips_never_become_a_dataset(short, recorded):
+    for number, damage in ((0, empty), (1, cut), (1, holed)):
+        block = recorded / f"recording/block-{number:06d}"
+        clip = block / "0-head.mp4"
+        whole = clip.read_bytes()
+        clip.write_bytes(damage(whole))
+        said = (
+            f"0-head.mp4' is damaged: . of its 9 frames .* delete the folder .*{block.name}' and run the same command"
+        )
+        with pytest.raises(UserError, match=said):
+            record(SHORT, 6, recorded, quiet=True)
+        assert block.exists() and not (recorded / "meta/info.json").exists()
+        clip.write_bytes(whole)
+    shutil.rmtree(block)
+    record(SHORT, 6, recorded, quiet=True)
+    assert digests(recorded) == digests(short)
+
+
+def test_damaged_numbers_are_recorded_again(short, recorded, monkeypatch):
+    told = []
+    monkeypatch.setattr(record_module.log, "warning", lambda text, *values: told.append(text % values))
+    for number, damage in enumerate((empty, cut, holed)):
+        numbers = recorded / f"recording/block-{number:06d}/numbers.npz"
+        numbers.write_bytes(damage(numbers.read_bytes()))
+    record(SHORT, 6, recorded, quiet=True)
+    assert len(told) == 3 and told[0].endswith("recording/block-000000' is damaged and is recorded again")
+    assert digests(recorded) == digests(short)
+
+
+def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
+    """Files and folders by their numbers, since names change."""
+    flushed, missing, fsync, replace_file = set(), {}, os.fsync, os.replace
+
+    def flush(handle):
+        flushed.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def move(source, target):
+        source = Path(source)
+        needed = [source, *source.rglob("*")]
+        if source.name == "info.partial":
+            needed += [path for part in assemble.PARTS for path in (recorded / part).rglob("*")]
+            needed += [recorded, *(recorded / part for part in assemble.PARTS)]
+        missing[Path(target).name] = [path for path in needed if path.stat().st_ino not in flushed]
+        replace_file(source, target)
+        # the new name is not
+        flushed.discard(Path(target).parent.stat().st_ino)
+
+    def remove(folder, **_):
+        if folder.exists():
+            missing["before " + folder.name] = [
+                path for path in (folder.parent / "meta",) if path.stat().st_ino not in flushed
+            ]
+            rmtree(folder)
+
+    rmtree = shutil.rmtree
+    rmtree(recorded / "recording/block-000001")
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", move)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    record(SHORT, 6, recorded, quiet=True)
+    assert {"block-000001", "stats.json", "sparring.json", "info.json", "before recording"} <= set(missing)
+    assert not any(missing.values())
+
+
+def test_what_an_interrupted_assembly_left_is_gone(recorded, monkeypatch):
+    left = [recorded / "data/chunk-000/file-007.parquet", recorded / "videos/x/chunk-000/file-007.mp4"]
+    for path in left:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"old")
+    record(SHORT, 6, recorded, quiet=True)
+    assert not any(path.exists() for path in left) and len(Demonstrations(recorded)) == 6
+
+
+def test_what_others_wrote_is_never_deleted(tmp_path):
+    (tmp_path / "mine/data").mkdir(parents=True)
+    with pytest.raises(UserError, match="mine' holds data of something else; give another --output"):
+        record(SHORT, 6, tmp_path / "mine", quiet=True)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["data"]
+
+
+def test_blocks_of_another_size_are_not_mixed(recorded, monkeypatch):
+    monkeypatch.setattr(plan, "_ROBOTS", 4)
+    with pytest.raises(UserError, match="other settings; give another --output:\n  robots: 2 there, 4 now"):
+        record(SHORT, 8, recorded, quiet=True)
 
 
 def test_a_recording_goes_on_to_another_number_but_not_with_other_settings(short, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from sparring.collect.collector import Collector
 from sparring.data.episode_recorder import EpisodeRecorder
 from sparring.data.episodes import EpisodeStore
+from sparring.data.prioritized_windows import PrioritizedWindows
 from sparring.envs.backend import EpisodeSeeds
 from sparring.errors import UserError
 
@@ -447,6 +449,10 @@ def test_mistakes_are_explained(tmp_path):
         store.append({"action": torch.zeros(3)})
     with pytest.raises(IndexError, match="episode 99 of 3 in "):
         store.episode(99)
+    broken = numbered_episode(3, 4).clone()
+    broken["observation", "state"][2] = broken["next", "observation", "state"][1] = float("nan")
+    with pytest.raises(UserError, match="observation/state holds NaN"):
+        store.append(broken)
     assert_holds(store, [(0, 3), (1, 1), (2, 5)])
     with pytest.raises(UserError, match="was opened to be read"):
         EpisodeStore(tmp_path / "a", read_only=True).append(numbered_episode(3, 4))
@@ -477,6 +483,73 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, monkeypatch):
     store.append(numbered_episode(3, 2))
     store.close()
     assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1), (2, 5), (3, 2)])
+
+
+def test_a_first_episode_that_fails_decides_nothing(tmp_path, monkeypatch):
+    store = EpisodeStore(tmp_path)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.append(numbered_episode(0, 5), seed=np.int64(3))
+    assert not (tmp_path / "meta.json").exists()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        store.append(numbered_episode(0, 5))
+    reader = EpisodeStore(tmp_path, read_only=True)
+    store.append(numbered_episode(0, 5, memory=False))
+    reader.refresh()
+    assert_equal(reader.episode(0), numbered_episode(0, 5, memory=False))
+
+
+@pytest.fixture
+def flushed(monkeypatch):
+    """Names of the files and folders that were put onto the disk."""
+    names, fsync = [], os.fsync
+
+    def noting(handle):
+        names.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    return names
+
+
+def test_what_a_killed_writer_did_not_flush_the_next_one_does(tmp_path, flushed):
+    folder = tmp_path / "store"
+    killed = filled(folder)
+    # its lock goes with it
+    os.close(killed._lock)
+    flushed.clear()
+    store = EpisodeStore(folder)
+    assert store.state_dict() == {"next_number": 3}
+    assert flushed == ["segment-000000.data", "segment-000000.index", "store"]
+
+
+def test_a_new_segment_is_listed_on_the_disk(tmp_path, flushed):
+    store = filled(tmp_path / "store", segment_bytes=1)
+    flushed.clear()
+    store.append(numbered_episode(3, 4))
+    assert flushed == ["segment-000002.data", "segment-000002.index", "store"]
+
+
+def test_a_checkpoint_whose_episodes_are_all_gone_is_told(tmp_path, said):
+    store = filled(tmp_path, [10] * 5, max_bytes=40_000)
+    state = store.state_dict()
+    for number in range(5, 60):
+        store.append(numbered_episode(number, 10))
+    store.load_state_dict(state)
+    assert len(store) == 0 and store.next_number == 5
+    (told,) = [record.getMessage() for record in said.records if record.levelname == "WARNING"]
+    assert "none of the 5 episodes of the checkpoint is left" in told
+
+
+def test_lists_of_episodes_are_made_while_nobody_changes_them(tmp_path):
+    store = filled(tmp_path)
+    windows = PrioritizedWindows(store, 4)
+    with ThreadPoolExecutor(3) as pool:
+        with store.lock:
+            store._arrays_changed()
+            looks = [pool.submit(look) for look in (lambda: store.numbers, lambda: store.ends, lambda: len(windows))]
+            assert wait(looks, timeout=0.1).done == set()
+        assert [looks[0].result().tolist(), looks[1].result().tolist(), looks[2].result()] == [[0, 1, 2], [3, 4, 9], 4]
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):

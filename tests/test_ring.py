@@ -1,15 +1,24 @@
 """The ring against a plain list, and what it promises beside."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from doubles_stream import Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sparring
+import sparring.data.ring as ring_module
 from sparring.data.ring import VLABuffer
 from sparring.data.ring_rows import ring_layout, row_bytes
 from sparring.data.rollout import RolloutBuffer
@@ -125,6 +134,11 @@ def test_what_starts_elsewhere_is_refused_until_cleared():
     stream.jump()
     with pytest.raises(RuntimeError, match=r"observation/.* is not what the last transition led to; clear\(\)"):
         ring.add(stream.step())
+    # an env that fails is no other place
+    stream.clock, broken = 1, Stream(2).root()
+    broken["observation", "state"][0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="observation/state holds NaN"):
+        ring.add(stream.step().update(broken))
     ring.clear()
     ring.add(stream.step())
     # an episode that ended is followed by anything
@@ -163,7 +177,8 @@ def test_slots_are_used_again_before_new_ones_are_touched():
     for _ in range(40):
         ring.add(stream.step(["terminated", "truncated"]))
     # 4 readable rows and the newest, of 2 robots each
-    assert int(ring._rows.control[2]) == 10 - 2
+    assert int(ring._rows.control[2]) == 10
+    assert ring.is_full()
 
 
 def test_a_rollout_of_one_buffer_goes_into_another():
@@ -201,10 +216,30 @@ def test_a_large_ring_lies_in_a_file_that_goes_with_it(tmp_path):
         model.append(stream.step(["terminated", "go on"] if number % 3 == 0 else None))
         ring.add(model[-1])
     ring.close(stream.root())
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_size == ring._rows.layout.nbytes
+    # without a name, so that not even a killed process leaves it behind
+    assert list(tmp_path.iterdir()) == []
+    assert f"{tmp_path}/sparring-buffer-" in Path("/proc/self/maps").read_text()
     assert same(ring.get(flatten=False, following=True), torch.stack(list(model)).exclude("noise"))
     del ring
+    assert f"{tmp_path}/sparring-buffer-" not in Path("/proc/self/maps").read_text()
+
+
+def test_what_a_killed_process_shared_is_swept_and_what_is_in_use_is_not(tmp_path):
+    code = f"""
+import os, signal
+from sparring.data.storage import Memory
+from pathlib import Path
+memory = Memory.in_file(4096, 4096, Path({str(tmp_path)!r}), shared=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(sparring.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], env=environment)
+    (left,) = tmp_path.iterdir()
+    one, two = (VLABuffer(5, memory_limit=0, folder=tmp_path, shared=True) for _ in range(2))
+    for ring in (one, two):
+        ring.add(Stream(2).step())
+    assert set(tmp_path.iterdir()) == {one.handle().file, two.handle().file} and not left.exists()
+    del one, two, ring
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,6 +294,24 @@ def test_what_the_writer_overtakes_is_never_served(monkeypatch):
     assert sorted(set(clocks.tolist())) == [8, 9, 10, 11]
 
 
+def test_a_ring_that_was_overtaken_while_it_was_looked_at_is_not_empty():
+    ring, stream, strikes = VLABuffer(4), Stream(2), [10, 10]
+
+    class Control(np.ndarray):
+        def __getitem__(self, at):
+            value = super().__getitem__(at)
+            if at == 0 and strikes:
+                for _ in range(strikes.pop()):
+                    ring.add(stream.step())
+            return value
+
+    for _ in range(6):
+        ring.add(stream.step())
+    ring._rows.control = ring._rows.control.view(Control)
+    assert ring.get(flatten=False)["observation", "state"][:, 0, 0].tolist() == [21, 22, 23, 24]
+    assert strikes == []
+
+
 def test_a_reader_thread_sees_whole_transitions_only():
     ring, stream = VLABuffer(8), Stream(4)
     for _ in range(10):
@@ -266,19 +319,23 @@ def test_a_reader_thread_sees_whole_transitions_only():
     stop, torn = threading.Event(), []
 
     def read():
+        """How often it did."""
         generator = torch.Generator().manual_seed(0)
-        while not stop.is_set():
+        for times in count():
+            if stop.is_set():
+                return times
             batch = ring.sample(16, generator)
             clock = batch["observation", "state"][:, 0]
             torn.extend((batch["action"][:, 0, 0] != clock).nonzero().tolist())
             torn.extend((batch["observation", "image"][:, 0, 0, 0] != clock % 251).nonzero().tolist())
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(3000):
-        ring.add(stream.step(["terminated"] * 4 if number % 5 == 0 else None))
-    stop.set()
-    reader.join()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        for number in range(3000):
+            ring.add(stream.step(["terminated"] * 4 if number % 5 == 0 else None))
+        stop.set()
+    # raises what the reader raised
+    assert reader.result() > 10
     assert torn == []
 
 
@@ -298,6 +355,11 @@ def test_the_newest_rollout_is_copied_once_and_its_columns_go_with_it():
     ring.add(stream.step())
     ring.close(stream.root())
     assert ring.rollout().get("value", None) is None
+    ring.add(stream.step())
+    # the newest but one, then the newest, which can only be read once it is closed
+    assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [3, 4]
+    ring.close(stream.root())
+    assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [4, 5]
 
 
 def test_a_ring_without_room_for_one_end_of_each_env_is_refused():
@@ -333,6 +395,63 @@ def test_what_is_no_size_or_no_transition_is_refused(make):
     buffer.add(transition)
     buffer.close(transition["next"])
     assert (buffer.last["observation"] == transition["next", "observation"]).all()
+
+
+def test_nothing_is_cast_or_repeated_to_fit():
+    for buffer in (VLABuffer(4), RolloutBuffer(4)):
+        stream = Stream(2)
+        buffer.add(stream.step())
+        floats = stream.step()
+        floats["observation", "image"] = floats["observation", "image"] / 255
+        with pytest.raises(
+            ValueError, match=r"observation/image is torch.float32 \[2, 3, 2, 2\], but .* torch.uint8 \["
+        ):
+            buffer.add(floats)
+        with pytest.raises(ValueError, match=r"is torch.* \[1.*\], but in the first transition it was torch.* \[2"):
+            buffer.add(Stream(1).step())
+        stream.clock = 1
+        buffer.add(stream.step())
+        buffer.close(stream.root())
+        assert len(buffer) == 2
+    with pytest.raises(ValueError, match=r"observation/\w+ is torch.* \[1"):
+        VLABuffer.close(ring_of(2), Stream(1).root())
+
+
+def ring_of(envs):
+    ring = VLABuffer(4)
+    ring.add(Stream(envs).step())
+    return ring
+
+
+def test_a_key_without_numbers_is_kept_empty():
+    for buffer in (VLABuffer(2), RolloutBuffer(2)):
+        stream = Stream(2)
+        for _ in range(2):
+            transition = stream.step(["terminated", "go on"])
+            for observation in (transition["observation"], transition["next", "observation"]):
+                observation["nothing"] = torch.zeros(2, 0)
+            buffer.add(transition)
+        buffer.close(transition["next"])
+        assert buffer.get(flatten=False, following=True)["next", "observation", "nothing"].shape == (2, 2, 0)
+
+
+def test_a_ring_is_seen_by_readers_only_when_it_says_that_it_is_empty(monkeypatch):
+    """New memory holds anything; a reader that comes while it is being made must find nothing."""
+    ring, seen = VLABuffer(4), []
+
+    class Control(np.ndarray):
+        def __setitem__(self, at, value):
+            seen.append(ring._rows)
+            super().__setitem__(at, value)
+
+    class Rows(ring_module.Rows):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.control = self.control.view(Control)
+
+    monkeypatch.setattr(ring_module, "Rows", Rows)
+    ring.allocate(Stream(2).step())
+    assert seen == [None] and len(ring) == 0
 
 
 def test_nothing_to_read_says_so():

@@ -3,6 +3,7 @@ import logging
 import pytest
 import torch
 from doubles import LinearPolicy, counting_env
+from doubles_stream import Stream
 
 from sparring.collect.collector import Collector
 from sparring.data import rollout
@@ -93,3 +94,23 @@ def test_where_the_last_transition_led_to_must_be_known():
         buffer.add(transition)
     with pytest.raises(RuntimeError, match=r"close\(\) the rollout first"):
         buffer.sample(3)
+
+
+def test_what_follows_a_closed_rollout_must_go_on_there():
+    buffer, stream = RolloutBuffer(6), Stream(2)
+    for _ in range(2):
+        buffer.add(stream.step(["go on", "terminated"]))
+    buffer.close(stream.root())
+    assert torch.equal(buffer.last["observation", "state"], stream.root()["observation", "state"])
+    stream.jump()
+    with pytest.raises(RuntimeError, match=r"is not what the last transition led to; clear\(\) the buffer"):
+        buffer.add(stream.step())
+    stream.clock = 2
+    going_on = stream.step(["truncated", "truncated"])
+    # env 1 began an episode, which may begin anywhere
+    going_on["observation", "state"][1] = 7
+    buffer.add(going_on)
+    buffer.close(stream.root())
+    stream.jump()
+    buffer.add(stream.step())
+    assert len(buffer) == 4

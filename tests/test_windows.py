@@ -282,11 +282,45 @@ def test_a_prioritised_source_keeps_its_index_and_weight_in_a_mix(tmp_path):
     assert torch.equal(batch["version"][first][:, 0], index // 2)
 
 
+def test_every_column_can_be_pinned(tmp_path):
+    """Pinned memory is copied into element by element, so no two of them may lie in one place."""
+    store = make_store(tmp_path, [8] * 4)
+    prioritised = PrioritizedWindows(store, 4, 2)
+    for windows in (prioritised, MixedWindows({prioritised: 1, ShuffledWindows(store, 4, 2): 1})):
+        batch = windows.sample(5, generator())
+        assert {"index", "weight"} < set(batch.keys())
+        for key, values in batch.items(True, True):
+            assert 0 not in values.stride(), key
+
+
+def test_priorities_are_taken_as_a_loss_gives_them(tmp_path):
+    windows = PrioritizedWindows(make_store(tmp_path, [8] * 2), 4, alpha=1.0)
+    loss = torch.tensor([0.0, 0.0, 0.0, 3.0], dtype=torch.bfloat16, requires_grad=True)
+    windows.update(torch.arange(4), loss * 2)
+    assert windows.state_dict()["windows"]["priority"].tolist() == [0, 0, 0, 6]
+
+
+def test_a_mix_is_asked_for_the_same_keys(tmp_path):
+    store = make_store(tmp_path, [8])
+    with pytest.raises(UserError, match="the same keys; got (action and all|all and action)"):
+        MixedWindows({ShuffledWindows(store, 4, keys=["action"]): 1, ShuffledWindows(store, 4): 1})
+
+
+def test_a_store_that_lost_its_episodes_says_so(tmp_path):
+    store = make_store(tmp_path, [8])
+    store.rewind(0)
+    for windows in (ShuffledWindows(store, 4), PrioritizedWindows(store, 4)):
+        with pytest.raises(UserError, match="holds no episode; record some"):
+            windows.sample(2, generator())
+    with pytest.raises(UserError, match="holds no episode; record some"):
+        next(iter(SequentialWindows(store, 4, 2)))
+
+
 def test_mistakes_are_explained(tmp_path):
     empty = EpisodeStore(tmp_path / "empty")
-    with pytest.raises(UserError, match="holds no episode yet"):
+    with pytest.raises(UserError, match="holds no episode; record some"):
         ShuffledWindows(empty, 4).sample(2, generator())
-    with pytest.raises(UserError, match="holds no episode yet"):
+    with pytest.raises(UserError, match="holds no episode; record some"):
         next(iter(SequentialWindows(empty, 4, 2)))
     store = make_store(tmp_path / "a", [8])
     with pytest.raises(UserError, match="has no next/action, observation/wrist; it has action, "):

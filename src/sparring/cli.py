@@ -128,7 +128,9 @@ def build_parser() -> argparse.ArgumentParser:
     demos.add_argument("--seed", type=_count, metavar="S", help="of the episodes (default: 0)")
     demos.add_argument("--workers", type=_positive, default=1, metavar="K", help="processes (default: 1)")
     demos.add_argument("--keep-failures", action="store_true", help="keep episodes that the expert failed, too")
-    demos.add_argument("--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv420p", help="of the videos")
+    demos.add_argument(
+        "--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv444p", help="of the videos; yuv420p for browsers"
+    )
     demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
     demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
     demos.set_defaults(command=_demos)

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -20,9 +21,11 @@ class BatchBuilder:
     """An iterator over batches, made `prefetch` ahead by a thread of its own.
 
     From a store with `sample`, batch k is drawn with a generator that is a function of (seed, k), for ever. From
-    anything else that can be iterated, such as windows in time order, batches are its items until it ends. Either way a
-    resumed builder goes on with the same batches, as long as the store holds the same; a store that is written to
-    meanwhile is read up to `prefetch` batches before its time.
+    anything else that can be iterated, such as windows in time order, batches are its items until it ends; its
+    `state_dict`, if it has one, is saved as it was after the last batch handed out. Either way a resumed builder goes
+    on with the same batches, as long as the store holds the same; a store that is written to meanwhile is read up to
+    `prefetch` batches before its time. After an error, a store is asked for the same batch again; what is iterated
+    has ended with its error, which is raised again.
     """
 
     def __init__(
@@ -43,6 +46,9 @@ class BatchBuilder:
         self.consumed = 0
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._remembers = batch_size is None and hasattr(source, "state_dict")
+        # of the source, after the last batch handed out
+        self._source_state: dict | None = source.state_dict() if self._remembers else None
         self._restart()
 
     def __iter__(self) -> "BatchBuilder":
@@ -50,12 +56,14 @@ class BatchBuilder:
 
     def __next__(self) -> TensorDict:
         self._order()
+        wait([self._pending[0]])
         self._raise_what_failed()
-        batch, copied = self._pending.popleft().result()
+        batch, copied, source_state = self._pending[0].result()
         if batch is None:
             # it has ended, and stays so
-            self._pending.clear()
             raise StopIteration
+        self._pending.popleft()
+        self._source_state = source_state
         self.consumed += 1
         self._order()
         return batch if copied is None else self._hand_over(batch, copied)
@@ -72,12 +80,14 @@ class BatchBuilder:
         self.close()
 
     def state_dict(self) -> dict:
-        return {"seed": self.seed, "consumed": self.consumed}
+        return {"seed": self.seed, "consumed": self.consumed, "source": self._source_state}
 
     def load_state_dict(self, state: dict) -> None:
         # the thread may be at one of them
         wait([future for future in self._pending if not future.cancel()])
-        self.seed, self.consumed = state["seed"], state["consumed"]
+        self.seed, self.consumed, self._source_state = state["seed"], state["consumed"], state["source"]
+        if self._remembers:
+            self.source.load_state_dict(self._source_state)
         self._restart()
 
     def _restart(self) -> None:
@@ -93,33 +103,40 @@ class BatchBuilder:
 
     def _raise_what_failed(self) -> None:
         """At once, although batches made before are still waiting: they are of a store that is broken."""
-        for future in self._pending:
-            if future.done() and future.exception() is not None:
-                raise future.exception()
+        failed = [future for future in self._pending if future.done() and future.exception() is not None]
+        if not failed:
+            return
+        if self.batch_size is not None:
+            for future in self._pending:
+                future.cancel()
+            self._restart()
+        raise failed[0].exception()
 
     # ---- in the thread
 
     @torch.inference_mode(False)
-    def _make(self, number: int) -> tuple[TensorDict | None, "torch.cuda.Event | None"]:
-        """Batch `number` on the device, and the event after which it is there; (None, None): there are no more."""
+    def _make(self, number: int) -> tuple[TensorDict | None, "torch.cuda.Event | None", dict | None]:
+        """Batch `number` on the device (None: there are no more), the event when it is there, the source's state."""
         batch = self._draw(number) if self.batch_size is not None else self._following(number)
+        source_state = self.source.state_dict() if self._remembers else None
         if batch is None:
-            return None, None
+            return None, None, source_state
         if self._stream is None or next(iter(batch.values(True, True))).is_cuda:
-            return batch.to(self.device), None
+            return batch.to(self.device), None, source_state
         with torch.cuda.stream(self._stream):
             batch = batch.pin_memory().to(self.device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        return batch, copied
+        return batch, copied, source_state
 
     def _draw(self, number: int) -> TensorDict:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        return self.source.sample(self.batch_size, generator)
+        # hashed: a generator keeps 32 bits of its seed, in which sums and products of large numbers coincide
+        (seed,) = np.random.SeedSequence((self.seed, number)).generate_state(1)
+        return self.source.sample(self.batch_size, torch.Generator().manual_seed(int(seed)))
 
     def _following(self, number: int) -> TensorDict | None:
         if self._batches is None:
-            self._batches = islice(iter(self.source), number, None)
+            self._batches = islice(iter(self.source), 0 if self._remembers else number, None)
         return next(self._batches, None)
 
     # ---- in the consumer

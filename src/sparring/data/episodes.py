@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from sparring.data import episode_repair
 from sparring.data.episode_files import META, Column, Layout, Record, checksum, take_lock
+from sparring.data.episode_rows import rows_of
 from sparring.data.episode_segment import Segment, segment_numbers
 from sparring.errors import UserError
 
@@ -50,6 +50,7 @@ class EpisodeStore:
         # held while the list of episodes changes, and by threads that look up several things in it
         self.lock = threading.RLock()
         self._segments: list[Segment] = []
+        self._where: list[tuple[Segment, Record]] = []
         self._lock: int | None = None
         self._told = False
         if read_only and not self.folder.is_dir():
@@ -72,7 +73,8 @@ class EpisodeStore:
 
     @property
     def num_steps(self) -> int:
-        return int(self.ends[-1]) if len(self) else 0
+        with self.lock:
+            return int(self.ends[-1]) if len(self) else 0
 
     def bytes(self) -> int:
         """On disk."""
@@ -103,8 +105,9 @@ class EpisodeStore:
 
     def position(self, number: int) -> int | None:
         """Where an episode of this number is among those kept; None where it was deleted."""
-        i = int(np.searchsorted(self.numbers, number))
-        return i if i < len(self) and self.numbers[i] == number else None
+        numbers = self.numbers
+        i = int(np.searchsorted(numbers, number))
+        return i if i < len(numbers) and numbers[i] == number else None
 
     def locate(self, i: int) -> tuple[Segment, Record]:
         """The segment that episode `i` is in, and where."""
@@ -117,13 +120,18 @@ class EpisodeStore:
         """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
         _check_one_env(episode)
         self._require_writer()
-        steps, rows = _rows(episode)
-        self._fit_layout(rows, steps)
-        pieces = self.layout.block(rows, steps)
-        size = self.layout.block_bytes(steps)
+        steps, rows = rows_of(episode)
+        layout = self._fitting_layout(rows, steps)
+        pieces = layout.block(rows, steps)
+        size = layout.block_bytes(steps)
         record = Record(self.next_number, 0, size, steps, checksum(pieces), info)
+        line = len(record.line())
         with self.lock:
-            record = replace(record, offset=self._make_room(size, len(record.line())))
+            # only now, when all that is wrong with the episode has been refused
+            if layout is not self.layout:
+                layout.save(self.folder)
+                self.layout = layout
+            record = replace(record, offset=self._make_room(size, line))
             self._segments[-1].append(record, pieces)
             self._where.append((self._segments[-1], record))
             self.next_number += 1
@@ -135,8 +143,9 @@ class EpisodeStore:
         with self.lock:
             known = {segment.number: segment for segment in self._segments}
             numbers = segment_numbers(self.folder, ".index")
-            # after the segments were listed, since the writer writes it before the first of them
-            self.layout = self.layout or Layout.load(self.folder)
+            # after the segments were listed, since the writer writes it before the first of them; that of a store
+            # without episodes can still change
+            self.layout = (self.layout if len(self) else None) or Layout.load(self.folder)
             if numbers and self.layout is None:
                 raise UserError(f"'{self.folder}' has episodes but no {META}; copy the folder again")
             found = [known.get(number) or Segment(self.folder, number) for number in numbers]
@@ -167,6 +176,12 @@ class EpisodeStore:
 
     def load_state_dict(self, state: dict) -> None:
         self.rewind(state["next_number"])
+        if self.next_number and not len(self):
+            log.warning(
+                "%s: none of the %d episodes of the checkpoint is left: later ones pushed them out (max_bytes)",
+                self.folder,
+                self.next_number,
+            )
 
     def flush(self) -> None:
         """Onto the disk, so that a power cut cannot take it; a killed process loses nothing anyway."""
@@ -182,15 +197,21 @@ class EpisodeStore:
         os.close(self._lock)
         self._lock = None
 
-    @cached_property
+    @property
     def numbers(self) -> np.ndarray:
         """[E] of the episodes kept, ascending; a new array whenever they change."""
-        return np.array([record.number for _, record in self._where], np.int64)
+        with self.lock:
+            if self._numbers is None:
+                self._numbers = np.array([record.number for _, record in self._where], np.int64)
+            return self._numbers
 
-    @cached_property
+    @property
     def ends(self) -> np.ndarray:
         """[E] steps of all episodes up to and with each."""
-        return np.cumsum([record.steps for _, record in self._where], dtype=np.int64)
+        with self.lock:
+            if self._ends is None:
+                self._ends = np.cumsum([record.steps for _, record in self._where], dtype=np.int64)
+            return self._ends
 
     def _list_episodes(self) -> None:
         self._segments = [segment for segment in self._segments if segment.records]
@@ -198,26 +219,27 @@ class EpisodeStore:
         self._arrays_changed()
 
     def _arrays_changed(self) -> None:
-        for name in ("numbers", "ends"):
-            self.__dict__.pop(name, None)
+        self._numbers: np.ndarray | None = None
+        self._ends: np.ndarray | None = None
 
     def _require_writer(self) -> None:
         if self._lock is None:
             raise UserError(f"'{self.folder}' was opened to be read, or closed; open it with EpisodeStore(folder)")
 
-    def _fit_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> None:
+    def _fitting_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> Layout:
+        """That of the store, or a new one where there is no episode yet."""
         layout = Layout(Column(name, part.dtype.name, part.shape[1:]) for name, (part, *_) in rows.items())
-        if self.layout is None:
-            layout.save(self.folder)
-            self.layout = layout
-        if layout.columns != self.layout.columns:
-            raise UserError(f"this episode does not fit '{self.folder}': {_differences(self.layout, layout)}")
-        size = self.layout.block_bytes(steps)
+        if len(self):
+            if layout.columns != self.layout.columns:
+                raise UserError(f"this episode does not fit '{self.folder}': {_differences(self.layout, layout)}")
+            layout = self.layout
+        size = layout.block_bytes(steps)
         if self.max_bytes and size > self.segment_bytes:
             raise UserError(
                 f"an episode of {steps} steps takes {_megabytes(size)}, but with max_bytes={self.max_bytes} at most "
                 f"{_megabytes(self.segment_bytes)} are allowed (an eighth); set max_bytes to {8 * size} or more"
             )
+        return layout
 
     def _make_room(self, size: int, line: int) -> int:
         """Where in the last segment the next episode goes, after starting a new one or deleting old ones."""
@@ -244,37 +266,6 @@ class EpisodeStore:
         if self.max_bytes:
             limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
         log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
-
-
-def _rows(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
-    """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
-    (steps,) = episode.batch_size
-    if not steps:
-        raise UserError("an episode without a step cannot be stored")
-    rows = {}
-    for key, value in episode.exclude(("next", "observation")).items(True, True):
-        key = key if isinstance(key, tuple) else (key,)
-        name = "/".join(key)
-        if value.dtype == torch.bfloat16:
-            raise UserError(f"{name} is bfloat16, which cannot be stored; append it as float16 or float32")
-        values = value.numpy(force=True)
-        rows[name] = [values]
-        if key[0] == "observation":
-            following = episode.get(("next", *key), None)
-            if following is None:
-                raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
-            following = following.numpy(force=True)
-            _check_order(values, following, name)
-            rows[name].append(following[-1:])
-    return steps, rows
-
-
-def _check_order(values: np.ndarray, following: np.ndarray, name: str) -> None:
-    if not np.array_equal(values[1:], following[:-1]):
-        raise UserError(
-            f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time order; "
-            "append each episode by itself"
-        )
 
 
 def _differences(old: Layout, new: Layout) -> str:

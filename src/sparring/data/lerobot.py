@@ -12,7 +12,6 @@ Numbers are all read at once (hundreds of bytes a frame, with points some KB); p
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,8 +182,11 @@ def _read_instructions(path: Path) -> tuple[str, ...]:
         raise DatasetError(
             f"'{path}/meta/tasks.parquet' has columns {table.column_names}, expected task_index and words"
         )
-    pairs = zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True)
-    return tuple(text for _, text in sorted(pairs))
+    pairs = sorted(zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True))
+    indices = [index for index, _ in pairs]
+    if indices != list(range(len(pairs))):
+        raise DatasetError(f"'{path}/meta/tasks.parquet' has task_index {indices}, expected 0 to {len(pairs) - 1}")
+    return tuple(text for _, text in pairs)
 
 
 def _check_frames(dataset: Dataset) -> None:
@@ -216,6 +218,8 @@ def _check_frames(dataset: Dataset) -> None:
     late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
     if late > 0.5 / fps:
         raise DatasetError(f"'{path}': timestamps are off by up to {late:.3f} s from the {fps} frames/s it claims")
+    if frames and columns["task_index"].min() < 0:
+        raise DatasetError(f"'{path}': task_index goes down to {columns['task_index'].min()}, expected 0 or more")
     if columns["task_index"].max() >= len(dataset.instructions):
         raise DatasetError(
             f"'{path}': task_index goes up to {columns['task_index'].max()}, "
@@ -258,12 +262,16 @@ def _rows(column, shape: list[int], path: Path) -> np.ndarray:
     entries = flat = column.combine_chunks()
     if not _is_list(entries):
         return _numbers(column, path)
-    while _is_list(flat):
+    from pyarrow.compute import list_value_length
+
+    # level by level, row by row: a short one and a long one are right in sum, and shift all between them
+    for size in shape:
+        lengths = list_value_length(flat).to_numpy(zero_copy_only=False)
+        if (lengths != size).any():
+            row = int(np.argmax(lengths != size))
+            raise DatasetError(f"'{path}': row {row} of {len(flat)} holds {lengths[row]} numbers, expected {size} each")
         flat = flat.flatten()
-    numbers, size = flat.to_numpy(zero_copy_only=False), math.prod(shape)
-    if len(numbers) != len(entries) * size:
-        raise DatasetError(f"'{path}': {len(entries)} rows hold {len(numbers)} numbers, expected {size} each")
-    return numbers.reshape(len(entries), *shape)
+    return flat.to_numpy(zero_copy_only=False).reshape(len(entries), *shape)
 
 
 def _is_list(values) -> bool:

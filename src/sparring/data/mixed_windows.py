@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from sparring.data.prioritized_windows import PrioritizedWindows
 from sparring.data.sizes import check_whole
-from sparring.data.windows import ShuffledWindows
+from sparring.data.windows import ShuffledWindows, mark_draw, set_rows
 from sparring.errors import UserError
 
 Sampler = ShuffledWindows | PrioritizedWindows
@@ -34,6 +34,10 @@ class MixedWindows:
             raise UserError(
                 f"all sources must have one length, burn_in and kind of memory; got (length, burn_in, rebuilt): {kinds}"
             )
+        keys = {s.reader.keys for s in self.sources}
+        if len(keys) > 1:
+            told = " and ".join("all" if of is None else ", ".join(sorted(of)) for of in keys)
+            raise UserError(f"all sources must be asked for the same keys; got {told}")
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
         check_whole("batch_size", batch_size)
@@ -45,10 +49,8 @@ class MixedWindows:
         for sampler, count in zip(self.sources, counts, strict=True):
             windows += sampler.pick(count, generator) if count else []
         batch = self.sources[0].reader.read(windows)
-        # [B] -> [B, k+L]
-        batch["source"] = source[:, None].expand(batch.batch_size)
-        batch["weight"] = torch.tensor([w.weight for w in windows])[:, None].expand(batch.batch_size)
-        batch["index"] = torch.tensor([w.index for w in windows])[:, None].expand(batch.batch_size)
+        set_rows(batch, "source", source)
+        mark_draw(batch, windows)
         return batch
 
     def _check_columns(self) -> None:

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
 from sparring.data.sizes import check_whole
-from sparring.data.windows import Memory, Window, WindowReader, check_memory
+from sparring.data.windows import Memory, Window, WindowReader, check_memory, mark_draw
 from sparring.errors import UserError
 
 # so that nothing is given up for ever
@@ -46,16 +46,15 @@ class PrioritizedWindows:
 
     def __len__(self) -> int:
         """How many windows there are."""
-        self._follow_store()
-        return len(self._windows)
+        with self.store.lock:
+            self._follow_store()
+            return len(self._windows)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
         check_whole("batch_size", batch_size)
         windows = self.pick(batch_size, generator)
         batch = self.reader.read(windows)
-        # [B] -> [B, k+L]
-        batch["index"] = torch.tensor([w.index for w in windows])[:, None].expand(batch.batch_size)
-        batch["weight"] = torch.tensor([w.weight for w in windows])[:, None].expand(batch.batch_size)
+        mark_draw(batch, windows)
         return batch
 
     def pick(self, count: int, generator: torch.Generator) -> list[Window]:

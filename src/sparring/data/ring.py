@@ -22,6 +22,7 @@ from tensordict import TensorDict
 
 from sparring.data.buffer import check_transition
 from sparring.data.ring_rows import Rows, ring_layout, row_bytes, slot_bytes
+from sparring.data.row_writer import check_continues
 from sparring.data.sizes import check_whole
 from sparring.data.storage import Layout, Memory, gigabytes, half_of_free_ram, shared_memory_folder
 
@@ -44,9 +45,9 @@ class VLABuffer:
     """`add` transitions [N] or rollouts [T, N] for ever; read the newest `capacity` of them at any time.
 
     `steps`: how many decisions `rollout` serves. `final_slots`: how many last observations of episodes it can hold; by
-    default every decision may end one, for memory is touched only when used. With fewer, the oldest transitions go when
-    slots run out. A ring of more than `memory_limit` bytes (default: half of the free RAM) lies in a file in `folder`;
-    a `shared` one can be read by another process.
+    default every decision may end one, and the newest, which cannot be read yet; for memory is touched only when used.
+    With fewer, the oldest transitions go when slots run out. A ring of more than `memory_limit` bytes (default: half of
+    the free RAM) lies in a file in `folder`; a `shared` one can be read by another process.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class VLABuffer:
 
     def allocate(self, td: TensorDict) -> None:
         """Make room for transitions like `td` [N], having said how much; `add` does so when it has to."""
-        slots = self.final_slots or self.capacity * len(td)
+        slots = self.final_slots or (self.capacity + 1) * len(td)
         if slots < len(td):
             raise ValueError(f"final_slots={slots} cannot hold the last observations of {len(td)} envs at once")
         layout = ring_layout(td, self.capacity + 1, slots)
@@ -103,10 +104,15 @@ class VLABuffer:
             f"buffer: {self.capacity:,} x {len(td)} transitions, {gigabytes(needed)} in {folder or 'RAM'}, "
             f"and {gigabytes(slot_bytes(layout))} for each end of an episode"
         )
-        memory = Memory.in_ram(layout.nbytes) if folder is None else Memory.in_file(layout.nbytes, needed, folder)
-        self._rows = Rows(memory, layout)
-        self._rows.control[:] = 0
+        if folder is None:
+            memory = Memory.in_ram(layout.nbytes)
+        else:
+            memory = Memory.in_file(layout.nbytes, needed, folder, self.shared)
+        rows = Rows(memory, layout)
+        rows.control[:] = 0
         self._device = td["next", "reward"].device
+        # last: a reading thread goes by it
+        self._rows = rows
 
     def bytes(self) -> int:
         """Memory that is in use once all rows are written."""
@@ -145,7 +151,7 @@ class VLABuffer:
         self._evict(self._count - self.capacity)
         self._rows.write_observation(self._count, td["observation"])
         self._rows.control[_NEWEST] = self._count
-        self._closed = True
+        self._closed, self._rollout = True, None
 
     def clear(self) -> None:
         """Forget all transitions; what is added next may start anywhere."""
@@ -261,12 +267,7 @@ class VLABuffer:
         rows, row = self._rows, self._count % self._rows.rows
         # what an ended episode is followed by is nobody's next observation
         goes_on = rows.slot[(self._count - 1) % rows.rows] < 0
-        for key, column in rows.observation.items():
-            if not torch.equal(column[row][goes_on], observation.get(key).cpu()[goes_on]):
-                raise RuntimeError(
-                    f"observation/{'/'.join(key)} is not what the last transition led to; clear() the ring before "
-                    "adding what starts elsewhere"
-                )
+        check_continues({key: column[row] for key, column in rows.observation.items()}, observation, goes_on)
 
     def _check_writer(self) -> None:
         if not self.writes:
@@ -278,8 +279,12 @@ class VLABuffer:
         """(newest, oldest), read in this order: the other way round they could be more than a ring apart."""
         if self._rows is None:
             return 0, 0
-        newest = int(self._rows.control[_NEWEST])
-        return newest, min(newest, int(self._rows.control[_OLDEST]))
+        control = self._rows.control
+        while True:
+            newest, oldest = int(control[_NEWEST]), int(control[_OLDEST])
+            # unless the writer came all the way round in between, which is no empty ring
+            if oldest < newest or newest == int(control[_NEWEST]):
+                return newest, min(newest, oldest)
 
     def _newest(self, steps: int, following: bool, out: TensorDict | None) -> TensorDict:
         while True:

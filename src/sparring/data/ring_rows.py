@@ -11,7 +11,7 @@ from math import prod
 import torch
 from tensordict import TensorDict
 
-from sparring.data.row_writer import RowWriter, leaves
+from sparring.data.row_writer import RowWriter, check_fits, leaves
 from sparring.data.storage import Column, Key, Layout, Memory, empty
 
 
@@ -64,7 +64,9 @@ class Rows:
 
     def write_observation(self, number: int, observation: TensorDict) -> None:
         for key, column in self.observation.items():
-            column[number % self.rows].copy_(observation.get(key))
+            value, row = observation.get(key), column[number % self.rows]
+            check_fits(("observation", *key), value, row)
+            row.copy_(value)
 
     def write_finals(self, number: int, ended: torch.Tensor, slots: list[int], observation: TensorDict) -> None:
         """The last observations of the envs `ended` [F], out of `observation` [N], into `slots` [F]."""

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.buffer import check_transition
-from sparring.data.row_writer import RowWriter, leaves
+from sparring.data.row_writer import RowWriter, check_continues, leaves
 from sparring.data.sizes import check_whole
 from sparring.data.storage import empty, gigabytes
 
@@ -48,7 +48,8 @@ class RolloutBuffer:
     def add(self, td: TensorDict) -> None:
         """A transition [N] or a rollout [T, N], with `next/*`.
 
-        Of `next/observation` only what no other row holds is kept.
+        Of `next/observation` only what no other row holds is kept. After `close` it must go on where the last one led
+        to; without `close` it is taken to do so, for comparing each step with the next costs as much as storing it.
         """
         check_transition(td)
         if td.batch_dims == 2:
@@ -60,6 +61,8 @@ class RolloutBuffer:
             raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
         if self._transition is None:
             self._allocate(td)
+        if self._closed:
+            self._check_continues(td["observation"])
         self._writer.write(self.position, td)
         following = td.get("next")
         done = following.get("terminated") | following.get("truncated")
@@ -160,6 +163,13 @@ class RolloutBuffer:
             raise RuntimeError(
                 f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first, or close() it"
             )
+
+    def _check_continues(self, observation: TensorDict) -> None:
+        row = self._observation[self.position]
+        goes_on = torch.ones(len(row), dtype=torch.bool, device=observation.get(leaves(row)[0][0]).device)
+        for step, env in self.final_at:
+            goes_on[env[step == self.position - 1]] = False
+        check_continues(dict(leaves(row)), observation, goes_on)
 
     @torch.inference_mode(False)
     def _allocate(self, td: TensorDict) -> None:

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
 from sparring.data.sizes import check_whole
-from sparring.data.windows import Window, WindowReader
+from sparring.data.windows import Window, WindowReader, check_not_empty
 
 _NOWHERE = (-1, 0)
 
@@ -21,7 +21,7 @@ class SequentialWindows:
 
     The order of the episodes is a new one in every pass. Episodes appended during a pass come in the next one; those
     deleted are skipped. A pass that was interrupted goes on where it stopped, also from a `state_dict`. Whoever makes
-    batches ahead of their use saves the state of before the pass, and counts the batches that were used.
+    batches ahead of their use keeps the state after each of them, as BatchBuilder does.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SequentialWindows:
         self._streams = [tuple(stream) for stream in state["streams"]]
 
     def _begin(self) -> None:
-        self.reader.columns(self.store)
+        check_not_empty(self.store)
         order = np.random.default_rng([self.seed, self._passes]).permutation(self.store.numbers)
         # taken from the end
         self._waiting = order[::-1].tolist()

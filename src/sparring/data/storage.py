@@ -4,6 +4,7 @@ Where each column lies is worked out before anything is allocated, so that its s
 Memory is not touched until it is written: columns that are rarely needed in full cost what is used of them.
 """
 
+import fcntl
 import os
 import tempfile
 import weakref
@@ -20,6 +21,7 @@ from sparring.errors import UserError
 Key = tuple[str, ...]
 # a cache line: what one process writes does not slow down what another reads beside it
 _ALIGNMENT = 64
+_PREFIX, _SUFFIX = "sparring-buffer-", ".bin"
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,29 @@ class Memory:
 
     @classmethod
     @torch.inference_mode(False)
-    def in_file(cls, nbytes: int, needed: int, folder: Path) -> "Memory":
-        """A new sparse file, gone with this object. `needed`: how much of it is sure to be written."""
+    def in_file(cls, nbytes: int, needed: int, folder: Path, shared: bool) -> "Memory":
+        """A new sparse file, gone with this object. `needed`: how much of it is sure to be written.
+
+        Only a `shared` one keeps its name: without, the system frees it when the process ends in whatever way.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
         free = _free_space(folder)
         if needed > free:
             raise UserError(
                 f"the buffer needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; "
                 "choose a smaller buffer.size, or another buffer.folder"
             )
-        handle, name = tempfile.mkstemp(prefix="buffer-", suffix=".bin", dir=folder)
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder)
+        # held as long as the process lives, see _sweep
+        fcntl.flock(handle, fcntl.LOCK_EX)
         os.ftruncate(handle, nbytes)
-        os.close(handle)
         memory = cls.open(Path(name), nbytes)
-        weakref.finalize(memory, Path(name).unlink, missing_ok=True)
+        if shared:
+            weakref.finalize(memory, _remove, handle, Path(name))
+        else:
+            _remove(handle, Path(name))
+            memory.file = None
         return memory
 
     @classmethod
@@ -98,7 +109,7 @@ class Memory:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Room for a large tensor. In RAM through numpy, which asks the system for huge pages, as torch does not: touching
     new memory is then four times as fast, writing to it again a tenth."""
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type != "cpu" or not prod(shape):
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
 
@@ -130,6 +141,29 @@ def gigabytes(nbytes: int) -> str:
 
 def _two_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _remove(handle: int, file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes left: files that nobody holds. Process ids would not do: containers share memory."""
+    for file in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        try:
+            handle = os.open(file, os.O_RDWR)
+        except OSError:
+            # of another user, or gone just now
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink(missing_ok=True)
+        except OSError:
+            # in use, or not ours to delete
+            pass
+        finally:
+            os.close(handle)
 
 
 def _free_space(folder: Path) -> int:

@@ -45,6 +45,14 @@ def join(path: Path, clips: list[Path], folder: Path) -> None:
     _run([*given, "-c", "copy", "-fflags", "+bitexact", "-movflags", "+faststart", str(path)], path)
 
 
+def count(path: Path) -> int:
+    """Frames that can be decoded, up to the first that cannot; ffmpeg itself passes over what is damaged."""
+    strict = ["-xerror", "-err_detect", "explode", "-i", str(path)]
+    # a line for each frame, after some that begin with #
+    told = _ffmpeg([*strict, "-map", "0:v:0", "-fps_mode", "passthrough", "-f", "framecrc", "-"]).stdout
+    return sum(not line.startswith(b"#") for line in told.splitlines())
+
+
 def decode(path: Path, start: float, count: int, fps: float, height: int, width: int) -> np.ndarray:
     """`[count, height, width, 3]` uint8: the frame shown at `start` seconds and those after it."""
     # half a frame early: what ffmpeg shows first is the first frame that is not before this moment
@@ -64,12 +72,16 @@ def decode(path: Path, start: float, count: int, fps: float, height: int, width:
 
 
 def _run(arguments: list[str], path: Path, given: bytes | None = None) -> bytes:
-    command = [find_ffmpeg(), "-y", "-v", "error", *arguments]
-    # without input ffmpeg must not read the terminal's
-    source = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-    # of its own session: Ctrl-C is ours to answer, and must not cut a clip short
-    result = subprocess.run(command, capture_output=True, start_new_session=True, **source)
+    result = _ffmpeg(arguments, given)
     if result.returncode:
         reason = result.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {result.returncode}'})")
     return result.stdout
+
+
+def _ffmpeg(arguments: list[str], given: bytes | None = None) -> subprocess.CompletedProcess:
+    command = [find_ffmpeg(), "-y", "-v", "error", *arguments]
+    # without input ffmpeg must not read the terminal's
+    source = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
+    # of its own session: Ctrl-C is ours to answer, and must not cut a clip short
+    return subprocess.run(command, capture_output=True, start_new_session=True, **source)

@@ -50,9 +50,7 @@ class WindowReader:
     def columns(self, store: EpisodeStore) -> list[Column]:
         """Those asked for, in the order of the store's layout."""
         if store.layout is None:
-            raise UserError(
-                f"'{store.folder}' holds no episode yet; record some, or refresh() after they were recorded"
-            )
+            raise _no_episode(store)
         known = [column.name for column in store.layout.columns]
         known += [f"next/{column.name}" for column in store.layout.columns if column.extra]
         missing = sorted((self.keys or set()) - set(known))
@@ -187,8 +185,29 @@ class ShuffledWindows:
             return [Window(self.store, *at, first) for at, first in zip(where, start.tolist(), strict=True)]
 
 
+def mark_draw(batch: TensorDict, windows: Sequence[Window]) -> None:
+    """Add `index` and `weight` of a prioritised draw."""
+    set_rows(batch, "index", torch.tensor([window.index for window in windows]))
+    set_rows(batch, "weight", torch.tensor([window.weight for window in windows]))
+
+
+def set_rows(batch: TensorDict, key: str, values: torch.Tensor) -> None:
+    """[B] -> [B, k+L]; a copy, since a row of one number repeated cannot be pinned for a GPU."""
+    batch[key] = values[:, None].expand(batch.batch_size).contiguous()
+
+
+def check_not_empty(store: EpisodeStore) -> None:
+    if not len(store):
+        raise _no_episode(store)
+
+
+def _no_episode(store: EpisodeStore) -> UserError:
+    return UserError(f"'{store.folder}' holds no episode; record some, or refresh() after they were recorded")
+
+
 def check_memory(store: EpisodeStore, reader: WindowReader, memory: Memory) -> None:
     """There is something to read, and the memory if it is to be read."""
+    check_not_empty(store)
     names = [column.name for column in reader.columns(store)]
     if memory == "stored" and not any(name.startswith("memory/") for name in names):
         raise UserError(

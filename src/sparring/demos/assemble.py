@@ -5,6 +5,7 @@ meta/info.json comes last, in one stroke: without it a folder is no dataset, so 
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +18,15 @@ from sparring.data.lerobot import POINTS, RECORDING, parquet
 from sparring.demos import names
 from sparring.demos.block import Block
 from sparring.demos.plan import Plan
+from sparring.disk import flush, flush_tree
 from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.backend import Tabletop
+from sparring.errors import UserError
 
 # LeRobot keeps the time within a video in float32: beyond 1000 s it could no longer tell frames to a tenth of a ms
 _FRAMES_PER_FILE = 20_000
+# the folders of a dataset
+PARTS = ("data", "videos", "meta")
 _FILES_PER_CHUNK = 1000
 _PLACE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 _DATA, _VIDEO = f"data/{_PLACE}.parquet", f"videos/{{video_key}}/{_PLACE}.mp4"
@@ -49,6 +54,9 @@ class Kept:
 
 def assemble(output: Path, plan: Plan, blocks: list[Block], episodes: int) -> dict[str, Any]:
     """The first `episodes` kept ones of these blocks; what was written into meta/info.json."""
+    # of an assembly that was interrupted
+    for name in PARTS:
+        shutil.rmtree(output / name, ignore_errors=True)
     env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
     fps, cameras = int(env.spec.control_hz), plan.env.cameras
     kept = _pick(blocks, episodes)
@@ -66,7 +74,7 @@ def assemble(output: Path, plan: Plan, blocks: list[Block], episodes: int) -> di
         for camera in cameras:
             path = output / _VIDEO.format(video_key=_video_key(camera), **_place(file))
             path.parent.mkdir(parents=True, exist_ok=True)
-            video.join(path, [episode.block.clip(episode.k, camera) for episode in of_file], output / RECORDING)
+            _join(path, of_file, camera, output / RECORDING)
     _write_table(
         output / f"meta/episodes/{_PLACE.format(**_place(0))}.parquet", _episodes(kept, said, columns, pixels, fps)
     )
@@ -90,6 +98,10 @@ def assemble(output: Path, plan: Plan, blocks: list[Block], episodes: int) -> di
         "features": features,
     }
     env.close()
+    for name in PARTS:
+        if (output / name).exists():
+            flush_tree(output / name)
+    flush(output)
     _write_json(output / "meta/info.json", info)
     return info
 
@@ -104,6 +116,26 @@ def _pick(blocks: list[Block], episodes: int) -> list[Kept]:
             kept.append(Kept(block, k, slice(start, start + length), file, first, first_in_file))
             start, first, first_in_file = start + length, first + length, first_in_file + length
     return kept
+
+
+def _join(path: Path, episodes: list[Kept], camera: str, folder: Path) -> None:
+    """ffmpeg joins what it can of damaged clips and says nothing: frames would be missing, so they are counted."""
+    clips = [episode.block.clip(episode.k, camera) for episode in episodes]
+    try:
+        video.join(path, clips, folder)
+        if video.count(path) == sum(episode.length for episode in episodes):
+            return
+    except UserError:
+        # which clip is to blame is said below
+        pass
+    for episode, clip in zip(episodes, clips, strict=True):
+        whole = video.count(clip)
+        if whole != episode.length:
+            raise UserError(
+                f"'{clip}' is damaged: {whole} of its {episode.length} frames can be read; delete the folder "
+                f"'{clip.parent}' and run the same command again, which records it anew"
+            )
+    raise UserError(f"'{path}' was not written whole; is the disk full? run the same command again")
 
 
 def _columns(kept: list[Kept], fps: int, tasks: np.ndarray) -> Arrays:
@@ -257,4 +289,6 @@ def _write_tasks(path: Path, instructions: list[str]) -> None:
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values, indent=2))
+    flush(partial)
     os.replace(partial, path)
+    flush(path.parent)

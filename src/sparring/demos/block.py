@@ -11,12 +11,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
 from sparring.data.statistics import pixel_counts
 from sparring.data.video import encode
 from sparring.demos.plan import Plan
+from sparring.disk import flush, flush_tree
 from sparring.envs.backend import Arrays, EpisodeSeeds
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
@@ -43,9 +45,13 @@ def block_folder(folder: Path, number: int) -> Path:
     return folder / f"block-{number:06d}"
 
 
-def read_block(folder: Path) -> Block:
-    with np.load(folder / "numbers.npz") as file:
-        return Block(folder, dict(file))
+def read_block(folder: Path) -> Block | None:
+    """None where its numbers cannot be read: it is to be recorded again."""
+    try:
+        with np.load(folder / "numbers.npz") as file:
+            return Block(folder, dict(file))
+    except (OSError, EOFError, ValueError, BadZipFile):
+        return None
 
 
 class BlockRecorder:
@@ -110,4 +116,6 @@ class BlockRecorder:
                 encode(Block(partial, {}).clip(k, camera), frames, fps, self._plan.pixel_format)
             numbers[f"pixels/{camera}"] = counts
         np.savez(partial / "numbers.npz", **numbers)
+        flush_tree(partial)
         os.replace(partial, target)
+        flush(self._folder)

@@ -23,7 +23,7 @@ class Plan:
     seed: int = 0
     noise: float = 0.0
     keep_failures: bool = False
-    pixel_format: str = "yuv420p"
+    pixel_format: str = "yuv444p"
 
     def __post_init__(self):
         if not isinstance(self.env, TabletopConfig):

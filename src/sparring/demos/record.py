@@ -6,6 +6,7 @@ outputs/demos/lift_d0/meta, data, videos
 
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -21,13 +22,16 @@ from typing import Any
 from sparring.config_text import flatten
 from sparring.data.lerobot import RECORDING, parquet
 from sparring.data.video import find_ffmpeg
-from sparring.demos.assemble import assemble
+from sparring.demos.assemble import PARTS, assemble
 from sparring.demos.block import BlockRecorder, block_folder, read_block
 from sparring.demos.plan import Plan
+from sparring.disk import flush
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.record.console import Console
+
+log = logging.getLogger(__name__)
 
 # an expert that has not managed one episode by then never will
 _PATIENCE = 128
@@ -65,8 +69,7 @@ def _check(plan: Plan) -> None:
 
 def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, console: Console) -> int:
     """Have blocks recorded until the first ones hold enough episodes; how many these are."""
-    # block -> episodes kept in it
-    kept = {int(path.name[-6:]): read_block(path).kept for path in folder.glob("block-??????")}
+    kept = _recorded_before(folder)
     found = sum(kept.values())
     doing = "going on" if kept else "compiling and recording the first episodes"
     console.progress(min(found / episodes, 1), len(kept) * plan.robots * plan.steps, doing)
@@ -88,6 +91,19 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
                 _refuse_without_room(folder, sum(kept.values()), episodes)
                 room_checked = True
     return needed
+
+
+def _recorded_before(folder: Path) -> dict[int, int]:
+    """Block -> episodes kept in it; a block that cannot be read is recorded again."""
+    kept = {}
+    for path in sorted(folder.glob("block-??????")):
+        block = read_block(path)
+        if block is None:
+            log.warning("'%s' is damaged and is recorded again", path)
+            shutil.rmtree(path)
+        else:
+            kept[int(path.name[-6:])] = block.kept
+    return kept
 
 
 def _first_enough(kept: dict[int, int], episodes: int) -> int | None:
@@ -170,6 +186,8 @@ def _record(number: int) -> int:
 @contextmanager
 def _held(folder: Path, plan: Plan) -> Iterator[Path]:
     """The folder of a recording, for this process alone, with the settings it began with."""
+    if not (folder / "settings.json").exists():
+        _refuse_what_others_wrote(folder.parent)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -177,15 +195,26 @@ def _held(folder: Path, plan: Plan) -> Iterator[Path]:
         except BlockingIOError:
             raise UserError(f"'{folder.parent}' is being recorded by another process; wait for it") from None
         settings = folder / "settings.json"
+        # which episodes a block holds follows from its number and the robots
+        now = plan.settings() | {"robots": plan.robots}
         if settings.exists():
-            _refuse_other_settings(folder.parent, json.loads(settings.read_text()), plan)
+            _refuse_other_settings(folder.parent, json.loads(settings.read_text()), now)
         else:
             partial = settings.with_suffix(".partial")
-            partial.write_text(json.dumps(plan.settings(), indent=2))
+            partial.write_text(json.dumps(now, indent=2))
+            flush(partial)
             os.replace(partial, settings)
+            flush(folder)
         for partial in folder.glob("block-*.partial-*"):
             shutil.rmtree(partial)
         yield folder
+
+
+def _refuse_what_others_wrote(output: Path) -> None:
+    """What an interrupted assembly left is deleted, so nothing else may lie there."""
+    there = [name for name in PARTS if (output / name).exists()]
+    if there:
+        raise UserError(f"'{output}' holds {', '.join(there)} of something else; give another --output")
 
 
 def _refuse_another(output: Path, told: Path, plan: Plan, episodes: int) -> None:
@@ -193,13 +222,13 @@ def _refuse_another(output: Path, told: Path, plan: Plan, episodes: int) -> None
     if not told.exists():
         raise UserError(f"'{output}' holds a dataset that was not recorded here; give another --output")
     saved = json.loads(told.read_text())
-    _refuse_other_settings(output, saved, plan)
+    _refuse_other_settings(output, saved, plan.settings())
     if len(saved["episode_seeds"]) != episodes:
         raise UserError(f"'{output}' is complete with {len(saved['episode_seeds'])} episodes; give another --output")
 
 
-def _refuse_other_settings(output: Path, saved: dict[str, Any], plan: Plan) -> None:
-    saved, now = flatten(saved), flatten(plan.settings())
+def _refuse_other_settings(output: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    saved, now = flatten(saved), flatten(now)
     changed = [f"  {key}: {saved.get(key)} there, {value} now" for key, value in now.items() if saved.get(key) != value]
     if changed:
         raise UserError(
