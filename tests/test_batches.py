@@ -72,10 +72,11 @@ def test_it_works_ahead_in_a_thread_of_its_own_and_no_further():
 
 
 def test_an_error_surfaces_at_once_and_again():
-    store = Numbers(broken=2, failures=1000)
+    store = Numbers(broken=3, failures=1000)
     with BatchBuilder(store, 3, prefetch=3) as builder:
+        # batch 3 is ordered once batch 0 is handed out
         next(builder)
-        wait_until(lambda: len(store.asked_by) >= 4)
+        wait_until(lambda: builder._pending[-1].done())
         # batch 1 is ready, but the store is broken
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
