@@ -397,6 +397,16 @@ def test_what_is_no_size_or_no_transition_is_refused(make):
     assert (buffer.last["observation"] == transition["next", "observation"]).all()
 
 
+@pytest.mark.parametrize("make", [VLABuffer, RolloutBuffer])
+def test_windows_without_a_length_are_refused(make):
+    buffer, stream = make(2), Stream(2)
+    for _ in range(2):
+        buffer.add(stream.step())
+    buffer.close(stream.root())
+    with pytest.raises(ValueError, match="length"):
+        next(buffer.windows(0))
+
+
 def test_nothing_is_cast_or_repeated_to_fit():
     for buffer in (VLABuffer(4), RolloutBuffer(4)):
         stream = Stream(2)

@@ -182,6 +182,7 @@ class VLABuffer:
 
     def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
         """What is stored now in slices of time `[length, N]`, the oldest first; a shorter rest is left out."""
+        check_whole("length", length)
         end, first = self._interval()
         while first + length <= end:
             window = self._rows.copy(first, length, following)

@@ -112,6 +112,7 @@ class RolloutBuffer:
 
     def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
         """Slices of time `[length, N]`, the oldest first; a shorter rest is left out."""
+        check_whole("length", length)
         rollout = self.get(flatten=False, following=following)
         for first in range(0, self.position - length + 1, length):
             yield rollout[first : first + length]
