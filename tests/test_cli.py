@@ -444,7 +444,7 @@ def test_the_flags_offered_are_the_flags_there_are():
         ("train finetune x=[1 ppo.gam", ["ppo.gamma="]),
         ("eval ", []),
         ("eval run --st", ["--stochastic"]),
-        ("check ", ["tabletop", "actor_critic", *(f"sparring/{task}" for task in TASKS)]),
+        ("check ", ["tabletop", "actor_critic", "flow", *(f"sparring/{task}" for task in TASKS)]),
         ("tasks --", ["--sheet", "--help"]),
         ("nonsense ppo", []),
     ],

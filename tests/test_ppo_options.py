@@ -95,7 +95,11 @@ class StepByStep(ActorCritic):
 
     def __init__(self, config, spec, chunk, weights):
         super().__init__(config, spec, chunk)
-        self.step_weights = torch.tensor(weights)
+        self.weights = torch.tensor(weights)
+
+    @property
+    def step_weights(self):
+        return self.weights
 
     def _executed_sum(self, per_position, td):
         return per_position * executed_mask(td, self.chunk)

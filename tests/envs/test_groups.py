@@ -111,7 +111,7 @@ def test_training_with_padding_and_a_privileged_critic(cameras):
     for _ in range(2):
         # the parity gate watches over it
         assert np.isfinite(run.phase.step(0.0)["loss"])
-    assert run.phase.policy.privileged.count > 0
+    assert run.phase.policy.critic.privileged.count > 0
 
 
 @pytest.mark.filterwarnings("error")
