@@ -53,7 +53,7 @@ def record(problem: Problem, seed: int, folder: Path) -> Path:
     if not (demos / "meta" / "info.json").is_file():
         task = problem.env[0].removeprefix("env.task=[").removesuffix("]")
         command = [sys.executable, "-m", "sparring", "demos", task, "--output", str(demos), "--workers", "1"]
-        settings = ["--noise", "0.2", "env.control_mode=delta_ee_pos", "env.threads=1", *problem.env[1:]]
+        settings = ["env.control_mode=delta_ee_pos", "env.threads=1", *problem.env[1:]]
         subprocess.run([*command, "--episodes", str(problem.episodes), "--seed", str(seed), *settings], check=True)
     return demos
 

@@ -13,6 +13,10 @@ class EncoderConfig(Section):
     """How observations become features; part of every policy's section."""
 
     channels: tuple[PositiveInt, ...] = Field((32, 64, 64), description="channels of the image encoder's convolutions")
+    image_encoder: Literal["flat", "keypoints"] = Field(
+        "flat",
+        description="flat: a CNN's last map as it is; keypoints: where its channels see something, for few demos",
+    )
     image_features: int = Field(256, gt=0, description="features the image encoder gives to actor and critic")
     use_images: bool = Field(True, description="read the cameras' images; false: points, state and language only")
     point_channels: tuple[PositiveInt, ...] = Field((64, 128), description="widths of the MLP each point goes through")

@@ -8,6 +8,7 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
+from sparring.policies.keypoints import KeypointEncoder
 from sparring.policies.language import InstructionEncoder
 from sparring.policies.points import PointEncoder
 
@@ -118,11 +119,12 @@ class ObservationEncoder(nn.Module):
             self.normalizer.update(td["observation", "state"], sum_over_processes)
 
 
-def _image_encoder(config, spec, cameras: list[str]) -> ImageEncoder:
+def _image_encoder(config, spec, cameras: list[str]) -> ImageEncoder | KeypointEncoder:
     sizes = {spec.observation[name][0][1:] for name in cameras}
     if len(sizes) > 1:
         raise UserError(f"cameras of different sizes {sorted(sizes)} cannot be stacked; make them alike")
-    return ImageEncoder(len(cameras), tuple(sizes.pop()), config.channels, config.image_features)
+    kind = {"flat": ImageEncoder, "keypoints": KeypointEncoder}[config.image_encoder]
+    return kind(len(cameras), tuple(sizes.pop()), config.channels, config.image_features)
 
 
 def _language_encoder(config, spec) -> InstructionEncoder:
