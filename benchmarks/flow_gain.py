@@ -1,7 +1,7 @@
 """Does RL raise a flow policy that imitated a few demonstrations to near-perfect success?
 
     python benchmarks/flow_gain.py stack_d0 --seed 0
-    python benchmarks/flow_gain.py lift_d1_images --seed 1 --minutes 20      # again to go on
+    python benchmarks/flow_gain.py lift_d1 --seed 1 --minutes 20      # again to go on
     python benchmarks/flow_gain.py --summary
 
 One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
@@ -25,25 +25,27 @@ import report
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = Path(__file__).parent / "runs"
 RESULTS = report.RESULTS / "flow_gain.json"
-EPISODES, DEMONSTRATIONS = 200, 25
+EPISODES = 200
 # imitation must land here, RL must get there, with this lower bound of Wilson's interval
 IMITATED, FINE_TUNED, LOWEST = (0.30, 0.70), 0.95, 0.90
-STATE = ["env.cameras=[]", "env.object_state=state"]
+POINTS = ["env.points=128"]
 
 
 @dataclass(frozen=True)
 class Problem:
+    """A task, what its policy sees, and how many demonstrations it has."""
+
+    task: str
     env: list[str]
-    evaluate_every: int
-    episodes: int = DEMONSTRATIONS
+    policy: list[str]
+    demonstrations: int
+    evaluate_every: int = 100_000
 
 
 PROBLEMS = {
-    "lift_d1_images": Problem(["env.task=[lift_d1]", "env.cameras=[head,wrist]"], 100_000),
-    "stack_d0": Problem(["env.task=[stack_d0]", *STATE], 100_000),
-    "stack_d0_points": Problem(["env.task=[stack_d0]", "env.cameras=[head,wrist]", "env.points=128"], 100_000),
-    "lift_tray_d0_points": Problem(["env.task=[lift_tray_d0]", "env.points=128"], 100_000),
-    "lift_tray_d0": Problem(["env.task=[lift_tray_d0]", *STATE], 100_000),
+    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], [], 10),
+    "stack_d0": Problem("stack_d0", ["env.cameras=[head,wrist]", *POINTS], ["policy.use_images=false"], 25),
+    "lift_tray_d0": Problem("lift_tray_d0", POINTS, ["policy.use_images=false"], 25),
 }
 
 
@@ -51,10 +53,10 @@ def record(problem: Problem, seed: int, folder: Path) -> Path:
     """Demonstrations of a seed of their own, so that each run imitates others."""
     demos = folder / "demos"
     if not (demos / "meta" / "info.json").is_file():
-        task = problem.env[0].removeprefix("env.task=[").removesuffix("]")
-        command = [sys.executable, "-m", "sparring", "demos", task, "--output", str(demos), "--workers", "1"]
-        settings = ["env.control_mode=delta_ee_pos", "env.threads=1", *problem.env[1:]]
-        subprocess.run([*command, "--episodes", str(problem.episodes), "--seed", str(seed), *settings], check=True)
+        command = [sys.executable, "-m", "sparring", "demos", problem.task, "--output", str(demos), "--workers", "1"]
+        settings = ["env.control_mode=delta_ee_pos", "env.threads=1", *problem.env]
+        count = ["--episodes", str(problem.demonstrations), "--seed", str(seed)]
+        subprocess.run([*command, *count, *settings], check=True)
     return demos
 
 
@@ -72,7 +74,7 @@ def imitate(name: str, seed: int, folder: Path, changes: list[str], record_: dic
 
     problem = PROBLEMS[name]
     demos = record(problem, seed, folder)
-    fixed = [f"seed={seed}", f"imitate.demos=[{demos}]", f"output={folder / 'imitate'}", *problem.env]
+    fixed = [f"seed={seed}", f"imitate.demos=[{demos}]", f"output={folder / 'imitate'}", *problem.policy]
     run = Run(load("flow_imitate.yaml", fixed, changes), quiet=True)
     started = time.perf_counter()
     run.run()
@@ -86,7 +88,7 @@ def fine_tune(name: str, seed: int, folder: Path, minutes: float, changes: list[
     from sparring.run import Run
 
     problem = PROBLEMS[name]
-    fixed = [f"seed={seed}", f"pretrained={folder / 'imitate'}", f"output={folder / 'finetune'}", *problem.env]
+    fixed = [f"seed={seed}", f"pretrained={folder / 'imitate'}", f"output={folder / 'finetune'}"]
     run = Run(load("flow_finetune.yaml", fixed, changes), quiet=True)
     progress, deadline = run.phase.progress, time.time() + 60 * minutes
     while run.fraction < 1 and time.time() < deadline:
@@ -132,9 +134,11 @@ def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path
     if "imitated" not in found:
         imitate(name, seed, folder, [c for c in changes if not c.startswith(("ppo.", "rollout.n"))], found)
         report.write_json(log, found)
+    if minutes == 0:
+        return {"problem": name, "seed": seed} | found
     done = fine_tune(name, seed, folder, minutes, [c for c in changes if not c.startswith("imitate.")], found)
     about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
-    return about | {"demonstrations": PROBLEMS[name].episodes, "done": done} | found
+    return about | {"demonstrations": PROBLEMS[name].demonstrations, "done": done} | found
 
 
 def keep(outcome: dict) -> None:
