@@ -18,7 +18,7 @@ class UpdaterConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="how learning rates fall to 0")
     warmup_updates: int = Field(0, ge=0, description="updates over which learning rates rise from 0")
     max_grad_norm: float = Field(0.5, gt=0, description="gradients are scaled down to this norm")
-    target_kl: float | None = Field(None, gt=0, description="an update ends before a gradient step past this KL; null: off")
+    target_kl: float | None = Field(None, gt=0, description="ends an update's epochs past this KL; null: off")
     adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
     parity_tolerance: float = Field(
         1e-4, gt=0, description="largest drift between acting and scoring, in sigmas, before training is refused"

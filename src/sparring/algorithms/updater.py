@@ -82,7 +82,7 @@ class Updater:
         learning: list[FlatParameters] | None = None,
         normalize_advantage: bool = False,
     ) -> tuple[list[LossTerms], Parity]:
-        """`epochs` times over `rows` of the decisions `flat [T*N]`, in minibatches; stops before a step past the target KL.
+        """`epochs` times over `rows` of the decisions `flat [T*N]`, in minibatches; stops past the target KL.
 
         `keys`: what the loss needs beside the observations. `learning`: the parameters that change; None: all.
         """
@@ -93,25 +93,24 @@ class Updater:
         # a function of (seed, process, update): nothing to save
         shuffle = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 1009 + self.distributed.rank)
         count = self._minibatch_count(len(rows))
-
-        def shuffled() -> torch.Tensor:
-            return rows[torch.randperm(len(rows), generator=shuffle).to(rows.device)]
-
-        for index in (index for _ in range(epochs) for index in self._minibatches(shuffled(), count)):
-            batch = gather(columns, index)
-            if normalize_advantage and len(index) > 1:
-                std, mean = torch.std_mean(batch["advantage"])
-                batch["advantage"] = (batch["advantage"] - mean) / (std + 1e-8)
-            if parity is None:
-                batch["trace"] = flat["trace"][index]
-            term, parities = self._gradients(batch, loss, gated=parity is None)
-            if parity is None:
-                # before any gradient step
-                parity = self._gate(worst(parities))
-            if self._past_target_kl(term):
+        for _ in range(epochs):
+            first_of_epoch = len(terms)
+            order = rows[torch.randperm(len(rows), generator=shuffle).to(rows.device)]
+            for index in self._minibatches(order, count):
+                batch = gather(columns, index)
+                if normalize_advantage and len(index) > 1:
+                    std, mean = torch.std_mean(batch["advantage"])
+                    batch["advantage"] = (batch["advantage"] - mean) / (std + 1e-8)
+                if parity is None:
+                    batch["trace"] = flat["trace"][index]
+                term, parities = self._gradients(batch, loss, gated=parity is None)
+                if parity is None:
+                    # before any gradient step
+                    parity = self._gate(worst(parities))
+                term.scalars["grad_norm"] = self._step(learning)
+                terms.append(term)
+            if self._past_target_kl(terms[first_of_epoch:]):
                 break
-            term.scalars["grad_norm"] = self._step(learning)
-            terms.append(term)
         return terms, parity
 
     def _end(self, flat: TensorDict, rows: torch.Tensor) -> None:
@@ -188,12 +187,12 @@ class Updater:
             return batches
         return order.repeat(-(-count // len(order))).tensor_split(count)
 
-    def _past_target_kl(self, term: LossTerms) -> bool:
+    def _past_target_kl(self, epoch: list[LossTerms]) -> bool:
         """Every process must answer alike, so the KL is averaged over them first."""
         if self.config.target_kl is None:
             return False
-        kl = float(approximate_kl(term.log_ratio))
-        return self.distributed.mean({"kl": kl})["kl"] > self.config.target_kl
+        kl = approximate_kl(torch.cat([term.log_ratio for term in epoch]))
+        return self.distributed.mean({"kl": float(kl)})["kl"] > self.config.target_kl
 
     def _gate(self, parity: Parity) -> Parity:
         # all processes must stop together, whichever of them found the fault
