@@ -6,7 +6,7 @@
 
 One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
 PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
-problems; a problem only says which env, and how long RL may last. The ODE policy (greedy) and the SDE policy (sampled,
+problems; a problem only says which env, and how many demonstrations. The ODE policy (greedy) and the SDE policy (sampled,
 what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time does not count as
 training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
 """
@@ -37,15 +37,14 @@ class Problem:
 
     task: str
     env: list[str]
-    policy: list[str]
     demonstrations: int
     evaluate_every: int = 100_000
 
 
 PROBLEMS = {
-    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], [], 10),
-    "stack_d0": Problem("stack_d0", STATE, [], 10),
-    "lift_tray_d0": Problem("lift_tray_d0", STATE, [], 10),
+    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 15),
+    "stack_d0": Problem("stack_d0", STATE, 10),
+    "handover_d0": Problem("handover_d0", STATE, 15),
 }
 
 
@@ -74,7 +73,7 @@ def imitate(name: str, seed: int, folder: Path, changes: list[str], record_: dic
 
     problem = PROBLEMS[name]
     demos = record(problem, seed, folder)
-    fixed = [f"seed={seed}", f"imitate.demos=[{demos}]", f"output={folder / 'imitate'}", *problem.policy]
+    fixed = [f"seed={seed}", f"imitate.demos=[{demos}]", f"output={folder / 'imitate'}"]
     run = Run(load("flow_imitate.yaml", fixed, changes), quiet=True)
     started = time.perf_counter()
     run.run()
