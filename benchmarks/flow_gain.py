@@ -6,9 +6,9 @@
 
 One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
 PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
-problems; a problem only says which env, and how many demonstrations. The ODE policy (greedy) and the SDE policy (sampled,
-what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time does not count as
-training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
+problems; a problem only says which env, and how many demonstrations. The ODE policy (greedy) and the SDE policy
+(sampled, what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time does not
+count as training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Problem:
 
 
 PROBLEMS = {
-    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 15),
+    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 10),
     "stack_d0": Problem("stack_d0", STATE, 10),
     "handover_d0": Problem("handover_d0", STATE, 15),
 }
