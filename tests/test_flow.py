@@ -108,9 +108,10 @@ def test_every_method_passes_the_gate(method, num_envs, reduction):
     parity.check(1e-4)
 
 
+@pytest.mark.parametrize("encoder", ["flat", "keypoints"])
 @pytest.mark.parametrize("method", METHODS)
-def test_with_images_padding_and_a_longer_horizon(method):
-    policy, buffer = rollout_of(num_envs=6, padding=2, images=True, horizon=6, **METHODS[method])
+def test_with_images_padding_and_a_longer_horizon(method, encoder):
+    policy, buffer = rollout_of(num_envs=6, padding=2, images=True, horizon=6, image_encoder=encoder, **METHODS[method])
     parity = gate(policy, buffer)
     parity.check(1e-4)
     flat = buffer.get()
