@@ -92,7 +92,7 @@ def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, padding=0, images=
 
 def gate(policy, buffer) -> Parity:
     flat = buffer.get()
-    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat))
+    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat), policy.averages_log_prob)
 
 
 # ---- the parity gate
@@ -166,6 +166,21 @@ class CountsPadding(FlowPolicy):
         scored = super().evaluate(td)
         scored["trace", "dims"] += 2
         return scored
+
+
+class CountsWhatWasNotExecuted(FlowPolicy):
+    def evaluate(self, td):
+        td = td.clone()
+        td["next", "executed"][:] = self.chunk
+        return super().evaluate(td)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("method", METHODS)
+def test_counting_steps_that_were_not_executed_trips_the_gate(method, reduction):
+    policy, buffer = rollout_of(CountsWhatWasNotExecuted, sampling_steps=10, reduction=reduction, **METHODS[method])
+    with pytest.raises(ParityError, match="score"):
+        PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -314,6 +329,13 @@ def test_greedy_acting_is_the_ode_from_zero():
 def test_what_it_cannot_do_is_said():
     with pytest.raises(UserError, match="horizon=2 is shorter"):
         FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
+    for wrong, said in (
+        ({"denoising_steps": 9}, "denoising_steps=9 is more than"),
+        ({"width": 30, "heads": 4}, "width=30 cannot be split"),
+        ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
+    ):
+        with pytest.raises(UserError, match=said):
+            FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
 

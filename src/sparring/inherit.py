@@ -20,10 +20,11 @@ def with_inherited(settings: list[Setting]) -> list[Setting]:
     aliases = tree_of(settings).aliases
     given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
-    if given.get("phase") == "imitate":
-        inherited += _of_demonstrations(given)
     if isinstance(given.get("pretrained"), str):
         inherited += _of_checkpoint(given["pretrained"], given)
+    # later ones win: what is imitated is imitated in the env it was recorded in
+    if given.get("phase") == "imitate":
+        inherited += _of_demonstrations(given)
     return inherited + settings
 
 

@@ -75,3 +75,15 @@ class RunningNormalizer(Normalizer):
         self.var.copy_((spread / total).clamp_min(0.0))
         self.count.copy_(total)
         self._set(self.mean, self.var.sqrt())
+
+
+def fit_all(statistics: Mapping[str, Mapping[str, np.ndarray]], state, privileged, action, mode: str) -> None:
+    """The normalisers of a policy to those of a dataset; actions by `mode`, what is seen always by mean and std."""
+    fitted = {
+        "observation/state": (state, "mean_std"),
+        "observation/privileged": (privileged, "mean_std"),
+        "action": (action, mode),
+    }
+    for name, (normalizer, how) in fitted.items():
+        if isinstance(normalizer, Normalizer) and name in statistics:
+            normalizer.fit(statistics[name], how)

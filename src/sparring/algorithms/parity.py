@@ -54,8 +54,8 @@ class Parity:
 
 
 @torch.no_grad()
-def measure_parity(acted: TensorDict, scored: TensorDict) -> Parity:
-    """`acted [B]` is what the collector stored, `scored [B]` is evaluate() of it."""
+def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False) -> Parity:
+    """`acted [B]` is what the collector stored, `scored [B]` is evaluate() of it; `averaged`: log-probs are means."""
     old, new = acted["trace"], scored["trace"]
     # [B, C]: positions that were executed
     positions = torch.arange(old["z2"].shape[1], device=old["z2"].device)
@@ -67,7 +67,9 @@ def measure_parity(acted: TensorDict, scored: TensorDict) -> Parity:
     # [B, 1], or [B, S] where denoising steps are scored one by one
     change = (scored["log_prob"].double() - acted["log_prob"].double()).reshape(len(mask), -1)
     # [B]
-    score = change.abs().sum(-1) / (old["dims"] * mask).sum(-1).clamp_min(1)
+    score = change.abs().sum(-1)
+    if not averaged:
+        score = score / (old["dims"] * mask).sum(-1).clamp_min(1)
     ratio = (change.exp() - 1).abs()
     terms = (float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims))
     return Parity(*terms, float(score.max()), float(ratio.max()))

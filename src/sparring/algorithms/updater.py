@@ -131,7 +131,10 @@ class Updater:
         self.checked_whole_rollout = True
         keys = [*self._scoring_keys(), "log_prob"]
         parts = (flat.select(*keys)[index] for index in rows.split(self._at_once))
-        return self._gate(worst([measure_parity(acted, self.score(acted)) for acted in parts]))
+        return self._gate(worst([self._parity(acted, self.score(acted)) for acted in parts]))
+
+    def _parity(self, acted: TensorDict, scored: TensorDict) -> Parity:
+        return measure_parity(acted, scored, self.policy.averages_log_prob)
 
     @property
     def _at_once(self) -> int:
@@ -151,7 +154,7 @@ class Updater:
             with nullcontext() if number == len(parts) - 1 else self._unsynchronised():
                 scored = self.model(part)
                 if gated:
-                    parities.append(measure_parity(part, scored))
+                    parities.append(self._parity(part, scored))
                 cost, term = loss(part, scored)
                 (cost if len(parts) == 1 else cost * share).backward()
             terms.append(term)
@@ -182,9 +185,7 @@ class Updater:
 
     def _minibatches(self, order: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """`count` of them. Processes step together, so one that has fewer decisions takes smaller minibatches."""
-        batches = order.split(self.config.mini_batch_size)
-        if len(batches) == count:
-            return batches
+        # evenly: a last one of few decisions would weigh as much as the others
         return order.repeat(-(-count // len(order))).tensor_split(count)
 
     def _past_target_kl(self, epoch: list[LossTerms]) -> bool:

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.normalize import Normalizer
+from sparring.normalize import Normalizer, fit_all
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import ObservationEncoder, mlp
@@ -108,14 +108,7 @@ class ActorCritic(Policy):
         return sum(losses.values()), {f"{name}_loss": loss.detach() for name, loss in losses.items()}
 
     def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], mode: str) -> None:
-        fitted = {
-            "observation/state": (self.encoder.normalizer, "mean_std"),
-            "observation/privileged": (self.critic.privileged, "mean_std"),
-            "action": (self.action_normalizer, mode),
-        }
-        for name, (normalizer, how) in fitted.items():
-            if isinstance(normalizer, Normalizer) and name in statistics:
-                normalizer.fit(statistics[name], how)
+        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.action_normalizer, mode)
 
     def critic_parameters(self) -> list[nn.Parameter]:
         return list(self.critic.parameters())

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.normalize import Normalizer
+from sparring.normalize import Normalizer, fit_all
 from sparring.policies.configs import FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.dit import ActionTransformer
@@ -41,6 +41,7 @@ class FlowPolicy(Policy):
         super().__init__()
         self.config, self.chunk, self.horizon = config, chunk, config.horizon or chunk
         _check(config, spec, chunk)
+        self.averages_log_prob = config.reduction == "mean"
         self.padding = spec.action_padding
         self.action_dim = spec.action_dim - spec.action_padding
         self.grid = Grid(config.sampling_steps)
@@ -137,12 +138,7 @@ class FlowPolicy(Policy):
         return loss, {name: value.detach() for name, value in told.items()}
 
     def fit_normalizers(self, statistics, mode: str) -> None:
-        if self.actions is not None:
-            self.actions.fit(
-                {name: value.reshape(-1)[: self.action_dim] for name, value in statistics["action"].items()}, mode
-            )
-        if self.encoder.normalizer is not None:
-            self.encoder.normalizer.fit(statistics["observation/state"], "mean_std")
+        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.actions, mode)
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         self.encoder.update_normalizer(td, sum_over_processes)
@@ -246,6 +242,7 @@ class FlowPolicy(Policy):
     @torch.no_grad()
     def _later_end(self, x, t, about, generator) -> torch.Tensor:
         """Where a point a little further along the path leads to, by the slow network: this one must lead there too."""
+        self.target.eval()
         for slow, fast in zip(self.target.parameters(), self.velocity.parameters(), strict=True):
             slow.lerp_(fast, 1 - self.config.target_decay)
         stride = torch.minimum(t, _LONGEST_STRIDE * _uniform(len(t), generator, t.device))
@@ -262,13 +259,21 @@ class FlowPolicy(Policy):
 
 def _check(config: FlowConfig, spec, chunk: int) -> None:
     if spec.discrete_actions:
-        raise UserError(
-            "policy.name=flow draws continuous actions, but the env takes one of several choices; use actor_critic"
-        )
+        raise UserError("policy.name=flow draws continuous actions, but the env takes one of several; use actor_critic")
     if config.horizon is not None and config.horizon < chunk:
         raise UserError(
             f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
         )
+    if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
+        raise UserError(
+            f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="
+            f"{config.sampling_steps} that there are"
+        )
+    if config.width % config.heads:
+        raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
+    low, high = config.noise_range
+    if not 0 < low < high:
+        raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
 
 
 def _kernel(config: FlowConfig, grid: Grid, horizon: int, action_dim: int) -> FlowSDE | FlowNoise:

@@ -29,8 +29,8 @@ class Policy(nn.Module):
     noise_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
-    # whether evaluations also show how it does with its noise: where that is another policy than the greedy one
-    reports_sampled: bool = False
+    # whether `log_prob` is a mean over what was scored instead of a sum
+    averages_log_prob: bool = False
 
     @property
     def step_weights(self) -> torch.Tensor | None:
