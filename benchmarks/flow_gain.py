@@ -12,7 +12,6 @@ count as training. A run that is cut short goes on from its last checkpoint in b
 """
 
 import argparse
-import fcntl
 import json
 import subprocess
 import sys
@@ -140,25 +139,17 @@ def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path
     return about | {"demonstrations": PROBLEMS[name].demonstrations, "done": done} | found
 
 
-def keep(outcome: dict) -> None:
-    RUNS.mkdir(exist_ok=True)
-    # another seed may end at the same moment
-    with open(RUNS / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
-        runs[f"{outcome['problem']}/{outcome['seed']}"] = outcome
-        report.write_json(RESULTS, {"about": report.metadata(), "runs": runs})
-
-
 def summary(runs: dict[str, dict]) -> str:
     rows = [("problem", "seed", "policy", "imitated", "fine-tuned (200 episodes)", "env steps", "minutes", "target")]
     for run in sorted(runs.values(), key=lambda run: (run["problem"], run["seed"])):
         last = run["curve"][-1] if run["curve"] else None
         for who in ("ode", "sde"):
-            after = _in_words(last[who]) if last else "-"
+            after = report.rate_in_words(last[who]) if last else "-"
             length = (f"{last['steps']:,}", f"{last['seconds'] / 60:.1f}") if last else ("-", "-")
             met = "" if who == "sde" else "met" if _met(run) else "MISSED"
-            rows.append((run["problem"], run["seed"], who, _in_words(run["imitated"][who]), after, *length, met))
+            rows.append(
+                (run["problem"], run["seed"], who, report.rate_in_words(run["imitated"][who]), after, *length, met)
+            )
     return report.table(rows)
 
 
@@ -166,10 +157,6 @@ def _met(run: dict) -> bool:
     low, high = IMITATED
     end = run["curve"][-1]["ode"] if run["curve"] else {"success": 0, "low": 0}
     return low <= run["imitated"]["ode"]["success"] <= high and end["success"] >= FINE_TUNED and end["low"] >= LOWEST
-
-
-def _in_words(rate: dict) -> str:
-    return f"{rate['success']:.1%} ({rate['low']:.1%}..{rate['high']:.1%})"
 
 
 def main() -> None:
@@ -186,7 +173,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         outcome = train(args.problem, args.seed, args.minutes, args.set, folder)
         if not args.set:
-            keep(outcome)
+            report.keep_run(RESULTS, RUNS, outcome)
     if not RESULTS.is_file():
         print(f"nothing is known yet: {RESULTS.name} comes with the first run")
     else:

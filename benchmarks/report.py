@@ -1,5 +1,6 @@
 """What every benchmark writes beside its numbers: when, which code, which machine, how busy it was."""
 
+import fcntl
 import json
 import os
 import platform
@@ -59,6 +60,22 @@ def write_json(path: Path, content: dict) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(path)
+
+
+def keep_run(results: Path, runs: Path, outcome: dict) -> None:
+    """The outcome of one seed of one problem, among those of the others."""
+    runs.mkdir(exist_ok=True)
+    # another seed may end at the same moment
+    with open(runs / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = json.loads(results.read_text())["runs"] if results.is_file() else {}
+        known[f"{outcome['problem']}/{outcome['seed']}"] = outcome
+        write_json(results, {"about": metadata(), "runs": known})
+
+
+def rate_in_words(rate: dict) -> str:
+    """A share of successes with its interval."""
+    return f"{rate['success']:.1%} ({rate['low']:.1%}..{rate['high']:.1%})"
 
 
 def table(rows: list[tuple]) -> str:

@@ -11,7 +11,6 @@ What the problems train with is in configs/, so `sparring train finetune --confi
 """
 
 import argparse
-import fcntl
 import json
 import statistics
 import time
@@ -93,16 +92,6 @@ def judge(run, config) -> dict:
     return {"success": rate.rate, "low": round(rate.low, 4), "high": round(rate.high, 4), "reward": round(reward, 2)}
 
 
-def keep(outcome: dict) -> None:
-    RUNS.mkdir(exist_ok=True)
-    # another seed may end at the same moment
-    with open(RUNS / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
-        runs[f"{outcome['problem']}/{outcome['seed']}"] = outcome
-        report.write_json(RESULTS, {"about": report.metadata(), "runs": runs})
-
-
 def summary(runs: dict[str, dict]) -> str:
     rows = [
         ("problem", "seeds", "steps", "minutes", "success of each seed (200 episodes)", "first at target", "target")
@@ -110,7 +99,7 @@ def summary(runs: dict[str, dict]) -> str:
     for name, problem in PROBLEMS.items():
         mine = [run for run in runs.values() if run["problem"] == name]
         if mine:
-            finals = ", ".join(_in_words(run["curve"][-1]) for run in mine)
+            finals = ", ".join(report.rate_in_words(run["curve"][-1]) for run in mine)
             minutes = statistics.median(run["seconds"] for run in mine) / 60
             rows.append((name, len(mine), f"{mine[0]['steps']:,}", f"{minutes:.1f}", finals, *_reached(problem, mine)))
     return report.table(rows)
@@ -128,10 +117,6 @@ def _reached(problem: Problem, runs: list[dict]) -> tuple[str, str]:
     return said, f"{problem.success:.0%} {'met' if met else 'MISSED'}"
 
 
-def _in_words(point: dict) -> str:
-    return f"{point['success']:.1%} ({point['low']:.1%}..{point['high']:.1%})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("problem", nargs="?", choices=PROBLEMS)
@@ -146,7 +131,7 @@ def main() -> None:
         outcome = train(args.problem, args.seed, args.minutes, args.set, folder)
         print(f"{args.problem} seed {args.seed}: {outcome['steps']:,} steps, checkpoint in {folder}")
         if not args.set:
-            keep(outcome)
+            report.keep_run(RESULTS, RUNS, outcome)
     if not RESULTS.is_file():
         print(f"nothing is known yet: {RESULTS.name} comes with the first run")
     else:
