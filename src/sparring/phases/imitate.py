@@ -12,6 +12,7 @@ from torch import nn
 
 from sparring.algorithms.flat import FlatParameters
 from sparring.algorithms.schedules import scheduled
+from sparring.algorithms.updater import actor_parameters
 from sparring.data.batches import BatchBuilder
 from sparring.data.chunks import ActionChunks
 from sparring.data.demonstrations import Demonstrations
@@ -43,7 +44,8 @@ class Imitate:
         policy.fit_normalizers(chunks.statistics(), config.normalization)
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
         self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
-        self.flat = FlatParameters(_imitating(policy))
+        # demonstrations teach a critic nothing, and weight decay must not change it
+        self.flat = FlatParameters(actor_parameters(policy))
         self.optimizer = torch.optim.AdamW(
             [self.flat.vector], config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
@@ -153,12 +155,6 @@ def shifted(pictures: torch.Tensor, pixels: int, generator: torch.Generator) -> 
     each = torch.arange(count, device=pictures.device)[:, None, None]
     # [B, H, W, 3] -> [B, 3, H, W]: indices on both sides of a slice put their dims first
     return pictures[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
-
-
-def _imitating(policy: Policy) -> list[nn.Parameter]:
-    """Demonstrations teach a critic nothing, and weight decay must not change it."""
-    critic = {id(parameter) for parameter in policy.critic_parameters()}
-    return [p for p in policy.parameters() if p.requires_grad and id(p) not in critic]
 
 
 def _open(folder: str, env_config, spec) -> Demonstrations:
