@@ -315,12 +315,14 @@ def test_one_step_scores_a_single_state():
 # ---- acting
 
 
-def test_greedy_acting_is_the_ode_from_zero():
+@pytest.mark.parametrize("given", [True, False])
+def test_greedy_acting_is_the_ode_from_its_start_or_from_zero(given):
     policy = make_policy(chunk=2, horizon=3)
     root = Env(Drifting(4)).reset(0)
-    action = policy.act(root.clone())["action"]
+    x = torch.randn(4, 3, DIMS, generator=torch.Generator().manual_seed(0)) if given else torch.zeros(4, 3, DIMS)
+    start = {"start": torch.special.ndtr(x).flatten(1)} if given else {}
+    action = policy.act(root.clone().update(start))["action"]
     _, about = policy._encode(root)
-    x = torch.zeros(4, 3, DIMS)
     for k in range(4):
         x = x - 0.25 * policy.velocity(x, torch.full((4,), 1 - k / 4), about)
     torch.testing.assert_close(action, x[:, :2] * 0.5 + 0.1)

@@ -19,7 +19,7 @@ _EVAL_NOISE = 1 << 40
 class Collector:
     """Lets a policy act in an env, decision by decision.
 
-    `greedy` withholds the noise, so the policy acts by its mode. `version` is written by whoever updates the weights.
+    `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode. `version` is written by whoever updates the weights.
     With `episodes` a rollout holds so many whole episodes of every robot, all from fresh starts; without, as many
     decisions as the buffer takes, and episodes go on in the next one.
     """
@@ -36,7 +36,7 @@ class Collector:
     ):
         self.env, self.policy, self.chunk = env, policy, chunk
         self.seed, self.split, self.episodes_each = seed, split, episodes
-        self.noise_size = 0 if greedy else policy.noise_size
+        self.noise_name, self.noise_size = ("start", policy.start_size) if greedy else ("noise", policy.noise_size)
         if not greedy and not self.noise_size:
             raise UserError(
                 f"{type(policy).__name__}.noise_size is 0, so it could only ever act by its mode; set it to how many "
@@ -123,7 +123,7 @@ class Collector:
             self.start()
         td = self.root
         if noise is not None:
-            td.set("noise", noise)
+            td.set(self.noise_name, noise)
         td = self.policy.act(td)
         if self.decision == 0:
             check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
@@ -168,7 +168,7 @@ class Collector:
         return following
 
     def _noise(self, decisions: int):
-        """`[N, Z]` for each of the next decisions, drawn at once; None when acting greedily."""
+        """`[N, Z]` for each of the next decisions, drawn at once; None when acting takes none."""
         if not self.noise_size:
             return [None] * decisions
         offset = _EVAL_NOISE if self.split == "eval" else 0

@@ -66,6 +66,7 @@ class FlowPolicy(Policy):
         # a start, one draw for each scored step, and what chooses the steps
         self.draws = (1 + self.scored.scored) * self.horizon * self.action_dim
         self.noise_size = self.draws + self.scored.choices
+        self.start_size = self.horizon * self.action_dim
 
     @property
     def step_weights(self) -> torch.Tensor | None:
@@ -75,7 +76,7 @@ class FlowPolicy(Policy):
         features, about = self._decide(td)
         noise = td.get("noise", None)
         if noise is None:
-            return td.set("action", self._emitted(self._ode(about)))
+            return td.set("action", self._emitted(self._ode(about, td.get("start", None))))
         action, trace = self._sample(about, noise)
         td.set("action", self._emitted(action)).set("value", self.critic(features.detach(), td))
         return td.set("trace", TensorDict(trace, td.batch_size))
@@ -172,9 +173,11 @@ class FlowPolicy(Policy):
 
     # ---- drawing
 
-    def _ode(self, about: torch.Tensor) -> torch.Tensor:
-        """Without randomness: from the middle of the noise."""
-        x = about.new_zeros(len(about), self.horizon, self.action_dim)
+    def _ode(self, about: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
+        """From the noise of `start`, as it was trained; without one from the middle of the noise."""
+        if start is None:
+            start = about.new_full((len(about), self.start_size), 0.5)
+        x = torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
         for step in range(self.grid.steps):
             x = ode_step(x, self._velocity_at(step, x, about), self.grid.size)
         return x

@@ -27,6 +27,8 @@ class Policy(nn.Module):
     in_keys: list[tuple[str, ...]]
     # uniform random numbers a decision takes
     noise_size: int = 0
+    # uniform random numbers a greedy decision starts from, found in `start`
+    start_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
     # whether `log_prob` is a mean over what was scored instead of a sum
@@ -40,7 +42,8 @@ class Policy(nn.Module):
     def act(self, td: TensorDict) -> TensorDict:
         """Adds `action` to a decision `td [N]`, and what scoring it again needs to `trace/*`.
 
-        Without `noise` in it, acts greedily. `log_prob` and `value` may be added too, or left to `complete`.
+        Without `noise` in it, acts greedily; a policy whose mode depends on where it starts is told so in `start`
+        (uniform numbers, as `noise`). `log_prob` and `value` may be added too, or left to `complete`.
         """
         raise NotImplementedError
 
