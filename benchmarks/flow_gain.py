@@ -37,13 +37,13 @@ class Problem:
     task: str
     env: list[str]
     demonstrations: int
-    evaluate_every: int = 100_000
+    evaluate_every: int = 250_000
 
 
 PROBLEMS = {
     "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 10),
     "stack_d0": Problem("stack_d0", STATE, 10),
-    "handover_d0": Problem("handover_d0", STATE, 15),
+    "handover_d1": Problem("handover_d1", STATE, 10),
 }
 
 
@@ -58,22 +58,24 @@ def record(problem: Problem, seed: int, folder: Path) -> Path:
     return demos
 
 
-def load(name: str, fixed: list[str], changes: list[str]):
+def load(name: str, fixed: list[str], threads: int, changes: list[str]):
     from sparring.config_text import parse_overrides, read_settings
     from sparring.inherit import with_inherited
     from sparring.tree import load_config
 
-    settings = read_settings(CONFIGS / name) + parse_overrides([*fixed, "threads=1", "env.threads=1", *changes])
+    settings = read_settings(CONFIGS / name) + parse_overrides(
+        [*fixed, "threads=1", f"env.threads={threads}", *changes]
+    )
     return load_config(None, with_inherited(settings))
 
 
-def imitate(name: str, seed: int, folder: Path, changes: list[str], record_: dict) -> None:
+def imitate(name: str, seed: int, folder: Path, threads: int, changes: list[str], record_: dict) -> None:
     from sparring.run import Run
 
     problem = PROBLEMS[name]
     demos = record(problem, seed, folder)
     fixed = [f"seed={seed}", f"imitate.demos=[{demos}]", f"output={folder / 'imitate'}"]
-    run = Run(load("flow_imitate.yaml", fixed, changes), quiet=True)
+    run = Run(load("flow_imitate.yaml", fixed, threads, changes), quiet=True)
     started = time.perf_counter()
     run.run()
     record_["imitation_seconds"] = round(time.perf_counter() - started, 1)
@@ -81,13 +83,15 @@ def imitate(name: str, seed: int, folder: Path, changes: list[str], record_: dic
     print(f"{name} seed {seed} imitated: {record_['imitated']}", flush=True)
 
 
-def fine_tune(name: str, seed: int, folder: Path, minutes: float, changes: list[str], record_: dict) -> bool:
+def fine_tune(
+    name: str, seed: int, folder: Path, minutes: float, threads: int, changes: list[str], record_: dict
+) -> bool:
     """Until the config's last step or out of time; whether it is done."""
     from sparring.run import Run
 
     problem = PROBLEMS[name]
     fixed = [f"seed={seed}", f"pretrained={folder / 'imitate'}", f"output={folder / 'finetune'}"]
-    run = Run(load("flow_finetune.yaml", fixed, changes), quiet=True)
+    run = Run(load("flow_finetune.yaml", fixed, threads, changes), quiet=True)
     progress, deadline = run.phase.progress, time.time() + 60 * minutes
     while run.fraction < 1 and time.time() < deadline:
         started = time.perf_counter()
@@ -123,19 +127,20 @@ def judge(policy, config) -> dict:
     return rates
 
 
-def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path) -> dict:
+def train(name: str, seed: int, minutes: float, threads: int, changes: list[str], folder: Path) -> dict:
     import torch
 
     torch.set_num_threads(1)
     log = folder / "judged.json"
     found = json.loads(log.read_text()) if log.is_file() else {"seconds": 0.0, "curve": []}
     if "imitated" not in found:
-        imitate(name, seed, folder, [c for c in changes if not c.startswith(("ppo.", "rollout.n"))], found)
+        imitate(name, seed, folder, threads, [c for c in changes if not c.startswith(("ppo.", "rollout.n"))], found)
         report.write_json(log, found)
     if minutes == 0:
         return {"problem": name, "seed": seed} | found
-    done = fine_tune(name, seed, folder, minutes, [c for c in changes if not c.startswith("imitate.")], found)
-    about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    done = fine_tune(name, seed, folder, minutes, threads, [c for c in changes if not c.startswith("imitate.")], found)
+    hardware = report.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = {"problem": name, "seed": seed, "commit": report.commit(), "hardware": hardware, "threads": threads}
     return about | {"demonstrations": PROBLEMS[name].demonstrations, "done": done} | found
 
 
@@ -165,13 +170,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop RL after this long; the same call goes on")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--threads", type=int, default=1, help="of the simulator; results do not depend on it")
     parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
     parser.add_argument("--summary", action="store_true", help="only print what is known")
     args = parser.parse_args()
     if args.problem and not args.summary:
         folder = args.runs / "_".join(["gain", args.problem, f"seed{args.seed}", *args.set])
         folder.mkdir(parents=True, exist_ok=True)
-        outcome = train(args.problem, args.seed, args.minutes, args.set, folder)
+        outcome = train(args.problem, args.seed, args.minutes, args.threads, args.set, folder)
         if not args.set:
             report.keep_run(RESULTS, RUNS, outcome)
     if not RESULTS.is_file():
