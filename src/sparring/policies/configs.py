@@ -30,7 +30,7 @@ class EncoderConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
     normalize_observations: bool = Field(
-        True, description="mean/std of observation/state, kept with the weights: running, or of the demonstrations"
+        True, description="scale observation/state: by its running mean/std, or as imitate.normalization says"
     )
 
 
