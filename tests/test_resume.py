@@ -15,7 +15,7 @@ from sparring.run import Run
 from sparring.tree import load_config
 
 SMALL = {
-    "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10},
+    "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10, "render_episodes": 0},
     "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
     "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 5},
     "logging": {"console_level": "ERROR"},

@@ -17,11 +17,12 @@ from sparring.checkpoint import (
     remove_old,
     save_checkpoint,
 )
+from sparring.collect.camera import Film
 from sparring.distributed import Distributed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import choose_checkpoint, open_folder
 from sparring.phases import PHASES
-from sparring.phases.phase import Phase
+from sparring.phases.phase import Filmed, Phase
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, set_up_logging
 from sparring.record.pictures import NoVideoEncoder
@@ -66,6 +67,7 @@ class Run:
             self._go_on_from(checkpoint)
         elif pretrained:
             log.info("starts from the weights of %s: %s tensors, all that there are", pretrained, loaded)
+        self._film_what_comes()
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -116,6 +118,7 @@ class Run:
                 # where no robot acts, updates are all there is to count
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
                 self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
+                self._write_films()
                 if progress.updates % training.log_every == 0 or self.fraction >= 1:
                     self._write_line()
                 if progress.updates % training.save_every == 0:
@@ -161,6 +164,7 @@ class Run:
         self.saved_at = self.phase.progress.updates
         # nobody leaves while the main process is still writing
         self.distributed.barrier()
+        self._film_what_comes()
 
     def _made(self) -> str:
         progress = self.phase.progress
@@ -188,14 +192,26 @@ class Run:
         )
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
+        progress = self.phase.progress
         for number, film in enumerate(evaluation.films):
-            try:
-                progress = self.phase.progress
-                name = f"episode_{progress.episodes or progress.updates:06d}_{number}"
-                log.info("to look at: %s", self.recorder.film(name, film.frames, evaluation.fps))
-            except NoVideoEncoder as error:  # the training was not for the video's sake
-                log.warning("%s", error)
+            self._write_film(f"episode_{progress.episodes or progress.updates:06d}_{number}", film)
         return evaluation
+
+    def _film_what_comes(self) -> None:
+        """After every checkpoint: a run that goes on from there films the same."""
+        if self.folder is not None and isinstance(self.phase, Filmed):
+            self.phase.film(self.config.rollout.render_episodes)
+
+    def _write_films(self) -> None:
+        for film in self.phase.drain_films() if isinstance(self.phase, Filmed) else ():
+            self.console.end()
+            self._write_film(f"rollout_{self.phase.progress.updates:06d}_{film.episode.env}", film)
+
+    def _write_film(self, name: str, film: Film) -> None:
+        try:
+            log.info("to look at: %s", self.recorder.film(name, film.frames, self.phase.env.spec.control_hz))
+        except NoVideoEncoder as error:  # the training was not for the video's sake
+            log.warning("%s", error)
 
     def _stop_early(self) -> None:
         self.console.end()

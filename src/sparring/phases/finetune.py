@@ -6,6 +6,7 @@ from dataclasses import asdict
 from torch import nn
 
 from sparring.algorithms.make import make_algorithm
+from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
 from sparring.data.buffer import Buffer
@@ -96,6 +97,12 @@ class Finetune:
         self.progress.episodes += len(episodes)
         metrics |= _episode_metrics(episodes, self.env.spec.reports_success)
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
+
+    def film(self, episodes: int) -> None:
+        self.collector.camera.film(episodes)
+
+    def drain_films(self) -> list[Film]:
+        return self.collector.camera.drain()
 
     def state_dict(self) -> dict:
         return {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}
