@@ -23,6 +23,7 @@ class PPO(Updater):
     config: PPOConfig
 
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
+        # its annotation tells which settings a subclass of your own takes (`algorithm_config`)
         super().__init__(config, policy, distributed, seed)
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
@@ -68,7 +69,8 @@ def ppo_loss(
     config: PPOConfig, clip: float, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, LossTerms]:
     """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
-    log_ratio = scored["log_prob"] - batch["log_prob"]
+    # in float64 where the policy scores so; their difference is small
+    log_ratio = (scored["log_prob"] - batch["log_prob"]).float()
     policy_loss = clipped_policy_loss(log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip)
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()

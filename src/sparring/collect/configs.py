@@ -17,7 +17,7 @@ class RolloutConfig(Section):
     max_episode_steps: int | None = Field(None, gt=0, description="time limit of an episode; null: the task's own")
     action_steps: int = Field(1, gt=0, description="env steps per decision: the length of an action chunk")
     render_episodes: int = Field(
-        2, ge=0, description="videos of training episodes after each checkpoint, and of each evaluation"
+        2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"
     )
 
 

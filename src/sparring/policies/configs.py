@@ -32,6 +32,9 @@ class EncoderConfig(Section):
     normalize_observations: bool = Field(
         True, description="scale observation/state: by its running mean/std, or as imitate.normalization says"
     )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of encoder and actor; densities are always fp32 or finer"
+    )
 
 
 class CriticConfig(Section):
@@ -91,6 +94,3 @@ class FlowConfig(EncoderConfig, CriticConfig):
         0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"
     )
     target_decay: float = Field(0.999, ge=0, lt=1, description="of the slow network that the consistency term aims at")
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of the networks; densities are always fp32 or finer"
-    )

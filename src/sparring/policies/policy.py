@@ -25,6 +25,8 @@ class Policy(nn.Module):
     horizon: int = 1
     # what evaluate reads beside the action, and minibatches therefore gather: observation/*, trace/*
     in_keys: list[tuple[str, ...]]
+    # what update_normalizers reads of them; None: all
+    normalized_keys: list[tuple[str, ...]] | None = None
     # uniform random numbers a decision takes
     noise_size: int = 0
     # uniform random numbers a greedy decision starts from, found in `start`
@@ -50,7 +52,7 @@ class Policy(nn.Module):
     def complete(self, td: TensorDict) -> TensorDict:
         """What `act` left open, for a whole rollout `[B]` at once: `log_prob`, `value`, `trace/{log_prob,z2,dims}`.
 
-        `log_prob` is that of the executed part of a chunk. Called with the weights that acted.
+        `log_prob` is that of the executed part of a chunk, best in float64. Called with the weights that acted.
         """
         log_prob = td.get(("trace", "log_prob"), None)
         if log_prob is None:
