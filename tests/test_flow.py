@@ -239,7 +239,10 @@ def test_what_it_cannot_do_is_said():
     with pytest.raises(UserError, match="horizon=2 is shorter"):
         FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
     for wrong, said in (
-        ({"denoising_steps": 9}, "denoising_steps=9 is more than"),
+        ({"method": "denoising_mdp", "denoising_steps": 9}, "denoising_steps=9 is more than"),
+        ({"denoising_steps": 2}, "denoising_steps=2: only policy.method=denoising_mdp reads it, not flow_sde"),
+        ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: only policy.method=denoising_mdp reads it"),
+        ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
         ({"width": 30, "heads": 4}, "width=30 cannot be split"),
         ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
     ):
@@ -247,6 +250,20 @@ def test_what_it_cannot_do_is_said():
             FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
+
+
+def test_an_entropy_bonus_needs_noise_that_is_learned():
+    config = PPOConfig(entropy_coef=0.01)
+    for settings in METHODS.values():
+        policy = make_policy(**settings)
+        if policy.kernel.learns_noise:
+            PPO(config, policy)
+        else:
+            with pytest.raises(
+                UserError, match="entropy_coef=0.01: nothing that FlowPolicy learns changes its entropy"
+            ):
+                PPO(config, policy)
+    assert {m for m, s in METHODS.items() if make_policy(**s).learns_entropy} == {"flow_noise", "mdp_noise"}
 
 
 # ---- learning

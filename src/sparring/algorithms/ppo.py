@@ -23,7 +23,11 @@ class PPO(Updater):
     config: PPOConfig
 
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
-        # its annotation tells which settings a subclass of your own takes (`algorithm_config`)
+        if config.entropy_coef and not policy.learns_entropy:
+            raise UserError(
+                f"ppo.entropy_coef={config.entropy_coef}: nothing that {type(policy).__name__} learns changes its "
+                "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
+            )
         super().__init__(config, policy, distributed, seed)
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:

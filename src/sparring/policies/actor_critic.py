@@ -33,6 +33,7 @@ class ActorCritic(EncodedPolicy):
         self.config, self.chunk, self.horizon = config, chunk, chunk
         self.encoder = ObservationEncoder(config, spec)
         self.actor = mlp(self.encoder.size, config.hidden, config.activation)
+        self.dropout = nn.Dropout(config.dropout)
         self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
         self.in_keys = self.encoder.in_keys + self.critic.in_keys
         width = config.hidden[-1] if config.hidden else self.encoder.size
@@ -112,7 +113,7 @@ class ActorCritic(EncodedPolicy):
         """Features for the critic, and those that the head turns into actions; densities are never below fp32."""
         with self._precision():
             features = self.encoder(td)
-            latent = self.actor(features)
+            latent = self.dropout(self.actor(features))
         return features.float(), latent.float()
 
     def _scored(self, action: torch.Tensor) -> torch.Tensor:

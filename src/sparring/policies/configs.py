@@ -7,6 +7,8 @@ from pydantic import Field
 from sparring.config import Section
 
 PositiveInt = Annotated[int, Field(gt=0)]
+# settings of a flow policy that no other method reads
+OF_DENOISING_MDP = ("kernel", "denoising_steps", "denoising_discount")
 
 
 class EncoderConfig(Section):

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, fit_all
-from sparring.policies.configs import FlowConfig
+from sparring.policies.configs import OF_DENOISING_MDP, FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.dit import ActionTransformer
 from sparring.policies.encoded import EncodedPolicy
@@ -51,6 +51,9 @@ class FlowPolicy(EncodedPolicy):
             self.horizon, self.action_dim, config.width, config.layers, config.heads, config.dropout
         )
         self.kernel = _kernel(config, self.grid, self.horizon, self.action_dim)
+        self.learns_entropy = self.kernel.learns_noise
+        # imitation knows no noise net, nor do other methods
+        self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
         self.scored = _scored_steps(config)
         if config.method == "denoising_mdp":
             self.register_buffer("_step_weights", self.scored.weights, persistent=False)
@@ -255,6 +258,15 @@ def _check(config: FlowConfig, spec, chunk: int) -> None:
         raise UserError(
             f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
         )
+    if config.method != "denoising_mdp":
+        fields = FlowConfig.model_fields
+        unread = [name for name in OF_DENOISING_MDP if getattr(config, name) != fields[name].default]
+        if unread:
+            given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
+            raise UserError(
+                f"{given}: only policy.method=denoising_mdp reads it, not {config.method}; leave it out, or set that "
+                "method"
+            )
     if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
         raise UserError(
             f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="

@@ -33,6 +33,10 @@ class Policy(nn.Module):
     start_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
+    # parts that `pretrained` weights need not have, each with a dot at its end
+    may_be_new: tuple[str, ...] = ()
+    # whether its weights change its entropy, so that a bonus on it means something
+    learns_entropy: bool = True
     # whether `log_prob` is a mean over what was scored instead of a sum
     averages_log_prob: bool = False
 
