@@ -54,7 +54,7 @@ class Run:
         if not config.threads and not _is_small(self.phase):
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
-        loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else 0
+        loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
         # only now, when all that was given has been found to fit, is anything written
         if self.folder:
             open_folder(config)
@@ -66,7 +66,7 @@ class Run:
         if checkpoint is not None:
             self._go_on_from(checkpoint)
         elif pretrained:
-            log.info("starts from the weights of %s: %s tensors, all that there are", pretrained, loaded)
+            log.info("starts from the weights of %s: %s", pretrained, loaded)
         self._film_what_comes()
 
     def extend(self, config: Config) -> None:
