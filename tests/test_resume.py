@@ -32,6 +32,16 @@ WAYS = {
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
         "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
     },
+    "flow": {
+        "policy": {"name": "flow", "method": "flow_noise", "width": 16, "heads": 2, "layers": 1, "sampling_steps": 2},
+        "rollout": SMALL["rollout"] | {"action_steps": 3},
+    },
+    "flow by grpo": {
+        "policy": {"name": "flow", "method": "denoising_mdp", "width": 16, "heads": 2, "layers": 1, "horizon": 4},
+        "algorithm": "grpo",
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
     "critic warm-up": {"ppo": SMALL["ppo"] | {"critic_warmup_updates": 4}},
     "gsde": {"policy": {"distribution": "gsde", "sde_sample_freq": 5}},
     "evaluations between": {"evaluation": {"every": 2, "episodes": 3}},
