@@ -86,13 +86,16 @@ def run_of(folder, **rollout):
         "training": {"iterations": 4, "save_every": 2},
         "logging": {"console_level": "ERROR"},
     }
-    run = Run(load_config(settings | {"output": str(folder)}))
+    return Run(load_config(settings | {"output": str(folder)}))
+
+
+def trained(run):
     assert run.run()
     run.phase.env.close()
 
 
 def test_a_run_films_when_it_starts_and_after_each_checkpoint(tmp_path):
-    run_of(tmp_path, render_episodes=1)
+    trained(run_of(tmp_path, render_episodes=1))
     videos = sorted(path.name for path in (tmp_path / "videos").iterdir())
     # episodes are as long as rollouts; the one of update 3 had begun when the checkpoint was written
     assert videos == ["rollout_000001_0.mp4", "rollout_000004_0.mp4"]
@@ -103,5 +106,14 @@ def test_none_are_asked_for_and_nothing_is_drawn(tmp_path, monkeypatch):
     from sparring.envs.tabletop.backend import Tabletop
 
     monkeypatch.setattr(Tabletop, "render", lambda *_: 1 / 0)
-    run_of(tmp_path, render_episodes=0)
+    trained(run_of(tmp_path, render_episodes=0))
     assert not (tmp_path / "videos").exists()
+
+
+def test_who_steps_a_phase_alone_collects_no_films(tmp_path):
+    run = run_of(tmp_path, render_episodes=1)
+    for _ in range(4):
+        run.phase.step(run.fraction)
+        run.save()
+    run.phase.env.close()
+    assert run.phase.drain_films() == [] and not (tmp_path / "videos").exists()

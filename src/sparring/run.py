@@ -67,7 +67,6 @@ class Run:
             self._go_on_from(checkpoint)
         elif pretrained:
             log.info("starts from the weights of %s: %s", pretrained, loaded)
-        self._film_what_comes()
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -108,6 +107,7 @@ class Run:
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
         training, progress = self.config.training, self.phase.progress
+        self._film_what_comes()
         with _Interrupt() as interrupt:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
@@ -123,6 +123,7 @@ class Run:
                     self._write_line()
                 if progress.updates % training.save_every == 0:
                     self.save()
+                    self._film_what_comes()
                 if self.config.evaluation.every and progress.updates % self.config.evaluation.every == 0:
                     self.evaluate()
                 # all processes must leave together
@@ -164,7 +165,6 @@ class Run:
         self.saved_at = self.phase.progress.updates
         # nobody leaves while the main process is still writing
         self.distributed.barrier()
-        self._film_what_comes()
 
     def _made(self) -> str:
         progress = self.phase.progress
