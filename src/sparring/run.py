@@ -198,7 +198,7 @@ class Run:
         return evaluation
 
     def _film_what_comes(self) -> None:
-        """After every checkpoint: a run that goes on from there films the same."""
+        """When a run begins or goes on, and after every checkpoint."""
         if self.folder is not None and isinstance(self.phase, Filmed):
             self.phase.film(self.config.rollout.render_episodes)
 
