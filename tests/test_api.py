@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparring import PPO, Trainer, load_config, load_policy, make_env, make_policy
+from sparring import GRPO, PPO, Trainer, load_config, load_policy, make_env, make_policy
 from sparring.run import Run
 
 SMALL = {
@@ -114,3 +114,42 @@ def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
         evaluate_checkpoint(str(tmp_path), [], json_file=tmp_path / "no" / "x.json")
     evaluation = evaluate_checkpoint(str(tmp_path), [Setting("env.task", "reach_d1", "here")])
     assert list(evaluation.scores["policy"]) == ["reach_d1"]
+
+
+def test_grpo_by_the_trainer_and_by_the_command_line_give_bit_equal_weights(tmp_path):
+    rollout = {"n_envs": 4, "max_episode_steps": 5, "n_episodes_per_batch": 8, "group_size": 2, "render_episodes": 0}
+    grpo = {"mini_batch_size": 16, "epochs": 2}
+    training = {"total_timesteps": 80}
+    config = load_config({"algorithm": "grpo", "rollout": rollout, "grpo": grpo, "training": training})
+    by_config = Run(config, folder=False, quiet=True)
+    by_config.run()
+
+    torch.manual_seed(0)
+    env = make_env(config.env, 4, max_episode_steps=5, group_size=2)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    algorithm = GRPO(config.grpo, policy)
+    trainer = Trainer(policy, env, algorithm, output=tmp_path / "run", quiet=True, episodes_per_batch=8)
+    assert trainer.train(total_timesteps=80)
+    for name, tensor in by_config.phase.model.state_dict().items():
+        assert torch.equal(tensor, policy.state_dict()[name]), name
+    saved = load_config(tmp_path / "run" / "config.yaml")
+    assert saved.algorithm == "grpo" and saved.grpo.epochs == 2 and saved.rollout.group_size == 2
+
+
+def test_grpo_without_groups_and_both_kinds_of_batches_are_told():
+    config = load_config(SMALL)
+    env = make_env(config.env, 4)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    with pytest.raises(ValueError, match="grpo needs rollout.n_episodes_per_batch, and rollout.group_size"):
+        Trainer(policy, env, GRPO(config.grpo, policy), quiet=True).train(10)
+    with pytest.raises(ValueError, match="needs buffer.type=standard, and no buffer.size"):
+        Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, episodes_per_batch=8).train(10)
+
+
+class GentlePPO(PPO):
+    """Of one's own: it takes PPO's settings."""
+
+
+def test_a_subclass_takes_the_settings_of_ppo():
+    config = load_config({"algorithm": "test_api:GentlePPO", "algorithm_config": {"gamma": 0.5}})
+    assert config.algorithm_section.gamma == 0.5 and config.algorithm_section.clip_ratio == 0.2

@@ -77,6 +77,22 @@ def updates_by_episodes_on_this_rank(folder):
             "decisions": int(run.phase.buffer.rollout()["valid"].sum()),
             "progress": (run.phase.progress.episodes, run.phase.progress.env_steps),
         }
+    settings = {
+        "device": "cpu",
+        "env": {"name": "gym:Pendulum-v1"},
+        "policy": {"name": "flow", "method": "flow_sde_one_step", "width": 16, "heads": 2, "layers": 1},
+        "rollout": {"n_envs": 2, "steps": 8, "action_steps": 2},
+        "ppo": {"mini_batch_size": 8, "ppo_epochs": 2},
+        "training": {"iterations": 2},
+        "logging": {"console_level": "ERROR"},
+    }
+    run = Run(load_config(settings), folder=False, quiet=True)
+    run.run()
+    told["flow"] = {
+        "weights": run.phase.model.state_dict(),
+        "drawn": run.phase.buffer.rollout()["trace", "first"],
+        "progress": (run.phase.progress.updates, run.phase.progress.env_steps),
+    }
     torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
 
 
@@ -104,6 +120,11 @@ def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):
         assert one["progress"] == other["progress"] and one["progress"][0] == 3 * 2 * 4
         for name, tensor in one["weights"].items():
             assert torch.equal(tensor, other["weights"][name]) and tensor.isfinite().all(), name
+    # and of a flow policy, each with noise of its own
+    one, other = first["flow"], second["flow"]
+    assert not torch.equal(one["drawn"], other["drawn"])
+    assert one["progress"] == other["progress"] == (2, 2 * 2 * 2 * 8 * 2)
+    assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
 
 
 def test_weights_and_statistics_are_bit_identical(two_ranks):

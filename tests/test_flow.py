@@ -6,94 +6,31 @@ import numpy as np
 import pytest
 import torch
 from doubles import IdentityBackend
+from parity_cases import (
+    DIMS,
+    METHODS,
+    MUTANTS,
+    STATE,
+    CountsWhatWasNotExecuted,
+    Drifting,
+    gate,
+    make_policy,
+    rollout_of,
+)
 from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import Parity, ParityError, measure_parity
-from sparring.algorithms.ppo import PPO
+from sparring.algorithms.parity import ParityError
+from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.collect.collector import Collector
 from sparring.data.rollout import RolloutBuffer
-from sparring.envs.backend import EnvSpec, Step
+from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import FlowConfig
 from sparring.policies.flow import FlowPolicy
 from sparring.policies.flow_kernels import FlowNoise, FlowSDE, Grid, ode_step
-
-METHODS = {
-    "flow_sde": {"method": "flow_sde"},
-    "one_step": {"method": "flow_sde_one_step"},
-    "flow_noise": {"method": "flow_noise"},
-    "mdp_sde": {"method": "denoising_mdp", "denoising_steps": 2},
-    "mdp_noise": {"method": "denoising_mdp", "kernel": "noise"},
-}
-DIMS, STATE = 3, 5
-
-
-class Drifting:
-    """Random states and pictures; episodes of 7 steps end in the middle of a chunk. `padding` dims mean nothing."""
-
-    def __init__(self, num_envs: int, padding: int = 0, images: bool = False):
-        self.num_envs = num_envs
-        observation = {"state": ((STATE,), "float32")}
-        if images:
-            observation["image/head"] = ((3, 36, 36), "uint8")
-        self.spec = EnvSpec(observation, DIMS + padding, action_padding=padding, max_episode_steps=7)
-
-    def reset(self, seeds):
-        self.rng = np.random.default_rng(seeds(0, 0))
-        self.count = np.zeros(self.num_envs, int)
-        return self._observe()
-
-    def step(self, action):
-        n, c = action.shape[:2]
-        executed = np.minimum(c, 7 - self.count)
-        self.count += executed
-        done = self.count == 7
-        self.count[done] = 0
-        reward = np.where(np.arange(c) < executed[:, None], self.rng.random((n, c)), 0).astype(np.float32)
-        ended, seen = np.flatnonzero(done), self._observe()
-        final = {name: value[ended] for name, value in seen.items()}
-        return Step(seen, reward, executed, done & False, done, done & False, ended, final)
-
-    def record(self, envs): ...
-
-    def close(self): ...
-
-    def _observe(self):
-        seen = {"state": self.rng.standard_normal((self.num_envs, STATE)).astype(np.float32)}
-        if "image/head" in self.spec.observation:
-            seen["image/head"] = self.rng.integers(0, 256, (self.num_envs, 3, 36, 36), np.uint8)
-        return seen
-
-
-def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
-    torch.manual_seed(0)
-    spec = spec or Drifting(1).spec
-    policy = policy_class(FlowConfig(width=32, heads=2, channels=(8, 8), image_features=16, **config), spec, chunk)
-    # away from the start, where the velocity is zero and nothing matters
-    for name, parameter in policy.named_parameters():
-        if parameter.abs().max() == 0 and not name.startswith("critic"):
-            nn.init.normal_(parameter, std=0.1)
-    statistics = {"mean": np.full(DIMS, 0.1), "std": np.full(DIMS, 0.5)}
-    state = {"mean": np.zeros(STATE), "std": np.full(STATE, 2.0)}
-    policy.fit_normalizers({"action": statistics, "observation/state": state}, "mean_std")
-    return policy.eval()
-
-
-def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, padding=0, images=False, **config):
-    env = Env(Drifting(num_envs, padding, images))
-    policy = make_policy(policy_class, chunk, env.spec, **config)
-    buffer = RolloutBuffer(max(4, 256 // num_envs))
-    Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
-    return policy, buffer
-
-
-def gate(policy, buffer) -> Parity:
-    flat = buffer.get()
-    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat), policy.averages_log_prob)
-
 
 # ---- the parity gate
 
@@ -111,7 +48,9 @@ def test_every_method_passes_the_gate(method, num_envs, reduction):
 @pytest.mark.parametrize("encoder", ["flat", "keypoints"])
 @pytest.mark.parametrize("method", METHODS)
 def test_with_images_padding_and_a_longer_horizon(method, encoder):
-    policy, buffer = rollout_of(num_envs=6, padding=2, images=True, horizon=6, image_encoder=encoder, **METHODS[method])
+    policy, buffer = rollout_of(
+        num_envs=6, seen={"padding": 2, "images": True}, horizon=6, image_encoder=encoder, **METHODS[method]
+    )
     parity = gate(policy, buffer)
     parity.check(1e-4)
     flat = buffer.get()
@@ -126,55 +65,6 @@ def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
     gate(policy, buffer).check(0.05)
 
 
-class RedrawsNoise(FlowPolicy):
-    def evaluate(self, td):
-        td = td.clone()
-        td["trace", "states"][:, 1:] += 0.01 * torch.randn_like(td["trace", "states"][:, 1:])
-        return super().evaluate(td)
-
-
-class ShiftsTheGrid(FlowPolicy):
-    def evaluate(self, td):
-        times = self.grid.times.clone()
-        self.grid.times -= 0.5 * self.grid.size
-        scored = super().evaluate(td)
-        self.grid.times.copy_(times)
-        return scored
-
-
-class DropsOut(FlowPolicy):
-    def evaluate(self, td):
-        self.train()
-        return super().evaluate(td)
-
-
-class ChangesItsNormalizer(FlowPolicy):
-    def evaluate(self, td):
-        self.encoder.normalizer.shift += 0.01
-        return super().evaluate(td)
-
-
-class ScoresClamped(FlowPolicy):
-    def evaluate(self, td):
-        td = td.clone()
-        td["trace", "states"][:, -1].clamp_(-0.5, 0.5)
-        return super().evaluate(td)
-
-
-class CountsPadding(FlowPolicy):
-    def evaluate(self, td):
-        scored = super().evaluate(td)
-        scored["trace", "dims"] += 2
-        return scored
-
-
-class CountsWhatWasNotExecuted(FlowPolicy):
-    def evaluate(self, td):
-        td = td.clone()
-        td["next", "executed"][:] = self.chunk
-        return super().evaluate(td)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("method", METHODS)
 def test_counting_steps_that_were_not_executed_trips_the_gate(method, reduction):
@@ -184,11 +74,9 @@ def test_counting_steps_that_were_not_executed_trips_the_gate(method, reduction)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "mutant", [RedrawsNoise, ShiftsTheGrid, DropsOut, ChangesItsNormalizer, ScoresClamped, CountsPadding]
-)
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
 def test_each_mutant_trips_the_gate(mutant, method):
-    policy, buffer = rollout_of(mutant, dropout=0.3, **METHODS[method])
+    policy, buffer = rollout_of(mutant, seen={"padding": 2}, dropout=0.3, **METHODS[method])
     with pytest.raises(ParityError, match="refuses to train"):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
@@ -210,9 +98,28 @@ def test_log_prob_is_that_of_the_chain_by_torch_distributions():
         mean = a_hat * (1 - (t - h)) + eps_hat * (t - h - sigma2 * h / (2 * t))
         terms = torch.distributions.Normal(mean, math.sqrt(sigma2 * h)).log_prob(states[:, k + 1]).sum(-1)
         expected += (terms * (torch.arange(4) < executed[:, None])).sum(-1).detach()
-    torch.testing.assert_close(flat["log_prob"], expected.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(flat["log_prob"], expected, rtol=1e-5, atol=1e-4)
     # chunks of 4 in episodes of 7: some were cut short
     assert set(executed.tolist()) == {3, 4}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_counted_padding_shows_in_the_score(reduction):
+    policy, buffer = rollout_of(MUTANTS["padding counted"], seen={"padding": 2}, reduction=reduction)
+    parity = gate(policy, buffer)
+    # the normals of the real dims are as they were: it is the sum that is wrong
+    assert parity.drift <= 1e-4 and parity.dims == 2 * policy.grid.steps and parity.score > 0.1
+
+
+def test_a_ratio_is_taken_before_anything_is_rounded_to_float32():
+    """Sums of thousands of terms: float32 numbers near 1e4 are 1e-3 apart."""
+    batch = TensorDict({"log_prob": torch.full((1,), -14_000.0, dtype=torch.float64), "advantage": torch.ones(1)}, [1])
+    batch.update({"return": torch.zeros(1), "value": torch.zeros(1)})
+    scored = batch.select("value").update({"log_prob": batch["log_prob"] + 1e-5, "entropy": torch.zeros(1)})
+    _, terms = ppo_loss(PPOConfig(), 0.2, batch, scored)
+    assert terms.log_ratio.dtype == torch.float32 and terms.log_ratio.item() == pytest.approx(1e-5, rel=1e-4)
+    flat = rollout_of(num_envs=2)[1].get()
+    assert flat["log_prob"].dtype == torch.float64
 
 
 def test_the_reduction_is_one_setting():
@@ -332,7 +239,10 @@ def test_what_it_cannot_do_is_said():
     with pytest.raises(UserError, match="horizon=2 is shorter"):
         FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
     for wrong, said in (
-        ({"denoising_steps": 9}, "denoising_steps=9 is more than"),
+        ({"method": "denoising_mdp", "denoising_steps": 9}, "denoising_steps=9 is more than"),
+        ({"denoising_steps": 2}, "denoising_steps=2: only policy.method=denoising_mdp reads it, not flow_sde"),
+        ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: only policy.method=denoising_mdp reads it"),
+        ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
         ({"width": 30, "heads": 4}, "width=30 cannot be split"),
         ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
     ):
@@ -340,6 +250,20 @@ def test_what_it_cannot_do_is_said():
             FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
+
+
+def test_an_entropy_bonus_needs_noise_that_is_learned():
+    config = PPOConfig(entropy_coef=0.01)
+    for settings in METHODS.values():
+        policy = make_policy(**settings)
+        if policy.kernel.learns_noise:
+            PPO(config, policy)
+        else:
+            with pytest.raises(
+                UserError, match="entropy_coef=0.01: nothing that FlowPolicy learns changes its entropy"
+            ):
+                PPO(config, policy)
+    assert {m for m, s in METHODS.items() if make_policy(**s).learns_entropy} == {"flow_noise", "mdp_noise"}
 
 
 # ---- learning

@@ -32,7 +32,7 @@ def test_gaussian_log_prob_is_the_textbook_one():
     action, score, _ = act(head, features(), torch.rand(5, 6))
     mean = head.linear(features()).view(5, 2, 3)
     expected = D.Normal(mean, 0.7).log_prob(action).sum(-1)
-    torch.testing.assert_close(score.log_prob, expected)
+    torch.testing.assert_close(score.log_prob.float(), expected)
     torch.testing.assert_close(score.entropy, D.Normal(mean, 0.7).entropy().sum(-1))
     assert score.dims == 3
     torch.testing.assert_close(score.z2, ((action - mean) / 0.7).square().sum(-1))
@@ -43,7 +43,7 @@ def test_squashed_log_prob_has_the_jacobian_and_stays_inside():
     action, score, _ = act(head, features(), torch.rand(5, 2) * 0.8 + 0.1)
     mean = head.linear(features()).view(5, 1, 2)
     expected = D.TransformedDistribution(D.Normal(mean, 0.9), [D.TanhTransform(cache_size=1)]).log_prob(action).sum(-1)
-    torch.testing.assert_close(score.log_prob, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(score.log_prob.float(), expected, atol=1e-4, rtol=1e-4)
     extreme, _, _ = act(head, features() * 1e3, torch.full((5, 2), 0.9999))
     assert extreme.abs().max() < 1
     assert head.score(head.parameters_of(features()), extreme).log_prob.isfinite().all()
@@ -59,7 +59,7 @@ def test_state_dependent_noise_has_the_spread_it_is_scored_with():
     expected = 0.7 * one.norm().item()
     assert action.std(0).flatten().tolist() == pytest.approx([expected] * 2, rel=0.02)
     torch.testing.assert_close(
-        score.log_prob, D.Normal(parameters[0], expected).log_prob(action).sum(-1), rtol=1e-3, atol=1e-3
+        score.log_prob.float(), D.Normal(parameters[0], expected).log_prob(action).sum(-1), rtol=1e-3, atol=1e-3
     )
 
 
@@ -70,7 +70,7 @@ def test_discrete_choices_follow_their_probabilities():
     action, score, _ = act(head, one.expand(10_000, -1), uniform)
     share = torch.bincount(action.flatten().long(), minlength=3) / 10_000
     torch.testing.assert_close(share, head.linear(one).softmax(-1)[0].detach(), atol=2e-4, rtol=0)
-    torch.testing.assert_close(score.log_prob[0, 0], share[action[0, 0, 0].long()].log(), atol=1e-2, rtol=0)
+    torch.testing.assert_close(score.log_prob[0, 0].float(), share[action[0, 0, 0].long()].log(), atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_names_of_storage_are_loaded_when_used():
     assert loaded_after(code) == set()
 
 
-NAMES = ["Trainer", "load_policy", "load_config", "make_env", "make_policy", "PPO"]
+NAMES = ["Trainer", "load_policy", "load_config", "make_env", "make_policy", "PPO", "GRPO"]
 
 
 def test_every_name_of_the_package_exists():

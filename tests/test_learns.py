@@ -19,5 +19,7 @@ def test_reach_d0_is_learned_and_random_is_not(tmp_path):
     scores = run.evaluate().scores
     assert scores["policy"]["reach_d0"].success.rate >= 0.8
     assert scores["random"]["reach_d0"].success.rate <= 0.2
-    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 1
-    assert len(list((tmp_path / "samples").glob("*.png"))) == 1
+    # one of the first rollout, one of the evaluation
+    for kind in ("rollout", "episode"):
+        assert len(list((tmp_path / "videos").glob(f"{kind}_*.mp4"))) == 1
+        assert len(list((tmp_path / "samples").glob(f"{kind}_*.png"))) == 1

@@ -1,8 +1,11 @@
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparring.normalize import RunningNormalizer
+from sparring.data.statistics import of_numbers
+from sparring.normalize import Normalizer, RunningNormalizer, fit_all
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,3 +41,36 @@ def test_statistics_travel_with_the_weights():
     second.load_state_dict(first.state_dict())
     x = torch.randn(4, 2)
     assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantile"])
+@pytest.mark.parametrize("seen", [False, True], ids=["actions", "state"])
+def test_fitted_in_every_mode_the_inverse_gives_back_what_was_there(mode, seen):
+    rows = np.random.default_rng(0).normal([3.0, -0.2, 5.0], [2.0, 0.01, 0.0], (1000, 3)).astype(np.float32)
+    normalizer = RunningNormalizer(3) if seen else Normalizer(3)
+    normalizer.fit(of_numbers(rows), mode)
+    x = torch.from_numpy(rows)
+    y = normalizer(x)
+    torch.testing.assert_close(normalizer.inverse(y), x, rtol=1e-6, atol=1e-6)
+    # the constant third column is not blown up
+    varying = y[:, :2].double()
+    assert (y[:, 2] == 0).all()
+    if mode == "mean_std":
+        assert varying.mean(0).abs().max() < 1e-4 and (varying.std(0, unbiased=False) - 1).abs().max() < 1e-4
+    elif mode == "min_max":
+        torch.testing.assert_close(varying.amax(0), -varying.amin(0), rtol=1e-4, atol=0)
+        assert (varying.amax(0) - 1).abs().max() < 1e-4
+    else:
+        assert ((varying.abs() <= 1).double().mean(0) - 0.98).abs().max() < 2e-3 and varying.abs().max() > 1.05
+
+
+@pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantile"])
+def test_one_mode_holds_for_all_that_a_policy_scales(mode):
+    rows = np.random.default_rng(1).exponential(1.0, (500, 2))
+    state, privileged, action = RunningNormalizer(2), RunningNormalizer(2), Normalizer(2)
+    names = ("observation/state", "observation/privileged", "action")
+    fit_all({name: of_numbers(rows) for name in names}, state, privileged, action, mode)
+    assert torch.equal(state.scale, action.scale) and torch.equal(privileged.shift, action.shift)
+    # fitted for good: what robots see later changes nothing
+    state.update(torch.randn(50, 2) * 9)
+    assert torch.equal(state.scale, action.scale)

@@ -94,6 +94,27 @@ def test_a_policy_that_scores_something_else_is_refused(mutant):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
 
+def test_dropout_is_read_without_images_too():
+    policy, buffer, _ = rollout_of(dropout=0.3)
+    policy.eval()
+    gate(policy, buffer)
+    with pytest.raises(ParityError):
+        policy.train()
+        PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "squashed", "gsde", "discrete", "tokens"])
+def test_in_bf16_the_drift_is_within_the_documented_tolerance(distribution):
+    choices = 4 if distribution == "discrete" else 0
+    policy, buffer, _ = rollout_of(choices=choices, num_envs=1, distribution=distribution, precision="bf16")
+    gate(policy, buffer).check(0.05)
+    exact = rollout_of(choices=choices, num_envs=1, distribution=distribution)[0]
+    flat = buffer.get()
+    means = [p.evaluate(flat)["trace", "mean"] for p in (policy, exact)]
+    # it really computes in bf16, and scores in float32 or finer
+    assert means[0].dtype == torch.float32 and 1e-5 < (means[0] - means[1]).abs().max() < 0.05
+
+
 def test_counting_steps_that_were_not_executed_is_refused():
     policy, buffer, _ = rollout_of(chunk=3)
     rollout = buffer.get(flatten=False)

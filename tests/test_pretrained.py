@@ -1,12 +1,15 @@
 """From one run to the next: what `pretrained` brings along, what is refused, and that nothing is overwritten by it."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
-from sparring.checkpoint import checkpoints, read_weights
+import sparring
+from sparring.checkpoint import CheckpointError, checkpoints, load_pretrained, read_weights
 from sparring.cli import main
 from sparring.config_text import Setting
 from sparring.envs.make import make_env
@@ -33,6 +36,26 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "trained"
     config = load_config(TRAINED | {"output": str(folder)} | {"env": TRAINED["env"] | {"threads": 1}})
     run = Run(config)
+    run.run()
+    run.phase.env.close()
+    return folder
+
+
+FLOW = {
+    "env": {"task": "reach_d0", "threads": 1},
+    "rollout": {"n_envs": 2, "steps": 4, "action_steps": 2},
+    "policy": {"name": "flow", "width": 16, "heads": 2, "layers": 1, "hidden": [8], "sampling_steps": 2},
+    "training": {"iterations": 1},
+    "logging": {"console_level": "ERROR"},
+}
+
+
+@pytest.fixture(scope="module", params=["flow_sde", "denoising_mdp"])
+def trained_flow(request, tmp_path_factory):
+    """A flow policy without a noise net, as imitation leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / request.param
+    mdp = {"denoising_steps": 1} if request.param == "denoising_mdp" else {}
+    run = Run(load_config(FLOW | {"output": str(folder), "policy": FLOW["policy"] | {"method": request.param} | mdp}))
     run.run()
     run.phase.env.close()
     return folder
@@ -120,6 +143,63 @@ def test_a_damaged_file_is_refused(tmp_path, capsys):
     assert main(["train", "finetune", f"pretrained={file}", *SMALL, "--output", str(tmp_path / "run")]) == 2
     assert f"'{file}' cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+# ---- flow policies
+
+
+def test_a_noise_net_may_be_new_and_is_told(trained_flow, tmp_path, capsys):
+    out, words = tmp_path / "run", ["train", "finetune", f"pretrained={trained_flow}", "policy.method=flow_noise"]
+    assert main([*words, *SMALL, *SHORT, "ppo.policy_lr=1e-9", "--output", str(out)]) == 0
+    before, after = (read_weights(checkpoints(run)[-1] / "model.safetensors") for run in (trained_flow, out))
+    new = [key for key in after if key not in before]
+    assert new and all(key.startswith("kernel.net.") for key in new)
+    told = f"starts from the weights of {trained_flow}: {len(before)} tensors, all that there are; new: kernel.net.0."
+    assert told in capsys.readouterr().err
+    assert torch.allclose(before["velocity.position"], after["velocity.position"], atol=1e-6)
+    # back again there is no place for it
+    words = ["train", "finetune", f"pretrained={out}", "policy.method=flow_sde", *SMALL]
+    assert main([*words, "--output", str(tmp_path / "back")]) == 2
+    assert "4 unexpected: kernel.net.0" in capsys.readouterr().err and not (tmp_path / "back").exists()
+
+
+def test_nothing_but_the_noise_net_may_be_new(trained_flow, tmp_path):
+    weights = read_weights(checkpoints(trained_flow)[-1] / "model.safetensors")
+    config = load_config(FLOW | {"policy": FLOW["policy"] | {"method": "flow_noise"}})
+    env = make_env(config.env, 2)
+    policy = make_policy(config.policy, env.spec, 2)
+    half = weights | {"kernel.net.0.bias": policy.state_dict()["kernel.net.0.bias"]}
+    less = {key: value for key, value in weights.items() if key != "velocity.position"}
+    for given, said in ((half, "3 missing: kernel.net.0.weight"), (less, "1 missing: velocity.position")):
+        save_file(given, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=said):
+            load_pretrained(policy, tmp_path, env)
+    env.close()
+
+
+def test_a_run_goes_on_when_what_it_started_from_is_gone(trained_flow, tmp_path, capsys):
+    source, out = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(trained_flow, source)
+    words = ["train", "finetune", f"pretrained={source}", *SMALL, *SHORT, "env.reward=sparse", "--output", str(out)]
+    assert main(words) == 0
+    shutil.rmtree(source)
+    capsys.readouterr()
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert "already trained to the end" in said and f"goes on from {out / 'checkpoint-1'}" in said
+    # what was given at first is still asked for
+    assert main([word for word in words if word != "env.reward=sparse"]) == 2
+    assert "env.reward: sparse in the folder, dense now" in capsys.readouterr().err
+    # and a new run cannot start from nothing
+    for fresh in (["--resume", "never"], ["--output", str(tmp_path / "other")]):
+        assert main([*words, *fresh]) == 2
+        assert f"'{source}' does not exist" in capsys.readouterr().err
+
+
+def test_python_inherits_as_the_command_line_does(trained, capsys):
+    given = {"pretrained": str(trained), "policy": {"init_std": 0.2}}
+    words = [f"pretrained={trained}", "policy.init_std=0.2"]
+    assert sparring.load_config(given).dump() == printed_config(capsys, *words)
 
 
 # ---- dry runs

@@ -15,7 +15,7 @@ from sparring.run import Run
 from sparring.tree import load_config
 
 SMALL = {
-    "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10},
+    "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10, "render_episodes": 0},
     "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
     "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 5},
     "logging": {"console_level": "ERROR"},
@@ -28,6 +28,16 @@ WAYS = {
     "chunks": {"rollout": SMALL["rollout"] | {"action_steps": 3}},
     "by episodes": {"rollout": {"n_envs": 2, "n_episodes_per_batch": 4}, "env": {"name": "gym:CartPole-v1"}},
     "grpo": {
+        "algorithm": "grpo",
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
+    "flow": {
+        "policy": {"name": "flow", "method": "flow_noise", "width": 16, "heads": 2, "layers": 1, "sampling_steps": 2},
+        "rollout": SMALL["rollout"] | {"action_steps": 3},
+    },
+    "flow by grpo": {
+        "policy": {"name": "flow", "method": "denoising_mdp", "width": 16, "heads": 2, "layers": 1, "horizon": 4},
         "algorithm": "grpo",
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
         "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},

@@ -57,7 +57,7 @@ def test_log_prob_and_entropy_are_those_of_independent_choices():
     assert action.shape == (6, 2, 3)
     score, expected = head.score(parameters, action), D.Categorical(logits=parameters[0])
     index = ((action + 1) / 2 * 5 - 0.5).round()
-    torch.testing.assert_close(score.log_prob, expected.log_prob(index).sum(-1))
+    torch.testing.assert_close(score.log_prob.float(), expected.log_prob(index).sum(-1))
     torch.testing.assert_close(score.entropy, expected.entropy().sum(-1))
     assert score.dims == 3 and torch.equal(score.z2, torch.zeros(6, 2))
     # cross-entropy: what raises the score of an action raises its logit and lowers the others

@@ -10,10 +10,11 @@ __version__ = "0.1.0"
 _WHERE = {
     "Trainer": "sparring.api",
     "load_policy": "sparring.api",
-    "load_config": "sparring.tree",
+    "load_config": "sparring.inherit",
     "make_env": "sparring.envs.make",
     "make_policy": "sparring.policies.make",
     "PPO": "sparring.algorithms.ppo",
+    "GRPO": "sparring.algorithms.grpo",
 }
 __all__ = list(_WHERE)
 

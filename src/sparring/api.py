@@ -6,13 +6,18 @@ policy = make_policy(config.policy, env.spec, chunk=1)
 trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=2048, buffer_type="standard", batch_size=64)
 trainer.train(total_timesteps=100_000)
 print(trainer.evaluate(episodes=100).table())
+
+GRPO takes whole episodes, of robots in groups:
+env = make_env(config.env, num_envs=16, group_size=8)
+trainer = Trainer(policy, env, GRPO(config.grpo, policy), episodes_per_batch=32)
 """
 
 from pathlib import Path
 
+from sparring.algorithms.grpo import GRPO
+from sparring.algorithms.ppo import PPO
 from sparring.checkpoint import checkpoint_folder, load_spec, load_weights
 from sparring.config_text import read_settings
-from sparring.data.make import make_buffer
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
@@ -32,13 +37,17 @@ class Trainer:
         policy: Policy,
         env: Env,
         algorithm,
-        buffer_size: int = 2048,
+        buffer_size: int | None = None,
         buffer_type: str = "standard",
         batch_size: int | None = None,
         output: str | Path | None = None,
         seed: int = 0,
         quiet: bool = False,
+        episodes_per_batch: int | None = None,
     ):
+        """Between two updates: `episodes_per_batch` whole episodes, or `buffer_size` decisions (null: 2048)."""
+        if buffer_size is None and episodes_per_batch is None:
+            buffer_size = 2048
         self.policy, self.env, self.algorithm = policy, env, algorithm
         if batch_size is not None:
             algorithm.config = algorithm.config.model_copy(update={"mini_batch_size": batch_size})
@@ -52,10 +61,12 @@ class Trainer:
                 "n_envs": env.num_envs,
                 "action_steps": policy.chunk,
                 "max_episode_steps": env.spec.max_episode_steps or None,
+                "n_episodes_per_batch": episodes_per_batch,
+                "group_size": env.group_size,
             },
             "env": _section(env),
             "policy": _section(policy),
-            "ppo": algorithm.config.model_dump(),
+            **_named(algorithm),
         }
         if output is not None and not all(self.settings[name] for name in ("env", "policy")):
             raise UserError("output=... saves a run by its config: make env and policy with make_env and make_policy")
@@ -66,15 +77,7 @@ class Trainer:
         """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}})
         if self.run is None:
-            phase = Finetune(
-                self.env,
-                self.policy,
-                self.algorithm,
-                make_buffer(config.buffer, config.rollout_steps, self.env.num_envs, config.run_folder),
-                self.algorithm.distributed,
-                config.seed,
-                self.policy.chunk,
-            )
+            phase = Finetune.of(config, self.env, self.policy, self.algorithm, self.algorithm.distributed)
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
         else:
             self.run.extend(config)
@@ -105,3 +108,12 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
 def _section(thing) -> dict:
     config = getattr(thing, "config", None)
     return {} if config is None else config.model_dump()
+
+
+def _named(algorithm) -> dict:
+    """The algorithm and its section, as a config has them."""
+    settings = algorithm.config.model_dump()
+    for name, kind in (("ppo", PPO), ("grpo", GRPO)):
+        if isinstance(algorithm, kind):
+            return {"algorithm": name, name: settings}
+    return {"algorithm": f"{type(algorithm).__module__}:{type(algorithm).__qualname__}", "algorithm_config": settings}

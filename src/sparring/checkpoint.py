@@ -10,7 +10,7 @@ checkpoint-<n>/
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -96,14 +96,28 @@ def weights_file(path: Path) -> Path | None:
     return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
 
 
-def load_weights(model: nn.Module, path: str | Path) -> int:
+@dataclass(frozen=True)
+class Loaded:
+    """What came of loading weights."""
+
+    tensors: int
+    # those of the model that were not there, and may be new
+    new: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.tensors} tensors, all that there are" + (f"; new: {', '.join(self.new)}" if self.new else "")
+
+
+def load_weights(model: nn.Module, path: str | Path, may_be_new: tuple[str, ...] = ()) -> Loaded:
     """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
 
-    How many tensors there were.
+    A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
     """
     file = weights_file(find_checkpoint(path))
     given, expected = read_weights(file), model.state_dict()
-    missing = [key for key in expected if key not in given]
+    absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
+    new = tuple(key for key in expected if absent and key.startswith(absent))
+    missing = [key for key in expected if key not in given and key not in new]
     unexpected = [key for key in given if key not in expected]
     reshaped = [
         f"{key} {list(given[key].shape)} instead of {list(expected[key].shape)}"
@@ -116,12 +130,13 @@ def load_weights(model: nn.Module, path: str | Path) -> int:
         raise CheckpointError(
             f"'{file}' does not fit this model: {told}. Use the config it was trained with (config.yaml beside it)"
         )
-    model.load_state_dict(given)
-    return len(given)
+    # what is not in `given` may be new
+    model.load_state_dict(given, strict=not new)
+    return Loaded(len(given), new)
 
 
-def load_pretrained(model: nn.Module, path: str | Path, env) -> int:
-    """The weights of another run, in an env that must show and accept what its env did; how many tensors there were."""
+def load_pretrained(model: nn.Module, path: str | Path, env) -> Loaded:
+    """The weights of another run, in an env that must show and accept what its env did."""
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     differences = []
@@ -140,7 +155,7 @@ def load_pretrained(model: nn.Module, path: str | Path, env) -> int:
                 + differences
             )
         )
-    return load_weights(model, path)
+    return load_weights(model, path, getattr(model, "may_be_new", ()))
 
 
 def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:

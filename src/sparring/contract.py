@@ -14,7 +14,7 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     noise                        float32 [Z] in (0,1) Collector; the policy's randomness; absent: act greedily
     action                       float32 [C, A]       Policy; in [-1, 1] nominally, as sampled (discrete: A=1, an index)
     log_prob, value              float32              Policy (log_prob: of the executed part, see Collector; or [S], of
-                                                      each of the policy's scored denoising steps)
+                                                      each of the policy's scored denoising steps; better float64)
     trace/*                      what re-scoring and the parity gate need: log_prob [C], mean [C, ...], z2 [C], dims [C]
     version                      int64                Collector; which weights acted
     next/observation/*           the true next one, before any auto-reset (Env)
@@ -34,6 +34,8 @@ from tensordict import TensorDict
 
 from sparring.errors import UserError
 
+# a ratio is the exponential of a small difference of large log-probs
+_SCORES = (torch.float32, torch.float64)
 STEP_KEYS = {
     ("next", "reward"): torch.float32,
     ("next", "executed"): torch.int64,
@@ -84,20 +86,23 @@ def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> N
 def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, where: str) -> None:
     """What a rollout [T, N] has after `Policy.complete`: scores, and what the parity gate compares."""
     chunk = rollout["action"].shape[-2]
-    _check_written(rollout, "log_prob", () if step_weights is None else tuple(step_weights.shape), where)
+    scores = () if step_weights is None else tuple(step_weights.shape)
+    _check_written(rollout, "log_prob", scores, where, _SCORES)
     _check_written(rollout, "value", (), where)
-    for key in ("log_prob", "z2", "dims"):
+    _check_written(rollout, ("trace", "log_prob"), (chunk,), where, _SCORES)
+    for key in ("z2", "dims"):
         _check_written(rollout, ("trace", key), (chunk,), where)
     if rollout.get(("trace", "mean"), None) is None:
         raise ContractError(f"{where}: nobody wrote 'trace/mean', which the parity gate compares")
 
 
-def _check_written(td, key, shape, where):
+def _check_written(td, key, shape, where, dtypes=(torch.float32,)):
     name = key if isinstance(key, str) else "/".join(key)
     value = td.get(key, None)
     if value is None:
         raise ContractError(f"{where}: did not write '{name}'")
-    _check_tensor(value, (*td.batch_size, *shape), torch.float32, f"{where}: {name}")
+    dtype = value.dtype if value.dtype in dtypes else dtypes[0]
+    _check_tensor(value, (*td.batch_size, *shape), dtype, f"{where}: {name}")
 
 
 def _check_tensor(value, shape, dtype, where):

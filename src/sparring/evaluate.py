@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
 from sparring.envs.env import Env
@@ -41,14 +42,6 @@ class Score:
     steps: float
 
 
-@dataclass(frozen=True)
-class Film:
-    """The pictures of one recorded episode."""
-
-    frames: list[np.ndarray]
-    episode: Episode
-
-
 def wilson(successes: int, episodes: int, z: float = 1.959964) -> Rate:
     """Wilson's score interval (formulas.md, section 5)."""
     if not 0 <= successes <= episodes or episodes < 1:
@@ -71,50 +64,21 @@ def play(
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
     quota = [len(range(env_index, episodes, env.num_envs)) for env_index in range(env.num_envs)]
-    camera = _Camera(env, min(films, env.num_envs, episodes))
+    collector.camera.film(min(films, episodes))
     counted: list[Episode] = []
     collector.start()
-    camera.start()
     fruitless = 0
     while any(quota):
         collector.decide()
-        camera.shoot()
         fruitless = 0 if collector.episodes else fruitless + 1
         if fruitless > NEVER_ENDING:
             raise UserError(f"no episode ended in {NEVER_ENDING} decisions; give it a limit: rollout.max_episode_steps")
         for episode in collector.drain_episodes():
-            camera.episode_ended(episode)
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
     policy.train(training)
-    return counted, camera.films
-
-
-class _Camera:
-    """Films the first episode of the first few robots."""
-
-    def __init__(self, env: Env, robots: int):
-        self.env = env
-        self.reels: dict[int, list[np.ndarray]] = {robot: [] for robot in range(robots)}
-        self.films: list[Film] = []
-
-    def start(self) -> None:
-        self.env.backend.record(list(self.reels))
-        for robot, reel in self.reels.items():
-            picture = self.env.backend.render(robot)
-            reel += [] if picture is None else [picture]
-
-    def shoot(self) -> None:
-        for robot, frames in self.env.last.frames.items():
-            if robot in self.reels:
-                self.reels[robot] += frames
-
-    def episode_ended(self, episode: Episode) -> None:
-        if episode.env in self.reels:
-            frames = self.reels.pop(episode.env)
-            self.env.backend.record(list(self.reels))
-            self.films += [Film(frames, episode)] if frames else []
+    return counted, collector.camera.drain()
 
 
 def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[str, Score]:

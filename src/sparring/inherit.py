@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config_text import Setting, read_settings
-from sparring.tree import tree_of
+from sparring.policies.configs import OF_DENOISING_MDP
+from sparring.tree import Config, given_settings, run_folder, tree_of
 
 # of an env: these say how a run is made, not what a policy sees and does
 OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
+
+
+def load_config(
+    source: str | Path | dict | None = None, overrides: list[Setting] | None = None, phase: str | None = None
+) -> Config:
+    """A file or a (nested) dict plus overrides, and below them what comes along; as the command line has it."""
+    settings = with_inherited(given_settings(source, overrides, phase))
+    return tree_of(settings).build(settings)
 
 
 def with_inherited(settings: list[Setting]) -> list[Setting]:
@@ -45,16 +54,31 @@ def _of_checkpoint(path: str, given: dict[str, Any]) -> list[Setting]:
     """What its config says about the policy and about what it saw and did; nothing of weights without a config."""
     from sparring.checkpoint import find_checkpoint
 
-    found = find_checkpoint(path)
-    file = (found.parent if found.is_file() else found) / "config.yaml"
-    if not file.is_file():
-        return []
-    saved = read_settings(file)
+    saved = [] if Path(path).exists() else _of_the_run_itself(path, given)
+    if not saved:
+        found = find_checkpoint(path)
+        file = (found.parent if found.is_file() else found) / "config.yaml"
+        saved = read_settings(file) if file.is_file() else []
+    method = next((s.value for s in saved if s.key == "policy.method"), None)
+    if given.get("policy.method", method) != method:
+        # another method does not read them
+        saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_DENOISING_MDP]]
     names = {s.key: s.value for s in saved if s.key in ("env.name", "policy.name")}
     # another kind of env or policy has other settings; whether it fits is found out when weights are loaded
     sections = [f"{key.partition('.')[0]}." for key, name in names.items() if given.get(key, name) == name]
     wanted = [s for s in saved if s.key.startswith((*sections, "rollout.action_steps")) and s.key not in OF_THE_RUN]
     return [Setting(s.key, s.value, f"pretrained={path}") for s in wanted]
+
+
+def _of_the_run_itself(path: str, given: dict[str, Any]) -> list[Setting]:
+    """The config of a run that started from `path` and goes on: it holds all that came along, wherever that is now."""
+    from sparring.checkpoint import checkpoints
+
+    folder = run_folder(given.get("output"), given.get("phase", "finetune"))
+    if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
+        return []
+    saved = read_settings(folder / "config.yaml")
+    return saved if any(s.key == "pretrained" and s.value == path for s in saved) else []
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:

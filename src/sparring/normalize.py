@@ -78,12 +78,8 @@ class RunningNormalizer(Normalizer):
 
 
 def fit_all(statistics: Mapping[str, Mapping[str, np.ndarray]], state, privileged, action, mode: str) -> None:
-    """The normalisers of a policy to those of a dataset; actions by `mode`, what is seen always by mean and std."""
-    fitted = {
-        "observation/state": (state, "mean_std"),
-        "observation/privileged": (privileged, "mean_std"),
-        "action": (action, mode),
-    }
-    for name, (normalizer, how) in fitted.items():
+    """The normalisers of a policy, where it has them, to those of a dataset."""
+    fitted = {"observation/state": state, "observation/privileged": privileged, "action": action}
+    for name, normalizer in fitted.items():
         if isinstance(normalizer, Normalizer) and name in statistics:
-            normalizer.fit(statistics[name], how)
+            normalizer.fit(statistics[name], mode)

@@ -17,11 +17,12 @@ from sparring.checkpoint import (
     remove_old,
     save_checkpoint,
 )
+from sparring.collect.camera import Film
 from sparring.distributed import Distributed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import choose_checkpoint, open_folder
 from sparring.phases import PHASES
-from sparring.phases.phase import Phase
+from sparring.phases.phase import Filmed, Phase
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, set_up_logging
 from sparring.record.pictures import NoVideoEncoder
@@ -53,7 +54,7 @@ class Run:
         if not config.threads and not _is_small(self.phase):
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
-        loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else 0
+        loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
         # only now, when all that was given has been found to fit, is anything written
         if self.folder:
             open_folder(config)
@@ -65,7 +66,7 @@ class Run:
         if checkpoint is not None:
             self._go_on_from(checkpoint)
         elif pretrained:
-            log.info("starts from the weights of %s: %s tensors, all that there are", pretrained, loaded)
+            log.info("starts from the weights of %s: %s", pretrained, loaded)
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -106,6 +107,7 @@ class Run:
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
         training, progress = self.config.training, self.phase.progress
+        self._film_what_comes()
         with _Interrupt() as interrupt:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
@@ -116,10 +118,12 @@ class Run:
                 # where no robot acts, updates are all there is to count
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
                 self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
+                self._write_films()
                 if progress.updates % training.log_every == 0 or self.fraction >= 1:
                     self._write_line()
                 if progress.updates % training.save_every == 0:
                     self.save()
+                    self._film_what_comes()
                 if self.config.evaluation.every and progress.updates % self.config.evaluation.every == 0:
                     self.evaluate()
                 # all processes must leave together
@@ -188,14 +192,26 @@ class Run:
         )
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
+        progress = self.phase.progress
         for number, film in enumerate(evaluation.films):
-            try:
-                progress = self.phase.progress
-                name = f"episode_{progress.episodes or progress.updates:06d}_{number}"
-                log.info("to look at: %s", self.recorder.film(name, film.frames, evaluation.fps))
-            except NoVideoEncoder as error:  # the training was not for the video's sake
-                log.warning("%s", error)
+            self._write_film(f"episode_{progress.episodes or progress.updates:06d}_{number}", film)
         return evaluation
+
+    def _film_what_comes(self) -> None:
+        """When a run begins or goes on, and after every checkpoint."""
+        if self.folder is not None and isinstance(self.phase, Filmed):
+            self.phase.film(self.config.rollout.render_episodes)
+
+    def _write_films(self) -> None:
+        for film in self.phase.drain_films() if isinstance(self.phase, Filmed) else ():
+            self.console.end()
+            self._write_film(f"rollout_{self.phase.progress.updates:06d}_{film.episode.env}", film)
+
+    def _write_film(self, name: str, film: Film) -> None:
+        try:
+            log.info("to look at: %s", self.recorder.film(name, film.frames, self.phase.env.spec.control_hz))
+        except NoVideoEncoder as error:  # the training was not for the video's sake
+            log.warning("%s", error)
 
     def _stop_early(self) -> None:
         self.console.end()

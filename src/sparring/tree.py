@@ -85,14 +85,17 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        base = os.environ.get("OUTPUT_BASE", "outputs")
-        return Path(self.output) if self.output else Path(base) / f"{self.phase}_rl"
+        return run_folder(self.output, self.phase)
 
     def dump(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
         return to_yaml(self.dump(), TREE.comments(self))
+
+
+def run_folder(output: str | None, phase: str) -> Path:
+    return Path(output) if output else Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{phase}_rl"
 
 
 # other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
@@ -139,6 +142,13 @@ def load_config(
     source: str | Path | dict | None = None, overrides: list[Setting] | None = None, phase: str | None = None
 ) -> Config:
     """A file or a (nested) dict plus overrides, checked as a whole; what is not given keeps its default."""
+    settings = given_settings(source, overrides, phase)
+    return tree_of(settings).build(settings)
+
+
+def given_settings(
+    source: str | Path | dict | None, overrides: list[Setting] | None, phase: str | None
+) -> list[Setting]:
     if isinstance(source, dict):
         settings = [Setting(key, value, "Python") for key, value in flatten(source).items()]
     else:
@@ -146,7 +156,7 @@ def load_config(
     settings += overrides or []
     if phase:
         settings.append(Setting("phase", phase, "command line"))
-    return tree_of(settings).build(settings)
+    return settings
 
 
 def tree_of(settings: list[Setting]) -> Tree:

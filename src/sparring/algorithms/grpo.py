@@ -136,14 +136,15 @@ def grpo_loss(
     config: GRPOConfig, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, LossTerms]:
     """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
-    log_ratio = scored["log_prob"] - batch["log_prob"]
+    # in float64 where the policy scores so; their difference is small
+    log_ratio = (scored["log_prob"] - batch["log_prob"]).float()
     loss = policy_loss = clipped_policy_loss(
         log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights
     )
     scalars = {"policy_loss": policy_loss, "entropy": scored["entropy"].mean()}
     if config.kl_coef:
         # r = reference / present
-        scalars["reference_kl"] = approximate_kl(batch["reference_log_prob"] - scored["log_prob"])
+        scalars["reference_kl"] = approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
         loss = loss + config.kl_coef * scalars["reference_kl"]
     scalars = {"loss": loss} | scalars
     return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach())

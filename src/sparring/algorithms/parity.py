@@ -37,20 +37,26 @@ class Parity:
     # max |probability ratio - 1|, for the log only
     ratio: float
 
-    def check(self, tolerance: float) -> None:
-        # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
-        limits = {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
+    def excesses(self, tolerance: float) -> dict[str, float]:
+        """The terms that are over their limits; nothing where all is well."""
         # `not <=` also catches NaN
-        wrong = [
-            f"{name} {getattr(self, name):.3g} > {limit:g}"
-            for name, limit in limits.items()
-            if not getattr(self, name) <= limit
-        ]
+        return {
+            name: getattr(self, name) for name, limit in _limits(tolerance).items() if not getattr(self, name) <= limit
+        }
+
+    def check(self, tolerance: float) -> None:
+        limits, wrong = _limits(tolerance), self.excesses(tolerance)
         if wrong:
+            told = ", ".join(f"{name} {value:.3g} > {limits[name]:g}" for name, value in wrong.items())
             raise ParityError(
-                f"the parity gate refuses to train: {', '.join(wrong)}. Scoring the stored actions with unchanged "
+                f"the parity gate refuses to train: {told}. Scoring the stored actions with unchanged "
                 f"weights does not give back what acting gave. Likely causes: {CAUSES}."
             )
+
+
+def _limits(tolerance: float) -> dict[str, float]:
+    # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
+    return {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
 
 
 @torch.no_grad()

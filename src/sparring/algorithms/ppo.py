@@ -23,6 +23,11 @@ class PPO(Updater):
     config: PPOConfig
 
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
+        if config.entropy_coef and not policy.learns_entropy:
+            raise UserError(
+                f"ppo.entropy_coef={config.entropy_coef}: nothing that {type(policy).__name__} learns changes its "
+                "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
+            )
         super().__init__(config, policy, distributed, seed)
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
@@ -68,7 +73,8 @@ def ppo_loss(
     config: PPOConfig, clip: float, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, LossTerms]:
     """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
-    log_ratio = scored["log_prob"] - batch["log_prob"]
+    # in float64 where the policy scores so; their difference is small
+    log_ratio = (scored["log_prob"] - batch["log_prob"]).float()
     policy_loss = clipped_policy_loss(log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip)
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()

@@ -115,9 +115,10 @@ class Updater:
 
     def _end(self, flat: TensorDict, rows: torch.Tensor) -> None:
         """The normalisers see the observations of `rows`, and the update is over."""
-        seen = flat
+        seen, keys = flat, self.policy.normalized_keys
         if len(rows) < len(flat):
-            seen = gather({key: flat.get(key) for key in self.policy.in_keys}, rows)
+            # not the pictures, which are most of it
+            seen = gather({key: flat.get(key) for key in (self.policy.in_keys if keys is None else keys)}, rows)
         self.policy.update_normalizers(seen, self.distributed.sum)
         self.updates += 1
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from sparring.collect.camera import Camera
 from sparring.collect.episodes import Episode, EpisodeTracker
 from sparring.contract import check_completed, check_decision, check_observation, check_step
 from sparring.data.buffer import Buffer
@@ -19,7 +20,8 @@ _EVAL_NOISE = 1 << 40
 class Collector:
     """Lets a policy act in an env, decision by decision.
 
-    `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode. `version` is written by whoever updates the weights.
+    `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode. `version`
+    is written by whoever updates the weights, `camera` told what to film by whoever wants to see it.
     With `episodes` a rollout holds so many whole episodes of every robot, all from fresh starts; without, as many
     decisions as the buffer takes, and episodes go on in the next one.
     """
@@ -51,6 +53,7 @@ class Collector:
         self.batches = 0
         self.episodes: list[Episode] = []
         self.tracker = EpisodeTracker(env.num_envs)
+        self.camera = Camera(env)
         self.root: TensorDict | None = None
 
     def start(self) -> None:
@@ -58,6 +61,7 @@ class Collector:
         self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
         check_observation(self.root, self.env.spec, "env.reset")
         self.tracker = EpisodeTracker(self.env.num_envs)
+        self.camera.all_began()
 
     @torch.inference_mode()
     def decide(self) -> TensorDict:
@@ -135,7 +139,9 @@ class Collector:
         self.decision += 1
         executed = self.env.last.executed
         self.env_steps += int(executed.sum() if counted is None else executed[counted].sum())
-        self.episodes += [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
+        ended = [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
+        self.camera.look(ended)
+        self.episodes += ended
         return td
 
     def _complete(self, buffer: Buffer) -> None:

@@ -16,7 +16,9 @@ class RolloutConfig(Section):
     group_size: int = Field(1, gt=0, description="robots whose training episodes start alike, for grpo")
     max_episode_steps: int | None = Field(None, gt=0, description="time limit of an episode; null: the task's own")
     action_steps: int = Field(1, gt=0, description="env steps per decision: the length of an action chunk")
-    render_episodes: int = Field(2, ge=0, description="episodes of each evaluation that are recorded as videos")
+    render_episodes: int = Field(
+        2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"
+    )
 
 
 def rollout_mistakes(config) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ class ImitateConfig(Section):
     weight_decay: float = Field(1e-4, ge=0, description="how fast weights that nothing asks for shrink (AdamW)")
     steps_per_update: int = Field(100, gt=0, description="gradient steps of an update, after which metrics are written")
     normalization: Literal["mean_std", "min_max", "quantile"] = Field(
-        "min_max", description="what scales actions, where the policy does; the state always has mean 0 and std 1"
+        "min_max", description="what scales state and actions, where the policy does; quantile: 1 % to 99 %"
     )
     ema: float | None = Field(
         None,

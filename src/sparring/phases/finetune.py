@@ -6,6 +6,7 @@ from dataclasses import asdict
 from torch import nn
 
 from sparring.algorithms.make import make_algorithm
+from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
 from sparring.data.buffer import Buffer
@@ -55,22 +56,19 @@ class Finetune:
             total_envs=distributed.world_size * rollout.n_envs,
             group_size=rollout.group_size,
         )
-        episodes, steps = None, config.rollout_steps
+        policy = make_policy(config.policy, env.spec, rollout.action_steps).to(distributed.device)
+        algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
+        return cls.of(config, env, policy, algorithm, distributed)
+
+    @classmethod
+    def of(cls, config, env: Env, policy: Policy, algorithm, distributed: Distributed) -> "Finetune":
+        """Of parts that are there already; the config says how rollouts are made of them."""
+        rollout, episodes, steps = config.rollout, None, config.rollout_steps
         if rollout.n_episodes_per_batch:
             episodes = rollout.n_episodes_per_batch // rollout.n_envs
             steps = episodes * _decisions_of_an_episode(env, rollout.action_steps)
-        policy = make_policy(config.policy, env.spec, rollout.action_steps).to(distributed.device)
-        algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
-        return cls(
-            env,
-            policy,
-            algorithm,
-            make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder),
-            distributed,
-            config.seed,
-            rollout.action_steps,
-            episodes,
-        )
+        buffer = make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder)
+        return cls(env, policy, algorithm, buffer, distributed, config.seed, rollout.action_steps, episodes)
 
     @property
     def model(self) -> nn.Module:
@@ -96,6 +94,12 @@ class Finetune:
         self.progress.episodes += len(episodes)
         metrics |= _episode_metrics(episodes, self.env.spec.reports_success)
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
+
+    def film(self, episodes: int) -> None:
+        self.collector.camera.film(episodes)
+
+    def drain_films(self) -> list[Film]:
+        return self.collector.camera.drain()
 
     def state_dict(self) -> dict:
         return {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}

@@ -1,10 +1,11 @@
 """What every phase is to the loop that runs it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from sparring.collect.camera import Film
 from sparring.envs.env import Env
 
 
@@ -40,3 +41,14 @@ class Phase(Protocol):
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
         """Go on from both; returns what could not be restored, in words."""
+
+
+@runtime_checkable
+class Filmed(Protocol):
+    """A phase whose robots can be watched while they learn."""
+
+    def film(self, episodes: int) -> None:
+        """Record the next episode of each of so many robots, from its beginning."""
+
+    def drain_films(self) -> list[Film]:
+        """Those that ended since the last call."""

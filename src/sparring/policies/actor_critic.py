@@ -11,6 +11,7 @@ from sparring.errors import UserError
 from sparring.normalize import Normalizer, fit_all
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.critic import Critic
+from sparring.policies.encoded import EncodedPolicy
 from sparring.policies.encoders import ObservationEncoder, mlp
 from sparring.policies.heads import (
     DiscreteHead,
@@ -20,11 +21,11 @@ from sparring.policies.heads import (
     SquashedGaussianHead,
     StateDependentHead,
 )
-from sparring.policies.policy import Policy, executed_mask
+from sparring.policies.policy import executed_mask
 from sparring.policies.tokens import TokenHead
 
 
-class ActorCritic(Policy):
+class ActorCritic(EncodedPolicy):
     """Actor and critic share the encoder (normaliser, CNN) and nothing else."""
 
     def __init__(self, config: ActorCriticConfig, spec, chunk: int):
@@ -32,6 +33,7 @@ class ActorCritic(Policy):
         self.config, self.chunk, self.horizon = config, chunk, chunk
         self.encoder = ObservationEncoder(config, spec)
         self.actor = mlp(self.encoder.size, config.hidden, config.activation)
+        self.dropout = nn.Dropout(config.dropout)
         self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
         self.in_keys = self.encoder.in_keys + self.critic.in_keys
         width = config.hidden[-1] if config.hidden else self.encoder.size
@@ -44,8 +46,7 @@ class ActorCritic(Policy):
             self.noise_hold = config.sde_sample_freq
 
     def act(self, td: TensorDict) -> TensorDict:
-        features = self.encoder(td)
-        latent = self.actor(features)
+        features, latent = self._think(td)
         parameters = mean, log_std = self.head.parameters_of(latent)
         noise = td.get("noise", None)
         action = self.head.mode(mean) if noise is None else self.head.sample(latent, parameters, noise)
@@ -64,7 +65,7 @@ class ActorCritic(Policy):
         log_std = self.head.log_std if self.head.constant_std else td["trace", "log_std"]
         score = self.head.score((td["trace", "mean"], log_std), self._scored(td["action"]))
         value = td.get("value", None)
-        trace = {"log_prob": score.log_prob, "z2": score.z2, "dims": torch.full_like(score.log_prob, score.dims)}
+        trace = {"log_prob": score.log_prob, "z2": score.z2, "dims": torch.full_like(score.z2, score.dims)}
         return TensorDict(
             {
                 "log_prob": self._executed_sum(score.log_prob, td),
@@ -75,8 +76,8 @@ class ActorCritic(Policy):
         )
 
     def evaluate(self, td: TensorDict) -> TensorDict:
-        features = self.encoder(td)
-        parameters = self.head.parameters_of(self.actor(features))
+        features, latent = self._think(td)
+        parameters = self.head.parameters_of(latent)
         score = self.head.score(parameters, self._scored(td["action"]))
         scored = {
             "log_prob": self._executed_sum(score.log_prob, td),
@@ -88,16 +89,14 @@ class ActorCritic(Policy):
         return TensorDict(scored, td.batch_size)
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        return self.critic(self.encoder(td), td)
-
-    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        self.encoder.update_normalizer(td, sum_over_processes)
-        self.critic.update_normalizer(td, sum_over_processes)
+        with self._precision():
+            features = self.encoder(td)
+        return self.critic(features.float(), td)
 
     def imitation_loss(
         self, td: TensorDict, generator: torch.Generator
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        parameters = self.head.parameters_of(self.actor(self.encoder(td)))
+        parameters = self.head.parameters_of(self._think(td)[1])
         action, valid = self._scored(td["action"]), td["valid"].float()
         # [B, C]
         if isinstance(self.head, GaussianHead):
@@ -110,8 +109,12 @@ class ActorCritic(Policy):
     def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], mode: str) -> None:
         fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.action_normalizer, mode)
 
-    def critic_parameters(self) -> list[nn.Parameter]:
-        return list(self.critic.parameters())
+    def _think(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features for the critic, and those that the head turns into actions; densities are never below fp32."""
+        with self._precision():
+            features = self.encoder(td)
+            latent = self.dropout(self.actor(features))
+        return features.float(), latent.float()
 
     def _scored(self, action: torch.Tensor) -> torch.Tensor:
         # [B, C, A] -> [B, C, A without padding]
@@ -152,5 +155,5 @@ def _action_normalizer(config, head) -> Normalizer | None:
 def _trace(parameters: Parameters, score: Score, batch_size) -> TensorDict:
     mean, log_std = parameters
     std = torch.ones_like(mean) if log_std is None else log_std.exp().expand_as(mean)
-    dims = torch.full_like(score.log_prob, score.dims)
+    dims = torch.full_like(score.z2, score.dims)
     return TensorDict({"mean": mean, "std": std, "z2": score.z2, "dims": dims}, batch_size)

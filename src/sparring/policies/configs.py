@@ -7,6 +7,8 @@ from pydantic import Field
 from sparring.config import Section
 
 PositiveInt = Annotated[int, Field(gt=0)]
+# settings of a flow policy that no other method reads
+OF_DENOISING_MDP = ("kernel", "denoising_steps", "denoising_discount")
 
 
 class EncoderConfig(Section):
@@ -30,7 +32,10 @@ class EncoderConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
     normalize_observations: bool = Field(
-        True, description="mean/std of observation/state, kept with the weights: running, or of the demonstrations"
+        True, description="scale observation/state: by its running mean/std, or as imitate.normalization says"
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of encoder and actor; densities are always fp32 or finer"
     )
 
 
@@ -91,6 +96,3 @@ class FlowConfig(EncoderConfig, CriticConfig):
         0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"
     )
     target_decay: float = Field(0.999, ge=0, lt=1, description="of the slow network that the consistency term aims at")
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of the networks; densities are always fp32 or finer"
-    )

@@ -12,6 +12,7 @@ from sparring.policies.keypoints import KeypointEncoder
 from sparring.policies.language import InstructionEncoder
 from sparring.policies.points import PointEncoder
 
+STATE = ("observation", "state")
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
@@ -100,7 +101,7 @@ class ObservationEncoder(nn.Module):
             )
 
     def forward(self, td: TensorDict) -> torch.Tensor:
-        state = td["observation", "state"] if self.has_state else None
+        state = td[STATE] if self.has_state else None
         parts = []
         if self.images is not None:
             views = [td[("observation", *name.split("/"))] for name in self.cameras]
@@ -116,7 +117,7 @@ class ObservationEncoder(nn.Module):
 
     def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
         if self.normalizer is not None:
-            self.normalizer.update(td["observation", "state"], sum_over_processes)
+            self.normalizer.update(td[STATE], sum_over_processes)
 
 
 def _image_encoder(config, spec, cameras: list[str]) -> ImageEncoder | KeypointEncoder:

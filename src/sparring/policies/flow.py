@@ -6,7 +6,6 @@ actions: the shift and scale to the env's own are constants, which cancel in eve
 Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims.
 """
 
-import contextlib
 import copy
 
 import torch
@@ -15,20 +14,21 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, fit_all
-from sparring.policies.configs import FlowConfig
+from sparring.policies.configs import OF_DENOISING_MDP, FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.dit import ActionTransformer
+from sparring.policies.encoded import EncodedPolicy
 from sparring.policies.encoders import ObservationEncoder
 from sparring.policies.flow_kernels import FlowNoise, FlowSDE, Grid, ode_step
 from sparring.policies.flow_scored import LastSteps, OneStep, WholeChain
 from sparring.policies.flow_terms import Terms
-from sparring.policies.policy import Policy, executed_mask
+from sparring.policies.policy import executed_mask
 
 # along a path, in one step of the consistency term
 _LONGEST_STRIDE = 0.2
 
 
-class FlowPolicy(Policy):
+class FlowPolicy(EncodedPolicy):
     """Observations are encoded once per decision; only the action transformer runs in every denoising step.
 
     The critic reads the encoder's features and does not shape them.
@@ -51,6 +51,9 @@ class FlowPolicy(Policy):
             self.horizon, self.action_dim, config.width, config.layers, config.heads, config.dropout
         )
         self.kernel = _kernel(config, self.grid, self.horizon, self.action_dim)
+        self.learns_entropy = self.kernel.learns_noise
+        # imitation knows no noise net, nor do other methods
+        self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
         self.scored = _scored_steps(config)
         if config.method == "denoising_mdp":
             self.register_buffer("_step_weights", self.scored.weights, persistent=False)
@@ -102,7 +105,7 @@ class FlowPolicy(Policy):
         terms = Terms.of(mean, std, self._executable(states[:, 1:]))
         scored = {
             "log_prob": self._reduced(terms.log_prob, td),
-            "entropy": self._reduced(terms.entropy, td, over_steps=True),
+            "entropy": self._reduced(terms.entropy, td, over_steps=True).float(),
             "value": self.critic(features.detach(), td),
         }
         if td["trace"].get("mean", None) is not None:
@@ -141,13 +144,6 @@ class FlowPolicy(Policy):
     def fit_normalizers(self, statistics, mode: str) -> None:
         fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.actions, mode)
 
-    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        self.encoder.update_normalizer(td, sum_over_processes)
-        self.critic.update_normalizer(td, sum_over_processes)
-
-    def critic_parameters(self) -> list[nn.Parameter]:
-        return list(self.critic.parameters())
-
     # ---- the network
 
     def _encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,11 +161,6 @@ class FlowPolicy(Policy):
         with self._precision():
             velocity = net(x, t, about)
         return velocity.float()
-
-    def _precision(self):
-        if self.config.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.condition.weight.device.type, torch.bfloat16)
 
     # ---- drawing
 
@@ -232,13 +223,13 @@ class FlowPolicy(Policy):
         return x[:, :, : self.chunk].transpose(1, 2)
 
     def _reduced(self, terms: torch.Tensor, td: TensorDict, over_steps: bool = False) -> torch.Tensor:
-        """Over the positions that were executed, and the steps, unless each is an action of its own."""
+        """Over the positions that were executed, and the steps, unless each is an action of its own; float64."""
         mask = executed_mask(td, self.chunk)
         # [B, C, S] -> [B, S]
         total, count = (terms * mask[..., None]).sum(1), mask.sum(1, keepdim=True) * self.action_dim
         if over_steps or self.config.method != "denoising_mdp":
             total, count = total.sum(1), count[:, 0] * terms.shape[2]
-        return (total / count if self.config.reduction == "mean" else total).float()
+        return total / count if self.config.reduction == "mean" else total
 
     # ---- imitation
 
@@ -267,6 +258,15 @@ def _check(config: FlowConfig, spec, chunk: int) -> None:
         raise UserError(
             f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
         )
+    if config.method != "denoising_mdp":
+        fields = FlowConfig.model_fields
+        unread = [name for name in OF_DENOISING_MDP if getattr(config, name) != fields[name].default]
+        if unread:
+            given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
+            raise UserError(
+                f"{given}: only policy.method=denoising_mdp reads it, not {config.method}; leave it out, or set that "
+                "method"
+            )
     if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
         raise UserError(
             f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="

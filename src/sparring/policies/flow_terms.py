@@ -3,12 +3,11 @@
 Letters: B decisions, C executed steps of a chunk, S scored denoising steps, A action dims.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+from sparring.policies.heads import LOG_SQRT_2PI
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Terms:
 
     def positions(self, reduction: str) -> torch.Tensor:
         # [B, C]
-        return (self.log_prob.mean(-1) / self.action_dim if reduction == "mean" else self.log_prob.sum(-1)).float()
+        return self.log_prob.mean(-1) / self.action_dim if reduction == "mean" else self.log_prob.sum(-1)
 
     @property
     def z2(self) -> torch.Tensor:

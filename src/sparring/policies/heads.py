@@ -25,6 +25,7 @@ Parameters = tuple[torch.Tensor, torch.Tensor | None]
 class Score:
     """How likely a chunk is, position by position: all [B, C]."""
 
+    # float64: what a ratio is the difference of
     log_prob: torch.Tensor
     entropy: torch.Tensor
     # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
@@ -34,7 +35,7 @@ class Score:
 
     @property
     def z2(self) -> torch.Tensor:
-        return torch.zeros_like(self.log_prob) if self.squares is None else self.squares.sum(-1)
+        return torch.zeros_like(self.entropy) if self.squares is None else self.squares.sum(-1)
 
 
 class GaussianHead(nn.Module):
@@ -67,7 +68,7 @@ class GaussianHead(nn.Module):
         squares = ((action - mean) * (-log_std).exp()).square()
         # [B, C, A] -> [B, C], accumulated in float64; the volume is one number where log_std is one vector
         volume = log_std.sum(-1, dtype=torch.float64) + self.action_dim * LOG_SQRT_2PI
-        log_prob = torch.sub(-volume, squares.sum(-1, dtype=torch.float64), alpha=0.5).float()
+        log_prob = torch.sub(-volume, squares.sum(-1, dtype=torch.float64), alpha=0.5)
         entropy = (volume + 0.5 * self.action_dim).float().expand(log_prob.shape)
         return Score(log_prob, entropy, squares, self.action_dim)
 
@@ -98,7 +99,7 @@ class SquashedGaussianHead(GaussianHead):
         # from the action that was emitted, in acting and in replay alike
         sample = torch.atanh(action)
         score = super().score(parameters, sample)
-        score.log_prob = (score.log_prob.double() - _log_slope(sample).sum(-1, dtype=torch.float64)).float()
+        score.log_prob = score.log_prob - _log_slope(sample).sum(-1, dtype=torch.float64)
         # the normal's entropy plus the mean of log slope, which has no closed form: estimated on this sample, moved
         # with mean and std as if it were drawn again, so that its gradient widens the policy
         mean, log_std = parameters
@@ -164,7 +165,7 @@ class DiscreteHead(nn.Module):
 
     def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
         log_probs = parameters[0]
-        log_prob = log_probs.gather(-1, action.long())[..., 0]
+        log_prob = log_probs.gather(-1, action.long())[..., 0].double()
         return Score(log_prob, -(log_probs.exp() * log_probs).sum(-1), None, 1)
 
 

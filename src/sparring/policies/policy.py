@@ -25,12 +25,18 @@ class Policy(nn.Module):
     horizon: int = 1
     # what evaluate reads beside the action, and minibatches therefore gather: observation/*, trace/*
     in_keys: list[tuple[str, ...]]
+    # what update_normalizers reads of them; None: all
+    normalized_keys: list[tuple[str, ...]] | None = None
     # uniform random numbers a decision takes
     noise_size: int = 0
     # uniform random numbers a greedy decision starts from, found in `start`
     start_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
+    # parts that `pretrained` weights need not have, each with a dot at its end
+    may_be_new: tuple[str, ...] = ()
+    # whether its weights change its entropy, so that a bonus on it means something
+    learns_entropy: bool = True
     # whether `log_prob` is a mean over what was scored instead of a sum
     averages_log_prob: bool = False
 
@@ -50,7 +56,7 @@ class Policy(nn.Module):
     def complete(self, td: TensorDict) -> TensorDict:
         """What `act` left open, for a whole rollout `[B]` at once: `log_prob`, `value`, `trace/{log_prob,z2,dims}`.
 
-        `log_prob` is that of the executed part of a chunk. Called with the weights that acted.
+        `log_prob` is that of the executed part of a chunk, best in float64. Called with the weights that acted.
         """
         log_prob = td.get(("trace", "log_prob"), None)
         if log_prob is None:

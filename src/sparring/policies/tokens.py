@@ -41,7 +41,7 @@ class TokenHead(nn.Module):
         # [B, C, A] -> [B, C], accumulated in float64
         chosen = log_probs.gather(-1, self._bin(action)[..., None])[..., 0]
         entropy = -(log_probs.exp() * log_probs).sum((-1, -2))
-        return Score(chosen.sum(-1, dtype=torch.float64).float(), entropy, None, self.action_dim)
+        return Score(chosen.sum(-1, dtype=torch.float64), entropy, None, self.action_dim)
 
     def _centre(self, index: torch.Tensor) -> torch.Tensor:
         return (2 * index + 1).float() / self.bins - 1

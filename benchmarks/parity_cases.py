@@ -1,0 +1,204 @@
+"""What the parity gate is tried on: policies that are right, and mutants, each wrong in one known way.
+
+Used by parity.py and by the tests. Letters: B decisions, C executed steps of a chunk, S scored denoising steps.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparring.algorithms.configs import PPOConfig
+from sparring.algorithms.parity import Parity, measure_parity
+from sparring.algorithms.ppo import PPO
+from sparring.collect.collector import Collector
+from sparring.data.rollout import RolloutBuffer
+from sparring.envs.backend import EnvSpec, Step
+from sparring.envs.env import Env
+from sparring.policies.actor_critic import ActorCritic
+from sparring.policies.configs import ActorCriticConfig, FlowConfig
+from sparring.policies.flow import FlowPolicy
+
+METHODS = {
+    "flow_sde": {"method": "flow_sde"},
+    "one_step": {"method": "flow_sde_one_step"},
+    "flow_noise": {"method": "flow_noise"},
+    "mdp_sde": {"method": "denoising_mdp", "denoising_steps": 2},
+    "mdp_noise": {"method": "denoising_mdp", "kernel": "noise"},
+}
+DIMS, STATE, POINTS, REPLAY = 3, 5, 12, 256
+# networks that take no time
+SMALL = {"channels": (8, 8), "image_features": 16, "point_channels": (16,), "point_features": 16}
+
+
+class Drifting:
+    """Random observations; episodes of 7 steps end in the middle of a chunk. `padding` dims mean nothing."""
+
+    def __init__(self, num_envs: int, padding: int = 0, images: bool = False, points: bool = False, choices: int = 0):
+        self.num_envs = num_envs
+        observation = {"state": ((STATE,), "float32")}
+        observation |= {"image/head": ((3, 36, 36), "uint8")} if images else {}
+        observation |= {"points": ((POINTS, 6), "float32")} if points else {}
+        dims = 1 if choices else DIMS + padding
+        self.spec = EnvSpec(observation, dims, choices, action_padding=padding, max_episode_steps=7)
+
+    def reset(self, seeds):
+        self.rng = np.random.default_rng(seeds(0, 0))
+        self.count = np.zeros(self.num_envs, int)
+        return self._observe()
+
+    def step(self, action):
+        n, c = action.shape[:2]
+        executed = np.minimum(c, 7 - self.count)
+        self.count += executed
+        done = self.count == 7
+        self.count[done] = 0
+        reward = np.where(np.arange(c) < executed[:, None], self.rng.random((n, c)), 0).astype(np.float32)
+        ended, seen = np.flatnonzero(done), self._observe()
+        final = {name: value[ended] for name, value in seen.items()}
+        return Step(seen, reward, executed, done & False, done, done & False, ended, final)
+
+    def record(self, envs): ...
+
+    def close(self): ...
+
+    def _observe(self):
+        seen = {"state": self.rng.standard_normal((self.num_envs, STATE)).astype(np.float32)}
+        if "image/head" in self.spec.observation:
+            seen["image/head"] = self.rng.integers(0, 256, (self.num_envs, 3, 36, 36), np.uint8)
+        if "points" in self.spec.observation:
+            seen["points"] = self.rng.standard_normal((self.num_envs, POINTS, 6)).astype(np.float32)
+        return seen
+
+
+def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
+    torch.manual_seed(0)
+    spec = spec or Drifting(1).spec
+    if issubclass(policy_class, FlowPolicy):
+        policy = policy_class(FlowConfig(width=32, heads=2, **SMALL, **config), spec, chunk)
+    else:
+        policy = policy_class(ActorCriticConfig(**SMALL, **config), spec, chunk)
+        nn.init.normal_(policy.head.linear.weight, std=0.3)
+    # away from the start, where the velocity is zero and nothing matters
+    for name, parameter in policy.named_parameters():
+        if parameter.abs().max() == 0 and not name.startswith("critic"):
+            nn.init.normal_(parameter, std=0.1)
+    dims = getattr(policy, "action_dim", DIMS)
+    actions = {"mean": np.full(dims, 0.1), "std": np.full(dims, 0.5)}
+    state = {"mean": np.zeros(STATE), "std": np.full(STATE, 2.0)}
+    policy.fit_normalizers({"action": actions, "observation/state": state}, "mean_std")
+    return policy.eval()
+
+
+def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, device="cpu", seen=None, **config):
+    """A policy and what it did, at least REPLAY decisions; `seen`: what a Drifting env shows beside the state."""
+    env = Env(Drifting(num_envs, **(seen or {})), device)
+    policy = make_policy(policy_class, chunk, env.spec, **config).to(device)
+    buffer = RolloutBuffer(-(-REPLAY // num_envs))
+    Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
+    return policy, buffer
+
+
+def gate(policy, buffer) -> Parity:
+    """Of REPLAY decisions at once."""
+    flat = buffer.get()[:REPLAY]
+    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat), policy.averages_log_prob)
+
+
+# ---- mutants
+
+
+class RedrawsNoise(FlowPolicy):
+    """Denoises once more at the update, from new noise, and scores that: the commonest mistake."""
+
+    def evaluate(self, td):
+        _, about = self._decide(td)
+        noise = torch.rand(len(td), self.noise_size, device=about.device).clamp(1e-6, 1 - 1e-6)
+        _, trace = self._sample(about.detach(), noise)
+        td = td.clone()
+        td["trace", "states"], td["trace", "first"] = trace["states"].detach(), trace["first"]
+        return super().evaluate(td)
+
+
+class ShiftsTheGrid(FlowPolicy):
+    """Scores at the middles of the denoising steps."""
+
+    def evaluate(self, td):
+        times = self.grid.times.clone()
+        self.grid.times -= 0.5 * self.grid.size
+        scored = super().evaluate(td)
+        self.grid.times.copy_(times)
+        return scored
+
+
+class DropsOut(FlowPolicy):
+    """Is in training mode when it scores."""
+
+    def evaluate(self, td):
+        self.train()
+        return super().evaluate(td)
+
+
+class ChangesItsNormalizer(FlowPolicy):
+    """Has seen more states by then."""
+
+    def evaluate(self, td):
+        self.encoder.normalizer.shift += 0.01
+        return super().evaluate(td)
+
+
+class ScoresClamped(FlowPolicy):
+    """Scores the action as an env would clip it."""
+
+    def evaluate(self, td):
+        td = td.clone()
+        td["trace", "states"][:, -1].clamp_(-0.5, 0.5)
+        return super().evaluate(td)
+
+
+class CountsPadding(FlowPolicy):
+    """Denoises the padding too, as VLAs do; leaves it out when it acts, and sums over it when it scores."""
+
+    def __init__(self, config: FlowConfig, spec, chunk: int):
+        super().__init__(config, replace(spec, action_padding=0), chunk)
+        self.counted = spec.action_dim - spec.action_padding
+
+    def evaluate(self, td):
+        real, self.counted = self.counted, self.action_dim
+        scored = super().evaluate(td)
+        self.counted = real
+        for name in ("mean", "std") if "trace" in scored else ():
+            scored["trace", name] = scored["trace", name][..., :real]
+        return scored
+
+    def _executable(self, x):
+        # [B, C, S, A with padding] -> those that count
+        return super()._executable(x)[..., : self.counted]
+
+
+class CountsWhatWasNotExecuted(FlowPolicy):
+    """Sums over the whole chunk, also where the episode ended within it."""
+
+    def evaluate(self, td):
+        td = td.clone()
+        td["next", "executed"][:] = self.chunk
+        return super().evaluate(td)
+
+
+MUTANTS = {
+    "noise re-drawn": RedrawsNoise,
+    "time grid shifted": ShiftsTheGrid,
+    "dropout on": DropsOut,
+    "normaliser changed": ChangesItsNormalizer,
+    "padding counted": CountsPadding,
+    "clamped action scored": ScoresClamped,
+    "unexecuted steps counted": CountsWhatWasNotExecuted,
+}
+HEADS = {
+    "gaussian": (ActorCritic, {"distribution": "gaussian"}),
+    "squashed": (ActorCritic, {"distribution": "squashed"}),
+    "gsde": (ActorCritic, {"distribution": "gsde"}),
+    "tokens": (ActorCritic, {"distribution": "tokens"}),
+    "discrete": (ActorCritic, {"distribution": "discrete"}),
+} | {name: (FlowPolicy, config) for name, config in METHODS.items()}
