@@ -209,7 +209,7 @@ def test_normalised_actions_come_back_scaled_and_scored_the_same():
     torch.manual_seed(0)
     policy = ActorCritic(ActorCriticConfig(normalize_actions=True, hidden=(32,)), SMALL_SPEC, 1)
     statistics = {"action": {"min": np.array([0.0, -0.02]), "max": np.array([0.04, 0.1])}}
-    policy.fit_normalizers(statistics, "min_max")
+    policy.fit_normalizers(statistics, "mean_std", "min_max")
     assert policy.action_normalizer(torch.tensor([0.04, -0.02])).tolist() == pytest.approx([1, -1])
     target = torch.tensor([[[0.01, -0.02, 0.0]], [[0.04, 0.05, 0.0]]])
     assert (fitted(policy, target) - target).abs().max() < 1e-3
@@ -254,7 +254,11 @@ def test_stopped_it_goes_on_bit_equal(folder, tmp_path, way):
 
 def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
     config = load_config(
-        settings(folder / "state", tmp_path / "run", imitate={"steps_per_update": 80, "weight_decay": 0.1})
+        settings(
+            folder / "state",
+            tmp_path / "run",
+            imitate={"steps_per_update": 80, "weight_decay": 0.1, "state_normalization": "min_max"},
+        )
     )
     run = Run(config)
     critic = {name: value.clone() for name, value in run.phase.policy.critic.named_parameters()}
@@ -265,7 +269,7 @@ def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
     state = run.phase.policy.encoder.normalizer
     assert state.fitted and run.phase.policy.critic.privileged.fitted
     values = torch.from_numpy(Demonstrations(folder / "state").numbers("observation.state"))
-    # by the range, as the actions are
+    # by the range, as was asked for
     scaled = state(values)
     assert scaled.abs().max() == pytest.approx(1, abs=1e-3) and (scaled.amax(0) + scaled.amin(0)).abs().max() < 1e-3
 

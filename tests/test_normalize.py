@@ -65,12 +65,17 @@ def test_fitted_in_every_mode_the_inverse_gives_back_what_was_there(mode, seen):
 
 
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantile"])
-def test_one_mode_holds_for_all_that_a_policy_scales(mode):
-    rows = np.random.default_rng(1).exponential(1.0, (500, 2))
+@pytest.mark.parametrize("of_actions", ["mean_std", "min_max"])
+def test_what_is_seen_and_what_is_done_are_scaled_each_in_its_way(mode, of_actions):
+    statistics = of_numbers(np.random.default_rng(1).exponential(1.0, (500, 2)))
     state, privileged, action = RunningNormalizer(2), RunningNormalizer(2), Normalizer(2)
     names = ("observation/state", "observation/privileged", "action")
-    fit_all({name: of_numbers(rows) for name in names}, state, privileged, action, mode)
-    assert torch.equal(state.scale, action.scale) and torch.equal(privileged.shift, action.shift)
+    fit_all({name: statistics for name in names}, state, privileged, action, mode, of_actions)
+    expected = {name: Normalizer(2) for name in {mode, of_actions}}
+    for name, normalizer in expected.items():
+        normalizer.fit(statistics, name)
+    assert torch.equal(state.scale, expected[mode].scale) and torch.equal(privileged.shift, expected[mode].shift)
+    assert torch.equal(action.scale, expected[of_actions].scale)
     # fitted for good: what robots see later changes nothing
     state.update(torch.randn(50, 2) * 9)
-    assert torch.equal(state.scale, action.scale)
+    assert torch.equal(state.scale, expected[mode].scale)

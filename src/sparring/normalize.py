@@ -77,9 +77,15 @@ class RunningNormalizer(Normalizer):
         self._set(self.mean, self.var.sqrt())
 
 
-def fit_all(statistics: Mapping[str, Mapping[str, np.ndarray]], state, privileged, action, mode: str) -> None:
+def fit_all(
+    statistics: Mapping[str, Mapping[str, np.ndarray]], state, privileged, action, state_mode: str, action_mode: str
+) -> None:
     """The normalisers of a policy, where it has them, to those of a dataset."""
-    fitted = {"observation/state": state, "observation/privileged": privileged, "action": action}
-    for name, normalizer in fitted.items():
+    fitted = {
+        "observation/state": (state, state_mode),
+        "observation/privileged": (privileged, state_mode),
+        "action": (action, action_mode),
+    }
+    for name, (normalizer, mode) in fitted.items():
         if isinstance(normalizer, Normalizer) and name in statistics:
             normalizer.fit(statistics[name], mode)

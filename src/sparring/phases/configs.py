@@ -8,6 +8,7 @@ from sparring.config import Section
 
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
 Folders = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Normalization = Literal["mean_std", "min_max", "quantile"]
 
 
 class ImitateConfig(Section):
@@ -20,9 +21,10 @@ class ImitateConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="how it falls to 0")
     weight_decay: float = Field(1e-4, ge=0, description="how fast weights that nothing asks for shrink (AdamW)")
     steps_per_update: int = Field(100, gt=0, description="gradient steps of an update, after which metrics are written")
-    normalization: Literal["mean_std", "min_max", "quantile"] = Field(
-        "min_max", description="what scales state and actions, where the policy does; quantile: 1 % to 99 %"
+    normalization: Normalization = Field(
+        "min_max", description="what scales the actions, where the policy does; quantile: 1 % to 99 %"
     )
+    state_normalization: Normalization = Field("mean_std", description="the same of the state")
     ema: float | None = Field(
         None,
         gt=0,

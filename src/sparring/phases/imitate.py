@@ -41,7 +41,7 @@ class Imitate:
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
         # weights that are loaded later (of a checkpoint, or pretrained) bring their own statistics
-        policy.fit_normalizers(chunks.statistics(), config.normalization)
+        policy.fit_normalizers(chunks.statistics(), config.state_normalization, config.normalization)
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
         self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
         # demonstrations teach a critic nothing, and weight decay must not change it

@@ -106,8 +106,8 @@ class ActorCritic(EncodedPolicy):
         losses = {name: (term * valid).sum() / valid.sum() for name, term in terms.items()}
         return sum(losses.values()), {f"{name}_loss": loss.detach() for name, loss in losses.items()}
 
-    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], mode: str) -> None:
-        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.action_normalizer, mode)
+    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], state: str, action: str) -> None:
+        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.action_normalizer, state, action)
 
     def _think(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
         """Features for the critic, and those that the head turns into actions; densities are never below fp32."""

@@ -32,7 +32,7 @@ class EncoderConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
     normalize_observations: bool = Field(
-        True, description="scale observation/state: by its running mean/std, or as imitate.normalization says"
+        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="of encoder and actor; densities are always fp32 or finer"

@@ -141,8 +141,8 @@ class FlowPolicy(EncodedPolicy):
             loss = loss + self.config.consistency * told["consistency"]
         return loss, {name: value.detach() for name, value in told.items()}
 
-    def fit_normalizers(self, statistics, mode: str) -> None:
-        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.actions, mode)
+    def fit_normalizers(self, statistics, state: str, action: str) -> None:
+        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.actions, state, action)
 
     # ---- the network
 

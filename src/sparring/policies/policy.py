@@ -86,8 +86,11 @@ class Policy(nn.Module):
         """
         raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss()")
 
-    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], mode: str) -> None:
-        """To demonstrations: "observation/state", "observation/privileged" and "action" -> their statistics."""
+    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], state: str, action: str) -> None:
+        """To demonstrations: "observation/state", "observation/privileged" and "action" -> their statistics.
+
+        `state` and `action`: mean_std, min_max or quantile.
+        """
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""
