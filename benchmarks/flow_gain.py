@@ -6,7 +6,7 @@
 
 One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
 PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
-problems; a problem only says which env, and how many demonstrations. The ODE policy (greedy) and the SDE policy
+problems; a problem only says which env, how many demonstrations, and how many steps. The ODE policy (greedy) and the SDE policy
 (sampled, what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time does not
 count as training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
 """
@@ -32,18 +32,19 @@ STATE = ["env.cameras=[]", "env.object_state=state"]
 
 @dataclass(frozen=True)
 class Problem:
-    """A task, what its policy sees, and how many demonstrations it has."""
+    """A task, what its policy sees, how many demonstrations it has, and how long RL goes on."""
 
     task: str
     env: list[str]
     demonstrations: int
+    steps: int
     evaluate_every: int = 250_000
 
 
 PROBLEMS = {
-    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 10),
-    "stack_d0": Problem("stack_d0", STATE, 10),
-    "handover_d1": Problem("handover_d1", STATE, 10),
+    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 10, 3_000_000),
+    "stack_d0": Problem("stack_d0", STATE, 10, 1_500_000),
+    "handover_d1": Problem("handover_d1", STATE, 10, 1_500_000),
 }
 
 
@@ -91,6 +92,7 @@ def fine_tune(
 
     problem = PROBLEMS[name]
     fixed = [f"seed={seed}", f"pretrained={folder / 'imitate'}", f"output={folder / 'finetune'}"]
+    fixed.append(f"training.total_timesteps={problem.steps}")
     run = Run(load("flow_finetune.yaml", fixed, threads, changes), quiet=True)
     progress, deadline = run.phase.progress, time.time() + 60 * minutes
     while run.fraction < 1 and time.time() < deadline:
