@@ -7,8 +7,8 @@
 One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
 PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
 problems; a problem only says which env, how many demonstrations and how many steps. The ODE policy (greedy) and the SDE
-policy (sampled, what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time does
-not count as training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
+policy (sampled, what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time
+does not count as training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
 """
 
 import argparse
