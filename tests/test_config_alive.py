@@ -17,6 +17,7 @@ PACKAGE = {
     "ppo": "algorithms",
     "grpo": "algorithms",
     "imitate": "phases",
+    "rewards": "rewards",
     "logging": "record",
 }
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
-from sparring import algorithms, envs, phases, policies, world_models
+from sparring import algorithms, envs, phases, policies, rewards, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig, rollout_mistakes
 from sparring.config import Section, Tree
@@ -15,9 +15,10 @@ from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.phases.configs import EvaluationConfig, ImitateConfig, TrainingConfig
+from sparring.phases.configs import EvaluationConfig, ImitateConfig, StudentConfig, TrainingConfig
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
+from sparring.rewards.configs import reward_mistakes
 
 
 def _known_phase(name: str) -> str:
@@ -66,6 +67,8 @@ class Config(Section):
     grpo: GRPOConfig
     algorithm_config: SerializeAsAny[Section]
     imitate: ImitateConfig
+    student: StudentConfig
+    rewards: SerializeAsAny[Section]
     training: TrainingConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
@@ -99,10 +102,15 @@ class Config(Section):
 # other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
 ALIASES = {
     "task_name": "env.task",
+    "cameras": "env.cameras",
     "pretrained_policy_path": "pretrained",
     "output_dir": "output",
     "training.device": "device",
     "teacher.output_dir": "output",
+    "teacher_checkpoint": "student.teacher",
+    "teacher_path": "student.teacher",
+    # `rewards=original` is a preset
+    "rewards": "rewards.name",
     "num_envs": "rollout.n_envs",
     "rl_training.num_epochs": "training.iterations",
     "trainer.iterations": "training.iterations",
@@ -169,6 +177,11 @@ def _policy_config(name: Any) -> type[Section]:
 
 def _world_model_config(name: Any) -> type[Section]:
     return _config_of(name, "token", world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
+
+
+def _rewards_config(name: Any) -> type[Section]:
+    # of any other name it is said which there are
+    return import_path(rewards.CONFIGS.get(name, rewards.CONFIGS["default"]), "rewards config")
 
 
 def _algorithm_config(name: Any) -> type[Section]:
@@ -239,6 +252,8 @@ def _check(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
+    if config.phase == "student":
+        mistakes += _check_student(config)
     return mistakes + (_check_imitate(config) if config.phase == "imitate" else rollout_mistakes(config))
 
 
@@ -253,12 +268,21 @@ def _check_imitate(config: Config) -> list[tuple[str, str]]:
     return mistakes
 
 
+def _check_student(config: Config) -> list[tuple[str, str]]:
+    mistakes = reward_mistakes(config, learns=False)
+    if not config.student.teacher:
+        what = "expected the run folder or a checkpoint of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+        mistakes.append(("student.teacher", f"{what}; train one with `sparring train teacher`"))
+    return mistakes
+
+
 TREE = Tree(
     root=Config,
     pickers={
         "env": ("env.name", _env_config),
         "policy": ("policy.name", _policy_config),
         "world_model": ("world_model.name", _world_model_config),
+        "rewards": ("rewards.name", _rewards_config),
         "algorithm_config": ("algorithm", _algorithm_config),
     },
     aliases=ALIASES,
