@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 PACKAGE = {
     "env": "envs",
     "policy": "policies",
+    "world_model": "world_models",
     "ppo": "algorithms",
     "grpo": "algorithms",
     "imitate": "phases",

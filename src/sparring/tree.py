@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
-from sparring import algorithms, envs, phases, policies
+from sparring import algorithms, envs, phases, policies, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig, rollout_mistakes
 from sparring.config import Section, Tree
@@ -61,6 +61,7 @@ class Config(Section):
     rollout: RolloutConfig
     buffer: BufferConfig
     policy: SerializeAsAny[Section]
+    world_model: SerializeAsAny[Section]
     ppo: PPOConfig
     grpo: GRPOConfig
     algorithm_config: SerializeAsAny[Section]
@@ -166,6 +167,10 @@ def _policy_config(name: Any) -> type[Section]:
     return _config_of(name, "actor_critic", policies.POLICIES, policies.CONFIGS, "policy")
 
 
+def _world_model_config(name: Any) -> type[Section]:
+    return _config_of(name, "token", world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
+
+
 def _algorithm_config(name: Any) -> type[Section]:
     return _section_of(import_path(name, "algorithm"), "algorithm") if ":" in str(name) else NoConfig
 
@@ -253,6 +258,7 @@ TREE = Tree(
     pickers={
         "env": ("env.name", _env_config),
         "policy": ("policy.name", _policy_config),
+        "world_model": ("world_model.name", _world_model_config),
         "algorithm_config": ("algorithm", _algorithm_config),
     },
     aliases=ALIASES,
