@@ -26,8 +26,9 @@ class WorldModel(nn.Module):
         """How badly it predicts windows `[B, T]`, and numbers to log.
 
         The first column of `memory/world_model`, where present, is the memory that entered the windows. Only steps in
-        `mask` are learned from; those in `burn_in` bring the memory up to date. Writes `memory_after [B, D]`, detached,
-        into the batch: what enters the windows that follow.
+        `mask` are learned from; those in `burn_in` bring the memory up to date. `next/observation` of a step is the
+        observation of the following one, as in all windows. Writes `memory_after [B, T, D]`, detached, into the batch:
+        the memory after each step, whose last column enters the windows that follow.
         """
         raise NotImplementedError
 
@@ -55,6 +56,9 @@ class WorldModel(nn.Module):
     def reconstruct(self, td: TensorDict) -> TensorDict:
         """image/<camera> uint8 of the true next frames `[N]`, seen through the tokenizer: the best it could predict."""
         raise NotImplementedError
+
+    def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
+        """Fold windows into running statistics of state and reward. Called before learning from them."""
 
     def empty_memory(self, rows: int) -> Tensor:
         """[rows, D], of robots that have seen nothing."""
