@@ -34,12 +34,13 @@ class CopyingWorldModel(WorldModel):
 
     def loss(self, batch):
         self.calls["loss"] += 1
-        memory = self._entered(batch[:, 0])
+        memory, memories = self._entered(batch[:, 0]), []
         for t in range(batch.shape[1]):
             here = batch["mask"][:, t, None]
             cleared = torch.where(batch["is_first"][:, t, None], 0.0, memory)
             memory = torch.where(here, cleared + self._seen(batch[:, t]), memory)
-        batch["memory_after"] = memory[:, None].expand(-1, batch.shape[1], -1)
+            memories.append(memory)
+        batch["memory_after"] = torch.stack(memories, 1)
         loss, alike = 0.0, []
         for camera in self.cameras:
             before, after = (batch[*side, "observation", "image", camera].float() for side in ((), ("next",)))
@@ -73,6 +74,16 @@ class CopyingWorldModel(WorldModel):
         told = {"error": wrong + td["action"][:, 0, 0].abs(), "accuracy": 1 - wrong}
         told |= {name: torch.zeros(len(td)) for name in ("entropy", "disagreement", "surprise")}
         return TensorDict(told | {"memory": self._entered(td) + self._seen(td)}, [len(td)])
+
+    def foretold(self, td):
+        self.calls["foretold"] += 1
+        predicted, now, true = self.predict(td)["image"], td["observation", "image"], td["next", "observation", "image"]
+        self.calls["predict"] -= 1
+        told = {
+            name: torch.stack([(pictures[c] == true[c]).flatten(1).all(1) for c in self.cameras], 1)
+            for name, pictures in (("right", predicted), ("copied", now))
+        }
+        return TensorDict(told, [len(td)])
 
     def reconstruct(self, td):
         self.calls["reconstruct"] += 1

@@ -27,7 +27,6 @@ def measure(model: WorldModel, episodes: TensorDict) -> dict:
     tally = Tally()
     for rows in episodes.split(ROWS):
         rows = rows.to(next(model.parameters()).device)
-        _tokens(model, rows, tally)
         _one_ahead(model, rows, tally)
         _open_loop(model, rows, tally)
     return {
@@ -57,12 +56,12 @@ def compare(model: dict, other: dict) -> dict:
     return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras}
 
 
-def _tokens(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
-    """As in training, but over whole episodes."""
-    _, metrics = model.loss(rows.clone(False))
-    count = int(rows["mask"].sum())
-    for name in TOKENS:
-        tally.add(name, metrics[name].expand(count))
+def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
+    told = model.foretold(td)
+    right, copied = told["right"].float(), told["copied"]
+    tally.add("accuracy", right)
+    tally.add("accuracy_changed", right, ~copied)
+    tally.add("accuracy_copy", copied.float())
 
 
 def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
@@ -73,6 +72,7 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
         scored, predicted = model.score(td), model.predict(td)
         memory[here] = scored["memory"]
         tally.add("cross_entropy", scored["error"])
+        _tokens(model, td, tally)
         _compare_pictures(td, predicted, model.reconstruct(td), tally)
         _compare_objects(td, predicted, seen, here, tally)
         if here.sum() > 1:

@@ -53,6 +53,13 @@ class WorldModel(nn.Module):
         """
         raise NotImplementedError
 
+    def foretold(self, td: TensorDict) -> TensorDict:
+        """Which of the P tokens of the true next frames of `td [N]` are foretold, bool [N, P] each.
+
+        right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
+        """
+        raise NotImplementedError
+
     def reconstruct(self, td: TensorDict) -> TensorDict:
         """image/<camera> uint8 of the true next frames `[N]`, seen through the tokenizer: the best it could predict."""
         raise NotImplementedError
