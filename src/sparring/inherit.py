@@ -18,18 +18,17 @@ OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize"
 
 
 def with_inherited(settings: list[Setting]) -> list[Setting]:
-    """`settings`, and below them what comes with `pretrained` and `imitate.demos` where they are given."""
+    """`settings`, and below them what comes with what they say it starts from."""
     aliases = tree_of(settings).aliases
     given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
     if isinstance(given.get("pretrained"), str):
         inherited += _of_checkpoint(given["pretrained"], given, ("env", "policy"), "pretrained")
     # later ones win: what is imitated is imitated in the env it was recorded in
-    if given.get("phase") == "imitate":
+    phase = ALIASES.get(given.get("phase"), given.get("phase"))
+    if phase == "imitate":
         inherited += _of_demonstrations(given)
-    if ALIASES.get(given.get("phase"), given.get("phase")) == "student" and isinstance(
-        given.get("student.teacher"), str
-    ):
+    if phase == "student" and isinstance(given.get("student.teacher"), str):
         inherited += _of_checkpoint(given["student.teacher"], given, ("env", "world_model"), "student.teacher")
     return inherited + settings
 
@@ -60,7 +59,7 @@ def _of_checkpoint(path: str, given: dict[str, Any], kinds: tuple[str, ...], key
         return []
     saved = read_settings(file)
     names = {s.key: s.value for s in saved if s.key in [f"{kind}.name" for kind in kinds]}
-    # another kind of env, policy or world model has other settings; whether it fits is found out when weights are loaded
+    # another kind of env or network has other settings; whether it fits is found out when weights are loaded
     sections = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
     wanted = [s for s in saved if s.key.startswith((*sections, "rollout.action_steps")) and s.key not in OF_THE_RUN]
     return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]

@@ -136,13 +136,9 @@ class Finetune:
         """Means over the episodes that ended; nothing where none did."""
         if not episodes:
             return {}
-        means = {
-            "episode_reward": fmean(e.reward for e in episodes),
-            "episode_length": fmean(e.steps for e in episodes),
-        }
-        if self.env.spec.reports_success:
-            means["success_rate"] = fmean(e.success for e in episodes)
-        return means
+        names = {"episode_reward": "reward", "episode_length": "steps"}
+        names |= {"success_rate": "success"} if self.env.spec.reports_success else {}
+        return {name: fmean(getattr(episode, field) for episode in episodes) for name, field in names.items()}
 
 
 def _decisions_of_an_episode(env: Env, chunk: int) -> int:

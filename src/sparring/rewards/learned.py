@@ -134,13 +134,12 @@ def glimpse_size(spec) -> int:
 def glimpse(observation: TensorDict) -> torch.Tensor:
     """`[.., glimpse_size]`: all pictures, blurred to a few squares, and the state."""
     shape, parts = observation.batch_size, []
-    for _, picture in sorted(observation["image"].items()) if "image" in observation.keys() else ():
+    for _, picture in sorted(observation.get("image", {}).items()):
         # [.., 3, H, W] -> [.., 3 * 64]
         squares = nn.functional.adaptive_avg_pool2d(picture.flatten(0, len(shape) - 1).float(), SQUARES)
         parts.append(squares.reshape(*shape, -1) / 255)
-    if "state" in observation.keys():
-        parts.append(observation["state"])
-    return torch.cat(parts, -1)
+    state = observation.get("state", None)
+    return torch.cat(parts if state is None else [*parts, state], -1)
 
 
 def _network(inputs: int, outputs: int) -> nn.Sequential:

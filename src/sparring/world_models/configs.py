@@ -36,6 +36,7 @@ class TokenWorldModelConfig(Section):
     memory_channels: int | None = Field(
         None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
     )
+    language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
     camera_dropout: float = Field(
         0.25, ge=0, lt=1, description="share of windows in which the cameras of dropped_cameras are not seen"
     )

@@ -28,8 +28,8 @@ class MemoryStateManager:
         return td.set(self.key, memory)
 
     def leave(self, memory: torch.Tensor) -> None:
-        """Keeps `[N, D]` for the next `enter`."""
-        self.memory = memory.detach()
+        """Keeps `[N, D]` for the next `enter`; of windows `[N, T, D]` (`memory_after`) the last column."""
+        self.memory = memory.detach()[:, -1] if memory.dim() == 3 else memory.detach()
 
     def state_dict(self) -> dict:
         return {"memory": self.memory.cpu()}

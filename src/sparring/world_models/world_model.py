@@ -26,8 +26,9 @@ class WorldModel(nn.Module):
         """How badly it predicts windows `[B, T]`, and numbers to log.
 
         The first column of `memory/world_model`, where present, is the memory that entered the windows. Only steps in
-        `mask` are learned from; those in `burn_in` bring the memory up to date. Writes `memory_after [B, D]`, detached,
-        into the batch: what enters the windows that follow.
+        `mask` are learned from; those in `burn_in` bring the memory up to date. `next/observation` of a step is the
+        observation of the following one, as in all windows. Writes `memory_after [B, T, D]`, detached, into the batch:
+        the memory after each step, whose last column enters the windows that follow.
         """
         raise NotImplementedError
 
@@ -52,9 +53,19 @@ class WorldModel(nn.Module):
         """
         raise NotImplementedError
 
+    def foretold(self, td: TensorDict) -> TensorDict:
+        """Which of the P tokens of the true next frames of `td [N]` are foretold, bool [N, P] each.
+
+        right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
+        """
+        raise NotImplementedError
+
     def reconstruct(self, td: TensorDict) -> TensorDict:
         """image/<camera> uint8 of the true next frames `[N]`, seen through the tokenizer: the best it could predict."""
         raise NotImplementedError
+
+    def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
+        """Fold windows into running statistics of state and reward. Called before learning from them."""
 
     def empty_memory(self, rows: int) -> Tensor:
         """[rows, D], of robots that have seen nothing."""

@@ -1,0 +1,198 @@
+"""How well a world model predicts episodes that it was not trained on, beside copying the last frame.
+
+Figures of pictures are per camera. `prediction` is the world model, one decision ahead with the memory it has by then;
+`copy` the last frame shown again; `ceiling` the true next frame through the tokenizer, the best that could be predicted.
+"""
+
+import torch
+from tensordict import TensorDict
+
+from sparring.measures.images import Seen, changed, objects, psnr, squared_error, ssim
+from sparring.measures.tally import Tally
+from sparring.world_models.world_model import WorldModel
+
+# decisions ahead, in open loop
+HORIZONS = (1, 5, 10, 20)
+# decisions that an open loop looks on before it closes its eyes, so that there is something to remember
+LOOKS_ON = 5
+# episodes at a time
+ROWS = 32
+TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
+
+
+@torch.no_grad()
+def measure(model: WorldModel, episodes: TensorDict) -> dict:
+    """Figures of `episodes [E, T]` (with `mask`), nested, as JSON takes them; None where there was nothing to measure."""
+    model.eval()
+    tally = Tally()
+    for rows in episodes.split(ROWS):
+        rows = rows.to(next(model.parameters()).device)
+        _one_ahead(model, rows, tally)
+        _open_loop(model, rows, tally)
+    return {
+        "transitions": int(episodes["mask"].sum()),
+        "tokens": {name: tally.mean(name) for name in (*TOKENS, "cross_entropy")},
+        "cameras": {camera: _camera_figures(tally, camera) for camera in model.cameras},
+        "open_loop": {str(k): {c: _open_figures(tally, c, k) for c in model.cameras} for k in HORIZONS},
+        "shuffled_actions": _shuffled_figures(tally, model.cameras),
+    }
+
+
+def compare(model: dict, other: dict) -> dict:
+    """`measure` of a world model and of another on the same episodes: by how much the other is worse."""
+
+    def gap(*path: str) -> float | None:
+        mine, theirs = (_looked_up(figures, path) for figures in (model, other))
+        return None if mine is None or theirs is None else theirs - mine
+
+    cameras = {
+        camera: {
+            "changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio"),
+            "object_mse": gap("cameras", camera, "object_mse", "prediction"),
+            "hidden_object_mse": gap("cameras", camera, "hidden_object_mse", "prediction"),
+        }
+        for camera in model["cameras"]
+    }
+    return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras}
+
+
+def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
+    told = model.foretold(td)
+    right, copied = told["right"].float(), told["copied"]
+    tally.add("accuracy", right)
+    tally.add("accuracy_changed", right, ~copied)
+    tally.add("accuracy_copy", copied.float())
+
+
+def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
+    memory, seen = model.empty_memory(len(rows)), Seen(len(rows), rows["mask"].device)
+    for t in range(rows.shape[1]):
+        here = rows["mask"][:, t]
+        td = rows[:, t][here].set(("memory", "world_model"), memory[here])
+        scored, predicted = model.score(td), model.predict(td)
+        memory[here] = scored["memory"]
+        tally.add("cross_entropy", scored["error"])
+        _tokens(model, td, tally)
+        _compare_pictures(td, predicted, model.reconstruct(td), tally)
+        _compare_objects(td, predicted, seen, here, tally)
+        if here.sum() > 1:
+            # what another robot did at that time, with the memory of what truly happened
+            other = td.clone(False).set("action", td["action"].roll(1, 0))
+            tally.add("shuffled/cross_entropy", model.score(other)["error"])
+            _compare_shuffled(td, model.predict(other), tally)
+
+
+def _compare_pictures(td: TensorDict, predicted: TensorDict, ceiling: TensorDict, tally: Tally) -> None:
+    for camera in predicted["image"].keys():
+        before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
+        moved = changed(before, after)
+        tally.add(f"{camera}/changed", moved.float())
+        shown = {"prediction": predicted["image", camera], "copy": before, "ceiling": ceiling["image", camera]}
+        for who, picture in shown.items():
+            error = squared_error(picture, after)
+            tally.add(f"{camera}/{who}/mse", error)
+            tally.add(f"{camera}/{who}/changed_mse", error, moved)
+            tally.add(f"{camera}/{who}/ssim", ssim(picture, after))
+
+
+def _compare_objects(td: TensorDict, predicted: TensorDict, seen: Seen, here: torch.Tensor, tally: Tally) -> None:
+    """Where the env tells what each pixel belongs to."""
+    if "segmentation" not in td["observation"].keys():
+        return
+    now, after = td["observation", "segmentation"], td["next", "observation", "segmentation"]
+    hidden = seen.hidden(dict(now.items()), dict(after.items()), here)
+    for camera in predicted["image"].keys():
+        truth = td["next", "observation", "image", camera]
+        shown = {"prediction": predicted["image", camera], "copy": td["observation", "image", camera]}
+        for who, picture in shown.items():
+            error = squared_error(picture, truth)
+            tally.add(f"{camera}/{who}/object_mse", error, objects(after[camera]))
+            tally.add(f"{camera}/{who}/hidden_object_mse", error, hidden[camera])
+
+
+def _compare_shuffled(td: TensorDict, predicted: TensorDict, tally: Tally) -> None:
+    for camera in predicted["image"].keys():
+        before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
+        error = squared_error(predicted["image", camera], after)
+        tally.add(f"{camera}/shuffled/changed_mse", error, changed(before, after))
+
+
+def _open_loop(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
+    """The world model is told the actions, and sees only what it predicted itself."""
+    if rows.shape[1] <= LOOKS_ON:
+        return
+    rows = rows[rows["mask"][:, LOOKS_ON]]
+    memory = model.empty_memory(len(rows))
+    for t in range(LOOKS_ON):
+        memory = model.observe(rows[:, t].set(("memory", "world_model"), memory))
+    start = rows[:, LOOKS_ON]["observation"]
+    observation = start.clone(False)
+    for k in range(1, min(max(HORIZONS), rows.shape[1] - LOOKS_ON) + 1):
+        step = rows[:, LOOKS_ON + k - 1]
+        td = {"observation": observation, "action": step["action"], "memory": {"world_model": memory}}
+        predicted = model.predict(TensorDict(td, [len(rows)]))
+        memory = predicted["memory"]
+        observation = _imagined(observation, predicted)
+        if k in HORIZONS:
+            for camera, picture in predicted["image"].items():
+                after = step["next", "observation", "image", camera]
+                for who, shown in (("prediction", picture), ("copy", start["image", camera])):
+                    tally.add(f"{camera}/{who}/open_{k}", squared_error(shown, after), step["mask"])
+
+
+def _imagined(observation: TensorDict, predicted: TensorDict) -> TensorDict:
+    imagined = observation.clone(False).set("image", predicted["image"])
+    return imagined.set("state", predicted["state"]) if "state" in observation.keys() else imagined
+
+
+def _camera_figures(tally: Tally, camera: str) -> dict:
+    prefix = f"{camera}/prediction"
+    hidden = tally.counts[f"{prefix}/hidden_object_mse"]
+    levels = {who: _psnr(tally, f"{camera}/{who}/mse") for who in ("prediction", "copy", "ceiling")}
+    return {
+        "changed_share": tally.mean(f"{camera}/changed"),
+        "changed_mse_ratio": tally.ratio(f"{prefix}/changed_mse", f"{camera}/copy/changed_mse"),
+        "changed_mse_ratio_ceiling": tally.ratio(f"{camera}/ceiling/changed_mse", f"{camera}/copy/changed_mse"),
+        "psnr": levels,
+        "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in levels},
+        "skill": skill(**levels),
+        "object_mse": {who: tally.mean(f"{camera}/{who}/object_mse") for who in ("prediction", "copy")},
+        "hidden_object_mse": {who: tally.mean(f"{camera}/{who}/hidden_object_mse") for who in ("prediction", "copy")},
+        "hidden_object_pixels": hidden,
+    }
+
+
+def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
+    """How much of the way from copying to the ceiling (PSNR); None where the ceiling lies below copying."""
+    if None in (prediction, copy, ceiling) or ceiling <= copy:
+        return None
+    return (prediction - copy) / (ceiling - copy)
+
+
+def _open_figures(tally: Tally, camera: str, k: int) -> dict:
+    names = {who: f"{camera}/{who}/open_{k}" for who in ("prediction", "copy")}
+    levels = {who: _psnr(tally, name) for who, name in names.items()}
+    return {"psnr": levels, "mse_ratio": tally.ratio(names["prediction"], names["copy"])}
+
+
+def _shuffled_figures(tally: Tally, cameras: tuple[str, ...]) -> dict:
+    """By how much a prediction is worse when the world model is told another robot's action."""
+    shuffled, true = tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy")
+    figures: dict = {"cross_entropy_gap": None if shuffled is None else shuffled - true, "changed_mse_ratio_gap": {}}
+    for camera in cameras:
+        below = f"{camera}/copy/changed_mse"
+        ratios = [tally.ratio(f"{camera}/{who}/changed_mse", below) for who in ("shuffled", "prediction")]
+        figures["changed_mse_ratio_gap"][camera] = None if None in ratios else ratios[0] - ratios[1]
+    return figures
+
+
+def _psnr(tally: Tally, name: str) -> float | None:
+    mse = tally.mean(name)
+    # JSON has no infinity: where nothing moves at all, there is nothing to tell
+    return psnr(mse) if mse else None
+
+
+def _looked_up(figures: dict, path: tuple[str, ...]) -> float | None:
+    for key in path:
+        figures = figures[key]
+    return figures
