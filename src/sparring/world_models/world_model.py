@@ -53,6 +53,11 @@ class WorldModel(nn.Module):
         """
         raise NotImplementedError
 
+    def foretold(self, td: TensorDict) -> TensorDict:
+        """Of each token of the true next frames, `[N, P]` bool: `right`, was it predicted; `copied`, is it the one that
+        stands for no change (the last frame's own)."""
+        raise NotImplementedError
+
     def reconstruct(self, td: TensorDict) -> TensorDict:
         """image/<camera> uint8 of the true next frames `[N]`, seen through the tokenizer: the best it could predict."""
         raise NotImplementedError
