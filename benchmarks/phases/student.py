@@ -1,0 +1,94 @@
+"""Phase 2: does an explorer that is paid for what a frozen world model does not know find things to play with?
+
+    python benchmarks/phases/teacher.py --seed 0               # first, the world model
+    python benchmarks/phases/student.py --seed 0
+    python benchmarks/phases/student.py --seed 0 --rewards original
+    python benchmarks/phases/student.py --summary
+
+One process trains one seed on one thread for at most 10 CPU minutes, so two seeds can run side by side on two cores; a
+run that is cut short (--minutes) goes on by the same call. Then the explorer, as it acts in training, plays held-out
+episodes beside uniform and coloured noise, the same ones. Wanted: what is paid rises; in touch with an object at least
+3 times as often as the best coloured noise, and in 10 % of the decisions; the hand gets to 1.5 times as many places.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from exploring import RUNS, report, rise, student_config, train
+
+RESULTS = report.RESULTS / "phases_student.json"
+CONFIG = Path(__file__).parents[2] / "configs" / "student.yaml"
+EPISODES = 128
+CONTACT, CONTACT_RATIO, COVERAGE_RATIO = 0.10, 3.0, 1.5
+
+
+def outcome(name: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> dict:
+    folder = RUNS / "_".join(["student", name, f"seed{seed}", *changes])
+    config = student_config(teacher, folder, seed, [f"rewards={name}", *changes])
+    run, record = train(config, minutes)
+    about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    return about | record | {"explored": judge(run, config)}
+
+
+def judge(run, config) -> dict:
+    """The explorer beside random actions, on held-out episodes."""
+    from sparring.envs.make import make_env
+    from sparring.measures.exploration import beside_random
+
+    env = make_env(config.env, 32)
+    policy = run.phase.policy.eval()
+    found = beside_random(policy, env, EPISODES, config.seed, config.rollout.action_steps)
+    env.close()
+    return {who: asdict(exploration) for who, exploration in found.items()}
+
+
+def verdict(run: dict) -> dict:
+    explored, curve = run["explored"], run["curve"]
+    noise = [values for who, values in explored.items() if who.startswith("coloured")]
+    best = {name: max(values[name] for values in noise) for name in ("contact", "voxels")}
+    mine, paid = explored["policy"], rise(curve, "episode_reward")
+    return {
+        "paid rises": paid["last"] > paid["first"],
+        "contact": mine["contact"] >= CONTACT,
+        "contact ratio": mine["contact"] >= CONTACT_RATIO * best["contact"],
+        "coverage ratio": mine["voxels"] >= COVERAGE_RATIO * best["voxels"],
+    }
+
+
+def summary(runs: dict[str, dict]) -> str:
+    rows = [("rewards", "seed", "steps", "CPU min", "who", "contact", "voxels", "per episode", "state entropy")]
+    lines = []
+    for run in runs.values():
+        head = (run["problem"], run["seed"], f"{run['steps']:,}", f"{run['cpu_seconds'] / 60:.1f}")
+        for who, e in run["explored"].items():
+            numbers = f"{e['contact']:.1%}", e["voxels"], f"{e['voxels_per_episode']:.1f}", f"{e['state_entropy']:.2f}"
+            rows.append((*head, who, *numbers))
+        paid = rise(run["curve"], "episode_reward")
+        judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())
+        lines.append(f"{run['problem']} {run['seed']}: paid {paid['first']:.2f} -> {paid['last']:.2f}; {judged}")
+    return "\n".join([report.table(rows), *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rewards", choices=("default", "original"), default="default")
+    parser.add_argument("--teacher", type=Path, help="run folder of the world model; default: the benchmark's own")
+    parser.add_argument("--minutes", type=float, default=10, help="of this process's CPU; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if not args.summary:
+        teacher = args.teacher or RUNS / f"teacher_seed{args.seed}"
+        run = outcome(args.rewards, teacher, args.seed, args.minutes, args.set)
+        if args.set:
+            print(summary({"tried": run}))
+            return
+        report.keep_run(RESULTS, RUNS, run)
+    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+
+
+if __name__ == "__main__":
+    main()
