@@ -1,15 +1,19 @@
 """Measures of pictures, world models and explorers, on cases that can be worked out by hand."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from doubles import counting_env
+from doubles import CountingBackend, counting_env
 from doubles_world_model import CopyingConfig, CopyingWorldModel
 from tensordict import TensorDict
 
 from sparring.envs.backend import EnvSpec
+from sparring.envs.env import Env
+from sparring.measures.exploration import beside_random, entropy, explore
 from sparring.measures.held_out import held_out_episodes
 from sparring.measures.images import Seen, changed, objects, psnr, squared_error, ssim
 from sparring.measures.world_model import compare, measure, skill
@@ -228,3 +232,48 @@ def test_held_out_episodes_are_whole_exact_in_number_and_of_other_seeds():
         assert int(episode["next", "observation", "state"][steps - 1, 2]) == steps
         assert episode["is_first"].nonzero().flatten().tolist() == [0]
     assert env.backend.seeds.split == "eval"
+
+
+# ---- explorers
+
+
+class HandBackend(CountingBackend):
+    """State: the position of a hand, times 4: 5 cm further in x at every step. It touches something at steps 2 and 3."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        self.spec = replace(self.spec, hand_entries=(0, 1, 2), hand_scale=4.0)
+
+    def step(self, action):
+        step = super().step(action)
+        before = np.where(np.isin(np.arange(self.num_envs), step.ended), self.lengths, self.count)
+        step.contact = np.isin(before, (2, 3))
+        return step
+
+    def _observe(self):
+        x = self.count * 0.05 * 4 + 0.1
+        return {"state": np.stack([x, x * 0, x * 0], 1).astype(np.float32)}
+
+
+def test_exploration_by_hand():
+    env = Env(HandBackend(lengths=(3, 5)))
+    found = explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
+    # robot 0 plays two episodes of 3 steps, robot 1 one of 5; each touches something at two of its steps
+    assert found.decisions == 11 and found.contact == pytest.approx(6 / 11)
+    # steps 1..5 are five places; 3, 3 and 5 of them in an episode
+    assert found.voxels == 5 and found.voxels_per_episode == pytest.approx(11 / 3)
+    # x was in bins 3 (3 times), 5, 7 (3 times each), 9 and 11 (once each); y and z never changed
+    shares = np.array([3, 3, 3, 1, 1]) / 11
+    assert found.state_entropy == pytest.approx(-(shares * np.log(shares)).sum() / 3)
+
+
+def test_an_explorer_beside_random_ones_on_the_same_episodes():
+    env = Env(HandBackend(lengths=(3, 5)))
+    found = beside_random(RandomPolicy(env.spec, 1), env, episodes=2, seed=0)
+    assert list(found) == ["policy", "uniform", "coloured 0.8", "coloured 0.9", "coloured 0.95", "coloured 0.98"]
+    assert found["policy"] == found["uniform"] == found["coloured 0.9"]
+
+
+def test_entropy_by_hand():
+    assert entropy(Counter({1: 5})) == 0
+    assert entropy(Counter({1: 2, 2: 2})) == pytest.approx(math.log(2))
