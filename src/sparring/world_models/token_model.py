@@ -72,7 +72,7 @@ class TokenWorldModel(WorldModel):
         }
         parts |= {f"loss_{name}": _mean(value, weight) for name, value in self._other_losses(batch, others).items()}
         loss = 10 * parts["loss_reconstruction"] + apart + sum(v for k, v in parts.items() if "recon" not in k)
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast():
             metrics = self._accuracies(logits, digits, features, mask)
         return loss, {name: value.detach() for name, value in parts.items()} | metrics
 
@@ -128,6 +128,17 @@ class TokenWorldModel(WorldModel):
             "accuracy": right,
         }
         return TensorDict({name: value.mean(-1) for name, value in told.items()} | {"memory": memory}, td.batch_size)
+
+    @torch.no_grad()
+    def foretold(self, td: TensorDict) -> TensorDict:
+        with self._autocast():
+            features = self._features(td["observation", "image"])[1]
+            following = self._features(td["next", "observation", "image"])[1]
+            before, after = features.flatten(0, 1), following.flatten(0, 1)
+            digits, copied = self._digits(before, after), self._digits(before, before)
+            logits = self._opinions(self._step(td, features, ())[0])[0]
+        said = logits.softmax(-1).mean(0).argmax(-1)
+        return TensorDict({"right": (said == digits).all(-1), "copied": (copied == digits).all(-1)}, td.batch_size)
 
     @torch.no_grad()
     def reconstruct(self, td: TensorDict) -> TensorDict:

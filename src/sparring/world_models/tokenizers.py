@@ -8,7 +8,7 @@ Letters: F frames, h x w places of 8 x 8 pixels, c channels, P tokens of a frame
 import torch
 from torch import nn
 
-from sparring.world_models.layers import CELL, ConvBlock, FrameStem, merge_cells, split_cells
+from sparring.world_models.layers import CELL, ConvBlock, FrameStem, merge_cells, paste, split_cells
 from sparring.world_models.quantizers import FSQ, VQ
 
 # pixels a side of what one token tells of
@@ -58,7 +58,7 @@ class Tokenizer(nn.Module):
 
     def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
         """[F, h, w, c] -> [F, 4, H, W]."""
-        return nn.functional.pixel_shuffle(self.pixels(self.decoder(cells)).permute(0, 3, 1, 2), CELL)
+        return paste(self.pixels(self.decoder(cells)))
 
 
 class ContextTokenizer(Tokenizer):

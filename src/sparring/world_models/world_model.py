@@ -54,10 +54,8 @@ class WorldModel(nn.Module):
         raise NotImplementedError
 
     def foretold(self, td: TensorDict) -> TensorDict:
-        """Which of the P tokens of the true next frames of `td [N]` are foretold, bool [N, P] each.
-
-        right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
-        """
+        """Of each token of the true next frames, `[N, P]` bool: `right`, was it predicted; `copied`, is it the one that
+        stands for no change (the last frame's own)."""
         raise NotImplementedError
 
     def reconstruct(self, td: TensorDict) -> TensorDict:

@@ -1,0 +1,71 @@
+"""WorldModelLearner: gradient steps on a world model's loss. Whoever has windows and wants a better model."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.algorithms.flat import FlatParameters
+from sparring.algorithms.schedules import scheduled, warmup
+from sparring.distributed import Distributed
+from sparring.world_models.world_model import WorldModel
+
+MAX_GRAD_NORM = 1.0
+BETAS = (0.9, 0.95)
+# gradient steps over which the learning rate rises
+WARMUP_STEPS = 50
+
+
+class WorldModelLearner:
+    """`config` has `learning_rate`, `lr_schedule` and `weight_decay`: the section of whichever phase it learns in."""
+
+    def __init__(self, config, model: WorldModel, distributed: Distributed):
+        self.config, self.model, self.distributed = config, model, distributed
+        self.flat = FlatParameters(list(model.parameters()))
+        self.optimizer = torch.optim.AdamW(
+            [self.flat.vector], config.learning_rate, betas=BETAS, weight_decay=config.weight_decay, fused=True
+        )
+        self.gradient_steps = 0
+
+    def update(self, batches: Iterable[TensorDict], count: int, fraction: float) -> dict[str, float]:
+        """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Means of metrics."""
+        if self.gradient_steps == 0:
+            self._begin()
+        self.flat.check()
+        self.model.train()
+        sums: dict[str, torch.Tensor] = defaultdict(float)
+        batches = iter(batches)
+        for _ in range(count):
+            for name, value in self._gradient_step(next(batches), fraction).items():
+                sums[name] += value
+        self.model.eval()
+        means = self.distributed.mean({name: float(value) / count for name, value in sums.items()})
+        return means | {"lr": self.optimizer.param_groups[0]["lr"]}
+
+    def state_dict(self) -> dict:
+        return {"optimizer": self.optimizer.state_dict(), "gradient_steps": self.gradient_steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.gradient_steps = state["gradient_steps"]
+
+    def _begin(self) -> None:
+        """All processes start from the same weights."""
+        for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
+            tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
+
+    def _gradient_step(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
+        self.model.update_normalizers(batch, self.distributed.sum)
+        loss, numbers = self.model(batch)
+        gradient = self.flat.vector.grad
+        gradient.zero_()
+        loss.backward()
+        gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
+        norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
+        rate = self.config.learning_rate * scheduled(self.config.lr_schedule, fraction)
+        self.optimizer.param_groups[0]["lr"] = rate * warmup(self.gradient_steps, WARMUP_STEPS)
+        self.optimizer.step()
+        self.gradient_steps += 1
+        return numbers | {"loss": loss.detach(), "grad_norm": norm}
