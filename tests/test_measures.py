@@ -177,7 +177,7 @@ def test_memory_is_carried_through_an_episode_and_not_into_the_next():
 
 
 def test_shuffled_actions_cost_what_they_cost():
-    """The double's error grows with |action|, which is 0 in one episode and 1 in the other; rolled, they change places."""
+    """The double's error grows with |action|: 0 in one episode and 1 in the other; shuffled, they change places."""
     figures = measure(copier(), still_then_moving())["shuffled_actions"]
     # true: 8 decisions of action 0 and 7 of action 1 -> 7/15; shuffled, at 7 times both: 1/2
     assert figures["cross_entropy_gap"] == pytest.approx(0.5 - 7 / 15, abs=1e-6)
@@ -238,7 +238,7 @@ def test_held_out_episodes_are_whole_exact_in_number_and_of_other_seeds():
 
 
 class HandBackend(CountingBackend):
-    """State: the position of a hand, times 4: 5 cm further in x at every step. It touches something at steps 2 and 3."""
+    """State: the position of a hand, times 4: 5 cm further in x at every step. It touches things at steps 2, 3."""
 
     def __init__(self, lengths):
         super().__init__(lengths)

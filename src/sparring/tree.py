@@ -134,7 +134,9 @@ ALIASES = {
 }
 # words that mean something else where there is no RL
 PHASE_ALIASES = {
-    phase: {f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")}
+    phase: {
+        f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+    }
     for phase in ("imitate", "teacher")
 }
 PHASE_ALIASES["teacher"] |= {f"{prefix}sequential_training": "teacher.sequential" for prefix in ("", "training.")}
@@ -275,7 +277,9 @@ def _check_teacher(config: Config) -> list[tuple[str, str]]:
     if config.rollout.n_episodes_per_batch:
         mistakes.append(("rollout.n_episodes_per_batch", "the teacher collects by rollout.steps; leave it out"))
     if getattr(config.env, "cameras", None) == ():
-        mistakes.append(("env.cameras", "a world model predicts pictures; expected cameras, e.g. env.cameras=[head,wrist]"))
+        mistakes.append(
+            ("env.cameras", "a world model predicts pictures; expected cameras, e.g. env.cameras=[head,wrist]")
+        )
     return mistakes
 
 

@@ -34,9 +34,7 @@ class Exploration:
     state_entropy: float
 
 
-def explore(
-    policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = False
-) -> Exploration:
+def explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = False) -> Exploration:
     """Exactly so many episodes of the eval split: robot i plays numbers i, i+N, i+2N, ...
 
     Policies are compared on the same number of episodes: longer, everybody gets further.
