@@ -13,19 +13,19 @@ from sparring.distributed import Distributed
 from sparring.world_models.world_model import WorldModel
 
 MAX_GRAD_NORM = 1.0
-BETAS = (0.9, 0.95)
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
 # gradient steps over which the learning rate rises
 WARMUP_STEPS = 50
 
 
 class WorldModelLearner:
-    """`config` has `learning_rate`, `lr_schedule` and `weight_decay`: the section of whichever phase it learns in."""
+    """`config.learning_rate`, of whichever phase it learns in, falls to 0 as `fraction` goes to 1."""
 
     def __init__(self, config, model: WorldModel, distributed: Distributed):
         self.config, self.model, self.distributed = config, model, distributed
         self.flat = FlatParameters(list(model.parameters()))
         self.optimizer = torch.optim.AdamW(
-            [self.flat.vector], config.learning_rate, betas=BETAS, weight_decay=config.weight_decay, fused=True
+            [self.flat.vector], config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
         self.gradient_steps = 0
 
@@ -64,7 +64,7 @@ class WorldModelLearner:
         loss.backward()
         gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
         norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
-        rate = self.config.learning_rate * scheduled(self.config.lr_schedule, fraction)
+        rate = self.config.learning_rate * scheduled("linear", fraction)
         self.optimizer.param_groups[0]["lr"] = rate * warmup(self.gradient_steps, WARMUP_STEPS)
         self.optimizer.step()
         self.gradient_steps += 1

@@ -1,7 +1,7 @@
 """Vectors -> discrete codes that gradients pass straight through.
 
-A token is K digits with at most L values each: K numbers of an FSQ code, or one index of a VQ codebook. `codes` are what
-a decoder reads: the quantised numbers themselves, or the codebook's vectors.
+A token is K digits with at most L values each: K numbers of an FSQ code, or one index of a VQ codebook. `codes` are
+what a decoder reads: the quantised numbers themselves, or the codebook's vectors.
 """
 
 import torch

@@ -62,7 +62,7 @@ class Tokenizer(nn.Module):
 
 
 class ContextTokenizer(Tokenizer):
-    """How each patch changes. What no token asks to change is copied: the decoder adds to the frame before by a gate."""
+    """How each patch changes. Nothing changes but through a gate, so what stays as it is need not be told."""
 
     frames = 2
 
