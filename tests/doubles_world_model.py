@@ -61,7 +61,7 @@ class CopyingWorldModel(WorldModel):
         brighter = {c: (pictures[c] + self.brighter).round().clamp(0, 255).to(torch.uint8) for c in self.cameras}
         nothing = torch.zeros(len(td))
         told = {"reward": nothing, "terminated": nothing, "success": nothing}
-        state = td["observation", "state"] if "state" in td["observation"].keys() else torch.zeros(len(td), 1)
+        state = td["observation"].get("state", torch.zeros(len(td), 1))
         memory = self._entered(td) + self._seen(td)
         return TensorDict({"image": brighter, "state": state + 0 * self.brighter, "memory": memory} | told, [len(td)])
 
@@ -92,7 +92,7 @@ class CopyingWorldModel(WorldModel):
     def _entered(self, td):
         memory = td.get(("memory", "world_model"), None)
         memory = self.empty_memory(len(td)) if memory is None else memory
-        return torch.where(td["is_first"][:, None], 0.0, memory) if "is_first" in td.keys() else memory
+        return torch.where(td.get("is_first", torch.zeros(len(td), dtype=torch.bool))[:, None], 0.0, memory)
 
     def _seen(self, td):
         return torch.stack([torch.ones(len(td)), td["action"][:, 0, 0]], 1)

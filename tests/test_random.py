@@ -1,4 +1,4 @@
-"""Random explorers: uniform in each step, alike from step to step where they are coloured, a function of their noise."""
+"""Random explorers: uniform in each step, alike from step to step where coloured, a function of their noise."""
 
 import numpy as np
 import pytest

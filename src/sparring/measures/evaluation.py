@@ -57,7 +57,9 @@ def evaluate_world_model(
 def _cameras(figures: dict) -> list[str]:
     rows = [("camera", "", "prediction", "copy last", "ceiling")]
     for camera, found in figures["cameras"].items():
-        rows.append((camera, "PSNR, dB", *(_number(found["psnr"][who], 2) for who in ("prediction", "copy", "ceiling"))))
+        rows.append(
+            (camera, "PSNR, dB", *(_number(found["psnr"][who], 2) for who in ("prediction", "copy", "ceiling")))
+        )
         rows.append((camera, "SSIM", *(_number(found["ssim"][who], 3) for who in ("prediction", "copy", "ceiling"))))
         ratios = [found["changed_mse_ratio"], 1.0, found["changed_mse_ratio_ceiling"]]
         rows.append((camera, "changed pixels, MSE ratio", *(_number(ratio, 3) for ratio in ratios)))
@@ -80,12 +82,12 @@ def _open_loop(figures: dict) -> list[str]:
 def _in_words(figures: dict) -> list[str]:
     tokens, shuffled = figures["tokens"], figures["shuffled_actions"]
     shares = {words: _number(tokens[name], 3) for name, words in _TOKENS.items()}
-    gaps = [f"{camera} {_number(gap, 3)}" for camera, gap in shuffled["changed_mse_ratio_gap"].items()]
+    gaps = [f"{camera} {_signed(gap, 3)}" for camera, gap in shuffled["changed_mse_ratio_gap"].items()]
     lines = [
         f"token accuracy: {', '.join(f'{words} {share}' for words, share in shares.items())}; "
         f"cross-entropy {_number(tokens['cross_entropy'], 3)} nats per token",
-        f"told another robot's action: cross-entropy +{_number(shuffled['cross_entropy_gap'], 3)}, "
-        f"MSE ratio of changed pixels + {', '.join(gaps)}",
+        f"told another robot's action: cross-entropy {_signed(shuffled['cross_entropy_gap'], 3)}, "
+        f"MSE ratio of changed pixels {', '.join(gaps)}",
     ]
     for camera, found in figures.get("against", {"cameras": {}})["cameras"].items():
         gap = found["hidden_object_mse"]

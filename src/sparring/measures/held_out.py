@@ -20,7 +20,7 @@ class _Kept:
 
 
 def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk: int) -> TensorDict:
-    """Exactly `episodes` of them, from seeds of the eval split: `[E, T]`, filled up and `mask`ed where they are shorter.
+    """Exactly `episodes` of them, of the eval split: `[E, T]`, filled up and `mask`ed where they are shorter.
 
     Robot i plays numbers i, i+N, i+2N, ..., as in an evaluation.
     """

@@ -30,7 +30,7 @@ def psnr(mse: float) -> float:
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`[N]`: structural similarity (Wang et al. 2004), gaussian window of 11 pixels, the mean over colours and places."""
+    """`[N]`: structural similarity (Wang et al. 2004), gaussian window of 11 pixels, mean over colours and places."""
     # [N, 3, H, W]
     a, b = a.double() / 255, b.double() / 255
     mean_a, mean_b = _blur(a), _blur(b)

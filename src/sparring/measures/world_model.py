@@ -1,7 +1,7 @@
 """How well a world model predicts episodes that it was not trained on, beside copying the last frame.
 
 Figures of pictures are per camera. `prediction` is the world model, one decision ahead with the memory it has by then;
-`copy` the last frame shown again; `ceiling` the true next frame through the tokenizer, the best that could be predicted.
+`copy` the last frame shown again; `ceiling` the true next frame through the tokenizer, the best it could predict.
 """
 
 import torch
@@ -22,7 +22,7 @@ TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
 
 @torch.no_grad()
 def measure(model: WorldModel, episodes: TensorDict) -> dict:
-    """Figures of `episodes [E, T]` (with `mask`), nested, as JSON takes them; None where there was nothing to measure."""
+    """Figures of `episodes [E, T]` (with `mask`), nested, for JSON; None where there was nothing to measure."""
     model.eval()
     tally = Tally()
     for rows in episodes.split(ROWS):
@@ -83,37 +83,37 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
 
 
 def _compare_pictures(td: TensorDict, predicted: TensorDict, ceiling: TensorDict, tally: Tally) -> None:
-    for camera in predicted["image"].keys():
+    for camera, picture in predicted["image"].items():
         before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
         moved = changed(before, after)
         tally.add(f"{camera}/changed", moved.float())
-        shown = {"prediction": predicted["image", camera], "copy": before, "ceiling": ceiling["image", camera]}
-        for who, picture in shown.items():
-            error = squared_error(picture, after)
+        shown = {"prediction": picture, "copy": before, "ceiling": ceiling["image", camera]}
+        for who, guess in shown.items():
+            error = squared_error(guess, after)
             tally.add(f"{camera}/{who}/mse", error)
             tally.add(f"{camera}/{who}/changed_mse", error, moved)
-            tally.add(f"{camera}/{who}/ssim", ssim(picture, after))
+            tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
 
 
 def _compare_objects(td: TensorDict, predicted: TensorDict, seen: Seen, here: torch.Tensor, tally: Tally) -> None:
     """Where the env tells what each pixel belongs to."""
-    if "segmentation" not in td["observation"].keys():
+    now = td.get(("observation", "segmentation"), None)
+    if now is None:
         return
-    now, after = td["observation", "segmentation"], td["next", "observation", "segmentation"]
+    after = td["next", "observation", "segmentation"]
     hidden = seen.hidden(dict(now.items()), dict(after.items()), here)
-    for camera in predicted["image"].keys():
+    for camera, picture in predicted["image"].items():
         truth = td["next", "observation", "image", camera]
-        shown = {"prediction": predicted["image", camera], "copy": td["observation", "image", camera]}
-        for who, picture in shown.items():
-            error = squared_error(picture, truth)
+        for who, guess in (("prediction", picture), ("copy", td["observation", "image", camera])):
+            error = squared_error(guess, truth)
             tally.add(f"{camera}/{who}/object_mse", error, objects(after[camera]))
             tally.add(f"{camera}/{who}/hidden_object_mse", error, hidden[camera])
 
 
 def _compare_shuffled(td: TensorDict, predicted: TensorDict, tally: Tally) -> None:
-    for camera in predicted["image"].keys():
+    for camera, picture in predicted["image"].items():
         before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
-        error = squared_error(predicted["image", camera], after)
+        error = squared_error(picture, after)
         tally.add(f"{camera}/shuffled/changed_mse", error, changed(before, after))
 
 
@@ -141,8 +141,7 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
 
 
 def _imagined(observation: TensorDict, predicted: TensorDict) -> TensorDict:
-    imagined = observation.clone(False).set("image", predicted["image"])
-    return imagined.set("state", predicted["state"]) if "state" in observation.keys() else imagined
+    return observation.clone(False).update(predicted.select("image", "state", strict=False))
 
 
 def _camera_figures(tally: Tally, camera: str) -> dict:

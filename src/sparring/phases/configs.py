@@ -21,7 +21,7 @@ class TeacherConfig(Section):
     )
     gradient_steps: int = Field(100, gt=0, description="of an update, after rollout.steps decisions of each robot")
     batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
-    learning_rate: float = Field(1e-3, gt=0, description="at the start")
+    learning_rate: float = Field(2e-3, gt=0, description="at the start; falls to 0 over the run")
     sequential: bool = Field(
         True, description="windows in time order, memory carried along; false: from anywhere, rebuilt by burn_in"
     )

@@ -1,4 +1,4 @@
-"""What a phase means where nobody said otherwise. Below everything that is given, above the defaults of the sections."""
+"""What a phase means where nobody says otherwise: below all that is given, above the defaults of the sections."""
 
 _PLAYGROUND = {
     "env.task": ["explore"],

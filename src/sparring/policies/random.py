@@ -33,7 +33,7 @@ class ColouredNoise(RandomPolicy):
 
     Each step's action is as uniform in [-1, 1] as RandomPolicy's, but resembles the one before: behind it is a normal
     number that follows x' = r x + sqrt(1 - r^2) e (AR(1)), drawn anew where an episode begins. `correlation` [N] is r
-    of each robot; 0 is RandomPolicy. So what a robot does depends on its noise since its episode began, and on nothing else.
+    of each robot; 0 is RandomPolicy. What a robot does depends on its noise since its episode began, on nothing else.
     """
 
     def __init__(self, spec, chunk: int, correlation: torch.Tensor):
