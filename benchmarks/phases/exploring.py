@@ -1,4 +1,4 @@
-"""What the benchmarks of explorers share: training for so many CPU minutes, on one thread, going on where it stopped."""
+"""What the benchmarks of explorers share: training for so many CPU minutes on one thread, in pieces if need be."""
 
 import json
 import sys
