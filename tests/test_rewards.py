@@ -207,24 +207,30 @@ def test_a_rollout_is_paid_on_the_last_executed_step_of_each_decision():
     reward, executed = buffer.rollout()["next", "reward"], buffer.rollout()["next", "executed"]
     assert executed.tolist() == [[2, 2], [1, 2], [2, 1], [1, 2]]
     last = reward.gather(-1, executed[..., None] - 1)[..., 0].numpy()
-    assert last == pytest.approx(errors / errors.std(), rel=1e-5)
+    assert last == pytest.approx((errors - errors.mean()) / errors.std(), rel=1e-5)
     assert reward.sum(-1).numpy() == pytest.approx(last)
     assert metrics["reward/prediction_error"] == pytest.approx(errors.mean())
-    assert metrics["reward/prediction_error_normalized"] == pytest.approx(errors.mean() / errors.std(), rel=1e-5)
+    assert metrics["reward/prediction_error_normalized"] == pytest.approx(0, abs=1e-6)
 
 
 def test_episodes_are_told_by_what_they_were_paid_across_rollouts():
     rewards, _, collector, buffer = world(**ONLY_ERROR)
     collector.collect(buffer)
     first = rewards.pay(buffer)["episode_reward"]
-    scale = float(rewards.normalizer.scale)
+    before = paid_by(rewards)
     # robot 0: decisions 1, 2 and 3, 4; robot 1: 1 to 3
-    assert first == pytest.approx(np.mean([1 + 2, 3 + 4, 10 + 20 + 30]) * scale, rel=1e-5)
+    assert first == pytest.approx(np.mean([before(1, 2), before(3, 4), before(10, 20, 30)]), rel=1e-4)
     collector.collect(buffer)
     second = rewards.pay(buffer)["episode_reward"]
-    # robot 1's second episode began in the first rollout, with decision 4, and was paid by that one's scale
-    now = float(rewards.normalizer.scale)
-    assert second == pytest.approx(np.mean([(5 + 6) * now, (7 + 8) * now, 40 * scale + (50 + 60) * now]), rel=1e-5)
+    # robot 1's second episode began in the first rollout, with decision 4, which was paid by what was usual then
+    now = paid_by(rewards)
+    assert second == pytest.approx(np.mean([now(5, 6), now(7, 8), before(40) + now(50, 60)]), rel=1e-4)
+
+
+def paid_by(rewards):
+    """What so many errors are paid together, as things are now."""
+    mean, scale = float(rewards.normalizer.mean), float(rewards.normalizer.scale)
+    return lambda *errors: sum((error - mean) * scale for error in errors)
 
 
 def test_memories_are_carried_across_rollouts_and_cleared_where_an_episode_begins():
@@ -248,14 +254,14 @@ def test_the_memory_without_the_head_is_compared_only_where_a_term_asks():
     assert dict(model.calls) == {"score": 4}
 
 
-def test_terms_are_scaled_by_their_running_deviation_clipped_about_their_mean_and_weighted():
+def test_terms_are_normalised_by_running_statistics_clipped_and_weighted():
     rewards, _, collector, buffer = world(**ONLY_ERROR | {"clip": 1.0, "prediction_entropy": 0.5})
     collector.collect(buffer)
     rewards.pay(buffer)
     errors = np.array([1, 10, 2, 20, 3, 30, 4, 40], np.float64)
     mean, std = errors.mean(), errors.std()
     # entropy is twice the error, hence the same after scaling
-    expected = 1.5 * (np.clip((errors - mean) / std, -1, 1) + mean / std)
+    expected = 1.5 * np.clip((errors - mean) / std, -1, 1)
     assert buffer.rollout()["next", "reward"].sum(-1).flatten().numpy() == pytest.approx(expected, rel=1e-4)
 
 

@@ -33,7 +33,7 @@ class RewardsConfig(Section):
     )
     divergence_discount: float = Field(0.99, gt=0, le=1, description="of memory_divergence's potential, per decision")
     clip: float = Field(
-        5.0, gt=0, description="a term's reward, in its standard deviations, counts so far from its mean at most"
+        5.0, gt=0, description="a term, normalised by its running mean and deviation, counts so much at most"
     )
 
 

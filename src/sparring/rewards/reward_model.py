@@ -1,8 +1,8 @@
 """RewardModel: pays a rollout for what it was to a world model.
 
 The rollout is walked once in time order. At each decision the world model says what the transition was to it, and its
-memories are carried on, from one rollout to the next. Then all terms are worked out at once, each is divided by its
-running standard deviation, and their weighted sum becomes `next/reward`.
+memories are carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by its
+running mean and standard deviation, and their weighted sum becomes `next/reward`.
 
 Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
 """
@@ -57,7 +57,8 @@ class RewardModel:
         # [T, N, K]
         raw = torch.stack([term(rollout) for term in self.terms.values()], -1)
         self.normalizer.update(raw[valid], self.distributed.sum)
-        normalized = self._normalized(raw)
+        # with its mean: disagreement is 13 deviations above 0, all of which a critic would have to learn first
+        normalized = self.normalizer(raw)
         pay = (normalized * self.weights).sum(-1)
         buffer.set(("next", "reward"), on_last_step(pay, rollout))
         for term in self.terms.values():
@@ -98,10 +99,6 @@ class RewardModel:
             after["world_model_wrist"] = self.world_model.observe(td, without=self.unseen)
             self.memory_wrist.leave(after["world_model_wrist"])
         return TensorDict({"judged": judged, "memory": entered, "next": {"memory": after}}, td.batch_size)
-
-    def _normalized(self, raw: torch.Tensor) -> torch.Tensor:
-        """Divided by the running standard deviation and clipped about the mean; what is worth nothing stays 0."""
-        return self.normalizer(raw) + self.normalizer.shift * self.normalizer.scale
 
     def _metrics(self, raw: torch.Tensor, normalized: torch.Tensor, judged: TensorDict) -> dict[str, float]:
         means = {f"reward/{name}": float(x) for name, x in zip(self.terms, raw.mean(0), strict=True)}
