@@ -15,21 +15,34 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from zlib import crc32
 
 from exploring import RUNS, report, rise, student_config, train
 
 RESULTS = report.RESULTS / "phases_student.json"
-CONFIG = Path(__file__).parents[2] / "configs" / "student.yaml"
 EPISODES = 128
 CONTACT, CONTACT_RATIO, COVERAGE_RATIO = 0.10, 3.0, 1.5
 
 
 def outcome(name: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> dict:
-    folder = RUNS / "_".join(["student", name, f"seed{seed}", *changes])
+    tried = [f"{crc32(' '.join(changes).encode()):08x}"] if changes else []
+    folder = RUNS / "_".join(["student", name, f"seed{seed}", *tried])
     config = student_config(teacher, folder, seed, [f"rewards={name}", *changes])
     run, record = train(config, minutes)
     about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
-    return about | record | {"explored": judge(run, config)}
+    return about | record | {"paid": paid(run, record["curve"]), "explored": judge(run, config)}
+
+
+def paid(run, curve: list[dict]) -> dict:
+    """A decision's pay in the first and in the last fifth of the updates, in the units of the run's end.
+
+    What was paid on the way is relative to what was usual then.
+    """
+    rewards = run.phase.rewards
+    weights = dict(zip(rewards.terms, (rewards.weights * rewards.normalizer.scale).tolist(), strict=True))
+    rises = {name: rise(curve, f"reward/{name}") for name in weights}
+    total = {when: sum(weights[name] * rises[name][when] for name in weights) for when in ("first", "last")}
+    return total | {"terms": rises}
 
 
 def judge(run, config) -> dict:
@@ -45,10 +58,10 @@ def judge(run, config) -> dict:
 
 
 def verdict(run: dict) -> dict:
-    explored, curve = run["explored"], run["curve"]
+    explored, paid = run["explored"], run["paid"]
     noise = [values for who, values in explored.items() if who.startswith("coloured")]
     best = {name: max(values[name] for values in noise) for name in ("contact", "voxels")}
-    mine, paid = explored["policy"], rise(curve, "episode_reward")
+    mine = explored["policy"]
     return {
         "paid rises": paid["last"] > paid["first"],
         "contact": mine["contact"] >= CONTACT,
@@ -65,7 +78,7 @@ def summary(runs: dict[str, dict]) -> str:
         for who, e in run["explored"].items():
             numbers = f"{e['contact']:.1%}", e["voxels"], f"{e['voxels_per_episode']:.1f}", f"{e['state_entropy']:.2f}"
             rows.append((*head, who, *numbers))
-        paid = rise(run["curve"], "episode_reward")
+        paid = run["paid"]
         judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())
         lines.append(f"{run['problem']} {run['seed']}: paid {paid['first']:.2f} -> {paid['last']:.2f}; {judged}")
     return "\n".join([report.table(rows), *lines])

@@ -176,11 +176,12 @@ def _phase_of(settings: list[Setting]) -> Any:
 
 
 def _phase_defaults(settings: list[Setting]) -> list[Setting]:
-    """What the phase means where nobody says otherwise; other envs than the built-in arm have other settings."""
-    phase = _phase_of(settings)
-    env = next((s.value for s in reversed(settings) if s.key == "env.name"), "tabletop")
+    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
+    phase, names = _phase_of(settings), {s.key: s.value for s in settings}
+    usual = {"env": "tabletop", "policy": "actor_critic"}
+    others = tuple(f"{section}." for section, name in usual.items() if names.get(f"{section}.name", name) != name)
     values = DEFAULTS.get(phase, {}).items()
-    return [Setting(k, v, f"phase {phase}") for k, v in values if env == "tabletop" or not k.startswith("env.")]
+    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
 
 
 def _env_config(name: Any) -> type[Section]:

@@ -57,7 +57,8 @@ class EpisodeTracker:
 
     def load_state_dict(self, state: dict) -> None:
         for name, sums in self._sums().items():
-            sums[:] = state[name].numpy()
+            # contacts were not counted in older checkpoints
+            sums[:] = state[name].numpy() if name in state else 0
 
     def _sums(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name) for name in ("rewards", "steps", "decisions", "contacts")}

@@ -18,5 +18,18 @@ DEFAULTS = {
         "training.save_every": 20,
     },
     # what differs in the env comes with the teacher
-    "student": _PLAYGROUND,
+    "student": _PLAYGROUND
+    | {
+        # an episode of each robot
+        "rollout.steps": 25,
+        # noise that lasts for an episode: from the first day the hand gets to where things are
+        "policy.distribution": "gsde",
+        "policy.sde_sample_freq": 25,
+        "policy.init_std": 1.5,
+        "ppo.gamma": 0.99,
+        "ppo.policy_lr": 5e-4,
+        "ppo.mini_batch_size": 200,
+        "ppo.ppo_epochs": 4,
+        "ppo.target_kl": 0.05,
+    },
 }

@@ -16,6 +16,7 @@ from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.rewards.configs import RewardsConfig
 from sparring.rewards.make import make_term, weights_of
+from sparring.rewards.term import RewardTerm
 from sparring.world_models.memory import MemoryStateManager
 from sparring.world_models.world_model import WorldModel
 
@@ -35,6 +36,8 @@ class RewardModel:
         weights, device = weights_of(config), distributed.device
         self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
         self.terms = {name: make_term(name, config, env.spec, chunk, device) for name in weights}
+        # for these alone transitions are copied
+        self.learning = [term for term in self.terms.values() if type(term).learn is not RewardTerm.learn]
         self.weights = torch.tensor(list(weights.values()), device=device)
         self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
         self.compares_memories = any(term.compares_memories for term in self.terms.values())
@@ -61,7 +64,7 @@ class RewardModel:
         normalized = self.normalizer(raw)
         pay = (normalized * self.weights).sum(-1)
         buffer.set(("next", "reward"), on_last_step(pay, rollout))
-        for term in self.terms.values():
+        for term in self.learning:
             term.learn(rollout[valid], self.distributed)
         return self._metrics(raw[valid], normalized[valid], rollout["judged"][valid]) | self._episodes(pay, rollout)
 
