@@ -17,6 +17,8 @@ PACKAGE = {
     "ppo": "algorithms",
     "grpo": "algorithms",
     "imitate": "phases",
+    "teacher": "phases",
+    "adversarial": "phases",
     "rewards": "rewards",
     "logging": "record",
 }

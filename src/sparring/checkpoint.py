@@ -96,13 +96,14 @@ def weights_file(path: Path) -> Path | None:
     return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
 
 
-def load_weights(model: nn.Module, path: str | Path) -> int:
+def load_weights(model: nn.Module, path: str | Path, prefix: str = "") -> int:
     """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
 
-    How many tensors there were.
+    `prefix`: of a checkpoint that holds several models, whose keys begin so. How many tensors there were.
     """
     file = weights_file(find_checkpoint(path))
-    given, expected = read_weights(file), model.state_dict()
+    given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
+    expected = model.state_dict()
     missing = [key for key in expected if key not in given]
     unexpected = [key for key in given if key not in expected]
     reshaped = [

@@ -1,5 +1,5 @@
 """Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`, the world
-model of `student.teacher`.
+model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and `adversarial.student`.
 
 They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
 """
@@ -30,6 +30,15 @@ def with_inherited(settings: list[Setting]) -> list[Setting]:
         inherited += _of_demonstrations(given)
     if phase == "student" and isinstance(given.get("student.teacher"), str):
         inherited += _of_checkpoint(given["student.teacher"], given, ("env", "world_model"), "student.teacher")
+    if isinstance(given.get("rollout.imagined"), str):
+        inherited += _of_checkpoint(given["rollout.imagined"], given, ("env", "world_model"), "rollout.imagined")
+    if phase == "adversarial":
+        for key, kinds, also in (
+            ("adversarial.teacher", ("env", "world_model"), ()),
+            ("adversarial.student", ("policy",), ("student.cameras",)),
+        ):
+            if isinstance(given.get(key), str):
+                inherited += _of_checkpoint(given[key], given, kinds, key, also)
     return inherited + settings
 
 
@@ -46,10 +55,12 @@ def told(settings: Iterable[Setting], config: Any) -> list[str]:
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 
 
-def _of_checkpoint(path: str, given: dict[str, Any], kinds: tuple[str, ...], key: str) -> list[Setting]:
+def _of_checkpoint(
+    path: str, given: dict[str, Any], kinds: tuple[str, ...], key: str, also: tuple[str, ...] = ()
+) -> list[Setting]:
     """What its config says about these sections and how long its decisions last; nothing of weights without a config.
 
-    `key` is what `path` was given as.
+    `key` is what `path` was given as; `also` are keys of other sections.
     """
     from sparring.checkpoint import find_checkpoint
 
@@ -61,7 +72,8 @@ def _of_checkpoint(path: str, given: dict[str, Any], kinds: tuple[str, ...], key
     names = {s.key: s.value for s in saved if s.key in [f"{kind}.name" for kind in kinds]}
     # another kind of env or network has other settings; whether it fits is found out when weights are loaded
     sections = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
-    wanted = [s for s in saved if s.key.startswith((*sections, "rollout.action_steps")) and s.key not in OF_THE_RUN]
+    wanted = (*sections, "rollout.action_steps", *also)
+    wanted = [s for s in saved if s.key.startswith(wanted) and s.key not in OF_THE_RUN]
     return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]
 
 

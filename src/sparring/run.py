@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
+from torch import nn
 
 from sparring.checkpoint import (
     CheckpointError,
@@ -203,10 +204,13 @@ class Run:
 
     def _evaluate_here(self) -> Evaluation | WorldModelEvaluation:
         config, device = self.config, self.distributed.device
-        if isinstance(self.phase.model, WorldModel):
-            evaluation = evaluate_world_model(config, self.phase.model, device)
+        model = self.phase.model
+        # of several, it is the world model whose figures tell more; `sparring eval` evaluates the policy
+        model = model["world_model"] if isinstance(model, nn.ModuleDict) else model
+        if isinstance(model, WorldModel):
+            evaluation = evaluate_world_model(config, model, device)
         else:
-            evaluation = evaluate_config(config, self.phase.model, device, films=config.rollout.render_episodes)
+            evaluation = evaluate_config(config, model, device, films=config.rollout.render_episodes)
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
         for number, film in enumerate(evaluation.films):

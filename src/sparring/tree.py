@@ -15,7 +15,14 @@ from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.phases.configs import EvaluationConfig, ImitateConfig, StudentConfig, TeacherConfig, TrainingConfig
+from sparring.phases.configs import (
+    AdversarialConfig,
+    EvaluationConfig,
+    ImitateConfig,
+    StudentConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
 from sparring.phases.defaults import DEFAULTS
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
@@ -25,8 +32,7 @@ from sparring.rewards.configs import reward_mistakes
 def _known_phase(name: str) -> str:
     phase = phases.ALIASES.get(name, name)
     if phase not in phases.PHASES:
-        state = "is not built yet" if phase in phases.PLANNED else "is unknown"
-        raise ValueError(f"this phase {state}; one of: {', '.join(phases.PHASES)}")
+        raise ValueError(f"this phase is unknown; one of: {', '.join(phases.PHASES)}")
     return phase
 
 
@@ -70,6 +76,7 @@ class Config(Section):
     imitate: ImitateConfig
     teacher: TeacherConfig
     student: StudentConfig
+    adversarial: AdversarialConfig
     rewards: SerializeAsAny[Section]
     training: TrainingConfig
     evaluation: EvaluationConfig
@@ -145,7 +152,13 @@ PHASE_ALIASES = {
     phase: {
         f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
     }
-    for phase in ("imitate", "teacher")
+    for phase in ("imitate", "teacher", "adversarial")
+}
+PHASE_ALIASES["adversarial"] |= {
+    "teacher_checkpoint": "adversarial.teacher",
+    "teacher_path": "adversarial.teacher",
+    "student_checkpoint": "adversarial.student",
+    "student_path": "adversarial.student",
 }
 PHASE_ALIASES["teacher"] |= {f"{prefix}sequential_training": "teacher.sequential" for prefix in ("", "training.")}
 
@@ -305,8 +318,24 @@ def _check_student(config: Config) -> list[tuple[str, str]]:
     return mistakes
 
 
+def _check_adversarial(config: Config) -> list[tuple[str, str]]:
+    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=True)
+    if not config.adversarial.teacher:
+        what = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+        mistakes.append(("adversarial.teacher", f"{what}; train one with `sparring train teacher`"))
+    weights = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
+    if not any(weights):
+        mistakes.append(("adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"))
+    return mistakes
+
+
 # of phases that do not collect rollouts as RL does, or need more
-_CHECKS = {"imitate": _check_imitate, "teacher": _check_teacher, "student": _check_student}
+_CHECKS = {
+    "imitate": _check_imitate,
+    "teacher": _check_teacher,
+    "student": _check_student,
+    "adversarial": _check_adversarial,
+}
 
 TREE = Tree(
     root=Config,

@@ -1,4 +1,4 @@
-"""The `teacher`, `imitate`, `training` and `evaluation` sections. Torch-free."""
+"""The `teacher`, `student`, `adversarial`, `imitate`, `training` and `evaluation` sections. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -56,6 +56,38 @@ class StudentConfig(Section):
 
     teacher: str | None = Field(None, description="run folder or checkpoint of `sparring train teacher`")
     cameras: Names = Field(("wrist",), description="what the explorer sees; the world model sees all of env.cameras")
+
+
+class AdversarialConfig(Section):
+    """World model and explorer train each other: one learns to foretell what the other finds to surprise it."""
+
+    teacher: str | None = Field(None, description="run folder of `sparring train teacher`, with its episodes")
+    student: str | None = Field(
+        None, description="run folder or checkpoint of `sparring train student`; null: a new explorer"
+    )
+    wm_updates_per_iter: int = Field(100, gt=0, description="gradient steps of the world model in an update")
+    explorer_updates_per_iter: int = Field(
+        1, gt=0, description="rollouts in an update, and updates of the explorer, one from each"
+    )
+    warmup_steps: int = Field(
+        200,
+        ge=0,
+        description="first gradient steps, in which the world model alone learns while the explorer acts",
+    )
+    learning_rate: float = Field(
+        5e-4,
+        gt=0,
+        description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr",
+    )
+    batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
+    burn_in: int = Field(4, ge=0, description="decisions before a window that rebuild the memory")
+    replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes among the windows")
+    replay_past: float = Field(0.3, ge=0, description="weight of the episodes of all explorers of this run")
+    replay_newest: float = Field(0.3, ge=0, description="weight of the episodes of the newest update")
+    kl_coef: float = Field(0.02, ge=0, description="weight of the KL to the student's policy; 0: no leash")
+    generation_every: int = Field(10, gt=0, description="updates of a generation of explorers")
+    held_out: float = Field(0.125, ge=0, lt=1, description="share of the episodes that is never trained on")
+    max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
 
 
 class TrainingConfig(Section):

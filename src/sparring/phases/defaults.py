@@ -8,6 +8,20 @@ _PLAYGROUND = {
     # a decision lasts 160 ms: long enough for something to change
     "rollout.action_steps": 4,
 }
+# what differs in the env comes with the teacher
+_EXPLORER = _PLAYGROUND | {
+    # an episode of each robot
+    "rollout.steps": 25,
+    # noise that lasts for an episode: from the first day the hand gets to where things are
+    "policy.distribution": "gsde",
+    "policy.sde_sample_freq": 25,
+    "policy.init_std": 1.5,
+    "ppo.gamma": 0.99,
+    "ppo.policy_lr": 5e-4,
+    "ppo.mini_batch_size": 200,
+    "ppo.ppo_epochs": 4,
+    "ppo.target_kl": 0.05,
+}
 # phase -> dotted key -> value; those of `env` are for the built-in arm
 DEFAULTS = {
     "teacher": _PLAYGROUND
@@ -17,19 +31,6 @@ DEFAULTS = {
         "training.log_every": 5,
         "training.save_every": 20,
     },
-    # what differs in the env comes with the teacher
-    "student": _PLAYGROUND
-    | {
-        # an episode of each robot
-        "rollout.steps": 25,
-        # noise that lasts for an episode: from the first day the hand gets to where things are
-        "policy.distribution": "gsde",
-        "policy.sde_sample_freq": 25,
-        "policy.init_std": 1.5,
-        "ppo.gamma": 0.99,
-        "ppo.policy_lr": 5e-4,
-        "ppo.mini_batch_size": 200,
-        "ppo.ppo_epochs": 4,
-        "ppo.target_kl": 0.05,
-    },
+    "student": _EXPLORER,
+    "adversarial": _EXPLORER | {"training.log_every": 5, "training.save_every": 10},
 }

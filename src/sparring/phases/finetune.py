@@ -9,6 +9,7 @@ from torch import nn
 from sparring.algorithms.make import make_algorithm
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
+from sparring.config import Section
 from sparring.data.buffer import Buffer
 from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
@@ -16,10 +17,12 @@ from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
+from sparring.phases.imagination import imagine
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
 from sparring.rewards.reward_model import RewardModel
+from sparring.world_models.imagined_env import ImaginedEnv
 
 
 class Finetune:
@@ -62,9 +65,14 @@ class Finetune:
         episodes, steps = None, config.rollout_steps
         if rollout.n_episodes_per_batch:
             episodes = rollout.n_episodes_per_batch // rollout.n_envs
-            steps = episodes * _decisions_of_an_episode(env, rollout.action_steps)
+            limit = (
+                rollout.imagined_decisions if rollout.imagined else _decisions_of_an_episode(env, rollout.action_steps)
+            )
+            steps = episodes * limit
+        if rollout.imagined:
+            env = imagine(env, config, distributed)
         policy = make_policy(config.policy, cls.seen(config, env.spec), rollout.action_steps).to(distributed.device)
-        algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
+        algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
         return cls(
             env,
             policy,
@@ -83,6 +91,10 @@ class Finetune:
         return spec
 
     @staticmethod
+    def algorithm_config(config) -> Section:
+        return config.algorithm_section
+
+    @staticmethod
     def make_rewards(config, env: Env, distributed: Distributed) -> RewardModel | None:
         """What pays instead of the env."""
         return None
@@ -94,24 +106,36 @@ class Finetune:
     @property
     def learns_from(self) -> str:
         robots = self.env.num_envs * self.distributed.world_size
-        return f"{robots} robots, by {type(self.algorithm).__name__}"
+        where = " in a world model's imagination" if isinstance(self.env, ImaginedEnv) else ""
+        return f"{robots} robots{where}, by {type(self.algorithm).__name__}"
 
     def step(self, fraction: float) -> dict[str, float]:
+        collected = self.collect()
+        return self.learn(fraction) | collected
+
+    def collect(self) -> dict[str, float]:
+        """A rollout in the buffer, paid for; what it and the episodes that ended were like."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self.collector.collect(self.buffer)
-        paid = self.rewards.pay(self.buffer) if self.rewards else {}
-        collected = time.perf_counter()
-        metrics = self.algorithm.update(self.buffer.rollout(), fraction)
-        updated = time.perf_counter()
-        self.collector.version += 1
+        paid = self.pay()
+        seconds = time.perf_counter() - started
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
         # every process runs as many robots; chunks and episodes may end early, so steps are summed
         steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
-        self.progress.updates += 1
         self.progress.env_steps += round(steps * self.distributed.world_size)
         self.progress.episodes += len(episodes)
-        metrics |= self.episode_metrics(episodes) | paid
-        return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
+        return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds}
+
+    def pay(self) -> dict[str, float]:
+        return self.rewards.pay(self.buffer) if self.rewards else {}
+
+    def learn(self, fraction: float) -> dict[str, float]:
+        """An update from the rollout in the buffer."""
+        started = time.perf_counter()
+        metrics = self.algorithm.update(self.buffer.rollout(), fraction)
+        self.collector.version += 1
+        self.progress.updates += 1
+        return metrics | {"update_seconds": time.perf_counter() - started}
 
     def state_dict(self) -> dict:
         state = {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}

@@ -53,7 +53,10 @@ class RewardModel:
 
     @torch.no_grad()
     def pay(self, buffer: Buffer) -> dict[str, float]:
-        """Writes `next/reward` of the newest rollout: all of a decision's pay on its last executed step."""
+        """Writes `next/reward` of the newest rollout: all of a decision's pay on its last executed step.
+
+        And `judged/error`, for those who want to know later how well the world model foretold it at the time.
+        """
         rollout = with_following(buffer)
         rollout.update(self._judge(rollout))
         valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
@@ -64,6 +67,7 @@ class RewardModel:
         normalized = self.normalizer(raw)
         pay = (normalized * self.weights).sum(-1)
         buffer.set(("next", "reward"), on_last_step(pay, rollout))
+        buffer.set(("judged", "error"), rollout["judged", "error"])
         for term in self.learning:
             term.learn(rollout[valid], self.distributed)
         return self._metrics(raw[valid], normalized[valid], rollout["judged"][valid]) | self._episodes(pay, rollout)
