@@ -29,7 +29,7 @@ LAYERS = [
         "demos",
         "inherit",
     },
-    {"cli", "launch", "__main__"},
+    {"cli", "launch", "chain", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

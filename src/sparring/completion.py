@@ -112,7 +112,7 @@ def _first_arguments(command: str) -> list[str]:
     if command == "completion":
         return list(SCRIPTS)
     if command in ("train", "config"):
-        return list(phases.PHASES)
+        return [*phases.PHASES, *(["all"] if command == "train" else [])]
     if command == "demos":
         return ["show", *_names("env.task")]
     if command == "check":
