@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import islice
 
 import torch
 from tensordict import TensorDict
@@ -23,11 +24,8 @@ class WorldModelLearner:
 
     def __init__(self, config, model: WorldModel, distributed: Distributed):
         self.config, self.model, self.distributed = config, model, distributed
-        self.flat = FlatParameters(list(model.parameters()))
-        self.optimizer = torch.optim.AdamW(
-            [self.flat.vector], config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
         self.gradient_steps = 0
+        self._learn_with(model.learning())
 
     def update(self, batches: Iterable[TensorDict], count: int, fraction: float) -> dict[str, float]:
         """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Means of metrics."""
@@ -35,21 +33,35 @@ class WorldModelLearner:
             self._begin()
         self.flat.check()
         self.model.train()
-        sums: dict[str, torch.Tensor] = defaultdict(float)
-        batches = iter(batches)
-        for _ in range(count):
-            for name, value in self._gradient_step(next(batches), fraction).items():
-                sums[name] += value
+        values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for batch in islice(batches, count):
+            for name, value in self._gradient_step(batch, fraction).items():
+                values[name].append(value)
         self.model.eval()
-        means = self.distributed.mean({name: float(value) / count for name, value in sums.items()})
-        return means | {"lr": self.optimizer.param_groups[0]["lr"]}
+        # a part of the model that began to learn only now has numbers of the last steps only
+        means = {name: float(torch.stack(of).mean()) for name, of in values.items()}
+        return self.distributed.mean(means) | {"lr": self.optimizer.param_groups[0]["lr"]}
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict(), "gradient_steps": self.gradient_steps}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "gradient_steps": self.gradient_steps,
+            "began": self.began,
+        }
 
     def load_state_dict(self, state: dict) -> None:
+        """The model has its weights back already: they say what is learning."""
+        self._learn_with(self.model.learning())
         self.optimizer.load_state_dict(state["optimizer"])
-        self.gradient_steps = state["gradient_steps"]
+        self.gradient_steps, self.began = state["gradient_steps"], state["began"]
+
+    def _learn_with(self, parameters: list[nn.Parameter]) -> None:
+        """A fresh optimiser of these: the others neither move nor shrink."""
+        self.flat = FlatParameters(parameters)
+        self.optimizer = torch.optim.AdamW(
+            [self.flat.vector], self.config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self.began = self.gradient_steps
 
     def _begin(self) -> None:
         """All processes start from the same weights."""
@@ -57,6 +69,9 @@ class WorldModelLearner:
             tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
 
     def _gradient_step(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
+        learning = self.model.learning()
+        if [*map(id, learning)] != [*map(id, self.flat.parameters)]:
+            self._learn_with(learning)
         self.model.update_normalizers(batch, self.distributed.sum)
         loss, numbers = self.model(batch)
         gradient = self.flat.vector.grad
@@ -65,7 +80,7 @@ class WorldModelLearner:
         gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
         norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
         rate = self.config.learning_rate * scheduled("linear", fraction)
-        self.optimizer.param_groups[0]["lr"] = rate * warmup(self.gradient_steps, WARMUP_STEPS)
+        self.optimizer.param_groups[0]["lr"] = rate * warmup(self.gradient_steps - self.began, WARMUP_STEPS)
         self.optimizer.step()
         self.gradient_steps += 1
         return numbers | {"loss": loss.detach(), "grad_norm": norm}

@@ -28,6 +28,9 @@ class TokenWorldModelConfig(Section):
     )
     levels: Levels = Field((8, 8, 8), description="values of each of the numbers that an fsq token is made of")
     codebook_size: int = Field(512, ge=2, description="tokens that vq chooses from")
+    tokenizer_steps: int = Field(
+        600, ge=0, description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good"
+    )
     channels: int | None = Field(None, gt=0, description="of the convolutions of the tokenizer; null: the preset's")
     width: int | None = Field(None, gt=0, description="of the transformers; null: the preset's")
     layers: int | None = Field(None, gt=0, description="of each member's transformer; null: the preset's")

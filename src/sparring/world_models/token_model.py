@@ -47,34 +47,57 @@ class TokenWorldModel(WorldModel):
             Member(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
         )
         self.rewards = RunningNormalizer(1)
+        # calls of `loss` so far
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     # ---- learning
 
+    @property
+    def learns_tokens(self) -> bool:
+        """Whether the tokenizer is still learning; the dynamics learn when tokens mean the same for good."""
+        return int(self.steps) < self.config.tokenizer_steps
+
+    def learning(self) -> list[nn.Parameter]:
+        of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
+        return [p for p in self.parameters() if (id(p) in of_tokens) == self.learns_tokens]
+
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = batch["mask"]
         with self._autocast():
-            frames = self._frames(batch["observation", "image"], batch["next", "observation", "image"][:, -1:])
+            loss, metrics = self._tokenizer_loss(batch) if self.learns_tokens else self._dynamics_loss(batch)
+        if self.training:
+            self.steps += 1
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _tokenizer_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        # nothing is remembered in tokens that do not mean anything yet
+        batch["memory_after"] = self.empty_memory(batch.numel()).unflatten(0, batch.batch_size)
+        frames = self._frames(batch)
+        features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
+        now, following = (frames[:, :-1], features[:, :-1]), (frames[:, 1:], features[:, 1:])
+        wrong, apart = self.tokenizer.loss(*(part.flatten(0, 2) for part in now + following))
+        # [B, T, V] -> one number
+        wrong = _mean(wrong.unflatten(0, now[0].shape[:3]).mean(-1), batch["mask"])
+        return wrong + apart, {"loss_tokenizer": wrong}
+
+    def _dynamics_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = batch["mask"]
+        with torch.no_grad():
+            frames = self._frames(batch)
             # [B, T+1, V, h, w, c]
             features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
-            before, after = features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2)
-            wrong, apart = self.tokenizer.loss(frames[:, :-1].flatten(0, 2), before, frames[:, 1:].flatten(0, 2), after)
-            digits = self._digits(before, after).unflatten(0, mask.shape)
-            tokens, memories = self._through_time(batch, features[:, :-1])
-            # M of [B, T, P, K, L] and [B, T, S + 3]
-            logits, others = self._opinions(tokens)
+            digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2))
+            digits = digits.unflatten(0, mask.shape)
+        tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
+        # [M, B, T, P, K, L] and [M, B, T, S + 3]
+        logits, others = self._opinions(tokens)
         # [M, B, T]: who learns from what
         weight = self._bags(mask)
-        loss_tokens = _mean((_cross_entropy(logits, digits)).mean(-1), weight)
-        parts = {
-            "loss_reconstruction": _mean(wrong.unflatten(0, (*mask.shape, -1)).mean(-1), mask),
-            "loss_tokens": loss_tokens,
-        }
-        parts |= {f"loss_{name}": _mean(value, weight) for name, value in self._other_losses(batch, others).items()}
-        loss = 10 * parts["loss_reconstruction"] + apart + sum(v for k, v in parts.items() if "recon" not in k)
-        with torch.no_grad(), self._autocast():
-            metrics = self._accuracies(logits, digits, features, mask)
-        return loss, {name: value.detach() for name, value in parts.items()} | metrics
+        losses = {"tokens": _cross_entropy(logits, digits).mean(-1)} | self._other_losses(batch, others)
+        parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
+        with torch.no_grad():
+            accuracies = self._accuracies(logits, digits, features, mask)
+        return sum(parts.values()), parts | accuracies
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         seen = batch["mask"]
@@ -151,8 +174,9 @@ class TokenWorldModel(WorldModel):
 
     # ---- parts of both
 
-    def _frames(self, images: TensorDict, last: TensorDict) -> Tensor:
-        """[B, T] and the one frame after them [B, 1] -> [B, T+1, V, 3, H, W] in 0..1."""
+    def _frames(self, batch: TensorDict) -> Tensor:
+        """All frames of windows [B, T], the last one's following too: [B, T+1, V, 3, H, W] in 0..1."""
+        images, last = batch["observation", "image"], batch["next", "observation", "image"][:, -1:]
         pictures = [torch.cat([images[name], last[name]], 1) for name in self.cameras]
         return torch.stack(pictures, 2).float() / 255
 

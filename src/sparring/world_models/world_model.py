@@ -54,13 +54,19 @@ class WorldModel(nn.Module):
         raise NotImplementedError
 
     def foretold(self, td: TensorDict) -> TensorDict:
-        """Of each token of the true next frames, `[N, P]` bool: `right`, was it predicted; `copied`, is it the one that
-        stands for no change (the last frame's own)."""
+        """Which of the P tokens of the true next frames of `td [N]` are foretold, bool [N, P] each.
+
+        right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
+        """
         raise NotImplementedError
 
     def reconstruct(self, td: TensorDict) -> TensorDict:
         """image/<camera> uint8 of the true next frames `[N]`, seen through the tokenizer: the best it could predict."""
         raise NotImplementedError
+
+    def learning(self) -> list[nn.Parameter]:
+        """The parameters that the next call of `loss` gives gradients to; the others stay as they are."""
+        return list(self.parameters())
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         """Fold windows into running statistics of state and reward. Called before learning from them."""
