@@ -17,6 +17,7 @@ PACKAGE = {
     "ppo": "algorithms",
     "grpo": "algorithms",
     "imitate": "phases",
+    "teacher": "phases",
     "logging": "record",
 }
 

@@ -25,6 +25,7 @@ LAYERS = [
         "check",
         "completion",
         "gallery",
+        "measures",
         "demos",
         "inherit",
     },

@@ -22,6 +22,8 @@ from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
 from sparring.run import Run
 from sparring.tree import load_config
+from sparring.world_models.make import make_world_model
+from sparring.world_models.world_model import WorldModel
 
 
 class Trainer:
@@ -100,6 +102,20 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     policy = make_policy(config.policy, load_spec(checkpoint), config.rollout.action_steps)
     load_weights(policy, checkpoint)
     return policy.to(device).eval()
+
+
+def load_world_model(path: str | Path, device: str = "cpu") -> WorldModel:
+    """The trained world model of a teacher's run folder or checkpoint; strict about every weight. Needs no env."""
+    checkpoint = checkpoint_folder(path)
+    settings = read_settings(checkpoint / "config.yaml")
+    phase = next(setting.value for setting in settings if setting.key == "phase")
+    if phase != "teacher":
+        raise UserError(f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run")
+    needed = ("world_model.", "rollout.action_steps")
+    config = load_config(None, [setting for setting in settings if setting.key.startswith(needed)])
+    model = make_world_model(config.world_model, load_spec(checkpoint), config.rollout.action_steps)
+    load_weights(model, checkpoint)
+    return model.to(device).eval()
 
 
 def _section(thing) -> dict:

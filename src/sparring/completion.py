@@ -43,7 +43,15 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--resume": ["auto", "never"],
         "--dry-run": ["rollout", "training"],
     },
-    "eval": {"--episodes": NUMBER, "--seed": NUMBER, "--stochastic": SWITCH, "--videos": NUMBER, "--json": FILE},
+    "eval": {
+        "--episodes": NUMBER,
+        "--seed": NUMBER,
+        "--stochastic": SWITCH,
+        "--videos": NUMBER,
+        "--json": FILE,
+        "--world-model": SWITCH,
+        "--against": FILE,
+    },
     "check": {},
     "tasks": {"--sheet": FILE},
     "demos": {

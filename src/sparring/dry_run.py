@@ -2,24 +2,29 @@
 
 import resource
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from tensordict import TensorDict
 
 from sparring.errors import UserError
 from sparring.phases.imitate import Imitate
+from sparring.phases.teacher import Teacher
 from sparring.run import Run
 from sparring.tree import Config
 
 
 def dry_run(config: Config, only_rollout: bool = False) -> str:
     """Shapes, memory, speed, and the parity of acting and scoring."""
-    if only_rollout and config.phase == "imitate":
-        raise UserError("--dry-run rollout: there are no rollouts in imitate; --dry-run alone tries one update")
+    if only_rollout and config.phase in ("imitate", "teacher"):
+        raise UserError(f"--dry-run rollout: there are no rollouts in {config.phase}; --dry-run alone tries one update")
     run = Run(config, folder=False, quiet=True)
     try:
         if isinstance(run.phase, Imitate):
             what, lines = "one update", _imitation(run.phase)
+        elif isinstance(run.phase, Teacher):
+            what, lines = "a few episodes, one update", _teacher(run.phase)
         elif only_rollout:
             what, lines = "one rollout", _rollout(run.phase)
         else:
@@ -69,6 +74,24 @@ def _imitation(phase: Imitate) -> list[str]:
         *_shapes(batch),
         _memory(phase, batch.bytes(), "batch"),
         f"speed: {rate:,.1f} gradient steps/s (first calls, warm-up included)",
+        f"loss: {metrics['loss']:.3g}",
+    ]
+
+
+def _teacher(phase: Teacher) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        phase.folder = Path(folder)
+        metrics = phase.step(0.0)
+        batch = next(phase.replay)
+        stored = phase.store.bytes()
+        phase.replay.close()
+        phase.store.close()
+    steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
+    return [
+        *_shapes(batch),
+        _memory(phase, stored, "episodes"),
+        f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
+        f"{rate:,.1f} gradient steps/s (first calls, warm-up included)",
         f"loss: {metrics['loss']:.3g}",
     ]
 

@@ -15,7 +15,8 @@ from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.phases.configs import EvaluationConfig, ImitateConfig, TrainingConfig
+from sparring.phases.configs import EvaluationConfig, ImitateConfig, TeacherConfig, TrainingConfig
+from sparring.phases.defaults import DEFAULTS
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
 
@@ -66,6 +67,7 @@ class Config(Section):
     grpo: GRPOConfig
     algorithm_config: SerializeAsAny[Section]
     imitate: ImitateConfig
+    teacher: TeacherConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
@@ -131,9 +133,13 @@ ALIASES = {
     **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
 }
 # words that mean something else where there is no RL
-IMITATE_ALIASES = {
-    f"{prefix}{key}": f"imitate.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+PHASE_ALIASES = {
+    phase: {
+        f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+    }
+    for phase in ("imitate", "teacher")
 }
+PHASE_ALIASES["teacher"] |= {f"{prefix}sequential_training": "teacher.sequential" for prefix in ("", "training.")}
 
 
 def load_config(
@@ -147,13 +153,26 @@ def load_config(
     settings += overrides or []
     if phase:
         settings.append(Setting("phase", phase, "command line"))
-    return tree_of(settings).build(settings)
+    return tree_of(settings).build(_phase_defaults(settings) + settings)
 
 
 def tree_of(settings: list[Setting]) -> Tree:
     """The tree as these settings mean it: what `batch_size` is short for depends on the phase."""
+    more = PHASE_ALIASES.get(_phase_of(settings), {})
+    return replace(TREE, aliases=ALIASES | more) if more else TREE
+
+
+def _phase_of(settings: list[Setting]) -> Any:
     phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
-    return replace(TREE, aliases=ALIASES | IMITATE_ALIASES) if phase == "imitate" else TREE
+    return phases.ALIASES.get(phase, phase)
+
+
+def _phase_defaults(settings: list[Setting]) -> list[Setting]:
+    """What the phase means where nobody says otherwise; other envs than the built-in arm have other settings."""
+    phase = _phase_of(settings)
+    env = next((s.value for s in reversed(settings) if s.key == "env.name"), "tabletop")
+    values = DEFAULTS.get(phase, {}).items()
+    return [Setting(k, v, f"phase {phase}") for k, v in values if env == "tabletop" or not k.startswith("env.")]
 
 
 def _env_config(name: Any) -> type[Section]:
@@ -239,7 +258,7 @@ def _check(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes + (_check_imitate(config) if config.phase == "imitate" else rollout_mistakes(config))
+    return mistakes + _CHECKS.get(config.phase, rollout_mistakes)(config)
 
 
 def _check_imitate(config: Config) -> list[tuple[str, str]]:
@@ -252,6 +271,20 @@ def _check_imitate(config: Config) -> list[tuple[str, str]]:
             mistakes.append((f"training.{key}", "no robot acts in imitate; say how long with training.iterations"))
     return mistakes
 
+
+def _check_teacher(config: Config) -> list[tuple[str, str]]:
+    mistakes = rollout_mistakes(config)
+    if config.rollout.n_episodes_per_batch:
+        mistakes.append(("rollout.n_episodes_per_batch", "the teacher collects by rollout.steps; leave it out"))
+    if getattr(config.env, "cameras", None) == ():
+        mistakes.append(
+            ("env.cameras", "a world model predicts pictures; expected cameras, e.g. env.cameras=[head,wrist]")
+        )
+    return mistakes
+
+
+# of phases that do not collect rollouts as RL does
+_CHECKS = {"imitate": _check_imitate, "teacher": _check_teacher}
 
 TREE = Tree(
     root=Config,

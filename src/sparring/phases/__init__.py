@@ -3,6 +3,7 @@
 PHASES = {
     "finetune": "sparring.phases.finetune:Finetune",
     "imitate": "sparring.phases.imitate:Imitate",
+    "teacher": "sparring.phases.teacher:Teacher",
 }
 ALIASES = {
     "phase1": "teacher",
@@ -13,4 +14,4 @@ ALIASES = {
     "adv": "adversarial",
 }
 # named in the documents this system comes from; they arrive with the world model
-PLANNED = ("teacher", "student", "adversarial", "all")
+PLANNED = ("student", "adversarial", "all")

@@ -1,4 +1,4 @@
-"""The `imitate`, `training` and `evaluation` sections. Torch-free."""
+"""The `teacher`, `imitate`, `training` and `evaluation` sections. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -8,6 +8,25 @@ from sparring.config import Section
 
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
 Folders = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+
+class TeacherConfig(Section):
+    """A world model learns to predict what robots that act at random will see."""
+
+    coloured: float = Field(
+        0.5, ge=0, le=1, description="share of the robots whose random actions change slowly; the others' do not"
+    )
+    correlation: float = Field(
+        0.95, ge=0, lt=1, description="of a slow action with the one a step before; 0: none, as of the other robots"
+    )
+    gradient_steps: int = Field(100, gt=0, description="of an update, after rollout.steps decisions of each robot")
+    batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
+    learning_rate: float = Field(2e-3, gt=0, description="at the start; falls to 0 over the run")
+    sequential: bool = Field(
+        True, description="windows in time order, memory carried along; false: from anywhere, rebuilt by burn_in"
+    )
+    burn_in: int = Field(4, ge=0, description="decisions before a window that rebuild the memory, if not sequential")
+    max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
 
 
 class ImitateConfig(Section):
@@ -42,6 +61,9 @@ class TrainingConfig(Section):
     )
     num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
     iterations: int | None = Field(None, gt=0, description="updates; null: no limit (imitate: 20)")
+    bptt_length: int = Field(
+        8, gt=0, description="decisions that a world model's gradients pass through at once, back through its memory"
+    )
     save_every: int = Field(50, gt=0, description="updates between checkpoints; the last state is always saved")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
     log_every: int = Field(1, gt=0, description="updates between lines of metrics")

@@ -1,8 +1,9 @@
 """What every phase is to the loop that runs it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 from torch import nn
 
 from sparring.envs.env import Env
@@ -40,3 +41,21 @@ class Phase(Protocol):
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
         """Go on from both; returns what could not be restored, in words."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What there is to see of an update. Pictures are `[H, W, 3]` uint8; names follow the number of the episode."""
+
+    images: dict[str, np.ndarray]
+    # name -> its frames
+    videos: dict[str, list[np.ndarray]]
+    fps: float
+
+
+@runtime_checkable
+class ShowsPictures(Protocol):
+    """A phase that has something to show as well."""
+
+    def pictures(self) -> Pictures:
+        """As it is now; changes nothing."""
