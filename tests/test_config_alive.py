@@ -17,6 +17,7 @@ PACKAGE = {
     "ppo": "algorithms",
     "grpo": "algorithms",
     "imitate": "phases",
+    "teacher": "phases",
     "rewards": "rewards",
     "logging": "record",
 }
