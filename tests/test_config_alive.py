@@ -18,6 +18,7 @@ PACKAGE = {
     "grpo": "algorithms",
     "imitate": "phases",
     "teacher": "phases",
+    "rewards": "rewards",
     "logging": "record",
 }
 

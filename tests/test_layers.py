@@ -11,9 +11,9 @@ LAYERS = [
     {"envs", "policies", "data"},
     {"world_models"},
     {"rewards"},
-    {"collect", "algorithms"},
+    {"collect", "algorithms", "checkpoint"},
     {"phases"},
-    {"record", "checkpoint"},
+    {"record"},
     {
         "run",
         "evaluate",

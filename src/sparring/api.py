@@ -18,6 +18,7 @@ from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate
 from sparring.phases.finetune import Finetune
+from sparring.phases.student import with_cameras
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
 from sparring.run import Run
@@ -97,9 +98,13 @@ class Trainer:
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env."""
     checkpoint = checkpoint_folder(path)
-    needed = ("policy.", "rollout.action_steps")
-    config = load_config(None, [s for s in read_settings(checkpoint / "config.yaml") if s.key.startswith(needed)])
-    policy = make_policy(config.policy, load_spec(checkpoint), config.rollout.action_steps)
+    settings, needed = read_settings(checkpoint / "config.yaml"), ("policy.", "rollout.action_steps", "student.cameras")
+    config = load_config(None, [s for s in settings if s.key.startswith(needed)])
+    spec = load_spec(checkpoint)
+    if any(s.key == "phase" and s.value == "student" for s in settings):
+        # it has fewer cameras than its env shows
+        spec = with_cameras(spec, config.student.cameras)
+    policy = make_policy(config.policy, spec, config.rollout.action_steps)
     load_weights(policy, checkpoint)
     return policy.to(device).eval()
 

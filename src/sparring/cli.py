@@ -17,6 +17,7 @@ examples:
   sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
   sparring eval outputs/finetune_rl --episodes 200           held-out episodes, intervals, random baseline
   sparring train teacher                                     a world model of what random actions lead to
+  sparring train student --teacher_path outputs/teacher_rl   an explorer, paid for what the world model does not know
   sparring eval outputs/teacher_rl --world-model             how well it foretells, beside copying the last frame
   sparring config finetune                                   every setting with its meaning
   sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
@@ -83,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **options)
     train.add_argument(
-        "phase", metavar="PHASE", help="finetune (task RL), imitate (demonstrations), teacher (world model)"
+        "phase", metavar="PHASE", help="finetune (task RL), imitate (demonstrations), teacher (world model), student"
     )
     train.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     train.add_argument("--gpus", type=_positive, default=1, metavar="N", help="processes, one per GPU (on CPU: gloo)")

@@ -1,4 +1,5 @@
-"""Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`.
+"""Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`, the world
+model of `student.teacher`.
 
 They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
 """
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config_text import Setting, read_settings
+from sparring.phases import ALIASES
 from sparring.tree import tree_of
 
 # of an env: these say how a run is made, not what a policy sees and does
@@ -16,15 +18,18 @@ OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize"
 
 
 def with_inherited(settings: list[Setting]) -> list[Setting]:
-    """`settings`, and below them what comes with `pretrained` and `imitate.demos` where they are given."""
+    """`settings`, and below them what comes with what they say it starts from."""
     aliases = tree_of(settings).aliases
     given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
     if isinstance(given.get("pretrained"), str):
-        inherited += _of_checkpoint(given["pretrained"], given)
+        inherited += _of_checkpoint(given["pretrained"], given, ("env", "policy"), "pretrained")
     # later ones win: what is imitated is imitated in the env it was recorded in
-    if given.get("phase") == "imitate":
+    phase = ALIASES.get(given.get("phase"), given.get("phase"))
+    if phase == "imitate":
         inherited += _of_demonstrations(given)
+    if phase == "student" and isinstance(given.get("student.teacher"), str):
+        inherited += _of_checkpoint(given["student.teacher"], given, ("env", "world_model"), "student.teacher")
     return inherited + settings
 
 
@@ -41,8 +46,11 @@ def told(settings: Iterable[Setting], config: Any) -> list[str]:
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 
 
-def _of_checkpoint(path: str, given: dict[str, Any]) -> list[Setting]:
-    """What its config says about the policy and about what it saw and did; nothing of weights without a config."""
+def _of_checkpoint(path: str, given: dict[str, Any], kinds: tuple[str, ...], key: str) -> list[Setting]:
+    """What its config says about these sections and how long its decisions last; nothing of weights without a config.
+
+    `key` is what `path` was given as.
+    """
     from sparring.checkpoint import find_checkpoint
 
     found = find_checkpoint(path)
@@ -50,11 +58,11 @@ def _of_checkpoint(path: str, given: dict[str, Any]) -> list[Setting]:
     if not file.is_file():
         return []
     saved = read_settings(file)
-    names = {s.key: s.value for s in saved if s.key in ("env.name", "policy.name")}
-    # another kind of env or policy has other settings; whether it fits is found out when weights are loaded
-    sections = [f"{key.partition('.')[0]}." for key, name in names.items() if given.get(key, name) == name]
+    names = {s.key: s.value for s in saved if s.key in [f"{kind}.name" for kind in kinds]}
+    # another kind of env or network has other settings; whether it fits is found out when weights are loaded
+    sections = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
     wanted = [s for s in saved if s.key.startswith((*sections, "rollout.action_steps")) and s.key not in OF_THE_RUN]
-    return [Setting(s.key, s.value, f"pretrained={path}") for s in wanted]
+    return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:

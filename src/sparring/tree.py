@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
-from sparring import algorithms, envs, phases, policies, world_models
+from sparring import algorithms, envs, phases, policies, rewards, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig, rollout_mistakes
 from sparring.config import Section, Tree
@@ -15,10 +15,11 @@ from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.phases.configs import EvaluationConfig, ImitateConfig, TeacherConfig, TrainingConfig
+from sparring.phases.configs import EvaluationConfig, ImitateConfig, StudentConfig, TeacherConfig, TrainingConfig
 from sparring.phases.defaults import DEFAULTS
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
+from sparring.rewards.configs import reward_mistakes
 
 
 def _known_phase(name: str) -> str:
@@ -68,6 +69,8 @@ class Config(Section):
     algorithm_config: SerializeAsAny[Section]
     imitate: ImitateConfig
     teacher: TeacherConfig
+    student: StudentConfig
+    rewards: SerializeAsAny[Section]
     training: TrainingConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
@@ -101,10 +104,15 @@ class Config(Section):
 # other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
 ALIASES = {
     "task_name": "env.task",
+    "cameras": "env.cameras",
     "pretrained_policy_path": "pretrained",
     "output_dir": "output",
     "training.device": "device",
     "teacher.output_dir": "output",
+    "teacher_checkpoint": "student.teacher",
+    "teacher_path": "student.teacher",
+    # `rewards=original` is a preset
+    "rewards": "rewards.name",
     "num_envs": "rollout.n_envs",
     "rl_training.num_epochs": "training.iterations",
     "trainer.iterations": "training.iterations",
@@ -168,11 +176,12 @@ def _phase_of(settings: list[Setting]) -> Any:
 
 
 def _phase_defaults(settings: list[Setting]) -> list[Setting]:
-    """What the phase means where nobody says otherwise; other envs than the built-in arm have other settings."""
-    phase = _phase_of(settings)
-    env = next((s.value for s in reversed(settings) if s.key == "env.name"), "tabletop")
+    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
+    phase, names = _phase_of(settings), {s.key: s.value for s in settings}
+    usual = {"env": "tabletop", "policy": "actor_critic"}
+    others = tuple(f"{section}." for section, name in usual.items() if names.get(f"{section}.name", name) != name)
     values = DEFAULTS.get(phase, {}).items()
-    return [Setting(k, v, f"phase {phase}") for k, v in values if env == "tabletop" or not k.startswith("env.")]
+    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
 
 
 def _env_config(name: Any) -> type[Section]:
@@ -188,6 +197,11 @@ def _policy_config(name: Any) -> type[Section]:
 
 def _world_model_config(name: Any) -> type[Section]:
     return _config_of(name, "token", world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
+
+
+def _rewards_config(name: Any) -> type[Section]:
+    # of any other name it is said which there are
+    return import_path(rewards.CONFIGS.get(name, rewards.CONFIGS["default"]), "rewards config")
 
 
 def _algorithm_config(name: Any) -> type[Section]:
@@ -283,8 +297,16 @@ def _check_teacher(config: Config) -> list[tuple[str, str]]:
     return mistakes
 
 
-# of phases that do not collect rollouts as RL does
-_CHECKS = {"imitate": _check_imitate, "teacher": _check_teacher}
+def _check_student(config: Config) -> list[tuple[str, str]]:
+    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=False)
+    if not config.student.teacher:
+        what = "expected the run folder or a checkpoint of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+        mistakes.append(("student.teacher", f"{what}; train one with `sparring train teacher`"))
+    return mistakes
+
+
+# of phases that do not collect rollouts as RL does, or need more
+_CHECKS = {"imitate": _check_imitate, "teacher": _check_teacher, "student": _check_student}
 
 TREE = Tree(
     root=Config,
@@ -292,6 +314,7 @@ TREE = Tree(
         "env": ("env.name", _env_config),
         "policy": ("policy.name", _policy_config),
         "world_model": ("world_model.name", _world_model_config),
+        "rewards": ("rewards.name", _rewards_config),
         "algorithm_config": ("algorithm", _algorithm_config),
     },
     aliases=ALIASES,

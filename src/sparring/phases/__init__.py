@@ -4,6 +4,7 @@ PHASES = {
     "finetune": "sparring.phases.finetune:Finetune",
     "imitate": "sparring.phases.imitate:Imitate",
     "teacher": "sparring.phases.teacher:Teacher",
+    "student": "sparring.phases.student:Student",
 }
 ALIASES = {
     "phase1": "teacher",
@@ -14,4 +15,4 @@ ALIASES = {
     "adv": "adversarial",
 }
 # named in the documents this system comes from; they arrive with the world model
-PLANNED = ("student", "adversarial", "all")
+PLANNED = ("adversarial", "all")

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 from sparring.config import Section
 
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
-Folders = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 
 
 class TeacherConfig(Section):
@@ -32,7 +32,7 @@ class TeacherConfig(Section):
 class ImitateConfig(Section):
     """Behaviour cloning: learn to do what demonstrators did."""
 
-    demos: Folders = Field((), description="folder(s) of demonstrations, as `sparring demos` writes them")
+    demos: Names = Field((), description="folder(s) of demonstrations, as `sparring demos` writes them")
     episodes: int | None = Field(None, gt=0, description="use only the first so many of each folder; null: all")
     batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step, on each process")
     learning_rate: float = Field(1e-3, gt=0, description="at the start")
@@ -49,6 +49,13 @@ class ImitateConfig(Section):
         description="decay of averaged weights, then what is saved and evaluated, e.g. 0.999; null: off",
     )
     image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
+
+
+class StudentConfig(Section):
+    """An explorer is paid for what the teacher's world model does not know yet."""
+
+    teacher: str | None = Field(None, description="run folder or checkpoint of `sparring train teacher`")
+    cameras: Names = Field(("wrist",), description="what the explorer sees; the world model sees all of env.cameras")
 
 
 class TrainingConfig(Section):
