@@ -63,8 +63,11 @@ def _config(folder: Path, seed: int, memory: bool, changes: list[str]):
     return load_config(None, parse_overrides([*SETTINGS, *own, f"evaluation.episodes={EPISODES}", *changes]))
 
 
-def train(config, minutes: float) -> tuple:
-    """(run, record): to the config's end, or until this process has computed for so many minutes."""
+def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
+    """(run, record): to the config's end, or until this process has computed for so many minutes.
+
+    Of each update those metrics are kept whose names begin with one of `curves`.
+    """
     import torch
 
     from sparring.run import Run
@@ -80,7 +83,7 @@ def train(config, minutes: float) -> tuple:
         started = time.process_time()
         metrics = run.phase.step(run.fraction)
         record["cpu_seconds"] += time.process_time() - started
-        point = {name: round(value, 5) for name, value in metrics.items() if name.startswith(CURVES)}
+        point = {name: round(value, 5) for name, value in metrics.items() if name.startswith(curves)}
         record["curve"].append({"cpu_seconds": round(record["cpu_seconds"], 1)} | point)
         print(record["curve"][-1], flush=True)
         if run.phase.progress.updates % config.training.save_every == 0:
