@@ -80,7 +80,13 @@ def test_documented_command(command, trained, monkeypatch, capsys):
         words += ["--episodes", "2", "--workers", "1", "env.threads=1"]
     assert main(words) == 0, capsys.readouterr().err
     if words[0] == "train":
-        shown = "\nloss: " if words[1] in ("imitate", "teacher", "wm") else "\nepisodes: " if "rollout" in words else "\nparity: "
+        shown = (
+            "\nloss: "
+            if words[1] in ("imitate", "teacher", "wm")
+            else "\nepisodes: "
+            if "rollout" in words
+            else "\nparity: "
+        )
         assert shown in capsys.readouterr().out
 
 

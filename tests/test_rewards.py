@@ -51,8 +51,9 @@ def test_memory_divergence_pays_for_what_the_wrist_has_come_to_know():
     assert discounted(memories([1, 3], [3, 1], [1, 3], [3, 1])).item() == pytest.approx(2 - 0.5 * 2, abs=1e-4)
 
 
-def test_an_empty_memory_diverges_from_nothing():
-    assert term("memory_divergence")(memories([0, 0], [0, 0], [0, 0], [0, 0])).item() == 0.0
+def test_that_empty_memories_part_costs_nothing():
+    assert term("memory_divergence")(memories([0, 0], [0, 0], [1, 3], [3, 1], is_first=True)).item() == 0.0
+    assert term("memory_divergence")(memories([0, 0], [0, 0], [1, 3], [3, 1])).item() == pytest.approx(-1.98, abs=1e-4)
 
 
 def test_the_original_divergence_is_raw_costs_what_is_left_and_begins_with_nothing():

@@ -1,6 +1,10 @@
 """The teacher phase: what it collects, what it counts, that it learns, and that it goes on bit-equal."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from PIL import Image
 from tensordict import TensorDict
 
 from sparring.checkpoint import checkpoints
+from sparring.cli import main
 from sparring.config import ConfigError
 from sparring.data.episodes import EpisodeStore
 from sparring.envs.backend import EnvSpec, Step
@@ -118,9 +123,9 @@ def test_stopped_after_2_updates_it_goes_on_bit_equal(tmp_path, way):
 def test_what_a_line_says(tmp_path):
     run = run_to_the_end(config_in(tmp_path))
     last = lines(tmp_path)[-1]
-    # the first update collects until there is an episode: 5 decisions; then 4 each; 3 robots
-    assert last["update"] == 4 and last["episode"] == 3 * (5 + 3 * 4 >= 5) * 3
-    # an episode of 9 steps is 5 decisions: 4 of two steps and one of one
+    # the first update collects until there is an episode, 5 decisions, the others 4: three episodes of each robot
+    assert last["update"] == 4 and last["episode"] == 3 * 3
+    # 9 steps are 4 decisions of two steps and one of one; 2 decisions of the fourth episodes
     assert last["total_steps"] == 3 * (3 * 9 + 2 * 2)
     for key in ("avg_loss", "avg_acc", "acc_copy", "acc_changed", "fresh_acc", "episode_reward", "lr"):
         assert isinstance(last[key], float), key
@@ -257,3 +262,100 @@ def test_the_words_of_the_originals():
 def test_what_cannot_work_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         load_config({"phase": "teacher"} | settings)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("teacher")
+    run_to_the_end(config_in(folder))
+    return folder
+
+
+def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    words = ["eval", str(trained), "--world-model", "--json", str(file), "--against", str(trained)]
+    assert main([*words, "--episodes", "4", "env.segmentation=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 held-out episodes, actions at random" in printed and "changed pixels, MSE ratio" in printed
+    found = json.loads(file.read_text())
+    assert found["episodes"] == 4 and found["split"] == "eval" and found["transitions"] == 4 * 5
+    assert found["decision_seconds"] == pytest.approx(0.08)
+    assert set(found["cameras"]) == {"head", "wrist"} and set(found["open_loop"]) == {"1", "5", "10", "20"}
+    # it is as good as itself
+    assert found["against"]["cross_entropy"] == 0 and found["against"]["cameras"]["head"]["object_mse"] == 0
+    # the same again gives the same
+    assert main([*words[:3], "--episodes", "4", "env.segmentation=true"]) == 0
+    again = json.loads((trained / "eval_world_model.json").read_text())
+    assert again == {key: value for key, value in found.items() if key != "against"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "holds a world model, not a policy; evaluate it with --world-model"),
+        (["--against", "x"], "--against goes with --world-model only"),
+        (["--world-model", "--videos", "2"], "--stochastic and --videos are of policies"),
+        (["--world-model", "env.image_size=32"], "was trained in another env"),
+        (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
+    ],
+)
+def test_what_an_evaluation_refuses(trained, capsys, words, said):
+    assert main(["eval", str(trained), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "teacher", "--dry-run", f"world_model.name={MODEL['name']}", "env.image_size=16", "--envs", "2"]
+    assert main([*words, "rollout.steps=3", "rollout.max_episode_steps=8", "teacher.gradient_steps=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "action                       [16, 8, 4, 7]" in printed and "\nloss: " in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documents_values_are_a_config():
+    config = load_config(Path(__file__).parents[1] / "configs" / "teacher_original.yaml")
+    training = config.training
+    assert (training.num_episodes, training.save_every, training.log_every) == (100, 50, 10)
+    assert (config.teacher.batch_size, config.teacher.learning_rate) == (8, 1e-4)
+    # an update is an episode, and an episode 50 decisions
+    assert config.rollout.max_episode_steps == config.rollout.steps == 50 and config.rollout.n_envs == 1
+
+
+def teach_on_this_rank(folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    run = run_to_the_end(config_in(folder))
+    stopped = Run(config_in(f"{folder}/stopped"))
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    closed(stopped)
+    resumed = run_to_the_end(config_in(f"{folder}/stopped"))
+    store = EpisodeStore(run.phase.folder, read_only=True)
+    told = {
+        "weights": dict(run.phase.model.state_dict()),
+        "resumed": dict(resumed.phase.model.state_dict()),
+        "progress": (run.phase.progress.env_steps, run.phase.progress.episodes),
+        "first": store.episode(0)["action"][0].clone(),
+        "folder": run.phase.folder.name,
+    }
+    torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
+
+
+def test_two_processes_are_one_learner(tmp_path):
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_teacher import teach_on_this_rank as work;"
+        "debug_launcher(work, (sys.argv[1],), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, timeout=600)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert torch.equal(first["weights"]["brighter"], second["weights"]["brighter"])
+    for rank in (first, second):
+        assert torch.equal(rank["weights"]["brighter"], rank["resumed"]["brighter"])
+    # twice as many robots, each process with episodes of its own
+    assert first["progress"] == second["progress"] == (2 * 93, 2 * 9)
+    assert (first["folder"], second["folder"]) == ("episodes", "episodes-1")
+    assert not torch.equal(first["first"], second["first"])

@@ -17,7 +17,8 @@ import argparse
 import json
 from pathlib import Path
 
-from exploring import RUNS, report, student_config, train
+from exploring import CURVES, student_config
+from teacher import RUNS, SETTINGS, report, train
 
 RESULTS = report.RESULTS / "phases_noisy_tv.json"
 FIGURE = RESULTS.with_suffix(".png")
@@ -34,8 +35,8 @@ def teach(seed: int, minutes: float, folder: Path) -> Path:
     from sparring.config_text import parse_overrides
     from sparring.tree import load_config
 
-    given = [f"seed={seed}", f"output={folder}", "env.noise_screen=true", "device=cpu", "threads=1", "env.threads=1"]
-    _, record = train(load_config(None, parse_overrides(given), "teacher"), minutes)
+    given = [*SETTINGS, f"seed={seed}", f"output={folder}", "env.noise_screen=true"]
+    _, record = train(load_config(None, parse_overrides(given)), minutes)
     print(f"world model: {record['cpu_seconds'] / 60:.1f} CPU minutes, {record['steps']:,} steps", flush=True)
     return folder
 
@@ -43,7 +44,7 @@ def teach(seed: int, minutes: float, folder: Path) -> Path:
 def explore(paid: str, teacher: Path, seed: int, minutes: float) -> tuple:
     folder = RUNS / f"noisy_tv_{paid}_seed{seed}"
     config = student_config(teacher, folder, seed, PAID[paid])
-    run, record = train(config, minutes)
+    run, record = train(config, minutes, CURVES)
     return run.phase.policy.eval(), config, record
 
 

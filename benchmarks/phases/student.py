@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from zlib import crc32
 
-from exploring import RUNS, report, rise, student_config, train
+from exploring import CURVES, rise, student_config
+from teacher import RUNS, report, train
 
 RESULTS = report.RESULTS / "phases_student.json"
 EPISODES = 128
@@ -28,7 +29,7 @@ def outcome(name: str, teacher: Path, seed: int, minutes: float, changes: list[s
     tried = [f"{crc32(' '.join(changes).encode()):08x}"] if changes else []
     folder = RUNS / "_".join(["student", name, f"seed{seed}", *tried])
     config = student_config(teacher, folder, seed, [f"rewards={name}", *changes])
-    run, record = train(config, minutes)
+    run, record = train(config, minutes, CURVES)
     about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     return about | record | {"paid": paid(run, record["curve"]), "explored": judge(run, config)}
 

@@ -79,7 +79,7 @@ class WorldModelLearner:
         loss.backward()
         gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
         norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
-        rate = self.config.learning_rate * scheduled("linear", fraction)
+        rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.eagerness()
         self.optimizer.param_groups[0]["lr"] = rate * warmup(self.gradient_steps - self.began, WARMUP_STEPS)
         self.optimizer.step()
         self.gradient_steps += 1

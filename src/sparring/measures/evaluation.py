@@ -7,7 +7,7 @@ from pathlib import Path
 from sparring.envs.make import make_env
 from sparring.evaluate import Film
 from sparring.measures.held_out import held_out_episodes
-from sparring.measures.world_model import compare, measure
+from sparring.measures.world_model import OBJECTS, compare, measure
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.tree import Config
 from sparring.world_models.world_model import WorldModel
@@ -63,8 +63,9 @@ def _cameras(figures: dict) -> list[str]:
         rows.append((camera, "SSIM", *(_number(found["ssim"][who], 3) for who in ("prediction", "copy", "ceiling"))))
         ratios = [found["changed_mse_ratio"], 1.0, found["changed_mse_ratio_ceiling"]]
         rows.append((camera, "changed pixels, MSE ratio", *(_number(ratio, 3) for ratio in ratios)))
-        for name, words in (("object_mse", "object pixels, MSE"), ("hidden_object_mse", "hidden objects, MSE")):
-            values = [found[name][who] for who in ("prediction", "copy")]
+        for name in OBJECTS:
+            values = [found[f"{name}_mse"][who] for who in ("prediction", "copy")]
+            words = f"{name.replace('_', ' ')} pixels, MSE"
             rows += [] if None in values else [(camera, words, *(f"{value:.5f}" for value in values), "")]
         rows.append((camera, "skill", _number(found["skill"], 2), "0", "1"))
     return _table(rows)
@@ -90,11 +91,9 @@ def _in_words(figures: dict) -> list[str]:
         f"MSE ratio of changed pixels {', '.join(gaps)}",
     ]
     for camera, found in figures.get("against", {"cameras": {}})["cameras"].items():
-        gap = found["hidden_object_mse"]
-        lines.append(
-            f"the other world model, {camera}: MSE ratio of changed pixels {_signed(found['changed_mse_ratio'], 3)}, "
-            f"MSE of hidden objects {_signed(gap, 5)} (above 0: this one is better)"
-        )
+        gaps = [f"{name.replace('_', ' ')} pixels {_signed(found[f'{name}_mse'], 5)}" for name in OBJECTS]
+        ratio = _signed(found["changed_mse_ratio"], 3)
+        lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(gaps)}")
     return lines
 
 

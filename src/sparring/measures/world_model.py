@@ -17,6 +17,9 @@ HORIZONS = (1, 5, 10, 20)
 LOOKS_ON = 5
 # episodes at a time
 ROWS = 32
+# pixels of the next frame: of any object; of one that no camera shows now, but one did before; of one that this camera
+# does not show now, but did before
+OBJECTS = ("object", "hidden_object", "returning_object")
 TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
 
 
@@ -48,9 +51,8 @@ def compare(model: dict, other: dict) -> dict:
     cameras = {
         camera: {
             "changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio"),
-            "object_mse": gap("cameras", camera, "object_mse", "prediction"),
-            "hidden_object_mse": gap("cameras", camera, "hidden_object_mse", "prediction"),
         }
+        | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
         for camera in model["cameras"]
     }
     return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras}
@@ -65,7 +67,7 @@ def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
 
 
 def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
-    memory, seen = model.empty_memory(len(rows)), Seen(len(rows), rows["mask"].device)
+    memory, seen = model.empty_memory(len(rows)), _Sight(model.cameras, len(rows), rows["mask"].device)
     for t in range(rows.shape[1]):
         here = rows["mask"][:, t]
         td = rows[:, t][here].set(("memory", "world_model"), memory[here])
@@ -95,19 +97,34 @@ def _compare_pictures(td: TensorDict, predicted: TensorDict, ceiling: TensorDict
             tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
 
 
-def _compare_objects(td: TensorDict, predicted: TensorDict, seen: Seen, here: torch.Tensor, tally: Tally) -> None:
+class _Sight:
+    """What has been seen so far: by any camera, and by each for itself."""
+
+    def __init__(self, cameras: tuple[str, ...], episodes: int, device: torch.device):
+        self.by_any = Seen(episodes, device)
+        self.by_each = {camera: Seen(episodes, device) for camera in cameras}
+
+    def masks(self, now: TensorDict, after: TensorDict, here: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+        """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame."""
+        return {
+            "object": {c: objects(after[c]) for c in self.by_each},
+            "hidden_object": self.by_any.hidden(dict(now.items()), dict(after.items()), here),
+            "returning_object": {c: s.hidden({c: now[c]}, {c: after[c]}, here)[c] for c, s in self.by_each.items()},
+        }
+
+
+def _compare_objects(td: TensorDict, predicted: TensorDict, seen: _Sight, here: torch.Tensor, tally: Tally) -> None:
     """Where the env tells what each pixel belongs to."""
     now = td.get(("observation", "segmentation"), None)
     if now is None:
         return
-    after = td["next", "observation", "segmentation"]
-    hidden = seen.hidden(dict(now.items()), dict(after.items()), here)
+    masks = seen.masks(now, td["next", "observation", "segmentation"], here)
     for camera, picture in predicted["image"].items():
         truth = td["next", "observation", "image", camera]
         for who, guess in (("prediction", picture), ("copy", td["observation", "image", camera])):
             error = squared_error(guess, truth)
-            tally.add(f"{camera}/{who}/object_mse", error, objects(after[camera]))
-            tally.add(f"{camera}/{who}/hidden_object_mse", error, hidden[camera])
+            for kind in OBJECTS:
+                tally.add(f"{camera}/{who}/{kind}_mse", error, masks[kind][camera])
 
 
 def _compare_shuffled(td: TensorDict, predicted: TensorDict, tally: Tally) -> None:
@@ -146,7 +163,6 @@ def _imagined(observation: TensorDict, predicted: TensorDict) -> TensorDict:
 
 def _camera_figures(tally: Tally, camera: str) -> dict:
     prefix = f"{camera}/prediction"
-    hidden = tally.counts[f"{prefix}/hidden_object_mse"]
     levels = {who: _psnr(tally, f"{camera}/{who}/mse") for who in ("prediction", "copy", "ceiling")}
     return {
         "changed_share": tally.mean(f"{camera}/changed"),
@@ -155,10 +171,12 @@ def _camera_figures(tally: Tally, camera: str) -> dict:
         "psnr": levels,
         "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in levels},
         "skill": skill(**levels),
-        "object_mse": {who: tally.mean(f"{camera}/{who}/object_mse") for who in ("prediction", "copy")},
-        "hidden_object_mse": {who: tally.mean(f"{camera}/{who}/hidden_object_mse") for who in ("prediction", "copy")},
-        "hidden_object_pixels": hidden,
-    }
+    } | {f"{kind}_mse": _object_figures(tally, camera, f"{kind}_mse") for kind in OBJECTS}
+
+
+def _object_figures(tally: Tally, camera: str, name: str) -> dict:
+    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in ("prediction", "copy")}
+    return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
 
 
 def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:

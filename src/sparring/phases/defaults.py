@@ -15,9 +15,8 @@ _EXPLORER = _PLAYGROUND | {
     # noise that lasts for an episode: from the first day the hand gets to where things are
     "policy.distribution": "gsde",
     "policy.sde_sample_freq": 25,
-    "policy.init_std": 1.5,
+    "policy.init_std": 0.3,
     "ppo.gamma": 0.99,
-    "ppo.policy_lr": 5e-4,
     "ppo.mini_batch_size": 200,
     "ppo.ppo_epochs": 4,
     "ppo.target_kl": 0.05,

@@ -15,7 +15,8 @@ class MemoryDivergence(RewardTerm):
     """Pays for bringing what the explorer's own cameras let it know to what all cameras let it know.
 
     d is the distance between the memories of one frozen world model: with all cameras, and without those that the
-    explorer does not see. `potential`: d - discount * d'. `original`: -(d' - d) - 0.07 d on raw memories, 0 at first.
+    explorer does not see. `potential`: d - discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. Both are 0
+    where an episode begins: empty memories are alike, and that they part is not the explorer's doing.
     """
 
     compares_memories = True
@@ -24,8 +25,10 @@ class MemoryDivergence(RewardTerm):
         entered, after = td["memory"], td["next", "memory"]
         if self.config.divergence == "original":
             before, now = _raw_distance(entered), _raw_distance(after)
-            return torch.where(td["is_first"], 0.0, -(now - before) - ORIGINAL_COST * before)
-        return _distance(entered) - self.config.divergence_discount * _distance(after)
+            paid = -(now - before) - ORIGINAL_COST * before
+        else:
+            paid = _distance(entered) - self.config.divergence_discount * _distance(after)
+        return torch.where(td["is_first"], 0.0, paid)
 
 
 class MemoryChange(RewardTerm):

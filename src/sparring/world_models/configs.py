@@ -11,7 +11,7 @@ Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
 
 # what the sizes that are null in a config are
 PRESETS = {
-    "tiny": {"channels": 48, "width": 64, "layers": 2, "heads": 4, "members": 4, "memory_channels": 16},
+    "tiny": {"channels": 48, "width": 64, "layers": 2, "heads": 4, "members": 3, "memory_channels": 16},
     "small": {"channels": 160, "width": 320, "layers": 4, "heads": 8, "members": 5, "memory_channels": 32},
 }
 
@@ -38,6 +38,9 @@ class TokenWorldModelConfig(Section):
     members: int | None = Field(None, gt=0, description="separate transformers of the ensemble; null: the preset's")
     memory_channels: int | None = Field(
         None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
+    )
+    remembers: bool = Field(
+        True, description="false: every decision is met with an empty memory, to see what a memory is worth"
     )
     language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
     camera_dropout: float = Field(

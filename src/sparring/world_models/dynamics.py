@@ -24,7 +24,7 @@ class Trunk(nn.Module):
     def __init__(self, patches: int, width: int, heads: int, memory_channels: int):
         super().__init__()
         self.slots, self.memory_channels = patches + REGISTERS, memory_channels
-        self.registers = nn.Parameter(torch.randn(REGISTERS, width) * 0.02)
+        self.registers = nn.Parameter(torch.randn(REGISTERS, width) * 0.3)
         self.remembered = nn.Linear(memory_channels, width)
         self.block = Attention(width, heads)
         self.norm = nn.LayerNorm(width)
@@ -43,7 +43,8 @@ class Trunk(nn.Module):
         """[N, P, W], [N, 1, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
         memory = memory.view(len(memory) * self.slots, self.memory_channels)
         seen = torch.cat([patches, self.registers.expand(len(patches), -1, -1)], 1)
-        known = seen + self.remembered(memory).view_as(seen)
+        # the decision is told to each patch at once, and not left for attention to find
+        known = seen + self.remembered(memory).view_as(seen) + decision
         tokens = self.block(torch.cat([decision, known], 1))
         news = self.norm(tokens[:, 1:]).flatten(0, 1)
         return tokens, self.gru(news, memory).view(len(tokens), -1).float()

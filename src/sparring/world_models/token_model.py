@@ -34,10 +34,10 @@ class TokenWorldModel(WorldModel):
         width = config.width
         self.tokenizer = make_tokenizer(config)
         self.decisions = DecisionEncoder(spec, chunk, width, config.language_features)
-        self.patches = nn.Linear(4 * config.channels, width)
-        self.position = nn.Parameter(torch.randn(patches, width) * 0.02)
+        self.patches = nn.Sequential(nn.LayerNorm(4 * config.channels), nn.Linear(4 * config.channels, width))
+        self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
         # what is seen of a camera that is masked
-        self.unseen = nn.Parameter(torch.randn(width) * 0.02)
+        self.unseen = nn.Parameter(torch.randn(width) * 0.3)
         self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
         self.memory_size = self.trunk.memory_size
         outputs = self.tokenizer.quantizer.digits * self.tokenizer.quantizer.values
@@ -60,6 +60,9 @@ class TokenWorldModel(WorldModel):
     def learning(self) -> list[nn.Parameter]:
         of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
         return [p for p in self.parameters() if (id(p) in of_tokens) == self.learns_tokens]
+
+    def eagerness(self) -> float:
+        return max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05) if self.learns_tokens else 1.0
 
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         with self._autocast():
@@ -205,7 +208,7 @@ class TokenWorldModel(WorldModel):
 
     def _entered(self, td: TensorDict) -> Tensor:
         memory = td.get(("memory", "world_model"), None)
-        memory = self.empty_memory(len(td)) if memory is None else memory
+        memory = self.empty_memory(len(td)) if memory is None or not self.config.remembers else memory
         is_first = td.get("is_first", None)
         return memory if is_first is None else torch.where(is_first[:, None], 0.0, memory)
 
@@ -219,7 +222,8 @@ class TokenWorldModel(WorldModel):
         decisions = self.decisions(batch.flatten()).unflatten(0, (rows, steps))
         memory, tokens, memories = self._entered(batch[:, 0]), [], []
         for t in range(steps):
-            memory = torch.where(batch["is_first"][:, t, None], 0.0, memory)
+            is_empty = batch["is_first"][:, t, None] | (not self.config.remembers)
+            memory = torch.where(is_empty, 0.0, memory)
             token, memory = self.trunk(patches[:, t], decisions[:, t], memory)
             tokens.append(token)
             memories.append(memory)

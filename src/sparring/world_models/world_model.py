@@ -68,6 +68,10 @@ class WorldModel(nn.Module):
         """The parameters that the next call of `loss` gives gradients to; the others stay as they are."""
         return list(self.parameters())
 
+    def eagerness(self) -> float:
+        """What is left of their learning rate; a part that stops to learn before the others comes to rest by it."""
+        return 1.0
+
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         """Fold windows into running statistics of state and reward. Called before learning from them."""
 
