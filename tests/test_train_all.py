@@ -143,4 +143,5 @@ def test_the_whole_chain_with_a_stop_in_the_middle(tmp_path):
     assert "phase 1 of 3: teacher, done before" in told and "goes on from" in told
     for words in ("wrist: squared error on changed pixels", "in touch with an object", "what earlier explorers found"):
         assert words in told
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adversarial_rl", "all.json", "student_rl", "teacher_rl"]
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["adversarial_rl", "all.json", "student_rl", "teacher_rl"]
