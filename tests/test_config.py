@@ -144,7 +144,8 @@ def test_one_camera_needs_no_list():
 
 def test_an_ambiguous_bare_name_lists_its_places():
     assert mistakes("name=x") == [
-        "name (from command line): could be any of env.name, policy.name; write one of them",
+        "name (from command line): could be any of env.name, policy.name, world_model.name, rewards.name; "
+        "write one of them",
     ]
 
 
@@ -292,7 +293,7 @@ MISTAKES = {
     "env.task=reach_d7": "env.task = reach_d7 (..): env.task='reach_d7' is no tabletop task; did you mean 'reach_d",
     "env.task=[]": "env.task = [] (..): expected at least one of: reach_d0, ",
     "phase=phase9": "phase = phase9 (..): this phase is unknown; one of: finetune",
-    "phase=wm": "phase = wm (..): this phase is not built yet; one of: finetune",
+    "phase=wmm": "phase = wmm (..): this phase is unknown; one of: finetune",
     "device=gpu": "device = gpu (..): expected auto, cpu, cuda or cuda:<index>",
     "env.name=no.such:Env": (
         "env.name = 'no.such:Env' (..): env 'no.such:Env': no module 'no'; is it in this folder or on PYTHONPATH?"

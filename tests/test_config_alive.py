@@ -13,9 +13,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 PACKAGE = {
     "env": "envs",
     "policy": "policies",
+    "world_model": "world_models",
     "ppo": "algorithms",
     "grpo": "algorithms",
     "imitate": "phases",
+    "teacher": "phases",
+    "adversarial": "phases",
+    "rewards": "rewards",
     "logging": "record",
 }
 

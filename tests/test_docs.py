@@ -12,7 +12,8 @@ from sparring.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "imitate.steps_per_update=2", "env.threads=1"]
+TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "imitate.steps_per_update=2"]
+TINY += ["teacher.gradient_steps=2", "adversarial.wm_updates_per_iter=2", "adversarial.warmup_steps=0", "env.threads=1"]
 
 
 def documented_commands() -> list[str]:
@@ -49,6 +50,14 @@ def trained(tmp_path_factory):
         )
         == 0
     )
+    # and a world model
+    words = ["train", "teacher", *TINY, "training.iterations=1", "evaluation.episodes=2", "rollout.n_envs=2"]
+    assert main([*words, "--output", str(folder / "outputs/teacher_rl")]) == 0
+    (folder / "outputs/reach_wm").symlink_to("teacher_rl")
+    # and its explorer
+    words = ["train", "student", *TINY, "training.iterations=1", "evaluation.episodes=2", "rollout.n_envs=2"]
+    words += ["--teacher_path", str(folder / "outputs/teacher_rl"), "rollout.render_episodes=0"]
+    assert main([*words, "--output", str(folder / "outputs/student_rl")]) == 0
     # and demonstrations, by the command that the docs begin with
     demos = ["demos", "lift_d0", "--noise", "0.1", "--episodes", "2", "env.threads=1"]
     assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0")]) == 0
@@ -71,12 +80,18 @@ def test_documented_command(command, trained, monkeypatch, capsys):
             at = words.index("--gpus")
             del words[at : at + 2]
     if words[0] == "eval":
-        words += ["evaluation.baseline=false", "--episodes", "3"]
+        words += ["--episodes", "3"] + ([] if "--world-model" in words else ["evaluation.baseline=false"])
     if words[0] == "demos" and words[1] != "show":
         words += ["--episodes", "2", "--workers", "1", "env.threads=1"]
     assert main(words) == 0, capsys.readouterr().err
     if words[0] == "train":
-        shown = "\nloss: " if words[1] == "imitate" else "\nepisodes: " if "rollout" in words else "\nparity: "
+        shown = (
+            "\nloss: "
+            if words[1] in ("imitate", "teacher", "wm")
+            else "\nepisodes: "
+            if "rollout" in words
+            else "\nparity: "
+        )
         assert shown in capsys.readouterr().out
 
 

@@ -11,9 +11,9 @@ LAYERS = [
     {"envs", "policies", "data"},
     {"world_models"},
     {"rewards"},
-    {"collect", "algorithms"},
+    {"collect", "algorithms", "checkpoint"},
     {"phases"},
-    {"record", "checkpoint"},
+    {"record"},
     {
         "run",
         "evaluate",
@@ -25,10 +25,11 @@ LAYERS = [
         "check",
         "completion",
         "gallery",
+        "measures",
         "demos",
         "inherit",
     },
-    {"cli", "launch", "__main__"},
+    {"cli", "launch", "chain", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

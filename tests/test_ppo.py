@@ -37,6 +37,16 @@ def batch(advantage, ratio, value=0.0, target=0.0, old_value=0.0):
     return acted, scored
 
 
+def test_the_leash_to_a_reference_by_hand():
+    acted, scored = batch([0.0, 0.0], [1.0, 1.0], value=1.0, target=1.0)
+    acted["reference_log_prob"] = torch.tensor([2.0, 0.5]).log()
+    loss, terms = ppo_loss(PPOConfig(kl_coef=0.1), 0.2, acted, scored)
+    # r = reference / present
+    kl = ((2 - 1 - math.log(2)) + (0.5 - 1 - math.log(0.5))) / 2
+    assert terms.scalars["reference_kl"].item() == pytest.approx(kl)
+    assert loss.item() == pytest.approx(0.1 * kl) and terms.scalars["loss"].item() == pytest.approx(0.1 * kl)
+
+
 def test_the_clipped_loss_by_hand():
     config = PPOConfig(normalize_advantage=False, value_loss_coef=0.5, entropy_coef=0.1, clip_ratio=0.2)
     # gains: min(1.5*1, 1.2*1) = 1.2; min(.5*1, .8*1) = .5; min(1.5*-1, 1.2*-1) = -1.5; min(.5*-1, .8*-1) = -.8

@@ -102,6 +102,20 @@ def test_every_step_is_drawn_its_share(tmp_path):
     assert min(seen.values()) > 0.5 * middle and max(seen.values()) < 1.6 * middle
 
 
+def test_windows_of_the_newest_episodes_only_each_step_its_share(tmp_path):
+    store = make_store(tmp_path, [9, 4, 2, 6])
+    windows = ShuffledWindows(store, 1, keys=WHICH, newest=2)
+    drawn = Counter(row[0] for row in steps_of(windows.sample(4000, generator())))
+    # episodes 2 and 3, of 2 and 6 steps
+    assert set(drawn) == {(2, step) for step in range(2)} | {(3, step) for step in range(6)}
+    assert all(400 <= times <= 600 for times in drawn.values())
+    store.append(numbered_episode(4, 3))
+    assert {row[0][0] for row in steps_of(windows.sample(200, generator()))} == {3, 4}
+    # fewer than asked for: all of them
+    everything = ShuffledWindows(store, 1, keys=WHICH, newest=99).sample(400, generator())
+    assert {row[0][0] for row in steps_of(everything)} == {0, 1, 2, 3, 4}
+
+
 def test_the_stored_memory_enters_the_window(tmp_path):
     windows = ShuffledWindows(make_store(tmp_path, [30]), length=4, memory="stored")
     batch = windows.sample(64, generator())

@@ -23,10 +23,13 @@ from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate
 from sparring.phases.finetune import Finetune
+from sparring.phases.student import with_cameras
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
 from sparring.run import Run
 from sparring.tree import load_config
+from sparring.world_models.make import make_world_model
+from sparring.world_models.world_model import WorldModel
 
 
 class Trainer:
@@ -98,11 +101,30 @@ class Trainer:
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env."""
     checkpoint = checkpoint_folder(path)
-    needed = ("policy.", "rollout.action_steps")
-    config = load_config(None, [s for s in read_settings(checkpoint / "config.yaml") if s.key.startswith(needed)])
-    policy = make_policy(config.policy, load_spec(checkpoint), config.rollout.action_steps)
-    load_weights(policy, checkpoint)
+    settings, needed = read_settings(checkpoint / "config.yaml"), ("policy.", "rollout.action_steps", "student.cameras")
+    config = load_config(None, [s for s in settings if s.key.startswith(needed)])
+    spec = load_spec(checkpoint)
+    phase = next((s.value for s in settings if s.key == "phase"), None)
+    if phase in ("student", "adversarial"):
+        # it has fewer cameras than its env shows
+        spec = with_cameras(spec, config.student.cameras)
+    policy = make_policy(config.policy, spec, config.rollout.action_steps)
+    load_weights(policy, checkpoint, "policy." if phase == "adversarial" else "")
     return policy.to(device).eval()
+
+
+def load_world_model(path: str | Path, device: str = "cpu") -> WorldModel:
+    """The trained world model of a teacher's or adversarial run or checkpoint; strict about every weight."""
+    checkpoint = checkpoint_folder(path)
+    settings = read_settings(checkpoint / "config.yaml")
+    phase = next(setting.value for setting in settings if setting.key == "phase")
+    if phase not in ("teacher", "adversarial"):
+        raise UserError(f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run")
+    needed = ("world_model.", "rollout.action_steps")
+    config = load_config(None, [setting for setting in settings if setting.key.startswith(needed)])
+    model = make_world_model(config.world_model, load_spec(checkpoint), config.rollout.action_steps)
+    load_weights(model, checkpoint, "world_model." if phase == "adversarial" else "")
+    return model.to(device).eval()
 
 
 def _section(thing) -> dict:

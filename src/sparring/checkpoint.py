@@ -108,13 +108,15 @@ class Loaded:
         return f"{self.tensors} tensors, all that there are" + (f"; new: {', '.join(self.new)}" if self.new else "")
 
 
-def load_weights(model: nn.Module, path: str | Path, may_be_new: tuple[str, ...] = ()) -> Loaded:
+def load_weights(model: nn.Module, path: str | Path, may_be_new: tuple[str, ...] = (), prefix: str = "") -> Loaded:
     """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
 
     A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
+    `prefix`: of a checkpoint that holds several models, whose keys begin so.
     """
     file = weights_file(find_checkpoint(path))
-    given, expected = read_weights(file), model.state_dict()
+    given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
+    expected = model.state_dict()
     absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
     new = tuple(key for key in expected if absent and key.startswith(absent))
     missing = [key for key in expected if key not in given and key not in new]

@@ -16,6 +16,11 @@ examples:
   sparring train finetune --gpus 4 --envs 64                 64 robots on each of 4 GPUs
   sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
   sparring eval outputs/finetune_rl --episodes 200           held-out episodes, intervals, random baseline
+  sparring train teacher                                     a world model of what random actions lead to
+  sparring train student --teacher_path outputs/teacher_rl   an explorer, paid for what the world model does not know
+  sparring train adversarial --teacher_path outputs/teacher_rl --student_checkpoint outputs/student_rl
+  sparring train all --envs 8 student.training.iterations=20 the three, one after the other; goes on where it stopped
+  sparring eval outputs/teacher_rl --world-model             how well it foretells, beside copying the last frame
   sparring config finetune                                   every setting with its meaning
   sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
   sparring tasks                                             what the built-in arm can be asked to do
@@ -80,7 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **options)
-    train.add_argument("phase", metavar="PHASE", help="finetune (task RL), imitate (demonstrations)")
+    train.add_argument(
+        "phase",
+        metavar="PHASE",
+        help="finetune (task RL), imitate (demonstrations), teacher (world model), student (explorer), adversarial "
+        "(both), all (teacher, student, adversarial)",
+    )
     train.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     train.add_argument("--gpus", type=_positive, default=1, metavar="N", help="processes, one per GPU (on CPU: gloo)")
     train.add_argument("--envs", type=_positive, metavar="N", help="robots per process (rollout.n_envs)")
@@ -101,6 +111,10 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
     evaluate.add_argument("--videos", type=_count, default=0, metavar="N", help="episodes to record beside the table")
     evaluate.add_argument("--json", metavar="FILE", help="where to write the numbers (default: PATH/eval.json)")
+    evaluate.add_argument(
+        "--world-model", action="store_true", help="evaluate a teacher's world model: what it foretells"
+    )
+    evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
     evaluate.set_defaults(command=_evaluate)
 
     check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **options)
@@ -176,13 +190,12 @@ def _number(text: str) -> float:
 
 def _load(arguments, overrides):
     """The config of a command: its file, its overrides, its flags."""
-    from sparring.config_text import Setting, parse_overrides, read_settings
+    from sparring.config_text import Setting
     from sparring.inherit import told, with_inherited
     from sparring.tree import load_config
 
-    given = read_settings(arguments.config) if arguments.config else []
-    given += parse_overrides(overrides)
-    given += _flag_settings(arguments, {"output": "output", "resume": "resume", "envs": "rollout.n_envs"})
+    given = _given(arguments, overrides)
+    given += _flag_settings(arguments, {"output": "output", "resume": "resume"})
     given.append(Setting("phase", arguments.phase, "command line"))
     settings = with_inherited(given)
     config = load_config(None, settings)
@@ -190,6 +203,14 @@ def _load(arguments, overrides):
     for line in told(settings[: len(settings) - len(given)], config) if "RANK" not in os.environ else ():
         print(line, file=sys.stderr)
     return config
+
+
+def _given(arguments, overrides) -> list:
+    """What a command's file and overrides say, and --envs."""
+    from sparring.config_text import parse_overrides, read_settings
+
+    given = read_settings(arguments.config) if arguments.config else []
+    return given + parse_overrides(overrides) + _flag_settings(arguments, {"envs": "rollout.n_envs"})
 
 
 def _flag_settings(arguments, keys: dict[str, str]) -> list:
@@ -202,6 +223,8 @@ def _flag_settings(arguments, keys: dict[str, str]) -> list:
 
 
 def _train(arguments, overrides) -> int:
+    if arguments.phase == "all":
+        return _train_all(arguments, overrides)
     config = _load(arguments, overrides)
     if arguments.gpus > 1 and "RANK" not in os.environ:
         from sparring.launch import launch
@@ -222,13 +245,29 @@ def _train(arguments, overrides) -> int:
     return 0
 
 
+def _train_all(arguments, overrides) -> int:
+    from sparring.chain import train_all
+
+    if arguments.dry_run:
+        raise UserError("--dry-run goes with a phase; try teacher first, the others start from what it leaves")
+    output = Path(arguments.output or os.environ.get("OUTPUT_BASE", "outputs"))
+    return train_all(_given(arguments, overrides), output, arguments.gpus, arguments.resume or "auto")
+
+
 def _evaluate(arguments, overrides) -> int:
     from sparring.config_text import parse_overrides
-    from sparring.evaluate_run import evaluate_checkpoint
+    from sparring.evaluate_run import evaluate_checkpoint, evaluate_world_model_checkpoint
 
     settings = parse_overrides(overrides)
     settings += _flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
     path = Path(arguments.json) if arguments.json else None
+    if arguments.world_model:
+        if arguments.stochastic or arguments.videos:
+            raise UserError("--stochastic and --videos are of policies; leave them out with --world-model")
+        evaluate_world_model_checkpoint(arguments.path, settings, path, arguments.against)
+        return 0
+    if arguments.against:
+        raise UserError("--against goes with --world-model only; leave it out")
     evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path)
     return 0
 

@@ -43,7 +43,15 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--resume": ["auto", "never"],
         "--dry-run": ["rollout", "training"],
     },
-    "eval": {"--episodes": NUMBER, "--seed": NUMBER, "--stochastic": SWITCH, "--videos": NUMBER, "--json": FILE},
+    "eval": {
+        "--episodes": NUMBER,
+        "--seed": NUMBER,
+        "--stochastic": SWITCH,
+        "--videos": NUMBER,
+        "--json": FILE,
+        "--world-model": SWITCH,
+        "--against": FILE,
+    },
     "check": {},
     "tasks": {"--sheet": FILE},
     "demos": {
@@ -104,7 +112,7 @@ def _first_arguments(command: str) -> list[str]:
     if command == "completion":
         return list(SCRIPTS)
     if command in ("train", "config"):
-        return list(phases.PHASES)
+        return [*phases.PHASES, *(["all"] if command == "train" else [])]
     if command == "demos":
         return ["show", *_names("env.task")]
     if command == "check":

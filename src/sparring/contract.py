@@ -18,7 +18,8 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     trace/*                      what re-scoring and the parity gate need: log_prob [C], mean [C, ...], z2 [C], dims [C]
     version                      int64                Collector; which weights acted
     next/observation/*           the true next one, before any auto-reset (Env)
-    next/reward                  float32 [C]          Env; one per executed step, 0 after the episode's end
+    next/reward                  float32 [C]          Env; one per executed step, 0 after the episode's end. Then the
+                                                      rewards, where there are some: all on the last executed step
     next/executed                int64                Env; steps of the chunk that were executed
     next/terminated, next/truncated, next/success  bool  Env
     next/value                   float32              Collector; V of the true next observation

@@ -2,26 +2,35 @@
 
 import resource
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from tensordict import TensorDict
 
 from sparring.errors import UserError
+from sparring.phases.adversarial import Adversarial
 from sparring.phases.imitate import Imitate
+from sparring.phases.teacher import Teacher
 from sparring.run import Run
 from sparring.tree import Config
 
 
 def dry_run(config: Config, only_rollout: bool = False) -> str:
     """Shapes, memory, speed, and the parity of acting and scoring."""
-    if only_rollout and config.phase == "imitate":
-        raise UserError("--dry-run rollout: there are no rollouts in imitate; --dry-run alone tries one update")
+    if only_rollout and config.phase in ("imitate", "teacher"):
+        raise UserError(f"--dry-run rollout: there are no rollouts in {config.phase}; --dry-run alone tries one update")
     run = Run(config, folder=False, quiet=True)
     try:
         if isinstance(run.phase, Imitate):
             what, lines = "one update", _imitation(run.phase)
+        elif isinstance(run.phase, Teacher):
+            what, lines = "a few episodes, one update", _teacher(run.phase)
         elif only_rollout:
-            what, lines = "one rollout", _rollout(run.phase)
+            phase = run.phase.explorer if isinstance(run.phase, Adversarial) else run.phase
+            what, lines = "one rollout", _rollout(phase)
+        elif isinstance(run.phase, Adversarial):
+            what, lines = "one rollout, one update of each", _adversarial(run.phase)
         else:
             what, lines = "one rollout, one update", _rollout_and_update(run.phase)
     finally:
@@ -71,6 +80,37 @@ def _imitation(phase: Imitate) -> list[str]:
         f"speed: {rate:,.1f} gradient steps/s (first calls, warm-up included)",
         f"loss: {metrics['loss']:.3g}",
     ]
+
+
+def _teacher(phase: Teacher) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        phase.folder = Path(folder)
+        metrics = phase.step(0.0)
+        batch = next(phase.replay)
+        stored = phase.store.bytes()
+        phase.replay.close()
+        phase.store.close()
+    steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
+    return [
+        *_shapes(batch),
+        _memory(phase, stored, "episodes"),
+        f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
+        f"{rate:,.1f} gradient steps/s (first calls, warm-up included)",
+        f"loss: {metrics['loss']:.3g}",
+    ]
+
+
+def _adversarial(phase: Adversarial) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        phase.folder = Path(folder)
+        metrics = phase.step(0.0)
+        rollout = phase.explorer.buffer.rollout()
+        stored = phase.store.bytes()
+        phase.close()
+    lines = [*_shapes(rollout), _memory(phase, stored, "episodes")]
+    # where the world model warms up alone, or no episode has ended yet, there is less to tell
+    told = {"parity": "parity: {:.3g}", "wm_loss": "loss: {:.3g}"}
+    return lines + [text.format(metrics[name]) for name, text in told.items() if name in metrics]
 
 
 def _shapes(td: TensorDict) -> list[str]:

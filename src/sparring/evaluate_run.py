@@ -1,14 +1,17 @@
-"""`sparring eval`: a checkpoint, its env, held-out episodes."""
+"""`sparring eval`: a checkpoint, its env, held-out episodes. Of a policy, or with --world-model of a world model."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from sparring.api import load_policy
+from sparring.api import load_policy, load_world_model
 from sparring.checkpoint import checkpoint_folder, load_spec, spec_differences
 from sparring.config_text import Setting, flatten
 from sparring.distributed import pick_device
+from sparring.envs.backend import EnvSpec
 from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate_config
+from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.record.recorder import Recorder
 from sparring.tree import Config, load_config
 
@@ -20,13 +23,11 @@ def evaluate_checkpoint(
     path: str, settings: list[Setting], greedy: bool = True, videos: int = 0, json_file: Path | None = None
 ) -> Evaluation:
     """Print the table, write the numbers (and videos) beside the checkpoint."""
-    checkpoint = checkpoint_folder(path)
-    folder = Path(path) if Path(path).is_dir() else checkpoint
     # beside evaluation.json, which is the run's own
-    json_file = json_file or folder / "eval.json"
-    if not json_file.parent.is_dir():
-        raise UserError(f"--json {json_file}: there is no folder '{json_file.parent}'; make it first")
+    checkpoint, folder, json_file = _places(path, json_file, "eval.json")
     config = _config_of(checkpoint, settings)
+    if config.phase == "teacher":
+        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     _refuse_other_env(checkpoint, config)
@@ -38,6 +39,42 @@ def evaluate_checkpoint(
     for number, film in enumerate(evaluation.films):
         print(f"video: {recorder.film(f'eval_{number}', film.frames, evaluation.fps)}")
     return evaluation
+
+
+def evaluate_world_model_checkpoint(
+    path: str, settings: list[Setting], json_file: Path | None = None, against: str | None = None
+) -> WorldModelEvaluation:
+    """Print the tables, write the numbers beside the checkpoint. `against`: a run to compare with."""
+    checkpoint, _, json_file = _places(path, json_file, "eval_world_model.json")
+    config = _config_of(checkpoint, settings)
+    device = pick_device(config.device)
+    model = load_world_model(checkpoint, device)
+    _refuse_other_env(checkpoint, config)
+    other = None
+    if against is not None:
+        _refuse_other_env(checkpoint_folder(against), config)
+        other = load_world_model(against, device)
+        steps = load_config(checkpoint_folder(against) / "config.yaml").rollout.action_steps
+        if steps != config.rollout.action_steps:
+            raise UserError(
+                f"--against {against}: its decisions are {steps} steps long, those of '{path}' "
+                f"{config.rollout.action_steps}; they cannot be told the same episodes"
+            )
+    evaluation = evaluate_world_model(config, model, device, other)
+    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, actions at random")
+    print(evaluation.table())
+    print(f"numbers: {evaluation.write(json_file)}")
+    return evaluation
+
+
+def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, Path]:
+    """The checkpoint, the folder that it is evaluated in, and where the numbers go."""
+    checkpoint = checkpoint_folder(path)
+    folder = Path(path) if Path(path).is_dir() else checkpoint
+    json_file = json_file or folder / name
+    if not json_file.parent.is_dir():
+        raise UserError(f"--json {json_file}: there is no folder '{json_file.parent}'; make it first")
+    return checkpoint, folder, json_file
 
 
 def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
@@ -54,6 +91,12 @@ def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
 def _refuse_other_env(checkpoint: Path, config: Config) -> None:
     env = make_env(config.env, 1, config.rollout.max_episode_steps)
     env.close()
-    differences = spec_differences(load_spec(checkpoint), env.spec)
+    differences = spec_differences(_seen(load_spec(checkpoint)), _seen(env.spec))
     if differences:
-        raise UserError("\n".join(["the policy was trained in another env:", *differences]))
+        raise UserError("\n".join([f"'{checkpoint}' was trained in another env:", *differences]))
+
+
+def _seen(spec: EnvSpec) -> EnvSpec:
+    """What it tells of pixels is for measures only."""
+    shown = {name: kind for name, kind in spec.observation.items() if not name.startswith("segmentation/")}
+    return replace(spec, observation=shown)

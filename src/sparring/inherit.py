@@ -1,4 +1,5 @@
-"""Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`.
+"""Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`, the world
+model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and `adversarial.student`.
 
 They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
 """
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config_text import Setting, read_settings
+from sparring.phases import ALIASES
 from sparring.policies.configs import OF_DENOISING_MDP
-from sparring.tree import Config, given_settings, run_folder, tree_of
+from sparring.tree import Config, build_config, given_settings, run_folder, tree_of
 
 # of an env: these say how a run is made, not what a policy sees and does
 OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
@@ -20,20 +22,31 @@ def load_config(
     source: str | Path | dict | None = None, overrides: list[Setting] | None = None, phase: str | None = None
 ) -> Config:
     """A file or a (nested) dict plus overrides, and below them what comes along; as the command line has it."""
-    settings = with_inherited(given_settings(source, overrides, phase))
-    return tree_of(settings).build(settings)
+    return build_config(with_inherited(given_settings(source, overrides, phase)))
 
 
 def with_inherited(settings: list[Setting]) -> list[Setting]:
-    """`settings`, and below them what comes with `pretrained` and `imitate.demos` where they are given."""
+    """`settings`, and below them what comes with what they say it starts from."""
     aliases = tree_of(settings).aliases
     given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
     if isinstance(given.get("pretrained"), str):
-        inherited += _of_checkpoint(given["pretrained"], given)
+        inherited += _of_checkpoint(given["pretrained"], given, ("env", "policy"), "pretrained")
     # later ones win: what is imitated is imitated in the env it was recorded in
-    if given.get("phase") == "imitate":
+    phase = ALIASES.get(given.get("phase"), given.get("phase"))
+    if phase == "imitate":
         inherited += _of_demonstrations(given)
+    if phase == "student" and isinstance(given.get("student.teacher"), str):
+        inherited += _of_checkpoint(given["student.teacher"], given, ("env", "world_model"), "student.teacher")
+    if isinstance(given.get("rollout.imagined"), str):
+        inherited += _of_checkpoint(given["rollout.imagined"], given, ("env", "world_model"), "rollout.imagined")
+    if phase == "adversarial":
+        for key, kinds, also in (
+            ("adversarial.teacher", ("env", "world_model"), ()),
+            ("adversarial.student", ("policy",), ("student.cameras",)),
+        ):
+            if isinstance(given.get(key), str):
+                inherited += _of_checkpoint(given[key], given, kinds, key, also)
     return inherited + settings
 
 
@@ -50,11 +63,16 @@ def told(settings: Iterable[Setting], config: Any) -> list[str]:
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 
 
-def _of_checkpoint(path: str, given: dict[str, Any]) -> list[Setting]:
-    """What its config says about the policy and about what it saw and did; nothing of weights without a config."""
+def _of_checkpoint(
+    path: str, given: dict[str, Any], kinds: tuple[str, ...], key: str, also: tuple[str, ...] = ()
+) -> list[Setting]:
+    """What its config says about these sections and how long its decisions last; nothing of weights without a config.
+
+    `key` is what `path` was given as; `also` are keys of other sections.
+    """
     from sparring.checkpoint import find_checkpoint
 
-    saved = [] if Path(path).exists() else _of_the_run_itself(path, given)
+    saved = [] if Path(path).exists() else _of_the_run_itself(key, path, given)
     if not saved:
         found = find_checkpoint(path)
         file = (found.parent if found.is_file() else found) / "config.yaml"
@@ -63,14 +81,15 @@ def _of_checkpoint(path: str, given: dict[str, Any]) -> list[Setting]:
     if given.get("policy.method", method) != method:
         # another method does not read them
         saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_DENOISING_MDP]]
-    names = {s.key: s.value for s in saved if s.key in ("env.name", "policy.name")}
-    # another kind of env or policy has other settings; whether it fits is found out when weights are loaded
-    sections = [f"{key.partition('.')[0]}." for key, name in names.items() if given.get(key, name) == name]
-    wanted = [s for s in saved if s.key.startswith((*sections, "rollout.action_steps")) and s.key not in OF_THE_RUN]
-    return [Setting(s.key, s.value, f"pretrained={path}") for s in wanted]
+    names = {s.key: s.value for s in saved if s.key in [f"{kind}.name" for kind in kinds]}
+    # another kind of env or network has other settings; whether it fits is found out when weights are loaded
+    sections = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
+    wanted = (*sections, "rollout.action_steps", *also)
+    wanted = [s for s in saved if s.key.startswith(wanted) and s.key not in OF_THE_RUN]
+    return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]
 
 
-def _of_the_run_itself(path: str, given: dict[str, Any]) -> list[Setting]:
+def _of_the_run_itself(key: str, path: str, given: dict[str, Any]) -> list[Setting]:
     """The config of a run that started from `path` and goes on: it holds all that came along, wherever that is now."""
     from sparring.checkpoint import checkpoints
 
@@ -78,7 +97,7 @@ def _of_the_run_itself(path: str, given: dict[str, Any]) -> list[Setting]:
     if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
         return []
     saved = read_settings(folder / "config.yaml")
-    return saved if any(s.key == "pretrained" and s.value == path for s in saved) else []
+    return saved if any(s.key == key and s.value == path for s in saved) else []
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:

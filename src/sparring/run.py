@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
+from torch import nn
 
 from sparring.checkpoint import (
     CheckpointError,
@@ -21,14 +22,16 @@ from sparring.collect.camera import Film
 from sparring.distributed import Distributed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import choose_checkpoint, open_folder
+from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.phases import PHASES
-from sparring.phases.phase import Filmed, Phase
+from sparring.phases.phase import Filmed, Phase, ShowsPictures
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, set_up_logging
 from sparring.record.pictures import NoVideoEncoder
 from sparring.record.recorder import Recorder
 from sparring.resolve import resolve
 from sparring.tree import Config
+from sparring.world_models.world_model import WorldModel
 
 log = logging.getLogger(LOGGER)
 
@@ -121,6 +124,7 @@ class Run:
                 self._write_films()
                 if progress.updates % training.log_every == 0 or self.fraction >= 1:
                     self._write_line()
+                    self._write_pictures()
                 if progress.updates % training.save_every == 0:
                     self.save()
                     self._film_what_comes()
@@ -135,7 +139,7 @@ class Run:
             self.save()
         return True
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self) -> Evaluation | WorldModelEvaluation | None:
         """Held-out episodes by the main process, with videos; the others wait."""
         evaluation = None
         if self.distributed.is_main:
@@ -185,11 +189,32 @@ class Run:
         }
         self.recorder.write(line | means)
 
-    def _evaluate_here(self) -> Evaluation:
-        config = self.config
-        evaluation = evaluate_config(
-            config, self.phase.model, self.distributed.device, films=config.rollout.render_episodes
-        )
+    def _write_pictures(self) -> None:
+        """What the phase has to show, by the main process."""
+        if self.folder is None or not isinstance(self.phase, ShowsPictures):
+            return
+        number = self.phase.progress.episodes or self.phase.progress.updates
+        pictures = self.phase.pictures()
+        for name, picture in pictures.images.items():
+            self.recorder.image(f"episode_{number:04d}_{name}", picture)
+        for name, frames in pictures.videos.items():
+            self._write_video(f"episode_{number:06d}{name and '_'}{name}", frames, pictures.fps)
+
+    def _write_video(self, name: str, frames: list[np.ndarray], fps: float) -> None:
+        try:
+            self.recorder.video(name, frames, fps)
+        except NoVideoEncoder as error:  # the training was not for the video's sake
+            log.warning("%s", error)
+
+    def _evaluate_here(self) -> Evaluation | WorldModelEvaluation:
+        config, device = self.config, self.distributed.device
+        model = self.phase.model
+        # of several, it is the world model whose figures tell more; `sparring eval` evaluates the policy
+        model = model["world_model"] if isinstance(model, nn.ModuleDict) else model
+        if isinstance(model, WorldModel):
+            evaluation = evaluate_world_model(config, model, device)
+        else:
+            evaluation = evaluate_config(config, model, device, films=config.rollout.render_episodes)
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
         progress = self.phase.progress
@@ -250,6 +275,8 @@ def _in_words(metrics: dict[str, float]) -> str:
     shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
     # of demonstrations nothing else is known
     shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
+    # of a world model, what it foretells of what it has not seen yet
+    shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"} if "fresh_acc" in metrics else shown
     return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
-from sparring import algorithms, envs, phases, policies
+from sparring import algorithms, envs, phases, policies, rewards, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig, rollout_mistakes
 from sparring.config import Section, Tree
@@ -15,16 +15,24 @@ from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.phases.configs import EvaluationConfig, ImitateConfig, TrainingConfig
+from sparring.phases.configs import (
+    AdversarialConfig,
+    EvaluationConfig,
+    ImitateConfig,
+    StudentConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
+from sparring.phases.defaults import DEFAULTS
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
+from sparring.rewards.configs import reward_mistakes
 
 
 def _known_phase(name: str) -> str:
     phase = phases.ALIASES.get(name, name)
     if phase not in phases.PHASES:
-        state = "is not built yet" if phase in phases.PLANNED else "is unknown"
-        raise ValueError(f"this phase {state}; one of: {', '.join(phases.PHASES)}")
+        raise ValueError(f"this phase is unknown; one of: {', '.join(phases.PHASES)}")
     return phase
 
 
@@ -61,10 +69,15 @@ class Config(Section):
     rollout: RolloutConfig
     buffer: BufferConfig
     policy: SerializeAsAny[Section]
+    world_model: SerializeAsAny[Section]
     ppo: PPOConfig
     grpo: GRPOConfig
     algorithm_config: SerializeAsAny[Section]
     imitate: ImitateConfig
+    teacher: TeacherConfig
+    student: StudentConfig
+    adversarial: AdversarialConfig
+    rewards: SerializeAsAny[Section]
     training: TrainingConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
@@ -101,10 +114,15 @@ def run_folder(output: str | None, phase: str) -> Path:
 # other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
 ALIASES = {
     "task_name": "env.task",
+    "cameras": "env.cameras",
     "pretrained_policy_path": "pretrained",
     "output_dir": "output",
     "training.device": "device",
     "teacher.output_dir": "output",
+    "teacher_checkpoint": "student.teacher",
+    "teacher_path": "student.teacher",
+    # `rewards=original` is a preset
+    "rewards": "rewards.name",
     "num_envs": "rollout.n_envs",
     "rl_training.num_epochs": "training.iterations",
     "trainer.iterations": "training.iterations",
@@ -133,17 +151,26 @@ ALIASES = {
     **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
 }
 # words that mean something else where there is no RL
-IMITATE_ALIASES = {
-    f"{prefix}{key}": f"imitate.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+PHASE_ALIASES = {
+    phase: {
+        f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+    }
+    for phase in ("imitate", "teacher", "adversarial")
 }
+PHASE_ALIASES["adversarial"] |= {
+    "teacher_checkpoint": "adversarial.teacher",
+    "teacher_path": "adversarial.teacher",
+    "student_checkpoint": "adversarial.student",
+    "student_path": "adversarial.student",
+}
+PHASE_ALIASES["teacher"] |= {f"{prefix}sequential_training": "teacher.sequential" for prefix in ("", "training.")}
 
 
 def load_config(
     source: str | Path | dict | None = None, overrides: list[Setting] | None = None, phase: str | None = None
 ) -> Config:
     """A file or a (nested) dict plus overrides, checked as a whole; what is not given keeps its default."""
-    settings = given_settings(source, overrides, phase)
-    return tree_of(settings).build(settings)
+    return build_config(given_settings(source, overrides, phase))
 
 
 def given_settings(
@@ -159,10 +186,28 @@ def given_settings(
     return settings
 
 
+def build_config(settings: list[Setting]) -> Config:
+    return tree_of(settings).build(_phase_defaults(settings) + settings)
+
+
 def tree_of(settings: list[Setting]) -> Tree:
     """The tree as these settings mean it: what `batch_size` is short for depends on the phase."""
+    more = PHASE_ALIASES.get(_phase_of(settings), {})
+    return replace(TREE, aliases=ALIASES | more) if more else TREE
+
+
+def _phase_of(settings: list[Setting]) -> Any:
     phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
-    return replace(TREE, aliases=ALIASES | IMITATE_ALIASES) if phase == "imitate" else TREE
+    return phases.ALIASES.get(phase, phase)
+
+
+def _phase_defaults(settings: list[Setting]) -> list[Setting]:
+    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
+    phase, names = _phase_of(settings), {s.key: s.value for s in settings}
+    usual = {"env": "tabletop", "policy": "actor_critic"}
+    others = tuple(f"{section}." for section, name in usual.items() if names.get(f"{section}.name", name) != name)
+    values = DEFAULTS.get(phase, {}).items()
+    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
 
 
 def _env_config(name: Any) -> type[Section]:
@@ -174,6 +219,15 @@ def _env_config(name: Any) -> type[Section]:
 
 def _policy_config(name: Any) -> type[Section]:
     return _config_of(name, "actor_critic", policies.POLICIES, policies.CONFIGS, "policy")
+
+
+def _world_model_config(name: Any) -> type[Section]:
+    return _config_of(name, "token", world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
+
+
+def _rewards_config(name: Any) -> type[Section]:
+    # of any other name it is said which there are
+    return import_path(rewards.CONFIGS.get(name, rewards.CONFIGS["default"]), "rewards config")
 
 
 def _algorithm_config(name: Any) -> type[Section]:
@@ -244,7 +298,7 @@ def _check(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes + (_check_imitate(config) if config.phase == "imitate" else rollout_mistakes(config))
+    return mistakes + _CHECKS.get(config.phase, rollout_mistakes)(config)
 
 
 def _check_imitate(config: Config) -> list[tuple[str, str]]:
@@ -258,11 +312,51 @@ def _check_imitate(config: Config) -> list[tuple[str, str]]:
     return mistakes
 
 
+def _check_teacher(config: Config) -> list[tuple[str, str]]:
+    mistakes = rollout_mistakes(config)
+    if config.rollout.n_episodes_per_batch:
+        mistakes.append(("rollout.n_episodes_per_batch", "the teacher collects by rollout.steps; leave it out"))
+    if getattr(config.env, "cameras", None) == ():
+        mistakes.append(
+            ("env.cameras", "a world model predicts pictures; expected cameras, e.g. env.cameras=[head,wrist]")
+        )
+    return mistakes
+
+
+def _check_student(config: Config) -> list[tuple[str, str]]:
+    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=False)
+    if not config.student.teacher:
+        what = "expected the run folder or a checkpoint of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+        mistakes.append(("student.teacher", f"{what}; train one with `sparring train teacher`"))
+    return mistakes
+
+
+def _check_adversarial(config: Config) -> list[tuple[str, str]]:
+    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=True)
+    if not config.adversarial.teacher:
+        what = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+        mistakes.append(("adversarial.teacher", f"{what}; train one with `sparring train teacher`"))
+    weights = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
+    if not any(weights):
+        mistakes.append(("adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"))
+    return mistakes
+
+
+# of phases that do not collect rollouts as RL does, or need more
+_CHECKS = {
+    "imitate": _check_imitate,
+    "teacher": _check_teacher,
+    "student": _check_student,
+    "adversarial": _check_adversarial,
+}
+
 TREE = Tree(
     root=Config,
     pickers={
         "env": ("env.name", _env_config),
         "policy": ("policy.name", _policy_config),
+        "world_model": ("world_model.name", _world_model_config),
+        "rewards": ("rewards.name", _rewards_config),
         "algorithm_config": ("algorithm", _algorithm_config),
     },
     aliases=ALIASES,

@@ -20,6 +20,9 @@ class UpdaterConfig(Section):
     max_grad_norm: float = Field(0.5, gt=0, description="gradients are scaled down to this norm")
     target_kl: float | None = Field(None, gt=0, description="ends an update's epochs past this KL; null: off")
     adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the KL to the policy as it was when the run began; 0: not even worked out"
+    )
     parity_tolerance: float = Field(
         1e-4, gt=0, description="largest drift between acting and scoring, in sigmas, before training is refused"
     )
@@ -51,6 +54,3 @@ class GRPOConfig(UpdaterConfig):
     clip_high: float = Field(0.28, gt=0, description="how far the probability ratio may rise above 1")
     epochs: int = Field(5, gt=0, description="passes over the episodes of a rollout")
     advantage_eps: float = Field(1e-4, gt=0, description="added to a group's standard deviation of rewards")
-    kl_coef: float = Field(
-        0.0, ge=0, description="weight of the KL to the policy as it was when the run began; 0: not even worked out"
-    )

@@ -1,6 +1,5 @@
 """Group-relative policy optimisation (formulas.md, section 2): episodes that began alike judge each other."""
 
-import copy
 import logging
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import GRPOConfig
-from sparring.algorithms.losses import LossTerms, approximate_kl, clipped_policy_loss, mean_terms
+from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl
 from sparring.algorithms.updater import Updater, valid_rows
 from sparring.distributed import Distributed
 from sparring.errors import UserError
@@ -23,8 +22,7 @@ LEARNED_FROM = ["action", "log_prob", "advantage", ("next", "executed")]
 class GRPO(Updater):
     """PPO without a critic: the advantage of an episode is how it did beside the others of its group.
 
-    `update` takes a rollout [T, N] of whole episodes. The reference of the optional KL is the policy as it is when the
-    first update begins.
+    `update` takes a rollout [T, N] of whole episodes.
     """
 
     config: GRPOConfig
@@ -33,7 +31,6 @@ class GRPO(Updater):
         for parameter in policy.critic_parameters():
             parameter.requires_grad_(False)
         super().__init__(config, policy, distributed, seed)
-        self.reference: Policy | None = None
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update from fresh episodes; `progress` in [0, 1] of the run drives the schedules."""
@@ -44,17 +41,12 @@ class GRPO(Updater):
         flat = rollout.flatten(0, 1)
         valid = valid_rows(flat)
         counts = {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(flat)}
-        if config.kl_coef and self.reference is None:
-            self.reference = _frozen(self.policy)
         rows = valid[groups.kept.flatten()[valid]]
         if self.distributed.max(len(rows)) == 0:
             return self._skip(flat, valid, counts) | {"lr": lr}
         # the others wait for a process all of whose groups were dropped: its decisions take part with advantages of 0
         rows = rows if len(rows) else valid
-        keys = LEARNED_FROM
-        if config.kl_coef:
-            flat["reference_log_prob"] = self._reference_log_prob(flat, rows)
-            keys = [*keys, "reference_log_prob"]
+        keys = LEARNED_FROM + self._score_by_reference(flat, rows)
 
         def loss(batch, scored):
             return grpo_loss(config, batch, scored, self.policy.step_weights)
@@ -64,16 +56,6 @@ class GRPO(Updater):
         means = mean_terms(terms, config.clip_low, config.clip_high) | counts | {"gradient_steps": float(len(terms))}
         return self.distributed.mean(means) | {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
 
-    def state_dict(self) -> dict:
-        reference = None if self.reference is None else self.reference.state_dict()
-        return super().state_dict() | {"reference": reference}
-
-    def load_state_dict(self, state: dict) -> None:
-        super().load_state_dict(state)
-        if state["reference"] is not None:
-            self.reference = _frozen(self.policy)
-            self.reference.load_state_dict(state["reference"])
-
     def _skip(self, flat: TensorDict, valid: torch.Tensor, counts: dict[str, float]) -> dict[str, float]:
         """No group tells good from bad: nothing is learned, though the gate looks on."""
         log.warning("update %s skipped: in each group all episodes earned the same reward", self.updates + 1)
@@ -81,14 +63,6 @@ class GRPO(Updater):
         self._end(flat, valid)
         means = self.distributed.mean(counts | {"gradient_steps": 0.0})
         return means | {"parity": parity.drift, "parity_ratio": parity.ratio}
-
-    @torch.no_grad()
-    def _reference_log_prob(self, flat: TensorDict, rows: torch.Tensor) -> torch.Tensor:
-        log_prob = torch.zeros_like(flat["log_prob"])
-        keys = self._scoring_keys()
-        for index in rows.split(self._at_once):
-            log_prob[index] = self.reference.evaluate(flat.select(*keys)[index])["log_prob"]
-        return log_prob
 
 
 @dataclass
@@ -143,12 +117,7 @@ def grpo_loss(
     )
     scalars = {"policy_loss": policy_loss, "entropy": scored["entropy"].mean()}
     if config.kl_coef:
-        # r = reference / present
-        scalars["reference_kl"] = approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
+        scalars["reference_kl"] = reference_kl(batch, scored)
         loss = loss + config.kl_coef * scalars["reference_kl"]
     scalars = {"loss": loss} | scalars
     return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach())
-
-
-def _frozen(policy: Policy) -> Policy:
-    return copy.deepcopy(policy).requires_grad_(False).eval()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from tensordict import TensorDict
 
 
 @dataclass
@@ -40,6 +41,11 @@ def clipped_policy_loss(
 def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
     """KL(p || q) from samples of p, `mean((r - 1) - log r)` with r = q/p: never negative."""
     return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def reference_kl(batch: TensorDict, scored: TensorDict) -> torch.Tensor:
+    """Of the present policy to a frozen one, `reference_log_prob` of its own; r = reference / present."""
+    return approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
 
 
 def join_terms(parts: list[LossTerms], shares: list[float]) -> LossTerms:

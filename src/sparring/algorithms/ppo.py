@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms
+from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl
 from sparring.algorithms.returns import gae
 from sparring.algorithms.schedules import scheduled
 from sparring.algorithms.updater import Updater, actor_parameters, valid_rows
@@ -42,8 +42,9 @@ class PPO(Updater):
         def loss(batch, scored):
             return ppo_loss(config, clip, batch, scored, self.policy.step_weights)
 
+        keys = LEARNED_FROM + self._score_by_reference(flat, rows)
         terms, parity = self._learn(
-            flat, rows, LEARNED_FROM, config.ppo_epochs, loss, self._learning(), config.normalize_advantage
+            flat, rows, keys, config.ppo_epochs, loss, self._learning(), config.normalize_advantage
         )
         self._end(flat, rows)
         means = mean_terms(terms, clip, clip) | {"explained_variance": _explained_variance(flat, rows)}
@@ -81,7 +82,11 @@ def ppo_loss(
     loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
-    scalars = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    scalars = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    if config.kl_coef:
+        scalars["reference_kl"] = reference_kl(batch, scored)
+        loss = loss + config.kl_coef * scalars["reference_kl"]
+    scalars = {"loss": loss} | scalars
     return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach())
 
 

@@ -1,5 +1,6 @@
 """Updater: gradient steps over the decisions of a rollout. What PPO and GRPO share."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple
@@ -26,6 +27,7 @@ class Updater:
     """A policy's parameters, their optimiser, and the walk over minibatches.
 
     A subclass brings its parameter groups, its advantages and its loss, and has `update(rollout, progress) -> metrics`.
+    The reference of the optional KL is the policy as it is when the first update begins.
     """
 
     def __init__(self, config: UpdaterConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
@@ -41,6 +43,7 @@ class Updater:
         )
         self.seed = seed
         self.updates = 0
+        self.reference: Policy | None = None
         self.checked_whole_rollout = False
 
     def score(self, flat: TensorDict) -> TensorDict:
@@ -50,11 +53,16 @@ class Updater:
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
+        reference = None if self.reference is None else self.reference.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "reference": reference}
 
     def load_state_dict(self, state: dict) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
+        # PPO had none in older checkpoints
+        if state.get("reference") is not None:
+            self.reference = _frozen(self.policy)
+            self.reference.load_state_dict(state["reference"])
 
     # ---- for subclasses
 
@@ -65,6 +73,8 @@ class Updater:
     def _begin(self, progress: float) -> float:
         """An update begins; its learning rate."""
         config = self.config
+        if config.kl_coef and self.reference is None:
+            self.reference = _frozen(self.policy)
         for parameters, _ in self.flat:
             parameters.check()
         factor = scheduled(config.lr_schedule, progress) * warmup(self.updates, config.warmup_updates)
@@ -112,6 +122,18 @@ class Updater:
             if self._past_target_kl(terms[first_of_epoch:]):
                 break
         return terms, parity
+
+    @torch.no_grad()
+    def _score_by_reference(self, flat: TensorDict, rows: torch.Tensor) -> list[str]:
+        """Adds `reference_log_prob` of these decisions, where a KL is asked for; the keys that it added."""
+        if not self.config.kl_coef:
+            return []
+        log_prob = torch.zeros_like(flat["log_prob"])
+        keys = self._scoring_keys()
+        for index in rows.split(self._at_once):
+            log_prob[index] = self.reference.evaluate(flat.select(*keys)[index])["log_prob"]
+        flat["reference_log_prob"] = log_prob
+        return ["reference_log_prob"]
 
     def _end(self, flat: TensorDict, rows: torch.Tensor) -> None:
         """The normalisers see the observations of `rows`, and the update is over."""
@@ -214,6 +236,10 @@ def valid_rows(flat: TensorDict) -> torch.Tensor:
     valid = flat.get("valid", None)
     device = flat["action"].device
     return torch.arange(len(flat), device=device) if valid is None else valid.nonzero()[:, 0]
+
+
+def _frozen(policy: Policy) -> Policy:
+    return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def gather(columns: dict, index: torch.Tensor) -> TensorDict:

@@ -16,6 +16,10 @@ class RolloutConfig(Section):
     group_size: int = Field(1, gt=0, description="robots whose training episodes start alike, for grpo")
     max_episode_steps: int | None = Field(None, gt=0, description="time limit of an episode; null: the task's own")
     action_steps: int = Field(1, gt=0, description="env steps per decision: the length of an action chunk")
+    imagined: str | None = Field(
+        None, description="run of a world model: robots act in what it predicts (finetune); null: in the env"
+    )
+    imagined_decisions: int = Field(16, gt=0, description="time limit of an imagined episode; predictions fade")
     render_episodes: int = Field(
         2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"
     )
@@ -24,6 +28,8 @@ class RolloutConfig(Section):
 def rollout_mistakes(config) -> list[tuple[str, str]]:
     """Settings of a run that do not go together: (key, what is wrong)."""
     rollout, mistakes = config.rollout, []
+    if rollout.imagined and config.phase != "finetune":
+        mistakes.append(("rollout.imagined", f"{config.phase} acts in the env; leave it out, or train finetune"))
     episodes, group, robots = rollout.n_episodes_per_batch, rollout.group_size, rollout.n_envs
     if episodes and episodes % robots:
         shared = f"{episodes} episodes cannot be shared out evenly over the {robots} robots of rollout.n_envs"

@@ -151,7 +151,8 @@ class ShuffledWindows:
     is seen at least half as often as one in the middle, and long episodes are drawn more often than short ones.
 
     memory=stored: the memory that enters a window is `memory/*` in its first column. rebuilt: it is empty there
-    (`is_first`), and `burn_in` steps bring it up to date. keys: what to read; None: all that is stored.
+    (`is_first`), and `burn_in` steps bring it up to date. keys: what to read; None: all that is stored. newest: from so
+    many of the newest episodes only; None: from all.
     """
 
     def __init__(
@@ -161,9 +162,12 @@ class ShuffledWindows:
         burn_in: int = 0,
         memory: Memory = "rebuilt",
         keys: Sequence[str] | None = None,
+        newest: int | None = None,
     ):
+        if newest is not None:
+            check_whole("newest", newest)
         self.store = store
-        self.memory = memory
+        self.memory, self.newest = memory, newest
         self.reader = WindowReader(length, burn_in, memory, keys)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
@@ -175,7 +179,9 @@ class ShuffledWindows:
         with self.store.lock:
             check_memory(self.store, self.reader, self.memory)
             length, ends = self.reader.length, self.store.ends
-            step = torch.randint(self.store.num_steps, (count,), generator=generator).numpy()
+            older = max(len(ends) - self.newest, 0) if self.newest else 0
+            first = int(ends[older - 1]) if older else 0
+            step = first + torch.randint(self.store.num_steps - first, (count,), generator=generator).numpy()
             before = torch.randint(length, (count,), generator=generator).numpy()
             episode = np.searchsorted(ends, step, side="right")
             steps = np.diff(ends, prepend=0)[episode]

@@ -58,6 +58,12 @@ class Step:
     final: Arrays
     # robot -> one [H, W, 3] uint8 picture per executed step, for the robots given to `record`
     frames: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    # [N] bool: did the robot touch an object in any executed step? All False where the simulator does not tell
+    contact: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.contact is None:
+            self.contact = np.zeros(len(self.executed), bool)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,12 @@
 PHASES = {
     "finetune": "sparring.phases.finetune:Finetune",
     "imitate": "sparring.phases.imitate:Imitate",
+    "teacher": "sparring.phases.teacher:Teacher",
+    "student": "sparring.phases.student:Student",
+    "adversarial": "sparring.phases.adversarial:Adversarial",
 }
+# what `sparring train all` runs, in this order
+CHAIN = ("teacher", "student", "adversarial")
 ALIASES = {
     "phase1": "teacher",
     "wm": "teacher",
@@ -12,5 +17,3 @@ ALIASES = {
     "phase3": "adversarial",
     "adv": "adversarial",
 }
-# named in the documents this system comes from; they arrive with the world model
-PLANNED = ("teacher", "student", "adversarial", "all")

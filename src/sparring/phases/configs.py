@@ -1,4 +1,4 @@
-"""The `imitate`, `training` and `evaluation` sections. Torch-free."""
+"""The `teacher`, `student`, `adversarial`, `imitate`, `training` and `evaluation` sections. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -7,14 +7,33 @@ from pydantic import BeforeValidator, Field
 from sparring.config import Section
 
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
-Folders = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Normalization = Literal["mean_std", "min_max", "quantile"]
+
+
+class TeacherConfig(Section):
+    """A world model learns to predict what robots that act at random will see."""
+
+    coloured: float = Field(
+        0.5, ge=0, le=1, description="share of the robots whose random actions change slowly; the others' do not"
+    )
+    correlation: float = Field(
+        0.95, ge=0, lt=1, description="of a slow action with the one a step before; 0: none, as of the other robots"
+    )
+    gradient_steps: int = Field(100, gt=0, description="of an update, after rollout.steps decisions of each robot")
+    batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
+    learning_rate: float = Field(2e-3, gt=0, description="at the start; falls to 0 over the run")
+    sequential: bool = Field(
+        True, description="windows in time order, memory carried along; false: from anywhere, rebuilt by burn_in"
+    )
+    burn_in: int = Field(4, ge=0, description="decisions before a window that rebuild the memory, if not sequential")
+    max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
 
 
 class ImitateConfig(Section):
     """Behaviour cloning: learn to do what demonstrators did."""
 
-    demos: Folders = Field((), description="folder(s) of demonstrations, as `sparring demos` writes them")
+    demos: Names = Field((), description="folder(s) of demonstrations, as `sparring demos` writes them")
     episodes: int | None = Field(None, gt=0, description="use only the first so many of each folder; null: all")
     batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step, on each process")
     learning_rate: float = Field(1e-3, gt=0, description="at the start")
@@ -34,6 +53,45 @@ class ImitateConfig(Section):
     image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
 
 
+class StudentConfig(Section):
+    """An explorer is paid for what the teacher's world model does not know yet."""
+
+    teacher: str | None = Field(None, description="run folder or checkpoint of `sparring train teacher`")
+    cameras: Names = Field(("wrist",), description="what the explorer sees; the world model sees all of env.cameras")
+
+
+class AdversarialConfig(Section):
+    """World model and explorer train each other: one learns to foretell what the other finds to surprise it."""
+
+    teacher: str | None = Field(None, description="run folder of `sparring train teacher`, with its episodes")
+    student: str | None = Field(
+        None, description="run folder or checkpoint of `sparring train student`; null: a new explorer"
+    )
+    wm_updates_per_iter: int = Field(100, gt=0, description="gradient steps of the world model in an update")
+    explorer_updates_per_iter: int = Field(
+        1, gt=0, description="rollouts in an update, and updates of the explorer, one from each"
+    )
+    warmup_steps: int = Field(
+        200,
+        ge=0,
+        description="first gradient steps, in which the world model alone learns while the explorer acts",
+    )
+    learning_rate: float = Field(
+        5e-4,
+        gt=0,
+        description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr",
+    )
+    batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
+    burn_in: int = Field(4, ge=0, description="decisions before a window that rebuild the memory")
+    replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes among the windows")
+    replay_past: float = Field(0.3, ge=0, description="weight of the episodes of all explorers of this run")
+    replay_newest: float = Field(0.3, ge=0, description="weight of the episodes of the newest update")
+    kl_coef: float = Field(0.02, ge=0, description="weight of the KL to the student's policy; 0: no leash")
+    generation_every: int = Field(10, gt=0, description="updates of a generation of explorers")
+    held_out: float = Field(0.125, ge=0, lt=1, description="share of the episodes that is never trained on")
+    max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
+
+
 class TrainingConfig(Section):
     """How long a run lasts and how often it speaks. Training ends at the first limit that is reached."""
 
@@ -44,6 +102,9 @@ class TrainingConfig(Section):
     )
     num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
     iterations: int | None = Field(None, gt=0, description="updates; null: no limit (imitate: 20)")
+    bptt_length: int = Field(
+        8, gt=0, description="decisions that a world model's gradients pass through at once, back through its memory"
+    )
     save_every: int = Field(50, gt=0, description="updates between checkpoints; the last state is always saved")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
     log_every: int = Field(1, gt=0, description="updates between lines of metrics")

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict
+from statistics import fmean
 
 from torch import nn
 
@@ -9,19 +10,24 @@ from sparring.algorithms.make import make_algorithm
 from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
+from sparring.config import Section
 from sparring.data.buffer import Buffer
 from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
+from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
+from sparring.phases.imagination import imagine
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
+from sparring.rewards.reward_model import RewardModel
+from sparring.world_models.imagined_env import ImaginedEnv
 
 
 class Finetune:
-    """An env, a policy and an algorithm, taking turns."""
+    """An env, a policy and an algorithm, taking turns. Where there are `rewards`, they pay instead of the env."""
 
     default_limit = ("total_timesteps", 150_000)
 
@@ -35,12 +41,13 @@ class Finetune:
         seed: int = 0,
         chunk: int = 1,
         episodes: int | None = None,
+        rewards: RewardModel | None = None,
     ):
         """`episodes` of each robot between two updates; None: as many decisions as the buffer holds."""
         # what acts and what is scored must be the same: no dropout
         policy.eval()
         self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
-        self.buffer = buffer
+        self.buffer, self.rewards = buffer, rewards
         self.collector = Collector(env, policy, seed, chunk=chunk, episodes=episodes)
         self.progress = Progress()
 
@@ -56,8 +63,10 @@ class Finetune:
             total_envs=distributed.world_size * rollout.n_envs,
             group_size=rollout.group_size,
         )
-        policy = make_policy(config.policy, env.spec, rollout.action_steps).to(distributed.device)
-        algorithm = make_algorithm(config.algorithm, config.algorithm_section, policy, distributed, config.seed)
+        if rollout.imagined:
+            env = imagine(env, config, distributed)
+        policy = make_policy(config.policy, cls.seen(config, env.spec), rollout.action_steps).to(distributed.device)
+        algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
         return cls.of(config, env, policy, algorithm, distributed)
 
     @classmethod
@@ -66,9 +75,26 @@ class Finetune:
         rollout, episodes, steps = config.rollout, None, config.rollout_steps
         if rollout.n_episodes_per_batch:
             episodes = rollout.n_episodes_per_batch // rollout.n_envs
-            steps = episodes * _decisions_of_an_episode(env, rollout.action_steps)
+            steps = episodes * (
+                rollout.imagined_decisions if rollout.imagined else _decisions_of_an_episode(env, rollout.action_steps)
+            )
         buffer = make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder)
-        return cls(env, policy, algorithm, buffer, distributed, config.seed, rollout.action_steps, episodes)
+        rewards = cls.make_rewards(config, env, distributed)
+        return cls(env, policy, algorithm, buffer, distributed, config.seed, rollout.action_steps, episodes, rewards)
+
+    @staticmethod
+    def seen(config, spec: EnvSpec) -> EnvSpec:
+        """What the policy is shown of what the env shows."""
+        return spec
+
+    @staticmethod
+    def algorithm_config(config) -> Section:
+        return config.algorithm_section
+
+    @staticmethod
+    def make_rewards(config, env: Env, distributed: Distributed) -> RewardModel | None:
+        """What pays instead of the env."""
+        return None
 
     @property
     def model(self) -> nn.Module:
@@ -77,23 +103,36 @@ class Finetune:
     @property
     def learns_from(self) -> str:
         robots = self.env.num_envs * self.distributed.world_size
-        return f"{robots} robots, by {type(self.algorithm).__name__}"
+        where = " in a world model's imagination" if isinstance(self.env, ImaginedEnv) else ""
+        return f"{robots} robots{where}, by {type(self.algorithm).__name__}"
 
     def step(self, fraction: float) -> dict[str, float]:
+        collected = self.collect()
+        return self.learn(fraction) | collected
+
+    def collect(self) -> dict[str, float]:
+        """A rollout in the buffer, paid for; what it and the episodes that ended were like."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self.collector.collect(self.buffer)
-        collected = time.perf_counter()
-        metrics = self.algorithm.update(self.buffer.rollout(), fraction)
-        updated = time.perf_counter()
-        self.collector.version += 1
+        paid = self.pay()
+        seconds = time.perf_counter() - started
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
         # every process runs as many robots; chunks and episodes may end early, so steps are summed
         steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
-        self.progress.updates += 1
         self.progress.env_steps += round(steps * self.distributed.world_size)
         self.progress.episodes += len(episodes)
-        metrics |= _episode_metrics(episodes, self.env.spec.reports_success)
-        return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
+        return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds}
+
+    def pay(self) -> dict[str, float]:
+        return self.rewards.pay(self.buffer) if self.rewards else {}
+
+    def learn(self, fraction: float) -> dict[str, float]:
+        """An update from the rollout in the buffer."""
+        started = time.perf_counter()
+        metrics = self.algorithm.update(self.buffer.rollout(), fraction)
+        self.collector.version += 1
+        self.progress.updates += 1
+        return metrics | {"update_seconds": time.perf_counter() - started}
 
     def film(self, episodes: int) -> None:
         self.collector.camera.film(episodes)
@@ -102,19 +141,31 @@ class Finetune:
         return self.collector.camera.drain()
 
     def state_dict(self) -> dict:
-        return {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}
+        state = {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}
+        return state | ({"rewards": self.rewards.state_dict()} if self.rewards else {})
 
     def process_state(self) -> dict:
-        return {"collector": self.collector.state_dict()}
+        state = {"collector": self.collector.state_dict()}
+        return state | ({"rewards": self.rewards.process_state()} if self.rewards else {})
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
         self.progress = Progress(**state["progress"])
         self.algorithm.load_state_dict(state["algorithm"])
+        if self.rewards:
+            self.rewards.load_state_dict(state["rewards"], process_state["rewards"])
         if self.collector.load_state_dict(process_state["collector"]):
             return []
         # new seeds for the new episodes: the old ones were used
         self.collector.seed += self.progress.updates
         return ["the env cannot be put back to where it was; its robots start new episodes"]
+
+    def episode_metrics(self, episodes: list[Episode]) -> dict[str, float]:
+        """Means over the episodes that ended; nothing where none did."""
+        if not episodes:
+            return {}
+        names = {"episode_reward": "reward", "episode_length": "steps"}
+        names |= {"success_rate": "success"} if self.env.spec.reports_success else {}
+        return {name: fmean(getattr(episode, field) for episode in episodes) for name, field in names.items()}
 
 
 def _decisions_of_an_episode(env: Env, chunk: int) -> int:
@@ -125,15 +176,3 @@ def _decisions_of_an_episode(env: Env, chunk: int) -> int:
             "set rollout.max_episode_steps"
         )
     return -(-limit // chunk)
-
-
-def _episode_metrics(episodes: list[Episode], with_success: bool) -> dict[str, float]:
-    """Means over the episodes that ended; nothing where none did."""
-    if not episodes:
-        return {}
-    count = len(episodes)
-    means = {
-        "episode_reward": sum(e.reward for e in episodes) / count,
-        "episode_length": sum(e.steps for e in episodes) / count,
-    }
-    return means | ({"success_rate": sum(e.success for e in episodes) / count} if with_success else {})

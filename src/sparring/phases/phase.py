@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 from torch import nn
 
 from sparring.collect.camera import Film
@@ -52,3 +53,21 @@ class Filmed(Protocol):
 
     def drain_films(self) -> list[Film]:
         """Those that ended since the last call."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What there is to see of an update. Pictures are `[H, W, 3]` uint8; names follow the number of the episode."""
+
+    images: dict[str, np.ndarray]
+    # name -> its frames
+    videos: dict[str, list[np.ndarray]]
+    fps: float
+
+
+@runtime_checkable
+class ShowsPictures(Protocol):
+    """A phase that has something to show as well."""
+
+    def pictures(self) -> Pictures:
+        """As it is now; changes nothing."""

@@ -83,12 +83,13 @@ class Tabletop:
         chunk = action.shape[1]
         reward = np.zeros((self.num_envs, chunk), np.float32)
         executed = np.zeros(self.num_envs, np.int64)
-        truncated = np.zeros(self.num_envs, bool)
+        truncated, contact = np.zeros((2, self.num_envs), bool)
         frames = {env: [] for env in self._recorded}
         rows = self._all
         for c in range(chunk):
             reward[rows, c] = self._advance(rows, action[rows, c])
             executed[rows] += 1
+            contact[rows] |= self._world.touched(rows)
             for env in np.intersect1d(self._recorded, rows) if self._recorded else ():
                 frames[int(env)].append(self.render(int(env)))
             truncated[rows] = self._elapsed[rows] >= self._limit[rows]
@@ -104,7 +105,7 @@ class Tabletop:
             for key, value in self._observe(ended).items():
                 observation[key][ended] = value
         terminated = np.zeros(self.num_envs, bool)
-        return Step(observation, reward, executed, terminated, truncated, success, ended, final, frames)
+        return Step(observation, reward, executed, terminated, truncated, success, ended, final, frames, contact)
 
     def record(self, envs: list[int]) -> None:
         self._recorded = sorted(envs)

@@ -12,7 +12,10 @@ from sparring.envs.tabletop.scene import SUBSTEPS, load_mujoco
 
 
 class Physics:
-    """`state` is `[N, nstate]`; `qpos(rows)` and `qvel(rows)` read from it."""
+    """`state` is `[N, nstate]`; `qpos(rows)` and `qvel(rows)` read from it.
+
+    `touched` is `[N]`: did any of the model's sensors, which all sense touch, answer in the last control step?
+    """
 
     def __init__(self, model, num_envs: int, threads: int):
         mujoco = load_mujoco()
@@ -36,6 +39,8 @@ class Physics:
         self._qvel = slice(1 + model.nq, 1 + model.nq + model.nv)
         self._control = np.empty((num_envs, SUBSTEPS, model.nu))
         self._trajectory = np.empty((num_envs, SUBSTEPS, len(self._initial)))
+        self._sensed = np.zeros((num_envs, SUBSTEPS, model.nsensordata))
+        self.touched = np.zeros(num_envs, bool)
 
     def qpos(self, rows) -> np.ndarray:
         return self.state[rows, self._qpos]
@@ -59,7 +64,7 @@ class Physics:
         """One control step of the robots `rows` `[n]` under motor targets `[n, nu]`."""
         n = len(rows)
         self._control[:n] = control[:, None]
-        trajectory = self._trajectory[:n]
+        trajectory, sensed = self._trajectory[:n], self._sensed[:n]
         self._rollout.rollout(
             [self._models[row] for row in rows] if self._own_models else self._models[:n],
             self._data,
@@ -68,9 +73,12 @@ class Physics:
             control_spec=self._control_spec,
             nstep=SUBSTEPS,
             state=trajectory,
+            # it refuses an array without columns
+            sensordata=sensed if sensed.size else None,
             skip_checks=True,
         )
         self.state[rows] = trajectory[:, -1]
+        self.touched[rows] = sensed.any(axis=(1, 2))
 
     def close(self) -> None:
         if self._rollout is not None:

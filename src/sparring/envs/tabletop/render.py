@@ -17,7 +17,7 @@ PICTURE_SIZE = 256
 # what a camera can give: channels and type of a pixel
 KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.uint8)}
 # numbers in a segmentation; the k-th free body has OBJECTS + k
-NOTHING, SCENERY, ROBOT, OBJECTS, GOAL = 0, 1, 2, 3, 255
+NOTHING, SCENERY, ROBOT, OBJECTS, SCREEN_LABEL, GOAL = 0, 1, 2, 3, 254, 255
 
 # half the width of the line between two cameras' pictures, pixels, and its colour
 _SEAM, _PAPER = 2, (250, 250, 248)
@@ -42,8 +42,8 @@ class Renderer:
         self._kinematics = kinematics
         self._marker = marker
         self._shapes = _shapes(model, marker)
-        # colours that a task may speak of, and cameras that a hand carries
-        self._keep = (self._shapes.label >= OBJECTS) | (np.arange(len(self._shapes.kind)) == self._shapes.screen)
+        # colours that a task may speak of, the screen's, and cameras that a hand carries
+        self._keep = self._shapes.label >= OBJECTS
         self._wrist = model.cam_bodyid > 0
         self._standard = self.standard_look(1)
         self._threads = threads
@@ -189,18 +189,20 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         # the arm's solid shapes and the objects; not the world's (table, legs, floor), nor decoration
         casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),
         ground=int(model.geom("table").id),
-        label=_labels(model),
+        label=_labels(model, screen),
         screen=screen,
     )
     return shapes if marker is None else _with_marker(shapes, marker)
 
 
-def _labels(model) -> np.ndarray:
-    """`[G]`: what each geom is, by the body at the root of the tree that it belongs to."""
+def _labels(model, screen: int) -> np.ndarray:
+    """`[G]`: what each geom is, by the body at the root of the tree that it belongs to; the screen is its own."""
     free = [int(body) for body, kind in zip(model.jnt_bodyid, model.jnt_type, strict=True) if kind == _FREE_JOINT]
     number = {0: SCENERY} | {body: OBJECTS + k for k, body in enumerate(free)}
     roots = model.body_rootid[model.geom_bodyid]
-    return np.array([number.get(int(root), ROBOT) for root in roots], np.uint8)
+    labels = np.array([number.get(int(root), ROBOT) for root in roots], np.uint8)
+    labels[np.arange(len(labels)) == screen] = SCREEN_LABEL
+    return labels
 
 
 def _with_marker(shapes: Shapes, marker: Marker) -> Shapes:

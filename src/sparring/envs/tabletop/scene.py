@@ -34,11 +34,12 @@ _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
 
 @dataclass(frozen=True)
 class Part:
-    """One thing in the scene: what it adds to the world, the motors that drive it, what it asks of the solver."""
+    """One thing in the scene: what it adds to the world, its motors, what it asks of the solver, and its sensors."""
 
     bodies: str
     actuators: str = ""
     options: str = ""
+    sensors: str = ""
 
 
 class Thing(Protocol):
@@ -94,7 +95,8 @@ class Scene:
         things = [thing.part() for thing in self.objects + self.clutter]
         head = head_camera(whole_table=bool(self.objects), arms=len(self.arms))
         arms = [arm(mount) for mount in self.arms]
-        return compile_scene([room(), table(), head, *arms, *things, *self.scenery])
+        touch = touch_sensors(self.arms, self.objects + self.clutter)
+        return compile_scene([room(), table(), head, *arms, *things, *self.scenery, touch])
 
 
 def load_mujoco():
@@ -134,6 +136,7 @@ def standard_parts() -> list[Part]:
 def scene_xml(parts: list[Part]) -> str:
     bodies = "".join(part.bodies for part in parts)
     actuators = "".join(part.actuators for part in parts)
+    sensors = "".join(part.sensors for part in parts)
     options = " ".join(dict.fromkeys(part.options for part in parts if part.options))
     return f"""
 <mujoco model="tabletop">
@@ -145,6 +148,7 @@ def scene_xml(parts: list[Part]) -> str:
   </default>
   <worldbody>{bodies}</worldbody>
   <actuator>{actuators}</actuator>
+  <sensor>{sensors}</sensor>
 </mujoco>"""
 
 
@@ -180,6 +184,13 @@ def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
 
 def arm(mount: Mount = SINGLE[0]) -> Part:
     return Part(arm_bodies(mount), arm_motors(mount))
+
+
+def touch_sensors(arms: tuple[Mount, ...], things: tuple[Thing, ...]) -> Part:
+    """Above 0 while any shape of the arm touches any shape of the thing. They are read, and act on nothing."""
+    pairs = ((f"{mount.prefix}base", thing.name) for mount in arms for thing in things)
+    sensors = (f'<contact subtree1="{one}" subtree2="{other}" num="1" data="found"/>' for one, other in pairs)
+    return Part(bodies="", sensors="".join(sensors))
 
 
 def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:

@@ -121,6 +121,15 @@ class World:
         for group, at, local in self._split(rows):
             group.physics.advance(local, control[at])
 
+    def touched(self, rows: np.ndarray) -> np.ndarray:
+        """`[n]` bool: whose arms touched a thing in the last control step."""
+        if len(self._groups) == 1:
+            return self._groups[0].physics.touched[rows]
+        out = np.zeros(len(rows), bool)
+        for group, at, local in self._split(rows):
+            out[at] = group.physics.touched[local]
+        return out
+
     def set_friction(self, row: int, factor: float) -> None:
         self._groups[self._group[row]].physics.set_friction(self._local[row], factor)
 

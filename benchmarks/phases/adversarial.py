@@ -1,0 +1,154 @@
+"""Phase 3: does sparring teach a world model what random data does not, without it forgetting that?
+
+    python benchmarks/phases/teacher.py --seed 0               # first, the world model,
+    python benchmarks/phases/student.py --seed 0               # and the explorer
+    python benchmarks/phases/adversarial.py --seed 0
+    python benchmarks/phases/adversarial.py --seed 0 --minutes 5       # again to go on
+    python benchmarks/phases/adversarial.py --summary
+
+From the same teacher two runs of the same length: `sparring`, and `noise`, which is alike in all (updates, windows,
+episodes) but for who acts: the random actions that taught the teacher. One process computes on one thread, each run
+for at most --minutes of CPU.
+
+The error is cross-entropy, in nats per token. Wanted, on the held-out episodes of all generations of explorers but the
+last: at least 30 % below that of the world model they were played against, and 15 % below that of `noise`; and on
+held-out random episodes at most 2 % above the teacher's.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from teacher import RUNS, report, train
+
+RESULTS = report.RESULTS / "phases_adversarial.json"
+CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "avg_acc", "acc_", "generations_", "reference_kl")
+EPISODES = 64
+DOWN, BETTER, UP = 0.30, 0.15, 0.02
+SETTINGS = ["phase=adversarial", "device=cpu", "threads=1", "env.threads=1", "training.iterations=24"]
+SETTINGS += ["adversarial.wm_updates_per_iter=50", "adversarial.generation_every=6", "training.save_every=3"]
+# of the run to compare with: it collects, and the explorer's turn to learn never comes
+NOISE = ["policy.name=noise_policy:Noise", "policy.robots=16", "rollout.n_envs=16", "adversarial.warmup_steps=1000000"]
+
+
+def outcome(seed: int, teacher: Path, student: Path, minutes: float, changes: list[str]) -> dict:
+    from sparring.api import load_world_model
+
+    tried = "_tried" * bool(changes)
+    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{tried}" for who in ("sparring", "noise")}
+    own = {"sparring": [f"adversarial.student={student}"], "noise": NOISE}
+    models, records = {"teacher": load_world_model(teacher)}, {}
+    for who, folder in folders.items():
+        config = _config(teacher, folder, seed, [*own[who], *changes])
+        run, records[who] = train(config, minutes, CURVES)
+        run.phase.close()
+        run.phase.env.close()
+        models[who] = run.phase.world_model.eval()
+    done = all(record["done"] for record in records.values())
+    about = {"problem": "adversarial", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model(), "done": done}
+    generations = on_generations(models, folders["sparring"] / "generations")
+    return about | {"runs": records, "generations": generations, "random": on_random(models, config)}
+
+
+def _config(teacher: Path, folder: Path, seed: int, changes: list[str]):
+    from sparring.config_text import parse_overrides
+    from sparring.inherit import with_inherited
+    from sparring.tree import load_config
+
+    fixed = [*SETTINGS, f"adversarial.teacher={teacher}", f"seed={seed}", f"output={folder}"]
+    return load_config(None, with_inherited(parse_overrides([*fixed, *changes])))
+
+
+def on_generations(models: dict, folder: Path) -> list[dict]:
+    """Of each generation: the error of the time, and that of each world model now."""
+    from sparring.data.episodes import EpisodeStore
+    from sparring.phases.generations import errors_on
+
+    found = []
+    for path in sorted(folder.iterdir(), key=lambda path: int(path.name)):
+        store = EpisodeStore(path, read_only=True)
+        if not len(store):
+            continue
+        errors = {who: errors_on(model, store) for who, model in models.items()}
+        now = {who: error for who, (_, error) in errors.items()}
+        found.append({"generation": int(path.name), "decisions": store.num_steps, "then": errors["teacher"][0]} | now)
+    return found
+
+
+def on_random(models: dict, config) -> dict[str, float]:
+    """The error of each world model on held-out episodes of random actions."""
+    import torch
+    from noise_policy import Noise, NoiseConfig
+
+    from sparring.envs.make import make_env
+    from sparring.measures.held_out import held_out_episodes
+
+    chunk, robots = config.rollout.action_steps, 16
+    env = make_env(config.env, robots, config.rollout.max_episode_steps)
+    episodes = held_out_episodes(env, Noise(NoiseConfig(robots=robots), env.spec, chunk), EPISODES, config.seed, chunk)
+    env.close()
+    totals = {}
+    with torch.no_grad():
+        for who, model in models.items():
+            memory, total = model.empty_memory(len(episodes)), 0.0
+            for t in range(episodes.shape[1]):
+                here = episodes["mask"][:, t]
+                scored = model.score(episodes[:, t][here].set(("memory", "world_model"), memory[here]))
+                memory[here] = scored["memory"]
+                total += float(scored["error"].double().sum())
+            totals[who] = total / int(episodes["mask"].sum())
+    return totals
+
+
+def figures(run: dict) -> dict[str, float]:
+    """Shares: down since they were played, below the run on noise, up on random data."""
+    earlier = run["generations"][:-1] or run["generations"]
+    decisions = sum(found["decisions"] for found in earlier)
+    mean = {who: sum(f[who] * f["decisions"] for f in earlier) / decisions for who in ("then", "sparring", "noise")}
+    return {
+        "down": 1 - mean["sparring"] / mean["then"],
+        "better": 1 - mean["sparring"] / mean["noise"],
+        "up": run["random"]["sparring"] / run["random"]["teacher"] - 1,
+    }
+
+
+def summary(runs: dict[str, dict]) -> str:
+    rows = [("seed", "set", "decisions", "then", "teacher now", "sparring now", "noise now")]
+    lines = []
+    for run in runs.values():
+        for found in run["generations"]:
+            errors = [f"{found[who]:.3f}" for who in ("then", "teacher", "sparring", "noise")]
+            rows.append((run["seed"], f"generation {found['generation']}", found["decisions"], *errors))
+        errors = [f"{run['random'][who]:.3f}" for who in ("teacher", "sparring", "noise")]
+        rows.append((run["seed"], "random", "", "", *errors))
+        got = figures(run)
+        met = {"down": got["down"] >= DOWN, "better": got["better"] >= BETTER, "up": got["up"] <= UP}
+        said = ", ".join(f"{name} {got[name]:+.1%} {'met' if met[name] else 'MISSED'}" for name in got)
+        minutes = ", ".join(f"{who} {record['cpu_seconds'] / 60:.1f}" for who, record in run["runs"].items())
+        lines.append(f"seed {run['seed']}: {said}; CPU minutes: {minutes}")
+    return "\n".join([report.table(rows), *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--teacher", type=Path, help="run folder of the world model; default: the benchmark's own")
+    parser.add_argument("--student", type=Path, help="run folder of the explorer; default: the benchmark's own")
+    parser.add_argument("--minutes", type=float, default=10, help="of CPU for each run; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if not args.summary:
+        teacher = args.teacher or RUNS / f"teacher_seed{args.seed}"
+        student = args.student or RUNS / f"student_default_seed{args.seed}"
+        run = outcome(args.seed, teacher, student, args.minutes, args.set)
+        if args.set or not run["done"]:
+            print(summary({"tried": run}))
+            print("not kept" if run["done"] else "not done; the same call goes on")
+            return
+        report.keep_run(RESULTS, RUNS, run)
+    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""What the benchmarks of explorers share: the config of a student, and how its pay rose."""
+
+from pathlib import Path
+
+# of an update, what is kept
+CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "entropy", "explained_variance")
+
+
+def student_config(teacher: Path, folder: Path, seed: int, changes: list[str]):
+    from sparring.config_text import parse_overrides
+    from sparring.inherit import with_inherited
+    from sparring.tree import load_config
+
+    fixed = ["phase=student", f"student.teacher={teacher}", f"seed={seed}", f"output={folder}"]
+    fixed += ["device=cpu", "threads=1", "env.threads=1", "training.total_timesteps=400000"]
+    return load_config(None, with_inherited(parse_overrides([*fixed, *changes])))
+
+
+def rise(curve: list[dict], name: str, share: float = 0.2) -> dict:
+    """Mean of the first and of the last updates."""
+    values = [point[name] for point in curve if name in point]
+    count = max(1, int(len(values) * share))
+    return {"first": sum(values[:count]) / count, "last": sum(values[-count:]) / count}

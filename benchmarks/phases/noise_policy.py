@@ -1,0 +1,34 @@
+"""Random actions as a policy that a phase can be given: what an explorer is compared with. It never learns."""
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.config import Section
+from sparring.policies.random import ColouredNoise, share_of
+
+
+class NoiseConfig(Section):
+    """The noise that teaches a world model, as a policy."""
+
+    robots: int = Field(16, gt=0, description="rollout.n_envs")
+    coloured: float = Field(0.5, ge=0, le=1, description="teacher.coloured")
+    correlation: float = Field(0.95, ge=0, lt=1, description="teacher.correlation")
+
+
+class Noise(ColouredNoise):
+    """Scores of its actions are zeros: nobody learns from them."""
+
+    def __init__(self, config: NoiseConfig, spec, chunk: int):
+        super().__init__(spec, chunk, share_of(config.robots, config.coloured) * config.correlation)
+        # an optimiser wants something to hold
+        self.nothing = nn.Parameter(torch.zeros(1))
+
+    def complete(self, td: TensorDict) -> TensorDict:
+        zeros = torch.zeros(len(td), self.chunk, device=td["action"].device)
+        trace = {name: zeros for name in ("log_prob", "z2", "dims", "mean")}
+        return TensorDict({"log_prob": zeros[:, 0], "value": zeros[:, 0], "trace": trace}, td.batch_size)
+
+    def value(self, td: TensorDict) -> torch.Tensor:
+        return torch.zeros(len(td), device=self.nothing.device)

@@ -1,0 +1,148 @@
+"""The noisy TV: which rewards are captured by a screen of static that nobody can foretell?
+
+    python benchmarks/phases/noisy_tv.py --seed 0               # again to go on
+    python benchmarks/phases/noisy_tv.py --summary
+
+`explore` with env.noise_screen=true. A world model is trained where the screen is on, as it is taught everywhere (half
+uniform, half coloured noise); then two explorers, alike but for what pays them: prediction_error, and disagreement. All
+play the same held-out episodes beside the noise that taught the world model, and the pixels of the screen in the wrist
+camera's view are counted (254 in a segmentation). Wanted: under prediction_error at least 2 times the noise's share,
+under disagreement at most 1.2 times. results/phases_noisy_tv.png shows them side by side.
+
+One process computes on one thread: the world model for --teacher-minutes, each explorer for --minutes of CPU.
+(learning_progress, the third reward, needs a world model that learns: it belongs to phase 3.)
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from exploring import CURVES, student_config
+from teacher import RUNS, SETTINGS, report, train
+
+RESULTS = report.RESULTS / "phases_noisy_tv.json"
+FIGURE = RESULTS.with_suffix(".png")
+EPISODES = 128
+CAPTURED, IMMUNE = 2.0, 1.2
+PAID = {
+    "prediction_error": ["rewards.memory_divergence=0", "rewards.disagreement=0", "rewards.prediction_error=1"],
+    "disagreement": ["rewards.memory_divergence=0"],
+}
+
+
+def teach(seed: int, minutes: float, folder: Path) -> Path:
+    """A world model of the scene with the screen on."""
+    from sparring.config_text import parse_overrides
+    from sparring.tree import load_config
+
+    given = [*SETTINGS, f"seed={seed}", f"output={folder}", "env.noise_screen=true"]
+    _, record = train(load_config(None, parse_overrides(given)), minutes)
+    print(f"world model: {record['cpu_seconds'] / 60:.1f} CPU minutes, {record['steps']:,} steps", flush=True)
+    return folder
+
+
+def explore(paid: str, teacher: Path, seed: int, minutes: float) -> tuple:
+    folder = RUNS / f"noisy_tv_{paid}_seed{seed}"
+    config = student_config(teacher, folder, seed, PAID[paid])
+    run, record = train(config, minutes, CURVES)
+    return run.phase.policy.eval(), config, record
+
+
+def screen_share(policy, config) -> float:
+    """Mean share of the wrist camera's pixels that show the screen."""
+    from sparring.collect.collector import Collector
+    from sparring.envs.make import make_env
+    from sparring.envs.tabletop.render import SCREEN_LABEL
+
+    env = make_env(config.env.model_copy(update={"segmentation": True}), 32)
+    collector = Collector(env, policy, config.seed, split="eval", chunk=config.rollout.action_steps)
+    decisions = EPISODES // env.num_envs * -(-env.spec.max_episode_steps // config.rollout.action_steps)
+    views = (collector.decide()["next", "observation", "segmentation", "wrist"] for _ in range(decisions))
+    shares = [float((view == SCREEN_LABEL).float().mean()) for view in views]
+    env.close()
+    return sum(shares) / len(shares)
+
+
+def the_noise(config):
+    """What the world model was taught with: half of the robots uniform, half coloured."""
+    from sparring.envs.make import make_env
+    from sparring.policies.random import ColouredNoise, share_of
+
+    env = make_env(config.env, 1)
+    env.close()
+    teacher = config.teacher
+    return ColouredNoise(env.spec, config.rollout.action_steps, share_of(32, teacher.coloured) * teacher.correlation)
+
+
+def outcome(seed: int, minutes: float, teacher_minutes: float, teacher: Path | None) -> dict:
+    teacher = teacher or teach(seed, teacher_minutes, RUNS / f"noisy_tv_teacher_seed{seed}")
+    shares, curves = {}, {}
+    for paid in PAID:
+        policy, config, record = explore(paid, teacher, seed, minutes)
+        shares.setdefault("noise", screen_share(the_noise(config), config))
+        shares[paid] = screen_share(policy, config)
+        curves[paid] = {name: record[name] for name in ("curve", "steps", "cpu_seconds")}
+        print(f"seed {seed}: {shares}", flush=True)
+    about = {"problem": "noisy_tv", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    return about | {"screen_share": shares, "runs": curves}
+
+
+def ratios(run: dict) -> dict[str, float]:
+    shares = run["screen_share"]
+    return {paid: shares[paid] / shares["noise"] for paid in PAID}
+
+
+def summary(runs: dict[str, dict]) -> str:
+    rows = [("seed", "noise", "prediction_error", "disagreement", f">= {CAPTURED:g}x", f"<= {IMMUNE:g}x")]
+    for run in runs.values():
+        shares, times = run["screen_share"], ratios(run)
+        told = [f"{shares[paid]:.2%} ({times[paid]:.2f}x)" for paid in PAID]
+        met = times["prediction_error"] >= CAPTURED, times["disagreement"] <= IMMUNE
+        rows.append((run["seed"], f"{shares['noise']:.2%}", *told, *("met" if one else "MISSED" for one in met)))
+    return report.table(rows)
+
+
+def draw(runs: dict[str, dict], path: Path) -> None:
+    """A bar for each explorer of each seed, in times of the noise's share; lines where they should end."""
+    from PIL import Image, ImageDraw
+
+    bars = [(f"seed {run['seed']}  {paid}", times) for run in runs.values() for paid, times in ratios(run).items()]
+    left, unit, row = 220, 420 / max(3.0, *(times for _, times in bars)), 26
+    picture = Image.new("RGB", (left + 500, row * len(bars) + 60), "white")
+    pen = ImageDraw.Draw(picture)
+    pen.text((left, 8), "screen in the wrist camera's view, times that under noise", fill="black")
+    for number, (name, times) in enumerate(bars):
+        top = 32 + row * number
+        colour = (214, 96, 77) if "error" in name else (67, 147, 195)
+        pen.text((8, top + 4), name, fill="black")
+        pen.rectangle((left, top, left + times * unit, top + row - 8), fill=colour)
+        pen.text((left + times * unit + 6, top + 4), f"{times:.2f}", fill="black")
+    for times, colour in ((1.0, "grey"), (IMMUNE, (67, 147, 195)), (CAPTURED, (214, 96, 77))):
+        x = left + times * unit
+        pen.line((x, 28, x, 32 + row * len(bars)), fill=colour)
+        pen.text((x - 8, 36 + row * len(bars)), f"{times:g}x", fill=colour)
+    picture.save(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=10, help="of CPU for each explorer; the same call goes on")
+    parser.add_argument("--teacher-minutes", type=float, default=10, help="of CPU for the world model")
+    parser.add_argument(
+        "--teacher", type=Path, help="run folder of a world model of this scene, instead of training one"
+    )
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if not args.summary:
+        report.keep_run(RESULTS, RUNS, outcome(args.seed, args.minutes, args.teacher_minutes, args.teacher))
+    if not RESULTS.is_file():
+        print("nothing is known yet")
+        return
+    runs = json.loads(RESULTS.read_text())["runs"]
+    draw(runs, FIGURE)
+    print(summary(runs), f"figure: {FIGURE}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

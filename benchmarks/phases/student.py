@@ -1,0 +1,108 @@
+"""Phase 2: does an explorer that is paid for what a frozen world model does not know find things to play with?
+
+    python benchmarks/phases/teacher.py --seed 0               # first, the world model
+    python benchmarks/phases/student.py --seed 0
+    python benchmarks/phases/student.py --seed 0 --rewards original
+    python benchmarks/phases/student.py --summary
+
+One process trains one seed on one thread for at most 10 CPU minutes, so two seeds can run side by side on two cores; a
+run that is cut short (--minutes) goes on by the same call. Then the explorer, as it acts in training, plays held-out
+episodes beside uniform and coloured noise, the same ones. Wanted: what is paid rises; in touch with an object at least
+3 times as often as the best coloured noise, and in 10 % of the decisions; the hand gets to 1.5 times as many places.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from zlib import crc32
+
+from exploring import CURVES, rise, student_config
+from teacher import RUNS, report, train
+
+RESULTS = report.RESULTS / "phases_student.json"
+EPISODES = 128
+CONTACT, CONTACT_RATIO, COVERAGE_RATIO = 0.10, 3.0, 1.5
+
+
+def outcome(name: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> dict:
+    tried = [f"{crc32(' '.join(changes).encode()):08x}"] if changes else []
+    folder = RUNS / "_".join(["student", name, f"seed{seed}", *tried])
+    config = student_config(teacher, folder, seed, [f"rewards={name}", *changes])
+    run, record = train(config, minutes, CURVES)
+    about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    return about | record | {"paid": paid(run, record["curve"]), "explored": judge(run, config)}
+
+
+def paid(run, curve: list[dict]) -> dict:
+    """A decision's pay in the first and in the last fifth of the updates, in the units of the run's end.
+
+    What was paid on the way is relative to what was usual then.
+    """
+    rewards = run.phase.rewards
+    weights = dict(zip(rewards.terms, (rewards.weights * rewards.normalizer.scale).tolist(), strict=True))
+    rises = {name: rise(curve, f"reward/{name}") for name in weights}
+    total = {when: sum(weights[name] * rises[name][when] for name in weights) for when in ("first", "last")}
+    return total | {"terms": rises}
+
+
+def judge(run, config) -> dict:
+    """The explorer beside random actions, on held-out episodes."""
+    from sparring.envs.make import make_env
+    from sparring.measures.exploration import beside_random
+
+    env = make_env(config.env, 32)
+    policy = run.phase.policy.eval()
+    found = beside_random(policy, env, EPISODES, config.seed, config.rollout.action_steps)
+    env.close()
+    return {who: asdict(exploration) for who, exploration in found.items()}
+
+
+def verdict(run: dict) -> dict:
+    explored, paid = run["explored"], run["paid"]
+    noise = [values for who, values in explored.items() if who.startswith("coloured")]
+    best = {name: max(values[name] for values in noise) for name in ("contact", "voxels")}
+    mine = explored["policy"]
+    return {
+        "paid rises": paid["last"] > paid["first"],
+        "contact": mine["contact"] >= CONTACT,
+        "contact ratio": mine["contact"] >= CONTACT_RATIO * best["contact"],
+        "coverage ratio": mine["voxels"] >= COVERAGE_RATIO * best["voxels"],
+    }
+
+
+def summary(runs: dict[str, dict]) -> str:
+    rows = [("rewards", "seed", "steps", "CPU min", "who", "contact", "voxels", "per episode", "state entropy")]
+    lines = []
+    for run in runs.values():
+        head = (run["problem"], run["seed"], f"{run['steps']:,}", f"{run['cpu_seconds'] / 60:.1f}")
+        for who, e in run["explored"].items():
+            numbers = f"{e['contact']:.1%}", e["voxels"], f"{e['voxels_per_episode']:.1f}", f"{e['state_entropy']:.2f}"
+            rows.append((*head, who, *numbers))
+        paid = run["paid"]
+        judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())
+        lines.append(f"{run['problem']} {run['seed']}: paid {paid['first']:.2f} -> {paid['last']:.2f}; {judged}")
+    return "\n".join([report.table(rows), *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rewards", choices=("default", "original"), default="default")
+    parser.add_argument("--teacher", type=Path, help="run folder of the world model; default: the benchmark's own")
+    parser.add_argument("--minutes", type=float, default=10, help="of this process's CPU; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if not args.summary:
+        teacher = args.teacher or RUNS / f"teacher_seed{args.seed}"
+        run = outcome(args.rewards, teacher, args.seed, args.minutes, args.set)
+        if args.set:
+            print(summary({"tried": run}))
+            return
+        report.keep_run(RESULTS, RUNS, run)
+    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Phase 1: does a world model learn to predict what robots that act at random will see, in 10 CPU minutes?
+
+    python benchmarks/phases/teacher.py --seed 0
+    python benchmarks/phases/teacher.py --seed 0 --no-memory       # the same without a memory, to compare with
+    python benchmarks/phases/teacher.py --seed 0 --minutes 5       # again to go on
+    python benchmarks/phases/teacher.py --summary
+
+One process trains one seed on one thread, collecting included, so two seeds can run side by side on two cores; a run
+that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that change
+at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10 decisions ahead,
+seeing only its own predictions; worse when it is told another robot's actions; and better than its twin without a
+memory on pixels of objects that come back into view (`returning`: this camera does not show the object now, but did
+before; `hidden`: no camera does, but one did).
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import report  # noqa: E402
+
+RUNS = report.RESULTS.parent / "runs" / "phases"
+RESULTS = report.RESULTS / "phases_teacher.json"
+EPISODES = 64
+CHANGED, AHEAD = 0.6, "10"
+CURVES = ("loss", "avg_acc", "acc_", "fresh_acc", "episode_reward")
+SETTINGS = [
+    "phase=teacher",
+    "device=cpu",
+    "threads=1",
+    "env.threads=1",
+    "rollout.n_envs=16",
+    "rollout.steps=25",
+    "rollout.max_episode_steps=200",
+    "training.iterations=26",
+    "training.save_every=2",
+    "teacher.gradient_steps=80",
+    "teacher.learning_rate=2e-3",
+    "world_model.tokenizer_steps=640",
+    "world_model.precision=bf16",
+]
+
+
+def outcome(seed: int, memory: bool, minutes: float, changes: list[str]) -> dict:
+    problem = "memory" if memory else "no_memory"
+    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + "_tried" * bool(changes))
+    config = _config(folder, seed, memory, changes)
+    run, record = train(config, minutes)
+    about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    figures = judge(run, _config(folder, seed, memory, [*changes, "env.segmentation=true"]))
+    return about | record | {"parameters": sum(p.numel() for p in run.phase.model.parameters()), "figures": figures}
+
+
+def _config(folder: Path, seed: int, memory: bool, changes: list[str]):
+    from sparring.config_text import parse_overrides
+    from sparring.tree import load_config
+
+    own = [f"seed={seed}", f"output={folder}", f"world_model.remembers={str(memory).lower()}"]
+    return load_config(None, parse_overrides([*SETTINGS, *own, f"evaluation.episodes={EPISODES}", *changes]))
+
+
+def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
+    """(run, record): to the config's end, or until this process has computed for so many minutes.
+
+    Of each update those metrics are kept whose names begin with one of `curves`.
+    """
+    import torch
+
+    from sparring.run import Run
+
+    torch.set_num_threads(1)
+    run = Run(config, quiet=True)
+    log = config.run_folder / "judged.json"
+    record = json.loads(log.read_text()) if log.is_file() else {"cpu_seconds": 0.0, "curve": []}
+    # what was done after the last checkpoint is done again
+    record["curve"] = record["curve"][: run.phase.progress.updates]
+    deadline = time.process_time() + 60 * minutes
+    while run.fraction < 1 and time.process_time() < deadline:
+        started = time.process_time()
+        metrics = run.phase.step(run.fraction)
+        record["cpu_seconds"] += time.process_time() - started
+        point = {name: round(value, 5) for name, value in metrics.items() if name.startswith(curves)}
+        record["curve"].append({"cpu_seconds": round(record["cpu_seconds"], 1)} | point)
+        print(record["curve"][-1], flush=True)
+        if run.phase.progress.updates % config.training.save_every == 0:
+            run.save()
+            report.write_json(log, record)
+    run.save()
+    report.write_json(log, record)
+    return run, record | {"steps": run.phase.progress.env_steps, "done": run.fraction >= 1}
+
+
+def judge(run, config) -> dict:
+    """Held-out episodes, with what each pixel belongs to, which the model is not shown."""
+    from sparring.measures.evaluation import evaluate_world_model
+
+    evaluation = evaluate_world_model(config, run.phase.model.eval(), "cpu")
+    print(evaluation.table(), flush=True)
+    return evaluation.figures
+
+
+def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
+    figures = run["figures"]
+    cameras, ahead = figures["cameras"], figures["open_loop"][AHEAD]
+    met = {
+        "done in 10 CPU minutes": run["done"] and run["cpu_seconds"] <= 600,
+        "changed pixels": all(found["changed_mse_ratio"] <= CHANGED for found in cameras.values()),
+        "10 ahead": all(found["mse_ratio"] < 1 for found in ahead.values()),
+        "told wrong actions": all(gap > 0 for gap in figures["shuffled_actions"]["changed_mse_ratio_gap"].values()),
+    }
+    if twin is not None:
+        for kind in ("returning", "hidden"):
+            met[f"memory, {kind} objects"] = _object_error(run, kind) < _object_error(twin, kind)
+    return met
+
+
+def _object_error(run: dict, kind: str) -> float:
+    """Of such pixels in all cameras together."""
+    found = run["figures"]["cameras"].values()
+    pixels = sum(camera[f"{kind}_object_pixels"] for camera in found)
+    errors = [(camera[f"{kind}_object_mse"]["prediction"] or 0.0) * camera[f"{kind}_object_pixels"] for camera in found]
+    return sum(errors) / pixels if pixels else float("nan")
+
+
+def summary(runs: dict[str, dict]) -> str:
+    rows = [("model", "seed", "CPU min", "camera", "changed", "ceiling", "k=1", "5", "10", "20", "wrong action")]
+    rows[0] += ("hidden", "returning")
+    lines = []
+    for run in runs.values():
+        figures = run["figures"]
+        for camera, found in figures["cameras"].items():
+            ahead = [_short(cameras[camera]["mse_ratio"]) for cameras in figures["open_loop"].values()]
+            ratios = _short(found["changed_mse_ratio"]), _short(found["changed_mse_ratio_ceiling"])
+            gap = _short(figures["shuffled_actions"]["changed_mse_ratio_gap"][camera])
+            objects = [
+                f"{_short(found[f'{kind}_object_mse']['prediction'], 5)} ({found[f'{kind}_object_pixels']})"
+                for kind in ("hidden", "returning")
+            ]
+            start = run["problem"], run["seed"], f"{run['cpu_seconds'] / 60:.1f}", camera
+            rows.append((*start, *ratios, *ahead, gap, *objects))
+        if run["problem"] == "memory":
+            judged = verdict(run, runs.get(f"no_memory/{run['seed']}"))
+            said = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in judged.items())
+            lines.append(f"seed {run['seed']}: {said}")
+    return "\n".join([report.table(rows), *lines])
+
+
+def _short(number: float | None, digits: int = 3) -> str:
+    return "n/a" if number is None else f"{number:.{digits}f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-memory", action="store_true", help="the twin whose memory is always empty")
+    parser.add_argument("--minutes", type=float, default=10, help="of this process's CPU; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if not args.summary:
+        run = outcome(args.seed, not args.no_memory, args.minutes, args.set)
+        if args.set:
+            print(summary({"tried": run}))
+            return
+        if run["done"]:
+            report.keep_run(RESULTS, RUNS, run)
+        else:
+            print(f"not done after {run['cpu_seconds']:.0f} CPU seconds; the same call goes on")
+    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A world model on held-out episodes: figures, a table, a file."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparring.envs.make import make_env
+from sparring.evaluate import Film
+from sparring.measures.held_out import held_out_episodes
+from sparring.measures.world_model import OBJECTS, compare, measure
+from sparring.policies.random import ColouredNoise, share_of
+from sparring.tree import Config
+from sparring.world_models.world_model import WorldModel
+
+
+@dataclass
+class WorldModelEvaluation:
+    """What `measure` found, on so many episodes of the eval split."""
+
+    episodes: int
+    seed: int
+    figures: dict
+    # an evaluation of a policy has some
+    films: list[Film] = field(default_factory=list)
+    fps: float = 30.0
+
+    def table(self) -> str:
+        return "\n".join([*_cameras(self.figures), "", *_open_loop(self.figures), "", *_in_words(self.figures)])
+
+    def write(self, path: Path) -> Path:
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | self.figures
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+
+def evaluate_world_model(
+    config: Config, model: WorldModel, device, against: WorldModel | None = None
+) -> WorldModelEvaluation:
+    """As a run's config asks for it, in an env of its own where robots act at random, as they do for a teacher.
+
+    `against`: another world model, e.g. one without a memory, on the same episodes.
+    """
+    rollout, teacher, episodes = config.rollout, config.teacher, config.evaluation.episodes
+    env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
+    try:
+        correlation = share_of(env.num_envs, teacher.coloured) * teacher.correlation
+        explorer = ColouredNoise(env.spec, rollout.action_steps, correlation).to(env.device)
+        seen = held_out_episodes(env, explorer, episodes, config.seed, rollout.action_steps)
+    finally:
+        env.close()
+    figures = {"decision_seconds": rollout.action_steps / env.spec.control_hz} | measure(model, seen)
+    if against is not None:
+        figures["against"] = compare(figures, measure(against, seen))
+    return WorldModelEvaluation(episodes, config.seed, figures, fps=env.spec.control_hz)
+
+
+def _cameras(figures: dict) -> list[str]:
+    rows = [("camera", "", "prediction", "copy last", "ceiling")]
+    for camera, found in figures["cameras"].items():
+        rows.append(
+            (camera, "PSNR, dB", *(_number(found["psnr"][who], 2) for who in ("prediction", "copy", "ceiling")))
+        )
+        rows.append((camera, "SSIM", *(_number(found["ssim"][who], 3) for who in ("prediction", "copy", "ceiling"))))
+        ratios = [found["changed_mse_ratio"], 1.0, found["changed_mse_ratio_ceiling"]]
+        rows.append((camera, "changed pixels, MSE ratio", *(_number(ratio, 3) for ratio in ratios)))
+        for name in OBJECTS:
+            values = [found[f"{name}_mse"][who] for who in ("prediction", "copy")]
+            words = f"{name.replace('_', ' ')} pixels, MSE"
+            rows += [] if None in values else [(camera, words, *(f"{value:.5f}" for value in values), "")]
+        rows.append((camera, "skill", _number(found["skill"], 2), "0", "1"))
+    return _table(rows)
+
+
+def _open_loop(figures: dict) -> list[str]:
+    rows = [("decisions ahead", "camera", "PSNR, dB", "copy last", "MSE ratio")]
+    for k, cameras in figures["open_loop"].items():
+        for camera, found in cameras.items():
+            levels = [_number(found["psnr"][who], 2) for who in ("prediction", "copy")]
+            rows.append((k, camera, *levels, _number(found["mse_ratio"], 3)))
+    return _table(rows)
+
+
+def _in_words(figures: dict) -> list[str]:
+    tokens, shuffled = figures["tokens"], figures["shuffled_actions"]
+    shares = {words: _number(tokens[name], 3) for name, words in _TOKENS.items()}
+    gaps = [f"{camera} {_signed(gap, 3)}" for camera, gap in shuffled["changed_mse_ratio_gap"].items()]
+    lines = [
+        f"token accuracy: {', '.join(f'{words} {share}' for words, share in shares.items())}; "
+        f"cross-entropy {_number(tokens['cross_entropy'], 3)} nats per token",
+        f"told another robot's action: cross-entropy {_signed(shuffled['cross_entropy_gap'], 3)}, "
+        f"MSE ratio of changed pixels {', '.join(gaps)}",
+    ]
+    for camera, found in figures.get("against", {"cameras": {}})["cameras"].items():
+        gaps = [f"{name.replace('_', ' ')} pixels {_signed(found[f'{name}_mse'], 5)}" for name in OBJECTS]
+        ratio = _signed(found["changed_mse_ratio"], 3)
+        lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(gaps)}")
+    return lines
+
+
+_TOKENS = {"accuracy": "all", "accuracy_changed": "changed", "accuracy_copy": "copying the last frame"}
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"
+
+
+def _signed(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:+.{digits}f}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]

@@ -1,0 +1,215 @@
+"""How well a world model predicts episodes that it was not trained on, beside copying the last frame.
+
+Figures of pictures are per camera. `prediction` is the world model, one decision ahead with the memory it has by then;
+`copy` the last frame shown again; `ceiling` the true next frame through the tokenizer, the best it could predict.
+"""
+
+import torch
+from tensordict import TensorDict
+
+from sparring.measures.images import Seen, changed, objects, psnr, squared_error, ssim
+from sparring.measures.tally import Tally
+from sparring.world_models.world_model import WorldModel
+
+# decisions ahead, in open loop
+HORIZONS = (1, 5, 10, 20)
+# decisions that an open loop looks on before it closes its eyes, so that there is something to remember
+LOOKS_ON = 5
+# episodes at a time
+ROWS = 32
+# pixels of the next frame: of any object; of one that no camera shows now, but one did before; of one that this camera
+# does not show now, but did before
+OBJECTS = ("object", "hidden_object", "returning_object")
+TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
+
+
+@torch.no_grad()
+def measure(model: WorldModel, episodes: TensorDict) -> dict:
+    """Figures of `episodes [E, T]` (with `mask`), nested, for JSON; None where there was nothing to measure."""
+    model.eval()
+    tally = Tally()
+    for rows in episodes.split(ROWS):
+        rows = rows.to(next(model.parameters()).device)
+        _one_ahead(model, rows, tally)
+        _open_loop(model, rows, tally)
+    return {
+        "transitions": int(episodes["mask"].sum()),
+        "tokens": {name: tally.mean(name) for name in (*TOKENS, "cross_entropy")},
+        "cameras": {camera: _camera_figures(tally, camera) for camera in model.cameras},
+        "open_loop": {str(k): {c: _open_figures(tally, c, k) for c in model.cameras} for k in HORIZONS},
+        "shuffled_actions": _shuffled_figures(tally, model.cameras),
+    }
+
+
+def compare(model: dict, other: dict) -> dict:
+    """`measure` of a world model and of another on the same episodes: by how much the other is worse."""
+
+    def gap(*path: str) -> float | None:
+        mine, theirs = (_looked_up(figures, path) for figures in (model, other))
+        return None if mine is None or theirs is None else theirs - mine
+
+    cameras = {
+        camera: {
+            "changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio"),
+        }
+        | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
+        for camera in model["cameras"]
+    }
+    return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras}
+
+
+def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
+    told = model.foretold(td)
+    right, copied = told["right"].float(), told["copied"]
+    tally.add("accuracy", right)
+    tally.add("accuracy_changed", right, ~copied)
+    tally.add("accuracy_copy", copied.float())
+
+
+def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
+    memory, seen = model.empty_memory(len(rows)), _Sight(model.cameras, len(rows), rows["mask"].device)
+    for t in range(rows.shape[1]):
+        here = rows["mask"][:, t]
+        td = rows[:, t][here].set(("memory", "world_model"), memory[here])
+        scored, predicted = model.score(td), model.predict(td)
+        memory[here] = scored["memory"]
+        tally.add("cross_entropy", scored["error"])
+        _tokens(model, td, tally)
+        _compare_pictures(td, predicted, model.reconstruct(td), tally)
+        _compare_objects(td, predicted, seen, here, tally)
+        if here.sum() > 1:
+            # what another robot did at that time, with the memory of what truly happened
+            other = td.clone(False).set("action", td["action"].roll(1, 0))
+            tally.add("shuffled/cross_entropy", model.score(other)["error"])
+            _compare_shuffled(td, model.predict(other), tally)
+
+
+def _compare_pictures(td: TensorDict, predicted: TensorDict, ceiling: TensorDict, tally: Tally) -> None:
+    for camera, picture in predicted["image"].items():
+        before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
+        moved = changed(before, after)
+        tally.add(f"{camera}/changed", moved.float())
+        shown = {"prediction": picture, "copy": before, "ceiling": ceiling["image", camera]}
+        for who, guess in shown.items():
+            error = squared_error(guess, after)
+            tally.add(f"{camera}/{who}/mse", error)
+            tally.add(f"{camera}/{who}/changed_mse", error, moved)
+            tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
+
+
+class _Sight:
+    """What has been seen so far: by any camera, and by each for itself."""
+
+    def __init__(self, cameras: tuple[str, ...], episodes: int, device: torch.device):
+        self.by_any = Seen(episodes, device)
+        self.by_each = {camera: Seen(episodes, device) for camera in cameras}
+
+    def masks(self, now: TensorDict, after: TensorDict, here: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+        """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame."""
+        return {
+            "object": {c: objects(after[c]) for c in self.by_each},
+            "hidden_object": self.by_any.hidden(dict(now.items()), dict(after.items()), here),
+            "returning_object": {c: s.hidden({c: now[c]}, {c: after[c]}, here)[c] for c, s in self.by_each.items()},
+        }
+
+
+def _compare_objects(td: TensorDict, predicted: TensorDict, seen: _Sight, here: torch.Tensor, tally: Tally) -> None:
+    """Where the env tells what each pixel belongs to."""
+    now = td.get(("observation", "segmentation"), None)
+    if now is None:
+        return
+    masks = seen.masks(now, td["next", "observation", "segmentation"], here)
+    for camera, picture in predicted["image"].items():
+        truth = td["next", "observation", "image", camera]
+        for who, guess in (("prediction", picture), ("copy", td["observation", "image", camera])):
+            error = squared_error(guess, truth)
+            for kind in OBJECTS:
+                tally.add(f"{camera}/{who}/{kind}_mse", error, masks[kind][camera])
+
+
+def _compare_shuffled(td: TensorDict, predicted: TensorDict, tally: Tally) -> None:
+    for camera, picture in predicted["image"].items():
+        before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
+        error = squared_error(picture, after)
+        tally.add(f"{camera}/shuffled/changed_mse", error, changed(before, after))
+
+
+def _open_loop(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
+    """The world model is told the actions, and sees only what it predicted itself."""
+    if rows.shape[1] <= LOOKS_ON:
+        return
+    rows = rows[rows["mask"][:, LOOKS_ON]]
+    memory = model.empty_memory(len(rows))
+    for t in range(LOOKS_ON):
+        memory = model.observe(rows[:, t].set(("memory", "world_model"), memory))
+    start = rows[:, LOOKS_ON]["observation"]
+    observation = start.clone(False)
+    for k in range(1, min(max(HORIZONS), rows.shape[1] - LOOKS_ON) + 1):
+        step = rows[:, LOOKS_ON + k - 1]
+        td = {"observation": observation, "action": step["action"], "memory": {"world_model": memory}}
+        predicted = model.predict(TensorDict(td, [len(rows)]))
+        memory = predicted["memory"]
+        observation = _imagined(observation, predicted)
+        if k in HORIZONS:
+            for camera, picture in predicted["image"].items():
+                after = step["next", "observation", "image", camera]
+                for who, shown in (("prediction", picture), ("copy", start["image", camera])):
+                    tally.add(f"{camera}/{who}/open_{k}", squared_error(shown, after), step["mask"])
+
+
+def _imagined(observation: TensorDict, predicted: TensorDict) -> TensorDict:
+    return observation.clone(False).update(predicted.select("image", "state", strict=False))
+
+
+def _camera_figures(tally: Tally, camera: str) -> dict:
+    prefix = f"{camera}/prediction"
+    levels = {who: _psnr(tally, f"{camera}/{who}/mse") for who in ("prediction", "copy", "ceiling")}
+    return {
+        "changed_share": tally.mean(f"{camera}/changed"),
+        "changed_mse_ratio": tally.ratio(f"{prefix}/changed_mse", f"{camera}/copy/changed_mse"),
+        "changed_mse_ratio_ceiling": tally.ratio(f"{camera}/ceiling/changed_mse", f"{camera}/copy/changed_mse"),
+        "psnr": levels,
+        "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in levels},
+        "skill": skill(**levels),
+    } | {f"{kind}_mse": _object_figures(tally, camera, f"{kind}_mse") for kind in OBJECTS}
+
+
+def _object_figures(tally: Tally, camera: str, name: str) -> dict:
+    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in ("prediction", "copy")}
+    return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
+
+
+def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
+    """How much of the way from copying to the ceiling (PSNR); None where the ceiling lies below copying."""
+    if None in (prediction, copy, ceiling) or ceiling <= copy:
+        return None
+    return (prediction - copy) / (ceiling - copy)
+
+
+def _open_figures(tally: Tally, camera: str, k: int) -> dict:
+    names = {who: f"{camera}/{who}/open_{k}" for who in ("prediction", "copy")}
+    levels = {who: _psnr(tally, name) for who, name in names.items()}
+    return {"psnr": levels, "mse_ratio": tally.ratio(names["prediction"], names["copy"])}
+
+
+def _shuffled_figures(tally: Tally, cameras: tuple[str, ...]) -> dict:
+    """By how much a prediction is worse when the world model is told another robot's action."""
+    shuffled, true = tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy")
+    figures: dict = {"cross_entropy_gap": None if shuffled is None else shuffled - true, "changed_mse_ratio_gap": {}}
+    for camera in cameras:
+        below = f"{camera}/copy/changed_mse"
+        ratios = [tally.ratio(f"{camera}/{who}/changed_mse", below) for who in ("shuffled", "prediction")]
+        figures["changed_mse_ratio_gap"][camera] = None if None in ratios else ratios[0] - ratios[1]
+    return figures
+
+
+def _psnr(tally: Tally, name: str) -> float | None:
+    mse = tally.mean(name)
+    # JSON has no infinity: where nothing moves at all, there is nothing to tell
+    return psnr(mse) if mse else None
+
+
+def _looked_up(figures: dict, path: tuple[str, ...]) -> float | None:
+    for key in path:
+        figures = figures[key]
+    return figures

@@ -1,0 +1,35 @@
+"""What a phase means where nobody says otherwise: below all that is given, above the defaults of the sections."""
+
+_PLAYGROUND = {
+    "env.task": ["explore"],
+    "env.cameras": ["head", "wrist"],
+    # what a camera does not show must be remembered, not read from the state
+    "env.object_state": "hidden",
+    # a decision lasts 160 ms: long enough for something to change
+    "rollout.action_steps": 4,
+}
+# what differs in the env comes with the teacher
+_EXPLORER = _PLAYGROUND | {
+    # an episode of each robot
+    "rollout.steps": 25,
+    # noise that lasts for an episode: from the first day the hand gets to where things are
+    "policy.distribution": "gsde",
+    "policy.sde_sample_freq": 25,
+    "policy.init_std": 0.3,
+    "ppo.gamma": 0.99,
+    "ppo.mini_batch_size": 200,
+    "ppo.ppo_epochs": 4,
+    "ppo.target_kl": 0.05,
+}
+# phase -> dotted key -> value; those of `env` are for the built-in arm
+DEFAULTS = {
+    "teacher": _PLAYGROUND
+    | {
+        # an episode of each robot
+        "rollout.steps": 25,
+        "training.log_every": 5,
+        "training.save_every": 20,
+    },
+    "student": _EXPLORER,
+    "adversarial": _EXPLORER | {"training.log_every": 5, "training.save_every": 10},
+}

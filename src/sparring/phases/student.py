@@ -1,0 +1,56 @@
+"""`student`: an explorer with fewer cameras than the world model is paid for what the world model does not know yet."""
+
+from dataclasses import replace
+from statistics import fmean
+
+from sparring.collect.episodes import Episode
+from sparring.distributed import Distributed
+from sparring.envs.backend import EnvSpec
+from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.phases.earlier import load_teacher
+from sparring.phases.finetune import Finetune
+from sparring.rewards.reward_model import RewardModel
+from sparring.world_models.world_model import WorldModel
+
+
+class Student(Finetune):
+    """Task RL in all but two things: what pays, and what the policy is shown."""
+
+    default_limit = ("total_timesteps", 100_000)
+
+    @staticmethod
+    def seen(config, spec: EnvSpec) -> EnvSpec:
+        return with_cameras(spec, config.student.cameras)
+
+    @staticmethod
+    def make_rewards(config, env: Env, distributed: Distributed) -> RewardModel:
+        teacher = load_teacher(config.student.teacher, "student.teacher", config, env).to(distributed.device)
+        return paid_by(teacher.requires_grad_(False).eval(), config, env, distributed)
+
+    @property
+    def learns_from(self) -> str:
+        return f"{super().learns_from}, paid for {', '.join(self.rewards.terms)}"
+
+    def episode_metrics(self, episodes: list[Episode]) -> dict[str, float]:
+        metrics = super().episode_metrics(episodes)
+        return metrics | ({"contact_share": fmean(e.contact for e in episodes)} if episodes else {})
+
+
+def paid_by(world_model: WorldModel, config, env: Env, distributed: Distributed) -> RewardModel:
+    unseen = tuple(camera for camera in world_model.cameras if camera not in config.student.cameras)
+    return RewardModel(config.rewards, world_model, env, config.rollout.action_steps, unseen, distributed)
+
+
+def with_cameras(spec: EnvSpec, cameras: tuple[str, ...]) -> EnvSpec:
+    """The same env to somebody who has these cameras only."""
+    shown = [name.partition("/")[2] for name in spec.observation if name.startswith("image/")]
+    if not set(cameras) <= set(shown):
+        raise UserError(
+            f"student.cameras={list(cameras)}, but the env shows {', '.join(shown) or 'no camera'}; "
+            f"set env.cameras to all that the world model predicts, e.g. [head,{','.join(cameras)}]"
+        )
+    kept = {name: kind for name, kind in spec.observation.items() if name.partition("/")[2] in ("", *cameras)}
+    # of all cameras together
+    kept.pop("points", None)
+    return replace(spec, observation=kept)

@@ -1,0 +1,61 @@
+"""The `rewards` section: what an explorer is paid for. Torch-free."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from sparring.config import Section
+from sparring.rewards import TERMS
+
+
+class RewardsConfig(Section):
+    """What an explorer is paid for: a weight per term, 0 leaves it out."""
+
+    name: Literal["default", "original"] = Field(
+        "default", description="whose weights; original: those of the documents this system comes from"
+    )
+    memory_divergence: float = Field(
+        1.0, ge=0, description="bringing what the explorer's cameras let it know to what all cameras let it know"
+    )
+    memory_change: float = Field(0.0, ge=0, description="changing the world model's memory")
+    prediction_error: float = Field(0.0, ge=0, description="showing the world model what it did not foretell")
+    prediction_entropy: float = Field(0.0, ge=0, description="going where the world model is unsure")
+    disagreement: float = Field(1.0, ge=0, description="going where the members of the world model disagree")
+    latent_surprise: float = Field(0.0, ge=0, description="surprise beyond what was foretold to be random")
+    learning_progress: float = Field(
+        0.0, ge=0, description="going where the world model errs less than it did; needs one that learns (adversarial)"
+    )
+    rnd: float = Field(0.0, ge=0, description="showing what was seen seldom (random network distillation)")
+    task_success: float = Field(0.0, ge=0, description="ending an episode with the env's task done")
+    task_reward: float = Field(0.0, ge=0, description="the env's own reward")
+    divergence: Literal["potential", "original"] = Field(
+        "potential", description="of memory_divergence: d - discount * d', or the original -(d' - d) - 0.07 d"
+    )
+    divergence_discount: float = Field(0.99, gt=0, le=1, description="of memory_divergence's potential, per decision")
+    clip: float = Field(
+        5.0, gt=0, description="a term, normalised by its running mean and deviation, counts so much at most"
+    )
+
+
+def _meaning(field: str) -> str:
+    return RewardsConfig.model_fields[field].description
+
+
+class OriginalRewardsConfig(RewardsConfig):
+    """What an explorer is paid for, as in the documents this system comes from: a weight per term, 0 leaves it out."""
+
+    name: Literal["default", "original"] = Field("original", description=_meaning("name"))
+    prediction_error: float = Field(1.0, ge=0, description=_meaning("prediction_error"))
+    disagreement: float = Field(0.0, ge=0, description=_meaning("disagreement"))
+    divergence: Literal["potential", "original"] = Field("original", description=_meaning("divergence"))
+
+
+def reward_mistakes(config, learns: bool) -> list[tuple[str, str]]:
+    """Settings of a run that do not go together: (key, what is wrong). `learns`: does its world model?"""
+    rewards, mistakes = config.rewards, []
+    if rewards.learning_progress and not learns:
+        why = "the world model is frozen in this phase, so it makes no progress that could be paid for"
+        mistakes.append(("rewards.learning_progress", f"{why}; set it to 0, or train adversarial"))
+    if not any(getattr(rewards, name) for name in TERMS):
+        mistakes.append(("rewards.name", f"{rewards.name} pays for nothing here; give a weight to {', '.join(TERMS)}"))
+    return mistakes

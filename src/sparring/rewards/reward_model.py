@@ -1,0 +1,147 @@
+"""RewardModel: pays a rollout for what it was to a world model.
+
+The rollout is walked once in time order. At each decision the world model says what the transition was to it, and its
+memories are carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by its
+running mean and standard deviation, and their weighted sum becomes `next/reward`.
+
+Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
+"""
+
+import torch
+from tensordict import TensorDict
+
+from sparring.data.buffer import Buffer
+from sparring.distributed import Distributed
+from sparring.errors import UserError
+from sparring.normalize import RunningNormalizer
+from sparring.rewards.configs import RewardsConfig
+from sparring.rewards.make import make_term, weights_of
+from sparring.rewards.term import RewardTerm
+from sparring.world_models.memory import MemoryStateManager
+from sparring.world_models.world_model import WorldModel
+
+
+class RewardModel:
+    """`unseen`: the cameras of the world model that the explorer does without."""
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        world_model: WorldModel,
+        env,
+        chunk: int,
+        unseen: tuple[str, ...],
+        distributed: Distributed,
+    ):
+        weights, device = weights_of(config), distributed.device
+        self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
+        self.terms = {name: make_term(name, config, env.spec, chunk, device) for name in weights}
+        # for these alone transitions are copied
+        self.learning = [term for term in self.terms.values() if type(term).learn is not RewardTerm.learn]
+        self.weights = torch.tensor(list(weights.values()), device=device)
+        self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
+        self.compares_memories = any(term.compares_memories for term in self.terms.values())
+        if self.compares_memories and not unseen:
+            raise UserError(
+                "rewards.memory_divergence compares what all cameras and what the explorer's let the world model know, "
+                f"but the explorer sees all of them ({', '.join(world_model.cameras)}); set it to 0, or give it fewer"
+            )
+        self.memory = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
+        self.memory_wrist = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
+        # [N], paid so far in the episodes that go on
+        self.running = torch.zeros(env.num_envs, device=device)
+
+    @torch.no_grad()
+    def pay(self, buffer: Buffer) -> dict[str, float]:
+        """Writes `next/reward` of the newest rollout: all of a decision's pay on its last executed step.
+
+        And `judged/error`, for those who want to know later how well the world model foretold it at the time.
+        """
+        rollout = with_following(buffer)
+        rollout.update(self._judge(rollout))
+        valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
+        # [T, N, K]
+        raw = torch.stack([term(rollout) for term in self.terms.values()], -1)
+        self.normalizer.update(raw[valid], self.distributed.sum)
+        # with its mean: disagreement is 13 deviations above 0, all of which a critic would have to learn first
+        normalized = self.normalizer(raw)
+        pay = (normalized * self.weights).sum(-1)
+        buffer.set(("next", "reward"), on_last_step(pay, rollout))
+        buffer.set(("judged", "error"), rollout["judged", "error"])
+        for term in self.learning:
+            term.learn(rollout[valid], self.distributed)
+        return self._metrics(raw[valid], normalized[valid], rollout["judged"][valid]) | self._episodes(pay, rollout)
+
+    def state_dict(self) -> dict:
+        """What is the same in every process."""
+        terms = {name: term.state_dict() for name, term in self.terms.items()}
+        return {"normalizer": self.normalizer.state_dict(), "terms": terms}
+
+    def process_state(self) -> dict:
+        memories = {"memory": self.memory.state_dict(), "memory_wrist": self.memory_wrist.state_dict()}
+        return memories | {"running": self.running.cpu()}
+
+    def load_state_dict(self, state: dict, process_state: dict) -> None:
+        self.normalizer.load_state_dict(state["normalizer"])
+        for name, term in self.terms.items():
+            term.load_state_dict(state["terms"][name])
+        self.memory.load_state_dict(process_state["memory"])
+        self.memory_wrist.load_state_dict(process_state["memory_wrist"])
+        self.running = process_state["running"].to(self.running.device)
+
+    def _judge(self, rollout: TensorDict) -> TensorDict:
+        """`[T, N]`: `judged/*`, and the memories as they entered each decision and after it."""
+        rows = [self._judge_decision(decision) for decision in rollout.select(*_JUDGED_BY).unbind(0)]
+        return torch.stack(rows)
+
+    def _judge_decision(self, td: TensorDict) -> TensorDict:
+        td = self.memory.enter(td)
+        entered = {"world_model": td["memory", "world_model"]}
+        judged = self.world_model.score(td)
+        after = {"world_model": judged.pop("memory")}
+        self.memory.leave(after["world_model"])
+        if self.compares_memories:
+            td = self.memory_wrist.enter(td)
+            entered["world_model_wrist"] = td["memory", "world_model"]
+            after["world_model_wrist"] = self.world_model.observe(td, without=self.unseen)
+            self.memory_wrist.leave(after["world_model_wrist"])
+        return TensorDict({"judged": judged, "memory": entered, "next": {"memory": after}}, td.batch_size)
+
+    def _metrics(self, raw: torch.Tensor, normalized: torch.Tensor, judged: TensorDict) -> dict[str, float]:
+        means = {f"reward/{name}": float(x) for name, x in zip(self.terms, raw.mean(0), strict=True)}
+        means |= {f"reward/{name}_normalized": float(x) for name, x in zip(self.terms, normalized.mean(0), strict=True)}
+        means |= {f"wm_{name}": float(judged[name].mean()) for name in ("error", "accuracy", "disagreement")}
+        return self.distributed.mean(means)
+
+    def _episodes(self, pay: torch.Tensor, rollout: TensorDict) -> dict[str, float]:
+        """`episode_reward`: what the episodes that ended were paid; nothing where none did."""
+        done = rollout["next", "terminated"] | rollout["next", "truncated"]
+        counts = rollout.get("valid", torch.ones_like(done)) & done
+        totals = []
+        for t, is_first in enumerate(rollout["is_first"]):
+            self.running = torch.where(is_first, 0.0, self.running) + pay[t]
+            totals += self.running[counts[t]].tolist()
+        totals = self.distributed.gather_objects(totals)
+        return {"episode_reward": sum(totals) / len(totals)} if totals else {}
+
+
+_JUDGED_BY = ("observation", "action", "is_first", "next")
+
+
+def with_following(buffer: Buffer) -> TensorDict:
+    """The newest rollout `[T, N]` with `next/observation`, the true one where an episode ended."""
+    rollout = buffer.rollout()
+    # a copy: [T, N] rows 1 to T-1, and where the last decision led to
+    following = torch.cat([rollout["observation"][1:], buffer.last["observation"][None]])
+    ends = buffer.finals()
+    if ends is not None:
+        (step, env), final = ends
+        following[step, env] = final
+    rollout["next"] = rollout["next"].copy().set("observation", following)
+    return rollout
+
+
+def on_last_step(pay: torch.Tensor, rollout: TensorDict) -> torch.Tensor:
+    """`[T, N] -> [T, N, C]`: on the last executed step of each decision, zero elsewhere."""
+    reward = torch.zeros_like(rollout["next", "reward"])
+    return reward.scatter_(-1, rollout["next", "executed"][..., None] - 1, pay[..., None].to(reward.dtype))

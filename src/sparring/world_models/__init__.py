@@ -1,0 +1,8 @@
+"""World models: what the cameras will show after an action, with a memory of what they showed before."""
+
+WORLD_MODELS = {
+    "token": "sparring.world_models.token_model:TokenWorldModel",
+}
+CONFIGS = {
+    "token": "sparring.world_models.configs:TokenWorldModelConfig",
+}

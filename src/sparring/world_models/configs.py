@@ -1,0 +1,58 @@
+"""The `world_model` section: one config class per kind of world model. Torch-free."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from sparring.config import Section
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
+
+# what the sizes that are null in a config are
+PRESETS = {
+    "tiny": {"channels": 48, "width": 64, "layers": 2, "heads": 4, "members": 3, "memory_channels": 16},
+    "small": {"channels": 160, "width": 320, "layers": 4, "heads": 8, "members": 5, "memory_channels": 32},
+}
+
+
+class TokenWorldModelConfig(Section):
+    """Frames as discrete tokens, foretold by an ensemble of transformers with a recurrent memory."""
+
+    name: str = Field("token", description="which world model: token, or your.module:Class")
+    preset: Literal["tiny", "small"] = Field(
+        "tiny", description="sizes of what is null below; tiny: ~1 M parameters, for a CPU; small: ~20 M, for a GPU"
+    )
+    tokenizer: Literal["context_fsq", "fsq", "vq"] = Field(
+        "context_fsq", description="what a token tells: how a patch changes (context_fsq), or how it looks (fsq, vq)"
+    )
+    levels: Levels = Field((8, 8, 8), description="values of each of the numbers that an fsq token is made of")
+    codebook_size: int = Field(512, ge=2, description="tokens that vq chooses from")
+    tokenizer_steps: int = Field(
+        600, ge=0, description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good"
+    )
+    channels: int | None = Field(None, gt=0, description="of the convolutions of the tokenizer; null: the preset's")
+    width: int | None = Field(None, gt=0, description="of the transformers; null: the preset's")
+    layers: int | None = Field(None, gt=0, description="of each member's transformer; null: the preset's")
+    heads: int | None = Field(None, gt=0, description="attention heads; null: the preset's")
+    members: int | None = Field(None, gt=0, description="separate transformers of the ensemble; null: the preset's")
+    memory_channels: int | None = Field(
+        None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
+    )
+    remembers: bool = Field(
+        True, description="false: every decision is met with an empty memory, to see what a memory is worth"
+    )
+    language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
+    camera_dropout: float = Field(
+        0.25, ge=0, lt=1, description="share of windows in which the cameras of dropped_cameras are not seen"
+    )
+    dropped_cameras: tuple[str, ...] = Field(
+        ("head",), description="cameras that an explorer does without, so that the memory must at times as well"
+    )
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the networks; losses are always fp32")
+
+
+def with_preset(config: TokenWorldModelConfig) -> TokenWorldModelConfig:
+    """The same with the preset's sizes where none were given."""
+    sizes = PRESETS[config.preset]
+    return config.model_copy(update={name: size for name, size in sizes.items() if getattr(config, name) is None})

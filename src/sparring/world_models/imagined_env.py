@@ -1,0 +1,161 @@
+"""ImaginedEnv: a world model that is an Env. Robots that act in it move in predictions only.
+
+Letters: N robots, C steps of an action chunk, K robots that begin an episode.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from sparring.data.episodes import EpisodeStore
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.world_models.world_model import WorldModel
+
+# seeds of K episodes -> where they begin: `observation` [K] and `memory` [K, D]
+Starts = Callable[[Sequence[int]], TensorDict]
+
+
+class ImaginedEnv(Env):
+    """`num_envs` robots in the imagination of `model`, from the states that `starts` gives.
+
+    It shows what the model predicts: its cameras, the state, and the instruction, which stays. The reward of a decision
+    comes with the last step of its chunk. An episode ends where the model holds that to be more likely than not, or
+    after `max_decisions`.
+    """
+
+    def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int, **placed):
+        """`spec` of the true env; `placed` as in Env: device, first_env, total_envs, group_size."""
+        super().__init__(_Imagination(model, spec, starts, num_envs, max_decisions), **placed)
+
+
+class StoredStarts:
+    """Somewhere in stored episodes, each step as likely; the memory is what the model makes of the steps before it."""
+
+    def __init__(self, model: WorldModel, store: EpisodeStore, looks_back: int = 16):
+        self.model, self.store, self.looks_back = model, store, looks_back
+
+    def __call__(self, seeds: Sequence[int]) -> TensorDict:
+        return torch.cat([self._one(seed) for seed in seeds])
+
+    def _one(self, seed: int) -> TensorDict:
+        if not self.store.num_steps:
+            raise UserError(f"'{self.store.folder}' holds no episode to start from; record some first")
+        step = int(np.random.default_rng(seed).integers(self.store.num_steps))
+        number = int(np.searchsorted(self.store.ends, step, side="right"))
+        episode = self.store.episode(number)
+        step -= int(self.store.ends[number]) - len(episode)
+        memory = self.model.empty_memory(1)
+        # `is_first` is stored: what lies before the episode is not looked at
+        for t in range(max(step - self.looks_back, 0), step):
+            seen = episode[t : t + 1].to(memory.device)
+            memory = self.model.observe(seen.set(("memory", "world_model"), memory))
+        observation = episode["observation"][step : step + 1].clone()
+        return TensorDict({"observation": observation, "memory": memory.cpu()}, [1])
+
+
+class GivenStarts:
+    """One of these observations [K], of robots that have seen nothing before."""
+
+    def __init__(self, model: WorldModel, observations: TensorDict):
+        self.model, self.observations = model, observations
+
+    def __call__(self, seeds: Sequence[int]) -> TensorDict:
+        picked = [int(np.random.default_rng(seed).integers(len(self.observations))) for seed in seeds]
+        memory = self.model.empty_memory(len(picked)).cpu()
+        return TensorDict({"observation": self.observations[picked].clone(), "memory": memory}, [len(picked)])
+
+
+class _Imagination:
+    """The backend: numpy outside, the model inside."""
+
+    def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int):
+        self.model, self.starts, self.num_envs, self.max_decisions = model, starts, num_envs, max_decisions
+        predicted = {f"image/{camera}" for camera in model.cameras} | {"state", "task"}
+        shown = {name: kind for name, kind in spec.observation.items() if name in predicted}
+        # nobody knows how many steps of the true env a decision will be: its limit is told in decisions
+        self.spec = replace(spec, observation=shown, max_episode_steps=0)
+        self.seeds = EpisodeSeeds(0)
+        # [N]: decisions of this episode so far, and which episode it is
+        self.decisions, self.episodes = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+        self.observation: Arrays = {}
+        self.memory = np.zeros((num_envs, model.memory_size), np.float32)
+
+    def reset(self, seeds: EpisodeSeeds) -> Arrays:
+        self.seeds = seeds
+        self.episodes[:] = 0
+        kinds = self.spec.observation.items()
+        self.observation = {name: np.zeros((self.num_envs, *shape), dtype) for name, (shape, dtype) in kinds}
+        self._begin(np.arange(self.num_envs))
+        return self._shown()
+
+    def step(self, action: np.ndarray) -> Step:
+        predicted = self._predict(action)
+        success = predicted["success"].numpy(force=True) > 0.5
+        terminated = (predicted["terminated"].numpy(force=True) > 0.5) | success
+        self.decisions += 1
+        truncated = (self.decisions >= self.max_decisions) & ~terminated
+        reward = np.zeros(action.shape[:2], np.float32)
+        reward[:, -1] = predicted["reward"].numpy(force=True)
+        self._see(predicted)
+        ended = np.flatnonzero(terminated | truncated)
+        final = {name: values[ended] for name, values in self.observation.items()}
+        self.episodes[ended] += 1
+        self._begin(ended)
+        executed = np.full(self.num_envs, action.shape[1], np.int64)
+        return Step(self._shown(), reward, executed, terminated, truncated, success, ended, final)
+
+    def record(self, envs: list[int]) -> None:
+        """What it would film is what it shows: there is nothing else to see."""
+
+    def render(self, env: int) -> np.ndarray | None:
+        return None
+
+    def state(self) -> Arrays:
+        own = {"decisions": self.decisions.copy(), "episodes": self.episodes.copy(), "memory": self.memory.copy()}
+        seeds = self.seeds
+        numbers = (seeds.seed, seeds.split == "eval", seeds.first_env, seeds.total_envs)
+        own["seeds"] = np.array([*numbers, seeds.group_size, seeds.first_episode], np.int64)
+        return own | {f"observation/{name}": values.copy() for name, values in self.observation.items()}
+
+    def set_state(self, state: Arrays) -> None:
+        seed, is_eval, *others = state["seeds"].tolist()
+        self.seeds = EpisodeSeeds(seed, "eval" if is_eval else "train", *others)
+        self.decisions, self.episodes = state["decisions"].copy(), state["episodes"].copy()
+        self.memory = state["memory"].copy()
+        self.observation = {name: state[f"observation/{name}"].copy() for name in self.spec.observation}
+
+    def close(self) -> None: ...
+
+    def _predict(self, action: np.ndarray) -> TensorDict:
+        td = TensorDict({"action": action, "memory": {"world_model": self.memory}}, [self.num_envs])
+        for name, values in self.observation.items():
+            td["observation", *name.split("/")] = torch.from_numpy(values)
+        return self.model.predict(td.to(self.model.empty_memory(0).device))
+
+    def _see(self, predicted: TensorDict) -> None:
+        """What was predicted is what the robots see now; the instruction stays."""
+        for name in self.observation:
+            if name != "task":
+                self.observation[name] = predicted[tuple(name.split("/"))].numpy(force=True)
+        self.memory = predicted["memory"].numpy(force=True)
+
+    def _begin(self, robots: np.ndarray) -> None:
+        """New episodes of these."""
+        if not len(robots):
+            return
+        started = self.starts([self.seeds(int(robot), int(self.episodes[robot])) for robot in robots])
+        # fresh arrays: those given out before stay as they are
+        for name, values in self.observation.items():
+            values = self.observation[name] = values.copy()
+            values[robots] = started["observation", *name.split("/")].numpy(force=True)
+        self.memory = self.memory.copy()
+        self.memory[robots] = started["memory"].numpy(force=True)
+        self.decisions[robots] = 0
+
+    def _shown(self) -> Arrays:
+        return dict(self.observation)

@@ -1,0 +1,316 @@
+"""TokenWorldModel: frames as discrete tokens, predicted all at once by an ensemble that shares a memory.
+
+Letters: N rows, B windows of T decisions, V cameras, P patches of all cameras, K digits of a token with L values each,
+S state dims, D numbers of memory.
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sparring.errors import UserError
+from sparring.normalize import RunningNormalizer
+from sparring.world_models.configs import TokenWorldModelConfig, with_preset
+from sparring.world_models.decisions import DecisionEncoder
+from sparring.world_models.dynamics import Member, Trunk
+from sparring.world_models.layers import merge_cells
+from sparring.world_models.tokenizers import PATCH, make_tokenizer
+from sparring.world_models.world_model import WorldModel
+
+# of the windows, how many each member learns from: those it leaves out make it differ from the others
+BAG = 0.75
+# no digit has these values
+NEVER = -1e4
+
+
+class TokenWorldModel(WorldModel):
+    def __init__(self, config: TokenWorldModelConfig, spec, chunk: int):
+        super().__init__()
+        self.config = config = with_preset(config)
+        self.cameras, self.image_size = _cameras(spec)
+        self.members = config.members
+        patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
+        width = config.width
+        self.tokenizer = make_tokenizer(config)
+        self.decisions = DecisionEncoder(spec, chunk, width, config.language_features)
+        self.patches = nn.Sequential(nn.LayerNorm(4 * config.channels), nn.Linear(4 * config.channels, width))
+        self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
+        # what is seen of a camera that is masked
+        self.unseen = nn.Parameter(torch.randn(width) * 0.3)
+        self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
+        self.memory_size = self.trunk.memory_size
+        outputs = self.tokenizer.quantizer.digits * self.tokenizer.quantizer.values
+        # the state's change, the reward, and whether the episode ends or succeeds
+        others = self.decisions.state_size + 3
+        self.ensemble = nn.ModuleList(
+            Member(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
+        )
+        self.rewards = RunningNormalizer(1)
+        # calls of `loss` so far
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    # ---- learning
+
+    @property
+    def learns_tokens(self) -> bool:
+        """Whether the tokenizer is still learning; the dynamics learn when tokens mean the same for good."""
+        return int(self.steps) < self.config.tokenizer_steps
+
+    def learning(self) -> list[nn.Parameter]:
+        of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
+        return [p for p in self.parameters() if (id(p) in of_tokens) == self.learns_tokens]
+
+    def eagerness(self) -> float:
+        return max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05) if self.learns_tokens else 1.0
+
+    def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        with self._autocast():
+            loss, metrics = self._tokenizer_loss(batch) if self.learns_tokens else self._dynamics_loss(batch)
+        if self.training:
+            self.steps += 1
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _tokenizer_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        # nothing is remembered in tokens that do not mean anything yet
+        batch["memory_after"] = self.empty_memory(batch.numel()).unflatten(0, batch.batch_size)
+        frames = self._frames(batch)
+        features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
+        now, following = (frames[:, :-1], features[:, :-1]), (frames[:, 1:], features[:, 1:])
+        wrong, apart = self.tokenizer.loss(*(part.flatten(0, 2) for part in now + following))
+        # [B, T, V] -> one number
+        wrong = _mean(wrong.unflatten(0, now[0].shape[:3]).mean(-1), batch["mask"])
+        return wrong + apart, {"loss_tokenizer": wrong}
+
+    def _dynamics_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = batch["mask"]
+        with torch.no_grad():
+            frames = self._frames(batch)
+            # [B, T+1, V, h, w, c]
+            features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
+            digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2))
+            digits = digits.unflatten(0, mask.shape)
+        tokens, memories = self._through_time(batch, features[:, :-1])
+        batch["memory_after"] = memories.detach()
+        # [M, B, T, P, K, L] and [M, B, T, S + 3]
+        logits, others = self._opinions(tokens)
+        # [M, B, T]: who learns from what
+        weight = self._bags(mask)
+        losses = {"tokens": _cross_entropy(logits, digits).mean(-1)} | self._other_losses(batch, others)
+        parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
+        with torch.no_grad():
+            accuracies = self._accuracies(logits, digits, features, mask)
+        return sum(parts.values()), parts | accuracies
+
+    def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
+        seen = batch["mask"]
+        if self.decisions.state_size:
+            self.decisions.normalizer.update(batch["observation", "state"][seen].flatten(1), sum_over_processes)
+        self.rewards.update(batch["next", "reward"][seen].sum(-1, keepdim=True), sum_over_processes)
+
+    # ---- using what was learned
+
+    @torch.no_grad()
+    def observe(self, td: TensorDict, without: tuple[str, ...] = ()) -> Tensor:
+        with self._autocast():
+            return self._step(td, self._features(td["observation", "image"])[1], without)[1]
+
+    @torch.no_grad()
+    def predict(self, td: TensorDict) -> TensorDict:
+        with self._autocast():
+            frames, features = self._features(td["observation", "image"])
+            tokens, memory = self._step(td, features, ())
+            logits, others = self._opinions(tokens)
+            codes = self.tokenizer.quantizer.expected(logits.softmax(-1).mean(0))
+            images = self._decoded(frames, features, codes)
+        others = others.mean(0)
+        following = {"image": images, "memory": memory, "reward": self.rewards.inverse(others[:, -3:-2])[:, 0]}
+        following |= {"terminated": others[:, -2].sigmoid(), "success": others[:, -1].sigmoid()}
+        if self.decisions.state_size:
+            state = td["observation", "state"]
+            following["state"] = state + (others[:, :-3] / self.decisions.normalizer.scale).view_as(state)
+        return TensorDict(following, td.batch_size)
+
+    @torch.no_grad()
+    def score(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
+        with self._autocast():
+            features = self._features(td["observation", "image"])[1]
+            following = self._features(td["next", "observation", "image"])[1]
+            digits = self._digits(features.flatten(0, 1), following.flatten(0, 1))
+            tokens, memory = self._step(td, features, without)
+            logs = self._opinions(tokens)[0].log_softmax(-1)
+        mean = logs.exp().mean(0)
+        # a token's is the sum over its digits
+        entropy, own = _entropy(mean).sum(-1), _entropy(logs.exp()).sum(-1).mean(0)
+        error = -mean.gather(-1, digits[..., None])[..., 0].clamp_min(1e-9).log().sum(-1)
+        right = (mean.argmax(-1) == digits).all(-1).float()
+        told = {
+            "error": error,
+            "entropy": entropy,
+            "disagreement": entropy - own,
+            # the encoder's posterior is a point, so its KL to the prediction is the error; what the members themselves
+            # hold to be chance is taken off
+            "surprise": error - own,
+            "accuracy": right,
+        }
+        return TensorDict({name: value.mean(-1) for name, value in told.items()} | {"memory": memory}, td.batch_size)
+
+    @torch.no_grad()
+    def foretold(self, td: TensorDict) -> TensorDict:
+        with self._autocast():
+            features = self._features(td["observation", "image"])[1]
+            following = self._features(td["next", "observation", "image"])[1]
+            before, after = features.flatten(0, 1), following.flatten(0, 1)
+            digits, copied = self._digits(before, after), self._digits(before, before)
+            logits = self._opinions(self._step(td, features, ())[0])[0]
+        said = logits.softmax(-1).mean(0).argmax(-1)
+        return TensorDict({"right": (said == digits).all(-1), "copied": (copied == digits).all(-1)}, td.batch_size)
+
+    @torch.no_grad()
+    def reconstruct(self, td: TensorDict) -> TensorDict:
+        with self._autocast():
+            frames, features = self._features(td["observation", "image"])
+            following = self._features(td["next", "observation", "image"])[1]
+            digits = self._digits(features.flatten(0, 1), following.flatten(0, 1))
+            images = self._decoded(frames, features, self.tokenizer.quantizer.codes(digits))
+        return TensorDict({"image": images}, td.batch_size)
+
+    # ---- parts of both
+
+    def _frames(self, batch: TensorDict) -> Tensor:
+        """All frames of windows [B, T], the last one's following too: [B, T+1, V, 3, H, W] in 0..1."""
+        images, last = batch["observation", "image"], batch["next", "observation", "image"][:, -1:]
+        pictures = [torch.cat([images[name], last[name]], 1) for name in self.cameras]
+        return torch.stack(pictures, 2).float() / 255
+
+    def _features(self, images: TensorDict) -> tuple[Tensor, Tensor]:
+        """Frames [N, V, 3, H, W] in 0..1 and their features [N, V, h, w, c]."""
+        frames = torch.stack([images[name] for name in self.cameras], 1).float() / 255
+        return frames, self.tokenizer.stem(frames.flatten(0, 1)).unflatten(0, frames.shape[:2])
+
+    def _digits(self, before: Tensor, after: Tensor) -> Tensor:
+        """Of frames [N * V, h, w, c] -> [N, P, K]."""
+        with torch.no_grad():
+            digits = self.tokenizer.encode(before, after)
+        return digits.unflatten(0, (-1, len(self.cameras))).flatten(1, 2)
+
+    def _seen(self, features: Tensor, masked: Tensor) -> Tensor:
+        """Features [N, V, h, w, c], and which cameras are masked [N, V] -> [N, P, W]."""
+        patches = self.patches(merge_cells(features.flatten(0, 1)).unflatten(0, features.shape[:2]))
+        patches = torch.where(masked[:, :, None, None], self.unseen.to(patches.dtype), patches)
+        return patches.flatten(1, 2) + self.position
+
+    def _step(self, td: TensorDict, features: Tensor, without: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Tokens [N, 1+P+R, W] to predict from, and the memory [N, D] after."""
+        masked = torch.tensor([name in without for name in self.cameras], device=features.device)
+        patches = self._seen(features, masked.expand(len(features), -1))
+        return self.trunk(patches, self.decisions(td), self._entered(td))
+
+    def _entered(self, td: TensorDict) -> Tensor:
+        memory = td.get(("memory", "world_model"), None)
+        memory = self.empty_memory(len(td)) if memory is None or not self.config.remembers else memory
+        is_first = td.get("is_first", None)
+        return memory if is_first is None else torch.where(is_first[:, None], 0.0, memory)
+
+    def _through_time(self, batch: TensorDict, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows: tokens [B, T, 1+P+R, W], and the memory [B, T, D] after each step."""
+        rows, steps = batch.batch_size
+        dropped = torch.tensor([name in self.config.dropped_cameras for name in self.cameras], device=features.device)
+        unlucky = torch.rand(rows, 1, device=features.device) < self.config.camera_dropout
+        masked = (unlucky & dropped)[:, None].expand(-1, steps, -1).flatten(0, 1)
+        patches = self._seen(features.flatten(0, 1), masked).unflatten(0, (rows, steps))
+        decisions = self.decisions(batch.flatten()).unflatten(0, (rows, steps))
+        memory, tokens, memories = self._entered(batch[:, 0]), [], []
+        for t in range(steps):
+            is_empty = batch["is_first"][:, t, None] | (not self.config.remembers)
+            memory = torch.where(is_empty, 0.0, memory)
+            token, memory = self.trunk(patches[:, t], decisions[:, t], memory)
+            tokens.append(token)
+            memories.append(memory)
+        return torch.stack(tokens, 1), torch.stack(memories, 1)
+
+    def _opinions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[.., 1+P+R, W] -> logits [M, .., P, K, L] and the other predictions [M, .., S + 3], of all members."""
+        rows, quantizer = tokens.shape[:-2], self.tokenizer.quantizer
+        said = [member(tokens.flatten(0, -3)) for member in self.ensemble]
+        logits = torch.stack([of_tokens for of_tokens, _ in said]).float()
+        logits = logits.unflatten(-1, (quantizer.digits, -1)).masked_fill(~quantizer.valid, NEVER)
+        others = torch.stack([other for _, other in said]).float()
+        return logits.unflatten(1, rows), others.unflatten(1, rows)
+
+    def _decoded(self, frames: Tensor, features: Tensor, codes: Tensor) -> TensorDict:
+        """Codes [N, P, E] on frames [N, V, 3, H, W] -> image/<camera> uint8."""
+        codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
+        images = self.tokenizer.decode(frames.flatten(0, 1), features.flatten(0, 1), codes.to(features.dtype)).float()
+        images = (images * 255).round().clamp(0, 255).to(torch.uint8).unflatten(0, frames.shape[:2])
+        return TensorDict(dict(zip(self.cameras, images.unbind(1), strict=True)), [len(frames)])
+
+    def _bags(self, mask: Tensor) -> Tensor:
+        """[M, B, T]: each member learns from its own share of the windows."""
+        if self.members == 1:
+            return mask[None].float()
+        kept = torch.rand(self.members, len(mask), 1, device=mask.device) < BAG
+        return (kept & mask).float()
+
+    def _other_losses(self, batch: TensorDict, others: Tensor) -> dict[str, Tensor]:
+        """Of everything that is not a token, [M, B, T] each."""
+        following = batch["next"]
+        reward = self.rewards(following["reward"].sum(-1, keepdim=True))[..., 0]
+        losses = {"reward": (others[..., -3] - reward).square()}
+        for place, name in ((-2, "terminated"), (-1, "success")):
+            truth = following[name].float().expand(others.shape[:-1])
+            losses[name] = functional.binary_cross_entropy_with_logits(others[..., place], truth, reduction="none")
+        if self.decisions.state_size:
+            change = following["observation", "state"] - batch["observation", "state"]
+            change = change.flatten(2) * self.decisions.normalizer.scale
+            losses["state"] = (others[..., :-3] - change).square().mean(-1)
+        return losses
+
+    def _accuracies(self, logits: Tensor, digits: Tensor, features: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Of one column of the windows, at random: that is enough to watch."""
+        column = int(torch.randint(mask.shape[1], ()))
+        counted = mask[:, column]
+        said, truth = logits[:, :, column].softmax(-1).mean(0).argmax(-1), digits[:, column]
+        still = features[:, column].flatten(0, 1)
+        right, copied = (said == truth).all(-1), (self._digits(still, still) == truth).all(-1)
+        return {
+            "accuracy": _mean(right.float().mean(-1), counted),
+            "accuracy_copy": _mean(copied.float().mean(-1), counted),
+            "accuracy_changed": _mean(right.float(), counted[:, None] & ~copied),
+        }
+
+    def _autocast(self):
+        device = self.position.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+
+def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
+    """[M, B, T, P, K, L], [B, T, P, K] -> nats of each token, [M, B, T, P]."""
+    digits = digits.expand(logits.shape[:-1])
+    # sums of exponents first: it keeps nothing of the size of the logits but themselves
+    return (logits.logsumexp(-1) - logits.gather(-1, digits[..., None])[..., 0]).sum(-1)
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    return -torch.xlogy(probabilities, probabilities).sum(-1)
+
+
+def _mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Over what counts; 0 where nothing does."""
+    return (values * weight).sum() / weight.expand(values.shape).sum().clamp_min(1)
+
+
+def _cameras(spec) -> tuple[tuple[str, ...], tuple[int, int]]:
+    shapes = {n.removeprefix("image/"): s for n, (s, _) in spec.observation.items() if n.startswith("image/")}
+    if not shapes:
+        raise UserError("a world model predicts camera images and this env shows none; set env.cameras=[head,wrist]")
+    sizes = {shape[1:] for shape in shapes.values()}
+    if len(sizes) > 1:
+        raise UserError(f"the world model wants cameras of one size, this env has {sorted(sizes)}; make them alike")
+    size = sizes.pop()
+    if size[0] % PATCH or size[1] % PATCH:
+        raise UserError(
+            f"images of {size[0]}x{size[1]} pixels cannot be cut into patches of {PATCH}; set env.image_size to a "
+            f"multiple of {PATCH}"
+        )
+    return tuple(shapes), size

@@ -1,0 +1,98 @@
+"""Tokenizers: one discrete token for every 16 x 16 pixels of a frame.
+
+All cameras share one. A token of a context tokenizer tells how a patch changes: its encoder sees the frame before and
+the frame after, its decoder the frame before and the tokens. A token of a frame tokenizer tells how a patch looks.
+Letters: F frames, h x w places of 8 x 8 pixels, c channels, P tokens of a frame, K digits of a token.
+"""
+
+import torch
+from torch import nn
+
+from sparring.world_models.layers import CELL, ConvBlock, FrameStem, merge_cells, paste, split_cells
+from sparring.world_models.quantizers import FSQ, VQ
+
+# pixels a side of what one token tells of
+PATCH = 2 * CELL
+# in 1/255: a pixel one of whose colours changes by more has changed; so much more it then counts, since most never do
+# and a tokenizer that only copies would be nearly right (measured: it then takes three times as long to learn)
+CHANGED, CHANGED_WEIGHT = 8, 4.0
+
+
+class Tokenizer(nn.Module):
+    """What both kinds share. Frames are float in 0..1; `features` are the stem's maps of them."""
+
+    # how many frames the encoder sees
+    frames: int
+
+    def __init__(self, quantizer: FSQ | VQ, channels: int):
+        super().__init__()
+        self.quantizer, self.channels = quantizer, channels
+        self.stem = FrameStem(channels)
+        self.encoder_in = nn.Linear(self.frames * 4 * channels, 2 * channels)
+        self.encoder_out = nn.Sequential(
+            nn.SiLU(), nn.Linear(2 * channels, channels), nn.LayerNorm(channels), nn.Linear(channels, quantizer.size)
+        )
+        self.decoder_in = nn.Linear(quantizer.size, 4 * channels)
+        self.decoder = nn.Sequential(*(ConvBlock(channels) for _ in range(3)))
+        self.pixels = nn.Sequential(
+            nn.Linear(channels, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, 4 * CELL * CELL)
+        )
+
+    def encode(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """Features `[F, h, w, c]` of two successive frames -> digits [F, P, K]."""
+        return self._quantized(before, after)[1]
+
+    def decode(self, frame: torch.Tensor, features: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """The next frame, from the one before, its features, and the codes [F, P, E] of the tokens."""
+        raise NotImplementedError
+
+    def loss(self, frame, features, following, following_features) -> tuple[torch.Tensor, torch.Tensor]:
+        """How badly `following` comes back (L1 + MSE of each frame, [F]), and what the quantizer asks for."""
+        codes, _, apart = self._quantized(features, following_features)
+        wrong = self.decode(frame, features, codes).float() - following
+        changed = (following - frame).abs().amax(1, keepdim=True) > CHANGED / 255
+        return ((wrong.abs() + wrong.square()) * (1 + CHANGED_WEIGHT * changed)).mean((1, 2, 3)), apart
+
+    def _quantized(self, before, after):
+        return self.quantizer(self.encoder_out(self.encoder_in(self._seen(before, after))).float())
+
+    def _seen(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """What the encoder reads of the two, [F, P, frames * 4c]."""
+        raise NotImplementedError
+
+    def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
+        """[F, h, w, c] -> [F, 4, H, W]."""
+        return paste(self.pixels(self.decoder(cells)))
+
+
+class ContextTokenizer(Tokenizer):
+    """How each patch changes. Nothing changes but through a gate, so what stays as it is need not be told."""
+
+    frames = 2
+
+    def decode(self, frame, features, codes):
+        cells = features + split_cells(self.decoder_in(codes), *features.shape[1:3])
+        drawn = self._drawn(cells)
+        gate = torch.sigmoid(drawn[:, 3:] - 1.0)
+        return frame + gate * (drawn[:, :3] + 0.5 - frame)
+
+    def _seen(self, before, after):
+        return torch.cat([merge_cells(before), merge_cells(after)], -1)
+
+
+class FrameTokenizer(Tokenizer):
+    """How each patch looks, whatever it looked like before."""
+
+    frames = 1
+
+    def decode(self, frame, features, codes):
+        return self._drawn(split_cells(self.decoder_in(codes), *features.shape[1:3]))[:, :3] + 0.5
+
+    def _seen(self, before, after):
+        return merge_cells(after)
+
+
+def make_tokenizer(config) -> Tokenizer:
+    quantizer = VQ(config.codebook_size) if config.tokenizer == "vq" else FSQ(config.levels)
+    kind = ContextTokenizer if config.tokenizer == "context_fsq" else FrameTokenizer
+    return kind(quantizer, config.channels)

@@ -1,0 +1,83 @@
+"""WorldModel: predicts what one decision leads to, and carries a memory of what it has seen.
+
+Letters: N robots, B windows of T decisions, C steps of a decision, A action dims, S state dims, D numbers of memory.
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+
+class WorldModel(nn.Module):
+    """What every world model offers. A class of your own takes (config, spec, chunk) and overrides all of it.
+
+    Everywhere `memory/world_model [.., D]` is the memory as it *entered* a decision (absent: empty), and `is_first`
+    (where present) clears it. The action taken is always an input.
+    """
+
+    # all cameras it predicts, in order
+    cameras: tuple[str, ...]
+    # D; the empty memory is all zeros
+    memory_size: int
+    # of the ensemble whose disagreement `score` tells
+    members: int
+
+    def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """How badly it predicts windows `[B, T]`, and numbers to log.
+
+        The first column of `memory/world_model`, where present, is the memory that entered the windows. Only steps in
+        `mask` are learned from; those in `burn_in` bring the memory up to date. `next/observation` of a step is the
+        observation of the following one, as in all windows. Writes `memory_after [B, T, D]`, detached, into the batch:
+        the memory after each step, whose last column enters the windows that follow.
+        """
+        raise NotImplementedError
+
+    def observe(self, td: TensorDict, without: tuple[str, ...] = ()) -> Tensor:
+        """The memory `[N, D]` after the decisions `td [N]`: observation and action folded in, these cameras unseen."""
+        raise NotImplementedError
+
+    def predict(self, td: TensorDict) -> TensorDict:
+        """A *new* TensorDict [N] of what the decisions `td [N]` lead to, by the ensemble's mean.
+
+        image/<camera> uint8 [3, H, W], state [S], reward (summed over the chunk), terminated and success
+        (probabilities), and memory [D] afterwards.
+        """
+        raise NotImplementedError
+
+    def score(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
+        """What the transitions `td [N]` (with next/observation) were to it: a *new* TensorDict [N] of float32.
+
+        error: cross-entropy of the true next tokens under the ensemble's mean; entropy of that mean; disagreement:
+        that entropy less the mean of the members' own (all in nats per token); surprise: latent_surprise; accuracy:
+        share of tokens foretold; and memory [D] afterwards.
+        """
+        raise NotImplementedError
+
+    def foretold(self, td: TensorDict) -> TensorDict:
+        """Which of the P tokens of the true next frames of `td [N]` are foretold, bool [N, P] each.
+
+        right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
+        """
+        raise NotImplementedError
+
+    def reconstruct(self, td: TensorDict) -> TensorDict:
+        """image/<camera> uint8 of the true next frames `[N]`, seen through the tokenizer: the best it could predict."""
+        raise NotImplementedError
+
+    def learning(self) -> list[nn.Parameter]:
+        """The parameters that the next call of `loss` gives gradients to; the others stay as they are."""
+        return list(self.parameters())
+
+    def eagerness(self) -> float:
+        """What is left of their learning rate; a part that stops to learn before the others comes to rest by it."""
+        return 1.0
+
+    def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
+        """Fold windows into running statistics of state and reward. Called before learning from them."""
+
+    def empty_memory(self, rows: int) -> Tensor:
+        """[rows, D], of robots that have seen nothing."""
+        return torch.zeros(rows, self.memory_size, device=next(self.parameters()).device)
+
+    def forward(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.loss(batch)
