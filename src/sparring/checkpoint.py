@@ -108,7 +108,7 @@ class Loaded:
         return f"{self.tensors} tensors, all that there are" + (f"; new: {', '.join(self.new)}" if self.new else "")
 
 
-def load_weights(model: nn.Module, path: str | Path, may_be_new: tuple[str, ...] = (), prefix: str = "") -> Loaded:
+def load_weights(model: nn.Module, path: str | Path, prefix: str = "", may_be_new: tuple[str, ...] = ()) -> Loaded:
     """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
 
     A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
@@ -157,7 +157,7 @@ def load_pretrained(model: nn.Module, path: str | Path, env) -> Loaded:
                 + differences
             )
         )
-    return load_weights(model, path, getattr(model, "may_be_new", ()))
+    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()))
 
 
 def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
