@@ -28,8 +28,7 @@ def evaluate_checkpoint(
     # beside evaluation.json, which is the run's own
     checkpoint, folder, json_file = _places(path, json_file, "eval.json")
     config = _config_of(checkpoint, settings)
-    if config.phase == "teacher":
-        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
+    _refuse_world_model(path, config)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     _refuse_other_env(checkpoint, config)
@@ -73,6 +72,7 @@ def evaluate_exploration(path: str, settings: list[Setting], json_file: Path | N
     """How a policy explores, sampling its actions, beside random ones; printed, and written beside the checkpoint."""
     checkpoint, _, json_file = _places(path, json_file, "eval_exploration.json")
     config = _config_of(checkpoint, settings)
+    _refuse_world_model(path, config)
     device, rollout = pick_device(config.device), config.rollout
     policy = load_policy(checkpoint, device)
     _refuse_other_env(checkpoint, config)
@@ -109,6 +109,11 @@ def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
             f"{', '.join(changed)}: cannot be changed after training; an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
         )
     return config
+
+
+def _refuse_world_model(path: str, config: Config) -> None:
+    if config.phase == "teacher":
+        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
 
 
 def _refuse_other_env(checkpoint: Path, config: Config) -> None:
