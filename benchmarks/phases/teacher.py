@@ -6,11 +6,11 @@
     python benchmarks/phases/teacher.py --summary
 
 One process trains one seed on one thread, collecting included, so two seeds can run side by side on two cores; a run
-that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that change
-at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10 decisions ahead,
-seeing only its own predictions; worse when it is told another robot's actions; and better than its twin without a
-memory on pixels of objects that come back into view (`returning`: this camera does not show the object now, but did
-before; `hidden`: no camera does, but one did).
+that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that
+change at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10
+decisions ahead, seeing only its own predictions; worse when it is told another robot's actions; and better than its
+twin without a memory on pixels of objects that come back into view (`returning`: this camera does not show the object
+now, but did before; `hidden`: no camera does, but one did).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import report  # noqa: E402
 
 RUNS = report.RESULTS.parent / "runs" / "phases"
 RESULTS = report.RESULTS / "phases_teacher.json"
-EPISODES = 64
+EPISODES = 32
 CHANGED, AHEAD = 0.6, "10"
 CURVES = ("loss", "avg_acc", "acc_", "fresh_acc", "episode_reward")
 SETTINGS = [
@@ -36,11 +36,15 @@ SETTINGS = [
     "rollout.n_envs=16",
     "rollout.steps=25",
     "rollout.max_episode_steps=200",
-    "training.iterations=26",
+    "training.iterations=24",
     "training.save_every=2",
-    "teacher.gradient_steps=80",
-    "teacher.learning_rate=2e-3",
-    "world_model.tokenizer_steps=640",
+    "training.bptt_length=8",
+    "teacher.gradient_steps=250",
+    "teacher.batch_size=4",
+    "teacher.sequential=false",
+    "teacher.burn_in=6",
+    "teacher.learning_rate=3e-3",
+    "world_model.tokenizer_steps=2000",
     "world_model.precision=bf16",
 ]
 
