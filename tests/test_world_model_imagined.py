@@ -15,7 +15,6 @@ from sparring.errors import UserError
 from sparring.policies.random import RandomPolicy
 from sparring.world_models.imagined_env import GivenStarts, ImaginedEnv, StoredStarts
 
-
 GOES_ON = {"terminated": [0.1, 0.1], "success": [0.0, 0.0]}
 
 

@@ -53,8 +53,8 @@ def outcome(seed: int, memory: bool, minutes: float, changes: list[str]) -> dict
     problem = "memory" if memory else "no_memory"
     folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + "_tried" * bool(changes))
     config = _config(folder, seed, memory, changes)
-    run, record = train(config, minutes)
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    run, record = train(config, minutes)
     figures = judge(run, _config(folder, seed, memory, [*changes, "env.segmentation=true"]))
     return about | record | {"parameters": sum(p.numel() for p in run.phase.model.parameters()), "figures": figures}
 
