@@ -15,6 +15,8 @@ from sparring.errors import UserError
 from sparring.policies.random import RandomPolicy
 from sparring.world_models.imagined_env import GivenStarts, ImaginedEnv, StoredStarts
 
+GOES_ON = {"terminated": [0.1, 0.1], "success": [0.0, 0.0]}
+
 
 def imagined(model, max_decisions: int = 3, robots: int = 2) -> ImaginedEnv:
     observations = moving_windows(5, 1)[:, 0]["observation"]
@@ -38,7 +40,7 @@ def action(robots: int, value: float = 1.0) -> TensorDict:
 
 
 def test_it_shows_what_the_model_predicts():
-    model = forced(make(), terminated=[0.1, 0.1], success=[0.0, 0.0])
+    model = forced(make(), **GOES_ON)
     env = imagined(model)
     root = env.reset(seed=0)
     check_observation(root, env.spec, "reset")
@@ -87,7 +89,7 @@ def test_it_goes_on_where_it_was():
 
 
 def test_a_collector_cannot_tell_it_from_a_simulator():
-    env = imagined(make(), max_decisions=4)
+    env = imagined(forced(make(), **GOES_ON), max_decisions=4)
     collector = Collector(env, RandomPolicy(env.spec, 2), seed=0, chunk=2)
     for _ in range(9):
         collector.decide()
@@ -130,7 +132,7 @@ def test_an_empty_store_is_refused(tmp_path):
 
 
 def test_a_rollout_of_it():
-    env = imagined(make(), max_decisions=3)
+    env = imagined(forced(make(), **GOES_ON), max_decisions=3)
     collector = Collector(env, RandomPolicy(env.spec, 2), seed=0, chunk=2)
     buffer = RolloutBuffer(steps=6)
     buffer.start()

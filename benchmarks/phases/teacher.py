@@ -53,8 +53,8 @@ def outcome(seed: int, memory: bool, minutes: float, changes: list[str]) -> dict
     problem = "memory" if memory else "no_memory"
     folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + "_tried" * bool(changes))
     config = _config(folder, seed, memory, changes)
-    run, record = train(config, minutes)
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    run, record = train(config, minutes)
     figures = judge(run, _config(folder, seed, memory, [*changes, "env.segmentation=true"]))
     return about | record | {"parameters": sum(p.numel() for p in run.phase.model.parameters()), "figures": figures}
 
@@ -121,10 +121,10 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
 
 def _object_error(run: dict, kind: str) -> float:
     """Of such pixels in all cameras together."""
-    found = run["figures"]["cameras"].values()
-    pixels = sum(camera[f"{kind}_object_pixels"] for camera in found)
-    errors = [(camera[f"{kind}_object_mse"]["prediction"] or 0.0) * camera[f"{kind}_object_pixels"] for camera in found]
-    return sum(errors) / pixels if pixels else float("nan")
+    found = [camera[f"{kind}_object_mse"] for camera in run["figures"]["cameras"].values()]
+    pixels = sum(camera["pixels"] for camera in found)
+    wrong = sum(camera["prediction"] * camera["pixels"] for camera in found if camera["pixels"])
+    return wrong / pixels if pixels else float("nan")
 
 
 def summary(runs: dict[str, dict]) -> str:
@@ -137,10 +137,8 @@ def summary(runs: dict[str, dict]) -> str:
             ahead = [_short(cameras[camera]["mse_ratio"]) for cameras in figures["open_loop"].values()]
             ratios = _short(found["changed_mse_ratio"]), _short(found["changed_mse_ratio_ceiling"])
             gap = _short(figures["shuffled_actions"]["changed_mse_ratio_gap"][camera])
-            objects = [
-                f"{_short(found[f'{kind}_object_mse']['prediction'], 5)} ({found[f'{kind}_object_pixels']})"
-                for kind in ("hidden", "returning")
-            ]
+            of_objects = [found[f"{kind}_object_mse"] for kind in ("hidden", "returning")]
+            objects = [f"{_short(error['prediction'], 5)} ({error['pixels']:.0f})" for error in of_objects]
             start = run["problem"], run["seed"], f"{run['cpu_seconds'] / 60:.1f}", camera
             rows.append((*start, *ratios, *ahead, gap, *objects))
         if run["problem"] == "memory":

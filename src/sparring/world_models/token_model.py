@@ -31,6 +31,11 @@ NEVER = -1e4
 
 
 class TokenWorldModel(WorldModel):
+    """A tokenizer, which learns first and then stays as it is, and dynamics that predict its tokens.
+
+    The history of frames is in the memory: it keeps something of what each patch showed before.
+    """
+
     def __init__(self, config: TokenWorldModelConfig, spec, chunk: int):
         super().__init__()
         self.config = config = with_preset(config)
@@ -100,7 +105,7 @@ class TokenWorldModel(WorldModel):
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
         # columns that only bring the memory up to date are not predicted
-        first = int(mask.any(0).nonzero()[0]) if mask.any() else 0
+        first = int(mask.any(0).nonzero()[0])
         batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))
         frames, features = frames[:, first:], features[:, first:]
         # [M, B, T, P, K, L] and [M, B, T, S + 3]
@@ -115,9 +120,10 @@ class TokenWorldModel(WorldModel):
         return sum(parts.values()), parts | accuracies
 
     def _picture_loss(self, frames: Tensor, features: Tensor, logits: Tensor, some: tuple[Tensor, Tensor]) -> Tensor:
-        """Of the pictures that the mean prediction comes to, of some transitions: not all tokens matter alike."""
+        """Of what predictions of some transitions look like, each by one member: not all digits matter alike."""
         rows, columns = some
-        codes = self.tokenizer.quantizer.expected(logits[:, rows, columns].softmax(-1).mean(0))
+        member = torch.randint(self.members, rows.shape, device=rows.device)
+        codes = self.tokenizer.quantizer.expected(logits[member, rows, columns].softmax(-1))
         codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
         now, following = frames[rows, columns].flatten(0, 1), frames[rows, columns + 1].flatten(0, 1)
         return picture_loss(self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes), now, following)

@@ -12,8 +12,7 @@ from sparring.world_models.layers import CELL, SIDE, ConvBlock, FrameStem, merge
 from sparring.world_models.quantizers import FSQ, VQ
 
 # in 1/255: a pixel one of whose colours changes by more has changed. Such pixels count more, since most never do and a
-# tokenizer that only copies would be nearly right; and squares count more than L1, or it settles for copying too long
-# (measured in docs/log.md)
+# tokenizer that only copies would be nearly right; and squares count more than L1, or it goes on copying for too long
 CHANGED, CHANGED_WEIGHT, SQUARES = 8, 4.0, 8.0
 
 
