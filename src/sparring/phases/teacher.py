@@ -33,7 +33,7 @@ _NOT_KEPT = ("noise", "trace", "log_prob", "value", "memory")
 class Teacher:
     """Robots that act at random, a store of their episodes, and a world model, taking turns."""
 
-    default_limit = ("iterations", 40)
+    default_limit = ("iterations", 24)
 
     def __init__(
         self,
