@@ -169,16 +169,12 @@ def _camera_figures(tally: Tally, camera: str) -> dict:
         "psnr": levels,
         "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in levels},
         "skill": skill(**levels),
-    } | _object_figures(tally, camera)
+    } | {f"{kind}_mse": _object_figures(tally, camera, f"{kind}_mse") for kind in OBJECTS}
 
 
-def _object_figures(tally: Tally, camera: str) -> dict:
-    figures: dict = {}
-    for kind in OBJECTS:
-        names = {who: f"{camera}/{who}/{kind}_mse" for who in ("prediction", "copy")}
-        figures[f"{kind}_mse"] = {who: tally.mean(name) for who, name in names.items()}
-        figures[f"{kind}_pixels"] = tally.counts[names["prediction"]]
-    return figures
+def _object_figures(tally: Tally, camera: str, name: str) -> dict:
+    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in ("prediction", "copy")}
+    return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
 
 
 def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
