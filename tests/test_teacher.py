@@ -30,7 +30,7 @@ SMALL = {
     "env": ENV,
     "world_model": MODEL,
     "rollout": {"n_envs": 3, "steps": 4, "max_episode_steps": 9, "action_steps": 2},
-    "teacher": {"gradient_steps": 5, "batch_size": 2},
+    "teacher": {"gradient_steps": 5, "batch_size": 2, "sequential": True},
     "training": {"bptt_length": 2, "iterations": 4, "log_every": 1, "save_every": 1, "keep_checkpoints": 10},
     "evaluation": {"episodes": 3},
     "logging": {"console_level": "ERROR"},
@@ -43,9 +43,7 @@ def config_in(folder, **more):
 
 
 def closed(run: Run) -> Run:
-    run.phase.env.close()
-    run.phase.replay.close()
-    run.phase.store.close()
+    run.phase.close()
     return run
 
 
@@ -143,7 +141,7 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
     for brighter, expected in ((10.0, 6.0), (0.0, 0.0)):
         env = Env(BrighteningBackend(2, length=6))
         model = CopyingWorldModel(CopyingConfig(brighter=brighter), env.spec, 1)
-        config = TeacherConfig(gradient_steps=1, batch_size=2, learning_rate=1e-9)
+        config = TeacherConfig(gradient_steps=1, batch_size=2, learning_rate=1e-9, sequential=True)
         learner, folder = WorldModelLearner(config, model, Distributed("cpu")), tmp_path / str(brighter)
         teacher = Teacher(config, env, model, learner, learner.distributed, folder, 1, 12, 3)
         metrics = teacher.step(0.0)
@@ -151,8 +149,7 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
         assert teacher.progress.episodes == 4
         # what the world model remembers of a robot is of its episode alone
         assert teacher.memory.memory[:, 0].tolist() == [6.0, 6.0]
-        teacher.replay.close()
-        teacher.store.close()
+        teacher.close()
 
 
 def test_it_learns(tmp_path):
@@ -170,8 +167,7 @@ def test_it_learns(tmp_path):
     assert float(model.brighter.detach()) == pytest.approx(10.0, abs=0.5)
     # what it had learned by then: nothing of the first episodes, all of the last
     assert rewards[0] == 0 and rewards[2] == 6
-    teacher.replay.close()
-    teacher.store.close()
+    teacher.close()
 
 
 def test_half_of_the_robots_change_their_actions_slowly(tmp_path):
@@ -187,7 +183,7 @@ def test_half_of_the_robots_change_their_actions_slowly(tmp_path):
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path):
-    Run(config_in(tmp_path / "x")).phase.env.close()
+    Run(config_in(tmp_path / "x")).phase.close()
     assert not (tmp_path / "x" / "episodes").exists()
 
 
@@ -241,10 +237,10 @@ def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
 
 def test_the_words_of_the_originals():
     settings = {"phase": "wm", "training": {"num_episodes": 500, "batch_size": 8, "learning_rate": 1e-4}}
-    settings["training"] |= {"steps_per_episode": 50, "bptt_length": 4, "sequential_training": False}
+    settings["training"] |= {"steps_per_episode": 50, "bptt_length": 4, "sequential_training": True}
     config = load_config(settings)
     assert config.phase == "teacher" and config.training.num_episodes == 500 and config.training.bptt_length == 4
-    assert (config.teacher.batch_size, config.teacher.learning_rate, config.teacher.sequential) == (8, 1e-4, False)
+    assert (config.teacher.batch_size, config.teacher.learning_rate, config.teacher.sequential) == (8, 1e-4, True)
     assert config.rollout.max_episode_steps == 50
     # a world model is shown pictures, and not told where things are
     assert config.env.cameras == ("head", "wrist") and config.env.object_state == "hidden"
@@ -294,8 +290,10 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
     ("words", "said"),
     [
         ([], "holds a world model, not a policy; evaluate it with --world-model"),
+        (["--exploration"], "holds a world model, not a policy"),
         (["--against", "x"], "--against goes with --world-model only"),
-        (["--world-model", "--videos", "2"], "--stochastic and --videos are of policies"),
+        (["--world-model", "--videos", "2"], "--stochastic and --videos go with neither --world-model"),
+        (["--world-model", "--exploration"], "give one of them"),
         (["--world-model", "env.image_size=32"], "was trained in another env"),
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
     ],
@@ -308,9 +306,14 @@ def test_what_an_evaluation_refuses(trained, capsys, words, said):
 def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["train", "teacher", "--dry-run", f"world_model.name={MODEL['name']}", "env.image_size=16", "--envs", "2"]
-    assert main([*words, "rollout.steps=3", "rollout.max_episode_steps=8", "teacher.gradient_steps=2"]) == 0
+    assert (
+        main(
+            [*words, "rollout.steps=3", "rollout.max_episode_steps=8", "teacher.gradient_steps=2", "--batch_size", "5"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert "action                       [16, 8, 4, 7]" in printed and "\nloss: " in printed
+    assert "action                       [5, 14, 4, 7]" in printed and "\nloss: " in printed
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,9 +49,7 @@ def compare(model: dict, other: dict) -> dict:
         return None if mine is None or theirs is None else theirs - mine
 
     cameras = {
-        camera: {
-            "changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio"),
-        }
+        camera: {"changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio")}
         | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
         for camera in model["cameras"]
     }

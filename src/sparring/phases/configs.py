@@ -20,13 +20,13 @@ class TeacherConfig(Section):
     correlation: float = Field(
         0.95, ge=0, lt=1, description="of a slow action with the one a step before; 0: none, as of the other robots"
     )
-    gradient_steps: int = Field(100, gt=0, description="of an update, after rollout.steps decisions of each robot")
-    batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
-    learning_rate: float = Field(2e-3, gt=0, description="at the start; falls to 0 over the run")
+    gradient_steps: int = Field(250, gt=0, description="of an update, after rollout.steps decisions of each robot")
+    batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
+    learning_rate: float = Field(3e-3, gt=0, description="at the start; falls to 0 over the run")
     sequential: bool = Field(
-        True, description="windows in time order, memory carried along; false: from anywhere, rebuilt by burn_in"
+        False, description="windows in time order, memory carried along; false: from anywhere, rebuilt by burn_in"
     )
-    burn_in: int = Field(4, ge=0, description="decisions before a window that rebuild the memory, if not sequential")
+    burn_in: int = Field(6, ge=0, description="decisions before a window that rebuild the memory, if not sequential")
     max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
 
 
