@@ -424,7 +424,7 @@ def test_the_flags_offered_are_the_flags_there_are():
     [
         ("", [*COMMANDS, "--help", "--version"]),
         ("t", ["train", "tasks"]),
-        ("train ", ["finetune", "imitate"]),
+        ("train ", ["finetune", "imitate", "teacher", "student"]),
         ("config f", ["finetune"]),
         ("completion ", ["bash", "zsh", "fish"]),
         ("train finetune ppo.cl", ["ppo.clip_ratio=", "ppo.clip_schedule="]),
@@ -443,7 +443,7 @@ def test_the_flags_offered_are_the_flags_there_are():
         ("train finetune env.name=tabletap ppo.gam", ["ppo.gamma="]),
         ("train finetune x=[1 ppo.gam", ["ppo.gamma="]),
         ("eval ", []),
-        ("eval run --st", ["--stochastic"]),
+        ("eval run --sto", ["--stochastic"]),
         ("check ", ["tabletop", "actor_critic", "flow", *(f"sparring/{task}" for task in TASKS)]),
         ("tasks --", ["--sheet", "--help"]),
         ("nonsense ppo", []),
