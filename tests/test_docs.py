@@ -80,7 +80,9 @@ def test_documented_command(command, trained, monkeypatch, capsys):
             at = words.index("--gpus")
             del words[at : at + 2]
     if words[0] == "eval":
-        words += ["--episodes", "3"] + ([] if "--world-model" in words else ["evaluation.baseline=false"])
+        words += ["--episodes", "3"] + (
+            [] if {*words} & {"--world-model", "--exploration"} else ["evaluation.baseline=false"]
+        )
     if words[0] == "demos" and words[1] != "show":
         words += ["--episodes", "2", "--workers", "1", "env.threads=1"]
     assert main(words) == 0, capsys.readouterr().err
@@ -132,6 +134,9 @@ def test_metrics_keys_are_documented(trained):
     page = (ROOT / "docs/outputs.md").read_text()
     missing = [key for key in line if f"`{key}`" not in page]
     assert not missing
+    line = json.loads((trained / "outputs/teacher_rl/episode_metrics.jsonl").read_text().splitlines()[0])
+    page += (ROOT / "docs/phases.md").read_text()
+    assert not [key for key in line if f"`{key}`" not in page and not key.startswith("loss_")]
 
 
 def snippets(page: str) -> list[str]:

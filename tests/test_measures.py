@@ -199,8 +199,8 @@ def test_objects_and_hidden_objects():
     assert found["head"]["object_mse"]["prediction"] == pytest.approx((5 / 255) ** 2)
     assert found["head"]["object_mse"]["copy"] == pytest.approx((10 / 255) ** 2)
     # in both episodes it comes back once, of 16 pixels
-    assert found["head"]["hidden_object_mse"]["pixels"] == 32 and found["wrist"]["hidden_object_mse"]["pixels"] == 0
-    assert found["head"]["returning_object_mse"]["pixels"] == 32
+    assert found["head"]["hidden_object_pixels"] == 32 and found["wrist"]["hidden_object_pixels"] == 0
+    assert found["head"]["returning_object_pixels"] == 32
     assert found["head"]["hidden_object_mse"]["prediction"] == pytest.approx((5 / 255) ** 2)
     assert found["wrist"]["hidden_object_mse"]["prediction"] is None
     # where the other camera saw it meanwhile, it only comes back to this one
@@ -208,7 +208,7 @@ def test_objects_and_hidden_objects():
         seen_there = torch.full_like(head, 3)[:, numbers]
         episodes[*side, "segmentation", "wrist"] = seen_there
     found = measure(copier(5.0), episodes)["cameras"]["head"]
-    assert found["hidden_object_mse"]["pixels"] == 0 and found["returning_object_mse"]["pixels"] == 32
+    assert found["hidden_object_pixels"] == 0 and found["returning_object_pixels"] == 32
     # without segmentation there is nothing to say
     assert measure(copier(), still_then_moving())["cameras"]["head"]["object_mse"]["prediction"] is None
 

@@ -43,9 +43,7 @@ def config_in(folder, **more):
 
 
 def closed(run: Run) -> Run:
-    run.phase.env.close()
-    run.phase.replay.close()
-    run.phase.store.close()
+    run.phase.close()
     return run
 
 
@@ -151,8 +149,7 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
         assert teacher.progress.episodes == 4
         # what the world model remembers of a robot is of its episode alone
         assert teacher.memory.memory[:, 0].tolist() == [6.0, 6.0]
-        teacher.replay.close()
-        teacher.store.close()
+        teacher.close()
 
 
 def test_it_learns(tmp_path):
@@ -170,8 +167,7 @@ def test_it_learns(tmp_path):
     assert float(model.brighter.detach()) == pytest.approx(10.0, abs=0.5)
     # what it had learned by then: nothing of the first episodes, all of the last
     assert rewards[0] == 0 and rewards[2] == 6
-    teacher.replay.close()
-    teacher.store.close()
+    teacher.close()
 
 
 def test_half_of_the_robots_change_their_actions_slowly(tmp_path):
@@ -187,7 +183,7 @@ def test_half_of_the_robots_change_their_actions_slowly(tmp_path):
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path):
-    Run(config_in(tmp_path / "x")).phase.env.close()
+    Run(config_in(tmp_path / "x")).phase.close()
     assert not (tmp_path / "x" / "episodes").exists()
 
 
@@ -294,8 +290,10 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
     ("words", "said"),
     [
         ([], "holds a world model, not a policy; evaluate it with --world-model"),
+        (["--exploration"], "holds a world model, not a policy"),
         (["--against", "x"], "--against goes with --world-model only"),
-        (["--world-model", "--videos", "2"], "--stochastic and --videos are of policies"),
+        (["--world-model", "--videos", "2"], "--stochastic and --videos go with neither --world-model"),
+        (["--world-model", "--exploration"], "give one of them"),
         (["--world-model", "env.image_size=32"], "was trained in another env"),
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
     ],

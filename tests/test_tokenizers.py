@@ -55,15 +55,15 @@ def test_vq_by_hand():
 def test_cutting_and_pasting():
     images = torch.arange(2 * 3 * 16 * 32).reshape(2, 3, 16, 32).float()
     cells = cut(images)
-    assert cells.shape == (2, 2, 4, 192)
-    # the second place of the first row holds columns 8 to 15 of rows 0 to 7
-    torch.testing.assert_close(cells[1, 0, 1].reshape(3, 8, 8), images[1, :, :8, 8:16])
+    assert cells.shape == (2, 4, 8, 48)
+    # the second place of the first row holds columns 4 to 7 of rows 0 to 3
+    torch.testing.assert_close(cells[1, 0, 1].reshape(3, 4, 4), images[1, :, :4, 4:8])
     assert torch.equal(paste(cells), images)
     tokens = merge_cells(cells)
-    assert tokens.shape == (2, 2, 4 * 192)
+    assert tokens.shape == (2, 2, 16 * 48)
     # the second token tells of columns 16 to 31
-    assert torch.equal(tokens[0, 1].reshape(2, 2, 192), cells[0, :, 2:])
-    assert torch.equal(split_cells(tokens, 2, 4), cells)
+    assert torch.equal(tokens[0, 1].reshape(4, 4, 48), cells[0, :, 4:])
+    assert torch.equal(split_cells(tokens, 4, 8), cells)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (64, 64), (32, 80)])
@@ -78,8 +78,8 @@ def test_any_size_of_whole_patches(size):
 
 def test_a_closed_gate_copies():
     tokenizer = ContextTokenizer(FSQ((8, 8, 8)), 16)
-    # of the 4 x 64 outputs of a place, the last 64 are the gates of its pixels
-    tokenizer.pixels[-1].bias.data[192:] = -100
+    # of the 4 x 16 outputs of a place, the last 16 are the gates of its pixels
+    tokenizer.pixels[-1].bias.data[48:] = -100
     frame = torch.rand(2, 3, 16, 16)
     features = tokenizer.stem(frame)
     assert torch.equal(tokenizer.decode(frame, features, torch.rand(2, 1, 3)), frame)
@@ -97,12 +97,12 @@ def test_who_sees_what():
 
 
 def random_features(seed: int) -> torch.Tensor:
-    return torch.randn(8, 2, 2, 16, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.randn(8, 4, 4, 16, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def test_changed_pixels_count_five_times():
     tokenizer = ContextTokenizer(FSQ((8, 8, 8)), 16)
-    tokenizer.pixels[-1].bias.data[192:] = -100
+    tokenizer.pixels[-1].bias.data[48:] = -100
     frame = torch.full((1, 3, 16, 16), 0.5)
     following = frame.clone()
     following[:, :, 0, 0] = 0.6  # has changed
@@ -110,7 +110,7 @@ def test_changed_pixels_count_five_times():
     features = tokenizer.stem(frame)
     wrong, apart = tokenizer.loss(frame, features, following, tokenizer.stem(following))
     small = 4 / 255
-    assert float(wrong) == pytest.approx((5 * (0.1 + 0.01) + small + small**2) / 256, rel=1e-4)
+    assert wrong.item() == pytest.approx((5 * (0.1 + 8 * 0.01) + small + 8 * small**2) / 256, rel=1e-4)
     assert float(apart) == 0
 
 
@@ -127,7 +127,7 @@ def test_it_learns(kind, quantizer):
         features = tokenizer.stem(frame), tokenizer.stem(following)
         wrong, apart = tokenizer.loss(frame, features[0], following, features[1])
         optimizer.zero_grad()
-        (wrong.mean() + apart).backward()
+        (wrong + apart).backward()
         optimizer.step()
     with torch.no_grad():
         before, after = tokenizer.stem(frame), tokenizer.stem(following)

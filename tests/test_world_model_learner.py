@@ -59,8 +59,16 @@ def test_the_learning_rate_rises_and_falls():
     assert abs(learner.update(data, 1, 0.5)["lr"] - 0.5e-3 * 2 / 50) < 1e-9
 
 
+def test_the_tokenizer_comes_to_rest_before_it_stops():
+    learner, data = learner_of(make(tokenizer_steps=100), 1e-3), batches(2, 2)
+    learner.update(data, 99, 0.0)
+    # twice as fast as the rest, but a twentieth of it is left
+    assert abs(learner.update(data, 1, 0.0)["lr"] - 1e-3 * 2 * 0.05) < 1e-9
+    assert abs(learner.update(data, 1, 0.0)["lr"] - 1e-3 / 50) < 1e-9
+
+
 def test_saved_and_loaded_it_takes_the_same_next_step():
-    for steps in (2, 5):  # while the tokenizer learns, and after it
+    for steps in (2, 4, 5):  # while the tokenizer learns, just when it stops, and after
         model = make(tokenizer_steps=4)
         learner = learner_of(model)
         learner.update(batches(), steps, 0.1)

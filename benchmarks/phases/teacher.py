@@ -6,11 +6,11 @@
     python benchmarks/phases/teacher.py --summary
 
 One process trains one seed on one thread, collecting included, so two seeds can run side by side on two cores; a run
-that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that change
-at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10 decisions ahead,
-seeing only its own predictions; worse when it is told another robot's actions; and better than its twin without a
-memory on pixels of objects that come back into view (`returning`: this camera does not show the object now, but did
-before; `hidden`: no camera does, but one did).
+that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that
+change at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10
+decisions ahead, seeing only its own predictions; worse when it is told another robot's actions; and better than its
+twin without a memory on pixels of objects that come back into view (`returning`: this camera does not show the object
+now, but did before; `hidden`: no camera does, but one did).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import report  # noqa: E402
 
 RUNS = report.RESULTS.parent / "runs" / "phases"
 RESULTS = report.RESULTS / "phases_teacher.json"
-EPISODES = 64
+EPISODES = 32
 CHANGED, AHEAD = 0.6, "10"
 CURVES = ("loss", "avg_acc", "acc_", "fresh_acc", "episode_reward")
 SETTINGS = [
@@ -36,11 +36,15 @@ SETTINGS = [
     "rollout.n_envs=16",
     "rollout.steps=25",
     "rollout.max_episode_steps=200",
-    "training.iterations=26",
+    "training.iterations=24",
     "training.save_every=2",
-    "teacher.gradient_steps=80",
-    "teacher.learning_rate=2e-3",
-    "world_model.tokenizer_steps=640",
+    "training.bptt_length=8",
+    "teacher.gradient_steps=250",
+    "teacher.batch_size=4",
+    "teacher.sequential=false",
+    "teacher.burn_in=6",
+    "teacher.learning_rate=3e-3",
+    "world_model.tokenizer_steps=2000",
     "world_model.precision=bf16",
 ]
 
@@ -49,8 +53,8 @@ def outcome(seed: int, memory: bool, minutes: float, changes: list[str]) -> dict
     problem = "memory" if memory else "no_memory"
     folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + "_tried" * bool(changes))
     config = _config(folder, seed, memory, changes)
-    run, record = train(config, minutes)
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    run, record = train(config, minutes)
     figures = judge(run, _config(folder, seed, memory, [*changes, "env.segmentation=true"]))
     return about | record | {"parameters": sum(p.numel() for p in run.phase.model.parameters()), "figures": figures}
 
@@ -120,10 +124,10 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
 
 def _object_error(run: dict, kind: str) -> float:
     """Of such pixels in all cameras together."""
-    found = run["figures"]["cameras"].values()
-    pixels = sum(camera[f"{kind}_object_pixels"] for camera in found)
-    errors = [(camera[f"{kind}_object_mse"]["prediction"] or 0.0) * camera[f"{kind}_object_pixels"] for camera in found]
-    return sum(errors) / pixels if pixels else float("nan")
+    found = [camera[f"{kind}_object_mse"] for camera in run["figures"]["cameras"].values()]
+    pixels = sum(camera["pixels"] for camera in found)
+    wrong = sum(camera["prediction"] * camera["pixels"] for camera in found if camera["pixels"])
+    return wrong / pixels if pixels else float("nan")
 
 
 def summary(runs: dict[str, dict]) -> str:
@@ -136,10 +140,8 @@ def summary(runs: dict[str, dict]) -> str:
             ahead = [_short(cameras[camera]["mse_ratio"]) for cameras in figures["open_loop"].values()]
             ratios = _short(found["changed_mse_ratio"]), _short(found["changed_mse_ratio_ceiling"])
             gap = _short(figures["shuffled_actions"]["changed_mse_ratio_gap"][camera])
-            objects = [
-                f"{_short(found[f'{kind}_object_mse']['prediction'], 5)} ({found[f'{kind}_object_pixels']})"
-                for kind in ("hidden", "returning")
-            ]
+            of_objects = [found[f"{kind}_object_mse"] for kind in ("hidden", "returning")]
+            objects = [f"{_short(error['prediction'], 5)} ({error['pixels']:.0f})" for error in of_objects]
             start = run["problem"], run["seed"], f"{run['cpu_seconds'] / 60:.1f}", camera
             rows.append((*start, *ratios, *ahead, gap, *objects))
         if run["problem"] == "memory":

@@ -114,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--world-model", action="store_true", help="evaluate a teacher's world model: what it foretells"
     )
+    evaluate.add_argument("--exploration", action="store_true", help="what a policy touches and where it gets to")
     evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
     evaluate.set_defaults(command=_evaluate)
 
@@ -256,18 +257,23 @@ def _train_all(arguments, overrides) -> int:
 
 def _evaluate(arguments, overrides) -> int:
     from sparring.config_text import parse_overrides
-    from sparring.evaluate_run import evaluate_checkpoint, evaluate_world_model_checkpoint
+    from sparring.evaluate_run import evaluate_checkpoint, evaluate_exploration, evaluate_world_model_checkpoint
 
     settings = parse_overrides(overrides)
     settings += _flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
     path = Path(arguments.json) if arguments.json else None
+    if arguments.against and not arguments.world_model:
+        raise UserError("--against goes with --world-model only; leave it out")
+    if arguments.world_model and arguments.exploration:
+        raise UserError("--world-model is about world models, --exploration about policies; give one of them")
+    if (arguments.world_model or arguments.exploration) and (arguments.stochastic or arguments.videos):
+        raise UserError("--stochastic and --videos go with neither --world-model nor --exploration; leave them out")
     if arguments.world_model:
-        if arguments.stochastic or arguments.videos:
-            raise UserError("--stochastic and --videos are of policies; leave them out with --world-model")
         evaluate_world_model_checkpoint(arguments.path, settings, path, arguments.against)
         return 0
-    if arguments.against:
-        raise UserError("--against goes with --world-model only; leave it out")
+    if arguments.exploration:
+        evaluate_exploration(arguments.path, settings, path)
+        return 0
     evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path)
     return 0
 

@@ -50,6 +50,7 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--videos": NUMBER,
         "--json": FILE,
         "--world-model": SWITCH,
+        "--exploration": SWITCH,
         "--against": FILE,
     },
     "check": {},

@@ -88,8 +88,7 @@ def _teacher(phase: Teacher) -> list[str]:
         metrics = phase.step(0.0)
         batch = next(phase.replay)
         stored = phase.store.bytes()
-        phase.replay.close()
-        phase.store.close()
+        phase.close()
     steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
     return [
         *_shapes(batch),

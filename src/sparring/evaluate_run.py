@@ -1,6 +1,7 @@
-"""`sparring eval`: a checkpoint, its env, held-out episodes. Of a policy, or with --world-model of a world model."""
+"""`sparring eval`: a checkpoint, its env, held-out episodes. Of a policy, an explorer or a world model."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sparring.api import load_policy, load_world_model
@@ -12,6 +13,7 @@ from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
+from sparring.measures.exploration import Exploration, beside_random, table
 from sparring.record.recorder import Recorder
 from sparring.tree import Config, load_config
 
@@ -26,8 +28,7 @@ def evaluate_checkpoint(
     # beside evaluation.json, which is the run's own
     checkpoint, folder, json_file = _places(path, json_file, "eval.json")
     config = _config_of(checkpoint, settings)
-    if config.phase == "teacher":
-        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
+    _refuse_world_model(path, config)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     _refuse_other_env(checkpoint, config)
@@ -67,6 +68,28 @@ def evaluate_world_model_checkpoint(
     return evaluation
 
 
+def evaluate_exploration(path: str, settings: list[Setting], json_file: Path | None = None) -> dict[str, Exploration]:
+    """How a policy explores, sampling its actions, beside random ones; printed, and written beside the checkpoint."""
+    checkpoint, _, json_file = _places(path, json_file, "eval_exploration.json")
+    config = _config_of(checkpoint, settings)
+    _refuse_world_model(path, config)
+    device, rollout = pick_device(config.device), config.rollout
+    policy = load_policy(checkpoint, device)
+    _refuse_other_env(checkpoint, config)
+    env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
+    try:
+        found = beside_random(policy, env, config.evaluation.episodes, config.seed, rollout.action_steps)
+    finally:
+        env.close()
+    print(f"{checkpoint}: {config.evaluation.episodes} held-out episodes, sampled actions")
+    print(table(found))
+    content = {"episodes": config.evaluation.episodes, "seed": config.seed, "split": "eval"}
+    content["exploration"] = {who: asdict(exploration) for who, exploration in found.items()}
+    json_file.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"numbers: {json_file}")
+    return found
+
+
 def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, Path]:
     """The checkpoint, the folder that it is evaluated in, and where the numbers go."""
     checkpoint = checkpoint_folder(path)
@@ -86,6 +109,11 @@ def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
             f"{', '.join(changed)}: cannot be changed after training; an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
         )
     return config
+
+
+def _refuse_world_model(path: str, config: Config) -> None:
+    if config.phase == "teacher":
+        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
 
 
 def _refuse_other_env(checkpoint: Path, config: Config) -> None:

@@ -40,7 +40,7 @@ class WorldModelLearner:
         self.model.eval()
         # a part of the model that began to learn only now has numbers of the last steps only
         means = {name: float(torch.stack(of).mean()) for name, of in values.items()}
-        return self.distributed.mean(means) | {"lr": self.optimizer.param_groups[0]["lr"]}
+        return self.distributed.mean(means)
 
     def state_dict(self) -> dict:
         return {
@@ -69,9 +69,8 @@ class WorldModelLearner:
             tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
 
     def _gradient_step(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
-        learning = self.model.learning()
-        if [*map(id, learning)] != [*map(id, self.flat.parameters)]:
-            self._learn_with(learning)
+        rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.eagerness()
+        rate *= warmup(self.gradient_steps - self.began, WARMUP_STEPS)
         self.model.update_normalizers(batch, self.distributed.sum)
         loss, numbers = self.model(batch)
         gradient = self.flat.vector.grad
@@ -79,8 +78,11 @@ class WorldModelLearner:
         loss.backward()
         gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
         norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
-        rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.eagerness()
-        self.optimizer.param_groups[0]["lr"] = rate * warmup(self.gradient_steps - self.began, WARMUP_STEPS)
+        self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         self.gradient_steps += 1
-        return numbers | {"loss": loss.detach(), "grad_norm": norm}
+        # at once, so that what is saved now is what the next step takes
+        learning = self.model.learning()
+        if [*map(id, learning)] != [*map(id, self.flat.parameters)]:
+            self._learn_with(learning)
+        return numbers | {"loss": loss.detach(), "grad_norm": norm, "lr": torch.tensor(rate)}

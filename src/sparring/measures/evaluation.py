@@ -7,6 +7,7 @@ from pathlib import Path
 from sparring.envs.make import make_env
 from sparring.evaluate import Film
 from sparring.measures.held_out import held_out_episodes
+from sparring.measures.table import lined_up
 from sparring.measures.world_model import OBJECTS, compare, measure
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.tree import Config
@@ -68,7 +69,7 @@ def _cameras(figures: dict) -> list[str]:
             words = f"{name.replace('_', ' ')} pixels, MSE"
             rows += [] if None in values else [(camera, words, *(f"{value:.5f}" for value in values), "")]
         rows.append((camera, "skill", _number(found["skill"], 2), "0", "1"))
-    return _table(rows)
+    return lined_up(rows)
 
 
 def _open_loop(figures: dict) -> list[str]:
@@ -77,7 +78,7 @@ def _open_loop(figures: dict) -> list[str]:
         for camera, found in cameras.items():
             levels = [_number(found["psnr"][who], 2) for who in ("prediction", "copy")]
             rows.append((k, camera, *levels, _number(found["mse_ratio"], 3)))
-    return _table(rows)
+    return lined_up(rows)
 
 
 def _in_words(figures: dict) -> list[str]:
@@ -106,9 +107,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _signed(value: float | None, digits: int) -> str:
     return "n/a" if value is None else f"{value:+.{digits}f}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]

@@ -9,6 +9,8 @@ import torch
 
 from sparring.collect.collector import Collector
 from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.measures.table import lined_up
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, RandomPolicy
 
@@ -39,6 +41,10 @@ def explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, 
 
     Policies are compared on the same number of episodes: longer, everybody gets further.
     """
+    if "state" not in env.spec.observation:
+        raise UserError(
+            "exploration is measured in observation/state, which this env does not show; choose another env"
+        )
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
     quota = np.array([len(range(robot, episodes, env.num_envs)) for robot in range(env.num_envs)])
     counts = _Counts(env)
@@ -56,6 +62,14 @@ def beside_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int
         slow = ColouredNoise(env.spec, chunk, torch.full((env.num_envs,), correlation)).to(env.device)
         everybody[f"coloured {correlation}"] = slow
     return {who: explore(actor, env, episodes, seed, chunk) for who, actor in everybody.items()}
+
+
+def table(found: dict[str, Exploration]) -> str:
+    rows = [("actions", "contact", "places", "places an episode", "state entropy")]
+    for who, e in found.items():
+        numbers = (f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", f"{e.state_entropy:.2f}")
+        rows.append((who, *numbers))
+    return "\n".join(lined_up(rows))
 
 
 class _Counts:
@@ -96,7 +110,7 @@ class _Counts:
         """`[n, hands, 3]`: the voxels that hands are in; none where the env does not tell of hands."""
         entries = list(self.env.spec.hand_entries)
         metres = state[:, entries] / self.env.spec.hand_scale
-        return np.floor(metres / VOXEL).astype(int).reshape(len(state), -1, 3)
+        return np.floor(metres / VOXEL).astype(int).reshape(len(state), len(entries) // 3, 3)
 
 
 def entropy(counts: Counter) -> float:

@@ -49,9 +49,7 @@ def compare(model: dict, other: dict) -> dict:
         return None if mine is None or theirs is None else theirs - mine
 
     cameras = {
-        camera: {
-            "changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio"),
-        }
+        camera: {"changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio")}
         | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
         for camera in model["cameras"]
     }
@@ -171,12 +169,16 @@ def _camera_figures(tally: Tally, camera: str) -> dict:
         "psnr": levels,
         "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in levels},
         "skill": skill(**levels),
-    } | {f"{kind}_mse": _object_figures(tally, camera, f"{kind}_mse") for kind in OBJECTS}
+    } | _object_figures(tally, camera)
 
 
-def _object_figures(tally: Tally, camera: str, name: str) -> dict:
-    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in ("prediction", "copy")}
-    return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
+def _object_figures(tally: Tally, camera: str) -> dict:
+    figures: dict = {}
+    for kind in OBJECTS:
+        names = {who: f"{camera}/{who}/{kind}_mse" for who in ("prediction", "copy")}
+        figures[f"{kind}_mse"] = {who: tally.mean(name) for who, name in names.items()}
+        figures[f"{kind}_pixels"] = tally.counts[names["prediction"]]
+    return figures
 
 
 def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:

@@ -99,19 +99,20 @@ class Teacher:
     def step(self, fraction: float) -> dict[str, float]:
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self._open_store()
-        accuracies, rewards = self._collect()
+        accuracy, rewards = self._collect()
         collected = time.perf_counter()
         self.replay.refresh()
         metrics = self.learner.update(self.replay, self.config.gradient_steps, fraction)
         updated = time.perf_counter()
         self.collector.version += 1
         rewards = self.distributed.gather_objects(rewards)
-        fresh = {"fresh_acc": accuracies, "steps": self.collector.env_steps - steps_before}
-        fresh = self.distributed.mean(fresh)
+        # every process runs as many robots; chunks and episodes may end early, so steps are summed
+        means = self.distributed.mean({"accuracy": accuracy, "steps": self.collector.env_steps - steps_before})
         self.progress.updates += 1
-        self.progress.env_steps += round(fresh.pop("steps") * self.distributed.world_size)
+        self.progress.env_steps += round(means["steps"] * self.distributed.world_size)
         self.progress.episodes += len(rewards)
-        metrics = {_NAMES.get(name, name): value for name, value in metrics.items()} | fresh
+        metrics = {_NAMES.get(name, name): value for name, value in metrics.items()}
+        metrics |= {"fresh_acc": means["accuracy"]}
         metrics |= {"episode_reward": sum(rewards) / len(rewards)} if rewards else {}
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
 
@@ -150,6 +151,13 @@ class Teacher:
         # new seeds for the new episodes: the old ones were used
         self.collector.seed += self.progress.updates
         return [*lost, "the env cannot be put back to where it was; its robots start new episodes"]
+
+    def close(self) -> None:
+        """End what it has going: the env, the thread that makes batches, the store's lock on its folder."""
+        self.env.close()
+        if self.store is not None:
+            self.replay.close()
+            self.store.close()
 
     def _collect(self) -> tuple[float, list[float]]:
         """Let the robots act; the mean accuracy of what they saw, and its sum over each episode that ended.

@@ -11,8 +11,8 @@ Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
 
 # what the sizes that are null in a config are
 PRESETS = {
-    "tiny": {"channels": 48, "width": 64, "layers": 2, "heads": 4, "members": 3, "memory_channels": 16},
-    "small": {"channels": 160, "width": 320, "layers": 4, "heads": 8, "members": 5, "memory_channels": 32},
+    "tiny": {"channels": 32, "width": 96, "layers": 1, "heads": 4, "members": 3, "memory_channels": 16},
+    "small": {"channels": 96, "width": 320, "layers": 4, "heads": 8, "members": 5, "memory_channels": 32},
 }
 
 
@@ -21,7 +21,7 @@ class TokenWorldModelConfig(Section):
 
     name: str = Field("token", description="which world model: token, or your.module:Class")
     preset: Literal["tiny", "small"] = Field(
-        "tiny", description="sizes of what is null below; tiny: ~1 M parameters, for a CPU; small: ~20 M, for a GPU"
+        "tiny", description="sizes of what is null below; tiny: ~0.6 M parameters, for a CPU; small: ~20 M, for a GPU"
     )
     tokenizer: Literal["context_fsq", "fsq", "vq"] = Field(
         "context_fsq", description="what a token tells: how a patch changes (context_fsq), or how it looks (fsq, vq)"
@@ -29,7 +29,7 @@ class TokenWorldModelConfig(Section):
     levels: Levels = Field((8, 8, 8), description="values of each of the numbers that an fsq token is made of")
     codebook_size: int = Field(512, ge=2, description="tokens that vq chooses from")
     tokenizer_steps: int = Field(
-        600, ge=0, description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good"
+        2000, ge=0, description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good"
     )
     channels: int | None = Field(None, gt=0, description="of the convolutions of the tokenizer; null: the preset's")
     width: int | None = Field(None, gt=0, description="of the transformers; null: the preset's")

@@ -6,12 +6,14 @@ Letters: F frames, h x w places of a feature map, c channels, W width of a trans
 import torch
 from torch import nn
 
-# pixels a side of one place of a feature map
-CELL = 8
+# pixels a side of one place of a feature map, and of what one token tells of
+CELL, PATCH = 4, 16
+# places a side of a token
+SIDE = PATCH // CELL
 
 
 class FrameStem(nn.Module):
-    """Pictures -> feature maps: every 8 x 8 pixels become one place, which then looks at its neighbours."""
+    """Pictures -> feature maps: every 4 x 4 pixels become one place, which then looks at its neighbours."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -21,7 +23,7 @@ class FrameStem(nn.Module):
         self.block = ConvBlock(channels)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # [F, 3, H, W] in 0..1 -> [F, h, w, 192] -> [F, h, w, c]
+        # [F, 3, H, W] in 0..1 -> [F, h, w, 48] -> [F, h, w, c]
         return self.block(self.patches(cut(images) - 0.5))
 
 
@@ -62,28 +64,28 @@ class Attention(nn.Module):
 
 
 def cut(images: torch.Tensor) -> torch.Tensor:
-    """[F, k, H, W] -> [F, h, w, k * 64]: the pixels of each place, as its channels."""
+    """[F, k, H, W] -> [F, h, w, 16k]: the pixels of each place, as its channels."""
     frames, channels, height, width = images.shape
     cells = images.reshape(frames, channels, height // CELL, CELL, width // CELL, CELL)
     return cells.permute(0, 2, 4, 1, 3, 5).reshape(frames, height // CELL, width // CELL, -1)
 
 
 def paste(cells: torch.Tensor) -> torch.Tensor:
-    """The way back: [F, h, w, k * 64] -> [F, k, H, W]."""
+    """The way back: [F, h, w, 16k] -> [F, k, H, W]."""
     frames, height, width, size = cells.shape
     cells = cells.reshape(frames, height, width, size // CELL**2, CELL, CELL).permute(0, 3, 1, 4, 2, 5)
     return cells.reshape(frames, -1, height * CELL, width * CELL)
 
 
 def merge_cells(cells: torch.Tensor) -> torch.Tensor:
-    """[F, h, w, c] -> [F, h/2 * w/2, 4c]: the four places that one token tells of, as its features."""
+    """[F, h, w, c] -> [F, P, 16c]: the 4 x 4 places that one token tells of, as its features."""
     frames, height, width, channels = cells.shape
-    blocks = cells.reshape(frames, height // 2, 2, width // 2, 2, channels).permute(0, 1, 3, 2, 4, 5)
-    return blocks.reshape(frames, -1, 4 * channels)
+    blocks = cells.reshape(frames, height // SIDE, SIDE, width // SIDE, SIDE, channels).permute(0, 1, 3, 2, 4, 5)
+    return blocks.reshape(frames, -1, SIDE**2 * channels)
 
 
 def split_cells(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The way back: [F, h/2 * w/2, 4c] -> [F, h, w, c]."""
+    """The way back: [F, P, 16c] -> [F, h, w, c]."""
     frames, _, size = tokens.shape
-    blocks = tokens.reshape(frames, height // 2, width // 2, 2, 2, size // 4).permute(0, 1, 3, 2, 4, 5)
-    return blocks.reshape(frames, height, width, size // 4)
+    blocks = tokens.reshape(frames, height // SIDE, width // SIDE, SIDE, SIDE, size // SIDE**2)
+    return blocks.permute(0, 1, 3, 2, 4, 5).reshape(frames, height, width, -1)

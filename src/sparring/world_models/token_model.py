@@ -14,17 +14,28 @@ from sparring.normalize import RunningNormalizer
 from sparring.world_models.configs import TokenWorldModelConfig, with_preset
 from sparring.world_models.decisions import DecisionEncoder
 from sparring.world_models.dynamics import Member, Trunk
-from sparring.world_models.layers import merge_cells
-from sparring.world_models.tokenizers import PATCH, make_tokenizer
+from sparring.world_models.layers import PATCH, SIDE, merge_cells
+from sparring.world_models.tokenizers import make_tokenizer, picture_loss
 from sparring.world_models.world_model import WorldModel
 
 # of the windows, how many each member learns from: those it leaves out make it differ from the others
 BAG = 0.75
+# pictures are drawn of so many transitions of a batch: neighbours in time tell little, and many small steps get further
+# in the same time than few large ones
+PICTURED = 8
+# how much faster the tokenizer learns, and how much the dynamics care for pictures beside tokens
+TOKENIZER_RATE, PICTURES = 2.0, 10.0
+IMAGES = ("observation", "image"), ("next", "observation", "image")
 # no digit has these values
 NEVER = -1e4
 
 
 class TokenWorldModel(WorldModel):
+    """A tokenizer, which learns first and then stays as it is, and dynamics that predict its tokens.
+
+    The history of frames is in the memory: it keeps something of what each patch showed before.
+    """
+
     def __init__(self, config: TokenWorldModelConfig, spec, chunk: int):
         super().__init__()
         self.config = config = with_preset(config)
@@ -34,7 +45,8 @@ class TokenWorldModel(WorldModel):
         width = config.width
         self.tokenizer = make_tokenizer(config)
         self.decisions = DecisionEncoder(spec, chunk, width, config.language_features)
-        self.patches = nn.Sequential(nn.LayerNorm(4 * config.channels), nn.Linear(4 * config.channels, width))
+        patch_features = SIDE**2 * config.channels
+        self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
         # what is seen of a camera that is masked
         self.unseen = nn.Parameter(torch.randn(width) * 0.3)
@@ -62,9 +74,12 @@ class TokenWorldModel(WorldModel):
         return [p for p in self.parameters() if (id(p) in of_tokens) == self.learns_tokens]
 
     def eagerness(self) -> float:
-        return max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05) if self.learns_tokens else 1.0
+        if not self.learns_tokens:
+            return 1.0
+        return TOKENIZER_RATE * max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05)
 
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        self.tokenizer.requires_grad_(self.learns_tokens)
         with self._autocast():
             loss, metrics = self._tokenizer_loss(batch) if self.learns_tokens else self._dynamics_loss(batch)
         if self.training:
@@ -74,12 +89,9 @@ class TokenWorldModel(WorldModel):
     def _tokenizer_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         # nothing is remembered in tokens that do not mean anything yet
         batch["memory_after"] = self.empty_memory(batch.numel()).unflatten(0, batch.batch_size)
-        frames = self._frames(batch)
-        features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
-        now, following = (frames[:, :-1], features[:, :-1]), (frames[:, 1:], features[:, 1:])
-        wrong, apart = self.tokenizer.loss(*(part.flatten(0, 2) for part in now + following))
-        # [B, T, V] -> one number
-        wrong = _mean(wrong.unflatten(0, now[0].shape[:3]).mean(-1), batch["mask"])
+        some = batch.select(*IMAGES)[_some_of(batch["mask"])]
+        (now, seen), (following, seen_after) = (self._features(some[key]) for key in IMAGES)
+        wrong, apart = self.tokenizer.loss(*(part.flatten(0, 1) for part in (now, seen, following, seen_after)))
         return wrong + apart, {"loss_tokenizer": wrong}
 
     def _dynamics_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -92,15 +104,29 @@ class TokenWorldModel(WorldModel):
             digits = digits.unflatten(0, mask.shape)
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
+        # columns that only bring the memory up to date are not predicted
+        first = int(mask.any(0).nonzero()[0])
+        batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))
+        frames, features = frames[:, first:], features[:, first:]
         # [M, B, T, P, K, L] and [M, B, T, S + 3]
         logits, others = self._opinions(tokens)
         # [M, B, T]: who learns from what
         weight = self._bags(mask)
         losses = {"tokens": _cross_entropy(logits, digits).mean(-1)} | self._other_losses(batch, others)
         parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
+        parts["loss_pictures"] = PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
         with torch.no_grad():
             accuracies = self._accuracies(logits, digits, features, mask)
         return sum(parts.values()), parts | accuracies
+
+    def _picture_loss(self, frames: Tensor, features: Tensor, logits: Tensor, some: tuple[Tensor, Tensor]) -> Tensor:
+        """Of what predictions of some transitions look like, each by one member: not all digits matter alike."""
+        rows, columns = some
+        member = torch.randint(self.members, rows.shape, device=rows.device)
+        codes = self.tokenizer.quantizer.expected(logits[member, rows, columns].softmax(-1))
+        codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
+        now, following = frames[rows, columns].flatten(0, 1), frames[rows, columns + 1].flatten(0, 1)
+        return picture_loss(self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes), now, following)
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         seen = batch["mask"]
@@ -289,6 +315,12 @@ def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
     digits = digits.expand(logits.shape[:-1])
     # sums of exponents first: it keeps nothing of the size of the logits but themselves
     return (logits.logsumexp(-1) - logits.gather(-1, digits[..., None])[..., 0]).sum(-1)
+
+
+def _some_of(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of some steps that count."""
+    usable = mask.nonzero()
+    return usable[torch.randperm(len(usable), device=mask.device)[:PICTURED]].unbind(1)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

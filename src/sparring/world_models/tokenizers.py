@@ -2,20 +2,18 @@
 
 All cameras share one. A token of a context tokenizer tells how a patch changes: its encoder sees the frame before and
 the frame after, its decoder the frame before and the tokens. A token of a frame tokenizer tells how a patch looks.
-Letters: F frames, h x w places of 8 x 8 pixels, c channels, P tokens of a frame, K digits of a token.
+Letters: F frames, h x w places of 4 x 4 pixels, c channels, P tokens of a frame, K digits of a token.
 """
 
 import torch
 from torch import nn
 
-from sparring.world_models.layers import CELL, ConvBlock, FrameStem, merge_cells, paste, split_cells
+from sparring.world_models.layers import CELL, SIDE, ConvBlock, FrameStem, merge_cells, paste, split_cells
 from sparring.world_models.quantizers import FSQ, VQ
 
-# pixels a side of what one token tells of
-PATCH = 2 * CELL
-# in 1/255: a pixel one of whose colours changes by more has changed; so much more it then counts, since most never do
-# and a tokenizer that only copies would be nearly right (measured: it then takes three times as long to learn)
-CHANGED, CHANGED_WEIGHT = 8, 4.0
+# in 1/255: a pixel one of whose colours changes by more has changed. Such pixels count more, since most never do and a
+# tokenizer that only copies would be nearly right; and squares count more than L1, or it goes on copying for too long
+CHANGED, CHANGED_WEIGHT, SQUARES = 8, 4.0, 8.0
 
 
 class Tokenizer(nn.Module):
@@ -28,11 +26,11 @@ class Tokenizer(nn.Module):
         super().__init__()
         self.quantizer, self.channels = quantizer, channels
         self.stem = FrameStem(channels)
-        self.encoder_in = nn.Linear(self.frames * 4 * channels, 2 * channels)
+        self.encoder_in = nn.Linear(self.frames * SIDE**2 * channels, 4 * channels)
         self.encoder_out = nn.Sequential(
-            nn.SiLU(), nn.Linear(2 * channels, channels), nn.LayerNorm(channels), nn.Linear(channels, quantizer.size)
+            nn.SiLU(), nn.Linear(4 * channels, channels), nn.LayerNorm(channels), nn.Linear(channels, quantizer.size)
         )
-        self.decoder_in = nn.Linear(quantizer.size, 4 * channels)
+        self.decoder_in = nn.Linear(quantizer.size, SIDE**2 * channels)
         self.decoder = nn.Sequential(*(ConvBlock(channels) for _ in range(3)))
         self.pixels = nn.Sequential(
             nn.Linear(channels, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, 4 * CELL * CELL)
@@ -47,17 +45,15 @@ class Tokenizer(nn.Module):
         raise NotImplementedError
 
     def loss(self, frame, features, following, following_features) -> tuple[torch.Tensor, torch.Tensor]:
-        """How badly `following` comes back (L1 + MSE of each frame, [F]), and what the quantizer asks for."""
+        """How badly `following` comes back from its tokens, and what the quantizer asks for."""
         codes, _, apart = self._quantized(features, following_features)
-        wrong = self.decode(frame, features, codes).float() - following
-        changed = (following - frame).abs().amax(1, keepdim=True) > CHANGED / 255
-        return ((wrong.abs() + wrong.square()) * (1 + CHANGED_WEIGHT * changed)).mean((1, 2, 3)), apart
+        return picture_loss(self.decode(frame, features, codes), frame, following), apart
 
     def _quantized(self, before, after):
         return self.quantizer(self.encoder_out(self.encoder_in(self._seen(before, after))).float())
 
     def _seen(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """What the encoder reads of the two, [F, P, frames * 4c]."""
+        """What the encoder reads of the two, [F, P, frames * 16c]."""
         raise NotImplementedError
 
     def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
@@ -90,6 +86,13 @@ class FrameTokenizer(Tokenizer):
 
     def _seen(self, before, after):
         return merge_cells(after)
+
+
+def picture_loss(drawn: torch.Tensor, frame: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """How unlike `following` what was drawn is: L1 + MSE, weighted."""
+    wrong = drawn.float() - following
+    changed = (following - frame).abs().amax(1, keepdim=True) > CHANGED / 255
+    return ((wrong.abs() + SQUARES * wrong.square()) * (1 + CHANGED_WEIGHT * changed)).mean()
 
 
 def make_tokenizer(config) -> Tokenizer:
