@@ -10,13 +10,17 @@ _PLAYGROUND = {
 }
 # what differs in the env comes with the teacher
 _EXPLORER = _PLAYGROUND | {
-    # an episode of each robot
-    "rollout.steps": 25,
+    # two episodes of each robot
+    "rollout.steps": 50,
     # noise that lasts for an episode: from the first day the hand gets to where things are
     "policy.distribution": "gsde",
     "policy.sde_sample_freq": 25,
     "policy.init_std": 0.3,
     "ppo.gamma": 0.99,
+    "ppo.policy_lr": 5e-4,
+    "ppo.critic_lr": 1e-3,
+    # returns are large: with more of their error the encoder they share is the critic's, and its features saturate
+    "ppo.value_loss_coef": 0.02,
     "ppo.mini_batch_size": 200,
     "ppo.ppo_epochs": 4,
     "ppo.target_kl": 0.05,
