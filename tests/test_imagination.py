@@ -31,9 +31,7 @@ def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "teacher_rl"
     run = Run(config_of("teacher", folder, *TEACHER), quiet=True)
     assert run.run()
-    run.phase.env.close()
-    run.phase.replay.close()
-    run.phase.store.close()
+    run.phase.close()
     return folder
 
 

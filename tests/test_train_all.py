@@ -12,7 +12,8 @@ import pytest
 
 from sparring import chain
 from sparring.cli import main
-from sparring.config_text import parse_overrides
+from sparring.config_text import Setting, parse_overrides
+from sparring.tree import load_config
 
 TESTS = Path(__file__).parent
 SHORT = ["device=cpu", "env.threads=1", "env.image_size=32", "rollout.n_envs=2", "rollout.steps=4", "threads=1"]
@@ -118,6 +119,28 @@ def test_it_goes_on_in_the_phase_where_it_stopped(commands, tmp_path, capsys):
 def test_mistakes_are_told_before_anything_is_run(commands, tmp_path, given, said, capsys):
     assert main(["train", "all", "--output", str(tmp_path), *given]) == 2
     assert said in capsys.readouterr().err and not commands.made
+
+
+def test_the_quickstarts_settings_are_accepted(commands, tmp_path):
+    root = TESTS.parent
+    assert "sparring train all --config configs/quickstart.yaml" in (root / "quickstart.sh").read_text()
+    assert main(["train", "all", "--output", str(tmp_path), "--config", str(root / "configs/quickstart.yaml")]) == 0
+    teacher, _, adversarial = commands.made
+    assert "teacher.gradient_steps=100" in teacher and "world_model.tokenizer_steps=500" in teacher
+    assert "training.iterations=14" in teacher and "training.iterations=8" in adversarial
+
+
+@pytest.mark.parametrize("phase", ["student", "adversarial"])
+def test_the_originals_values_are_a_preset(phase):
+    given = [Setting(f"{phase}.teacher", "outputs/teacher_rl", "here")]
+    config = load_config(TESTS.parent / f"configs/{phase}_original.yaml", given)
+    training, rollout = config.training, config.rollout
+    assert (config.phase, training.num_episodes, training.save_every, training.log_every) == (phase, 100, 50, 10)
+    assert (rollout.n_envs, rollout.steps, rollout.max_episode_steps, rollout.action_steps) == (1, 50, 50, 1)
+    assert (config.ppo.mini_batch_size, config.ppo.policy_lr) == (8, 1e-4)
+    assert (config.rewards.name, config.rewards.divergence) == ("original", "original")
+    if phase == "adversarial":
+        assert (config.adversarial.batch_size, config.adversarial.learning_rate) == (8, 1e-4)
 
 
 def start(output: Path, *more: str) -> subprocess.Popen:

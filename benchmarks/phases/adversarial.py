@@ -26,7 +26,7 @@ CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "avg_acc", "acc_"
 EPISODES = 64
 DOWN, BETTER, UP = 0.30, 0.15, 0.02
 SETTINGS = ["phase=adversarial", "device=cpu", "threads=1", "env.threads=1", "training.iterations=24"]
-SETTINGS += ["adversarial.wm_updates_per_iter=50", "adversarial.generation_every=6", "training.save_every=3"]
+SETTINGS += ["adversarial.generation_every=6", "training.save_every=3"]
 # of the run to compare with: it collects, and the explorer's turn to learn never comes
 NOISE = ["policy.name=noise_policy:Noise", "policy.robots=16", "rollout.n_envs=16", "adversarial.warmup_steps=1000000"]
 
@@ -42,7 +42,6 @@ def outcome(seed: int, teacher: Path, student: Path, minutes: float, changes: li
         config = _config(teacher, folder, seed, [*own[who], *changes])
         run, records[who] = train(config, minutes, CURVES)
         run.phase.close()
-        run.phase.env.close()
         models[who] = run.phase.world_model.eval()
     done = all(record["done"] for record in records.values())
     about = {"problem": "adversarial", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model(), "done": done}

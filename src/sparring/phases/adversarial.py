@@ -167,7 +167,8 @@ class Adversarial:
         return lost + self.explorer.load_state_dict(state["explorer"], process_state["explorer"])
 
     def close(self) -> None:
-        """Give the folders free."""
+        """End what it has going: the env, the thread that makes batches, the stores' locks on their folders."""
+        self.env.close()
         if self.store is not None:
             self.replay.close()
             self.generations.close()

@@ -77,12 +77,12 @@ class AdversarialConfig(Section):
         description="first gradient steps, in which the world model alone learns while the explorer acts",
     )
     learning_rate: float = Field(
-        5e-4,
+        1e-3,
         gt=0,
         description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr",
     )
-    batch_size: int = Field(16, gt=0, description="windows of training.bptt_length decisions per gradient step")
-    burn_in: int = Field(4, ge=0, description="decisions before a window that rebuild the memory")
+    batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
+    burn_in: int = Field(6, ge=0, description="decisions before a window that rebuild the memory")
     replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes among the windows")
     replay_past: float = Field(0.3, ge=0, description="weight of the episodes of all explorers of this run")
     replay_newest: float = Field(0.3, ge=0, description="weight of the episodes of the newest update")
