@@ -87,7 +87,7 @@ def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
     dims = getattr(policy, "action_dim", DIMS)
     actions = {"mean": np.full(dims, 0.1), "std": np.full(dims, 0.5)}
     state = {"mean": np.zeros(STATE), "std": np.full(STATE, 2.0)}
-    policy.fit_normalizers({"action": actions, "observation/state": state}, "mean_std")
+    policy.fit_normalizers({"action": actions, "observation/state": state}, "mean_std", "mean_std")
     return policy.eval()
 
 
