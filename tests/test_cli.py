@@ -424,7 +424,7 @@ def test_the_flags_offered_are_the_flags_there_are():
     [
         ("", [*COMMANDS, "--help", "--version"]),
         ("t", ["train", "tasks"]),
-        ("train ", ["finetune", "imitate", "teacher", "student"]),
+        ("train ", ["finetune", "imitate", "teacher", "student", "adversarial", "all"]),
         ("config f", ["finetune"]),
         ("completion ", ["bash", "zsh", "fish"]),
         ("train finetune ppo.cl", ["ppo.clip_ratio=", "ppo.clip_schedule="]),
