@@ -39,3 +39,17 @@ def make_env(
     env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs, group_size)
     env.config = config
     return env
+
+
+def make_training_env(config, distributed) -> Env:
+    """This process's share of the robots that a run's config asks for."""
+    rollout = config.rollout
+    return make_env(
+        config.env,
+        rollout.n_envs,
+        rollout.max_episode_steps,
+        distributed.device,
+        first_env=distributed.rank * rollout.n_envs,
+        total_envs=distributed.world_size * rollout.n_envs,
+        group_size=rollout.group_size,
+    )

@@ -16,7 +16,7 @@ from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.envs.make import make_env
+from sparring.envs.make import make_training_env
 from sparring.errors import UserError
 from sparring.phases.imagination import imagine
 from sparring.phases.phase import Progress
@@ -54,15 +54,7 @@ class Finetune:
     @classmethod
     def from_config(cls, config, distributed: Distributed) -> "Finetune":
         rollout = config.rollout
-        env = make_env(
-            config.env,
-            rollout.n_envs,
-            rollout.max_episode_steps,
-            distributed.device,
-            first_env=distributed.rank * rollout.n_envs,
-            total_envs=distributed.world_size * rollout.n_envs,
-            group_size=rollout.group_size,
-        )
+        env = make_training_env(config, distributed)
         if rollout.imagined:
             env = imagine(env, config, distributed)
         policy = make_policy(config.policy, cls.seen(config, env.spec), rollout.action_steps).to(distributed.device)

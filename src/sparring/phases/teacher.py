@@ -15,7 +15,7 @@ from sparring.data.sequential_windows import SequentialWindows
 from sparring.data.windows import ShuffledWindows
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
-from sparring.envs.make import make_env
+from sparring.envs.make import make_training_env
 from sparring.errors import UserError
 from sparring.phases.configs import TeacherConfig
 from sparring.phases.phase import Pictures, Progress
@@ -68,14 +68,7 @@ class Teacher:
     @classmethod
     def from_config(cls, config, distributed: Distributed) -> "Teacher":
         rollout = config.rollout
-        env = make_env(
-            config.env,
-            rollout.n_envs,
-            rollout.max_episode_steps,
-            distributed.device,
-            first_env=distributed.rank * rollout.n_envs,
-            total_envs=distributed.world_size * rollout.n_envs,
-        )
+        env = make_training_env(config, distributed)
         model = make_world_model(config.world_model, env.spec, rollout.action_steps).to(distributed.device)
         return cls(
             config.teacher,
