@@ -325,17 +325,17 @@ def _check_teacher(config: Config) -> list[tuple[str, str]]:
 
 def _check_student(config: Config) -> list[tuple[str, str]]:
     mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=False)
-    if not config.student.teacher:
-        what = "expected the run folder or a checkpoint of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
-        mistakes.append(("student.teacher", f"{what}; train one with `sparring train teacher`"))
-    return mistakes
+    return mistakes + _missing_teacher("student", config.student.teacher)
+
+
+def _missing_teacher(section: str, teacher: str | None) -> list[tuple[str, str]]:
+    what = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+    return [] if teacher else [(f"{section}.teacher", f"{what}; train one with `sparring train teacher`")]
 
 
 def _check_adversarial(config: Config) -> list[tuple[str, str]]:
     mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=True)
-    if not config.adversarial.teacher:
-        what = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
-        mistakes.append(("adversarial.teacher", f"{what}; train one with `sparring train teacher`"))
+    mistakes += _missing_teacher("adversarial", config.adversarial.teacher)
     weights = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
     if not any(weights):
         mistakes.append(("adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"))
