@@ -42,7 +42,7 @@ class Problem:
 
 
 PROBLEMS = {
-    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 10, 3_000_000),
+    "lift_d1": Problem("lift_d1", ["env.cameras=[head,wrist]"], 10, 3_500_000, 500_000),
     "stack_d0": Problem("stack_d0", STATE, 10, 1_500_000),
     "handover_d1": Problem("handover_d1", STATE, 10, 1_500_000),
 }
