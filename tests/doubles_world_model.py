@@ -55,7 +55,7 @@ class CopyingWorldModel(WorldModel):
         self.calls["observe"] += 1
         return self._entered(td) + self._seen(td)
 
-    def predict(self, td):
+    def predict(self, td, without=()):
         self.calls["predict"] += 1
         pictures = td["observation", "image"]
         brighter = {c: (pictures[c] + self.brighter).round().clamp(0, 255).to(torch.uint8) for c in self.cameras}

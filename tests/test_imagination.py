@@ -41,7 +41,7 @@ def run_of(teacher, output, *overrides) -> Run:
 
 def test_robots_act_in_what_the_model_predicts(teacher, tmp_path, monkeypatch):
     # a reward that no env gives
-    def predict(self, td, truly=CopyingWorldModel.predict):
+    def predict(self, td, without=(), truly=CopyingWorldModel.predict):
         return truly(self, td).set("reward", torch.full((len(td),), 7.0))
 
     monkeypatch.setattr(CopyingWorldModel, "predict", predict)

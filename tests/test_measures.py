@@ -11,13 +11,16 @@ from doubles import CountingBackend, counting_env
 from doubles_world_model import CopyingConfig, CopyingWorldModel
 from tensordict import TensorDict
 
+from sparring.config_text import parse_overrides
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.measures.exploration import beside_random, entropy, explore
+from sparring.envs.make import make_env
+from sparring.measures.exploration import beside_random, entropy, explore, showing_objects
 from sparring.measures.held_out import held_out_episodes
 from sparring.measures.images import Seen, changed, objects, psnr, squared_error, ssim
 from sparring.measures.world_model import compare, measure, skill
 from sparring.policies.random import RandomPolicy
+from sparring.tree import load_config
 
 
 def flat(value: int, size: int = 16) -> torch.Tensor:
@@ -213,6 +216,40 @@ def test_objects_and_hidden_objects():
     assert measure(copier(), still_then_moving())["cameras"]["head"]["object_mse"]["prediction"] is None
 
 
+class HalfBlind(CopyingWorldModel):
+    """Does without the head camera at times, and is then 20 brighter than the last frame instead of 5."""
+
+    dispensable = ("head",)
+
+    def predict(self, td, without=()):
+        predicted = super().predict(td)
+        if without:
+            assert without == ("head",)
+            predicted["image", "wrist"] = td["observation", "image", "wrist"] + 20
+        return predicted
+
+
+def test_hidden_objects_with_an_explorers_camera_alone():
+    episodes = still_then_moving()
+    # an object that head shows all the time, and wrist not at times 2 and 3
+    there = torch.tensor([True, True, False, False, True, True, True, True, True])
+    head = torch.full((2, 9, 1, 20, 20), 3, dtype=torch.uint8)
+    wrist = torch.ones_like(head)
+    wrist[:, there, :, :4, :4] = 3
+    for camera, numbers in {"head": head, "wrist": wrist}.items():
+        episodes["observation", "segmentation", camera] = numbers[:, :-1]
+        episodes["next", "observation", "segmentation", camera] = numbers[:, 1:]
+    figures = measure(HalfBlind(CopyingConfig(brighter=5.0), SPEC, 1), episodes)
+    assert figures["cameras"]["wrist"]["hidden_object_mse"]["pixels"] == 0
+    found = figures["half_blind"]
+    assert found["without"] == ["head"] and list(found["cameras"]) == ["wrist"]
+    assert found["cameras"]["wrist"]["pixels"] == 32 and found["cameras"]["wrist"]["copy"] == 0
+    assert found["cameras"]["wrist"]["prediction"] == pytest.approx((20 / 255) ** 2)
+    assert measure(copier(), episodes)["half_blind"] == {"without": [], "cameras": {}}
+    compared = compare(figures, figures)["half_blind"]["cameras"]
+    assert compared == {"wrist": {"hidden_object_mse": 0.0}}
+
+
 def test_two_models_are_compared_by_how_much_worse_the_other_is():
     better, worse = (measure(copier(brighter), still_then_moving()) for brighter in (5.0, 0.0))
     found = compare(better, worse)
@@ -272,6 +309,41 @@ def test_exploration_by_hand():
     # x was in bins 3 (3 times), 5, 7 (3 times each), 9 and 11 (once each); y and z never changed
     shares = np.array([3, 3, 3, 1, 1]) / 11
     assert found.state_entropy == pytest.approx(-(shares * np.log(shares)).sum() / 3)
+
+
+class PushingBackend(HandBackend):
+    """Beside it two objects: one moves with the hand from step 2 on, the other stays."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        observation = self.spec.observation | {"privileged": ((7,), "float32")}
+        self.spec = replace(self.spec, observation=observation, object_entries=(1, 2, 3, 4, 5, 6))
+
+    def _observe(self):
+        seen = super()._observe()
+        pushed, still = seen["state"].copy(), np.full_like(seen["state"], 0.1)
+        pushed[:, 0] = np.where(self.count >= 2, pushed[:, 0], 0.1)
+        return seen | {"privileged": np.concatenate([still[:, :1], pushed, still], 1)}
+
+
+def test_places_that_objects_are_brought_to():
+    env = Env(PushingBackend(lengths=(3, 5)))
+    found = explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
+    # one object at steps 2, 3 in all episodes and 4, 5 in the long one: four places; where it began is none
+    assert found.object_voxels == 4
+    assert explore(RandomPolicy(env.spec, 1), Env(HandBackend((3, 5))), 3, seed=0).object_voxels is None
+
+
+def test_the_suite_tells_where_objects_are_only_when_asked():
+    config = load_config(None, parse_overrides(["env.task=explore", "env.object_state=hidden"])).env
+    hidden, shown = make_env(config, 2), make_env(showing_objects(config), 2)
+    assert hidden.spec.object_entries == () and len(shown.spec.object_entries) == 3 * 6
+    assert shown.spec.observation["state"] == hidden.spec.observation["state"]
+    td = shown.reset(seed=0)
+    places = td["observation", "privileged"][:, list(shown.spec.object_entries)].view(2, -1, 3) / 4
+    # on the table, all in different places
+    assert (places[..., 2].abs() < 0.2).all() and places[0].unique(dim=0).shape[0] == 6
+    hidden.close(), shown.close()
 
 
 def test_an_explorer_beside_random_ones_on_the_same_episodes():

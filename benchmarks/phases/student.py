@@ -8,7 +8,9 @@
 One process trains one seed on one thread for at most 10 CPU minutes, so two seeds can run side by side on two cores; a
 run that is cut short (--minutes) goes on by the same call. Then the explorer, as it acts in training, plays held-out
 episodes beside uniform and coloured noise, the same ones. Wanted: what is paid rises; in touch with an object at least
-3 times as often as the best coloured noise, and in 10 % of the decisions; the hand gets to 1.5 times as many places.
+3 times as often as the best coloured noise, and in 10 % of the decisions; objects get to 1.5 times as many places as
+with the best of them. (The places that its hand gets to are told as well: noise is in a new one at every other
+decision, and who plays with things stays with them.)
 """
 
 import argparse
@@ -49,9 +51,9 @@ def paid(run, curve: list[dict]) -> dict:
 def judge(run, config) -> dict:
     """The explorer beside random actions, on held-out episodes."""
     from sparring.envs.make import make_env
-    from sparring.measures.exploration import beside_random
+    from sparring.measures.exploration import beside_random, showing_objects
 
-    env = make_env(config.env, 32)
+    env = make_env(showing_objects(config.env), 32)
     policy = run.phase.policy.eval()
     found = beside_random(policy, env, EPISODES, config.seed, config.rollout.action_steps)
     env.close()
@@ -61,23 +63,23 @@ def judge(run, config) -> dict:
 def verdict(run: dict) -> dict:
     explored, paid = run["explored"], run["paid"]
     noise = [values for who, values in explored.items() if who.startswith("coloured")]
-    best = {name: max(values[name] for values in noise) for name in ("contact", "voxels")}
+    best = {name: max(values[name] for values in noise) for name in ("contact", "object_voxels")}
     mine = explored["policy"]
     return {
         "paid rises": paid["last"] > paid["first"],
         "contact": mine["contact"] >= CONTACT,
         "contact ratio": mine["contact"] >= CONTACT_RATIO * best["contact"],
-        "coverage ratio": mine["voxels"] >= COVERAGE_RATIO * best["voxels"],
+        "coverage ratio": mine["object_voxels"] >= COVERAGE_RATIO * best["object_voxels"],
     }
 
 
 def summary(runs: dict[str, dict]) -> str:
-    rows = [("rewards", "seed", "steps", "CPU min", "who", "contact", "voxels", "per episode", "state entropy")]
+    rows = [("rewards", "seed", "steps", "CPU min", "who", "contact", "places", "of objects", "state entropy")]
     lines = []
     for run in runs.values():
         head = (run["problem"], run["seed"], f"{run['steps']:,}", f"{run['cpu_seconds'] / 60:.1f}")
         for who, e in run["explored"].items():
-            numbers = f"{e['contact']:.1%}", e["voxels"], f"{e['voxels_per_episode']:.1f}", f"{e['state_entropy']:.2f}"
+            numbers = f"{e['contact']:.1%}", e["voxels"], e["object_voxels"], f"{e['state_entropy']:.2f}"
             rows.append((*head, who, *numbers))
         paid = run["paid"]
         judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())

@@ -13,7 +13,7 @@ from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
-from sparring.measures.exploration import Exploration, beside_random, table
+from sparring.measures.exploration import Exploration, beside_random, showing_objects, table
 from sparring.record.recorder import Recorder
 from sparring.tree import Config, load_config
 
@@ -76,7 +76,7 @@ def evaluate_exploration(path: str, settings: list[Setting], json_file: Path | N
     device, rollout = pick_device(config.device), config.rollout
     policy = load_policy(checkpoint, device)
     _refuse_other_env(checkpoint, config)
-    env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
+    env = make_env(showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
     try:
         found = beside_random(policy, env, config.evaluation.episodes, config.seed, rollout.action_steps)
     finally:

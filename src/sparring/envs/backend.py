@@ -36,6 +36,8 @@ class EnvSpec:
     # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
     hand_entries: tuple[int, ...] = ()
     hand_scale: float = 1.0
+    # the same of `observation/privileged` and the objects, in the same unit
+    object_entries: tuple[int, ...] = ()
 
 
 @dataclass

@@ -91,9 +91,24 @@ def _in_words(figures: dict) -> list[str]:
         f"told another robot's action: cross-entropy {_signed(shuffled['cross_entropy_gap'], 3)}, "
         f"MSE ratio of changed pixels {', '.join(gaps)}",
     ]
-    for camera, found in figures.get("against", {"cameras": {}})["cameras"].items():
+    blind = figures["half_blind"]
+    for camera, found in blind["cameras"].items():
+        errors = [_number(found[who], 5) for who in ("prediction", "copy")]
+        lines.append(
+            f"without {', '.join(blind['without'])}: MSE of {found['pixels']} pixels of hidden objects, {camera} "
+            f"{errors[0]} (copying the last frame {errors[1]})"
+        )
+    return lines + _against(figures["against"]) if "against" in figures else lines
+
+
+def _against(figures: dict) -> list[str]:
+    lines = []
+    for camera, found in figures["cameras"].items():
         gaps = [f"{name.replace('_', ' ')} pixels {_signed(found[f'{name}_mse'], 5)}" for name in OBJECTS]
         ratio = _signed(found["changed_mse_ratio"], 3)
+        blind = figures["half_blind"]["cameras"].get(camera)
+        if blind:
+            gaps.append(f"hidden object pixels without the other cameras {_signed(blind['hidden_object_mse'], 5)}")
         lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(gaps)}")
     return lines
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from sparring.collect.collector import Collector
 from sparring.envs.env import Env
@@ -32,6 +33,9 @@ class Exploration:
     # places of `VOXEL` metres that a hand was in: of all robots and episodes together, and in an episode on average
     voxels: int
     voxels_per_episode: float
+    # places that objects were brought to: voxels, of each object, in which it did not begin the episode; None where the
+    # env does not tell (EnvSpec.object_entries)
+    object_voxels: int | None
     # nats: of the bins that each entry of the state was in, the mean over entries
     state_entropy: float
 
@@ -50,9 +54,15 @@ def explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, 
     counts = _Counts(env)
     while quota.any():
         playing = np.flatnonzero(quota)
-        counts.add(collector.decide()["next", "observation", "state"][playing].numpy(force=True), playing)
+        counts.add(collector.decide()[playing], playing)
         quota[env.last.ended] = np.maximum(quota[env.last.ended] - 1, 0)
     return counts.result(episodes)
+
+
+def showing_objects(env_config):
+    """The same env, which tells this measure where things are, and policies no more than before."""
+    hidden = getattr(env_config, "object_state", None) == "hidden"
+    return env_config.model_copy(update={"object_state": "privileged"}) if hidden else env_config
 
 
 def beside_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> dict[str, Exploration]:
@@ -65,9 +75,10 @@ def beside_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int
 
 
 def table(found: dict[str, Exploration]) -> str:
-    rows = [("actions", "contact", "places", "places an episode", "state entropy")]
+    rows = [("actions", "contact", "places", "places an episode", "places of objects", "state entropy")]
     for who, e in found.items():
-        numbers = (f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", f"{e.state_entropy:.2f}")
+        moved = "n/a" if e.object_voxels is None else str(e.object_voxels)
+        numbers = (f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", moved, f"{e.state_entropy:.2f}")
         rows.append((who, *numbers))
     return "\n".join(lined_up(rows))
 
@@ -81,14 +92,22 @@ class _Counts:
         # (robot, episode) -> its places; a place is (hand, x, y, z)
         self.places: dict[tuple[int, int], set] = {}
         self.episode = np.zeros(env.num_envs, int)
+        # [N, objects, 3] where they began, and (object, x, y, z) of where else they were
+        self.began = np.zeros((env.num_envs, len(env.spec.object_entries) // 3, 3), int)
+        self.brought: set[tuple[int, ...]] = set()
         # of each entry of the state: bin -> how often
         self.bins: list[Counter] = []
 
-    def add(self, state: np.ndarray, robots: np.ndarray) -> None:
-        """States `[n, S]` that the decisions of these robots led to, right after the env's step."""
+    def add(self, td: TensorDict, robots: np.ndarray) -> None:
+        """Decisions `[n]` of these robots, right after the env's step."""
+        state = td["next", "observation", "state"].numpy(force=True)
         self.decisions += len(robots)
         self.touched += int(self.env.last.contact[robots].sum())
-        for robot, hands in zip(robots.tolist(), self._places(state), strict=True):
+        if self.env.spec.object_entries:
+            self._follow_objects(td, robots)
+        # [n, hands, 3]
+        places = self._voxels(state, self.env.spec.hand_entries)
+        for robot, hands in zip(robots.tolist(), places, strict=True):
             visited = self.places.setdefault((robot, int(self.episode[robot])), set())
             visited.update((hand, *place) for hand, place in enumerate(hands.tolist()))
         self.bins = self.bins or [Counter() for _ in range(state.shape[1])]
@@ -103,14 +122,25 @@ class _Counts:
             self.touched / self.decisions,
             len(everywhere),
             sum(map(len, self.places.values())) / episodes,
+            len(self.brought) if self.env.spec.object_entries else None,
             float(np.mean([entropy(counter) for counter in self.bins])),
         )
 
-    def _places(self, state: np.ndarray) -> np.ndarray:
-        """`[n, hands, 3]`: the voxels that hands are in; none where the env does not tell of hands."""
-        entries = list(self.env.spec.hand_entries)
-        metres = state[:, entries] / self.env.spec.hand_scale
-        return np.floor(metres / VOXEL).astype(int).reshape(len(state), len(entries) // 3, 3)
+    def _follow_objects(self, td: TensorDict, robots: np.ndarray) -> None:
+        # [n, objects, 3]
+        before, after = (
+            self._voxels(seen["privileged"].numpy(force=True), self.env.spec.object_entries)
+            for seen in (td["observation"], td["next", "observation"])
+        )
+        is_first = td["is_first"].numpy(force=True)
+        self.began[robots[is_first]] = before[is_first]
+        moved = (after != self.began[robots]).any(-1)
+        self.brought.update((int(k), *after[row, k].tolist()) for row, k in np.argwhere(moved))
+
+    def _voxels(self, vectors: np.ndarray, entries: tuple[int, ...]) -> np.ndarray:
+        """Positions among the entries of `[n, S]` -> `[n, positions, 3]`; none where the env does not tell."""
+        metres = vectors[:, list(entries)] / self.env.spec.hand_scale
+        return np.floor(metres / VOXEL).astype(int).reshape(len(vectors), -1, 3)
 
 
 def entropy(counts: Counter) -> float:

@@ -32,12 +32,14 @@ def measure(model: WorldModel, episodes: TensorDict) -> dict:
         rows = rows.to(next(model.parameters()).device)
         _one_ahead(model, rows, tally)
         _open_loop(model, rows, tally)
+        _half_blind(model, rows, tally)
     return {
         "transitions": int(episodes["mask"].sum()),
         "tokens": {name: tally.mean(name) for name in (*TOKENS, "cross_entropy")},
         "cameras": {camera: _camera_figures(tally, camera) for camera in model.cameras},
         "open_loop": {str(k): {c: _open_figures(tally, c, k) for c in model.cameras} for k in HORIZONS},
         "shuffled_actions": _shuffled_figures(tally, model.cameras),
+        "half_blind": _half_blind_figures(tally, model),
     }
 
 
@@ -53,7 +55,9 @@ def compare(model: dict, other: dict) -> dict:
         | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
         for camera in model["cameras"]
     }
-    return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras}
+    blind = {camera: gap("half_blind", "cameras", camera, "prediction") for camera in model["half_blind"]["cameras"]}
+    half_blind = {"cameras": {camera: {"hidden_object_mse": worse} for camera, worse in blind.items()}}
+    return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras, "half_blind": half_blind}
 
 
 def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
@@ -155,6 +159,28 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
                     tally.add(f"{camera}/{who}/open_{k}", squared_error(shown, after), step["mask"])
 
 
+def _half_blind(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
+    """With an explorer's cameras alone: pixels of objects that none of them shows now, but one did before.
+
+    There are many of these, since an arm's own camera sees little at a time; where they are, only a memory can know.
+    """
+    left = tuple(camera for camera in model.cameras if camera not in model.dispensable)
+    if not model.dispensable or not left or ("observation", "segmentation") not in rows.keys(True):
+        return
+    memory, seen = model.empty_memory(len(rows)), Seen(len(rows), rows["mask"].device)
+    for t in range(rows.shape[1]):
+        here = rows["mask"][:, t]
+        td = rows[:, t][here].set(("memory", "world_model"), memory[here])
+        predicted = model.predict(td, without=model.dispensable)
+        memory[here] = predicted["memory"]
+        now, after = td["observation"], td["next", "observation"]
+        hidden = seen.hidden(*({c: one["segmentation", c] for c in left} for one in (now, after)), here)
+        for camera in left:
+            for who, guess in (("prediction", predicted), ("copy", now)):
+                error = squared_error(guess["image", camera], after["image", camera])
+                tally.add(f"{camera}/{who}/half_blind", error, hidden[camera])
+
+
 def _imagined(observation: TensorDict, predicted: TensorDict) -> TensorDict:
     return observation.clone(False).update(predicted.select("image", "state", strict=False))
 
@@ -175,6 +201,12 @@ def _camera_figures(tally: Tally, camera: str) -> dict:
 def _object_figures(tally: Tally, camera: str, name: str) -> dict:
     means = {who: tally.mean(f"{camera}/{who}/{name}") for who in ("prediction", "copy")}
     return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
+
+
+def _half_blind_figures(tally: Tally, model: WorldModel) -> dict:
+    left = [camera for camera in model.cameras if camera not in model.dispensable]
+    cameras = {camera: _object_figures(tally, camera, "half_blind") for camera in left} if model.dispensable else {}
+    return {"without": list(model.dispensable), "cameras": cameras}
 
 
 def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:

@@ -40,6 +40,8 @@ class TokenWorldModel(WorldModel):
         super().__init__()
         self.config = config = with_preset(config)
         self.cameras, self.image_size = _cameras(spec)
+        if config.camera_dropout:
+            self.dispensable = tuple(name for name in self.cameras if name in config.dropped_cameras)
         self.members = config.members
         patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
         width = config.width
@@ -142,10 +144,10 @@ class TokenWorldModel(WorldModel):
             return self._step(td, self._features(td["observation", "image"])[1], without)[1]
 
     @torch.no_grad()
-    def predict(self, td: TensorDict) -> TensorDict:
+    def predict(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
         with self._autocast():
             frames, features = self._features(td["observation", "image"])
-            tokens, memory = self._step(td, features, ())
+            tokens, memory = self._step(td, features, without)
             logits, others = self._opinions(tokens)
             codes = self.tokenizer.quantizer.expected(logits.softmax(-1).mean(0))
             images = self._decoded(frames, features, codes)
@@ -241,7 +243,7 @@ class TokenWorldModel(WorldModel):
     def _through_time(self, batch: TensorDict, features: Tensor) -> tuple[Tensor, Tensor]:
         """Windows: tokens [B, T, 1+P+R, W], and the memory [B, T, D] after each step."""
         rows, steps = batch.batch_size
-        dropped = torch.tensor([name in self.config.dropped_cameras for name in self.cameras], device=features.device)
+        dropped = torch.tensor([name in self.dispensable for name in self.cameras], device=features.device)
         unlucky = torch.rand(rows, 1, device=features.device) < self.config.camera_dropout
         masked = (unlucky & dropped)[:, None].expand(-1, steps, -1).flatten(0, 1)
         patches = self._seen(features.flatten(0, 1), masked).unflatten(0, (rows, steps))

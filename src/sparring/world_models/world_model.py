@@ -17,6 +17,8 @@ class WorldModel(nn.Module):
 
     # all cameras it predicts, in order
     cameras: tuple[str, ...]
+    # those of them that it has learned to do without at times, as an explorer does
+    dispensable: tuple[str, ...] = ()
     # D; the empty memory is all zeros
     memory_size: int
     # of the ensemble whose disagreement `score` tells
@@ -36,7 +38,7 @@ class WorldModel(nn.Module):
         """The memory `[N, D]` after the decisions `td [N]`: observation and action folded in, these cameras unseen."""
         raise NotImplementedError
 
-    def predict(self, td: TensorDict) -> TensorDict:
+    def predict(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
         """A *new* TensorDict [N] of what the decisions `td [N]` lead to, by the ensemble's mean.
 
         image/<camera> uint8 [3, H, W], state [S], reward (summed over the chunk), terminated and success

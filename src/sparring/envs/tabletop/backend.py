@@ -48,9 +48,9 @@ class Tabletop:
         self._recorded: list[int] = []
 
         limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
-        counts = (self._world.num_objects, self._world.num_mechanisms, len(self.mounts))
-        self._robot_scale = observe.scales(*counts, world=False)
-        self._world_scale = observe.scales(*counts, robot=False)
+        self._counts = (self._world.num_objects, self._world.num_mechanisms, len(self.mounts))
+        self._robot_scale = observe.scales(*self._counts, world=False)
+        self._world_scale = observe.scales(*self._counts, robot=False)
         self.spec = self._make_spec(int(limits.max()))
         self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
@@ -200,6 +200,7 @@ class Tabletop:
             control_hz=CONTROL_HZ,
             hand_entries=observe.hand_entries(len(self.mounts)),
             hand_scale=observe.HAND_SCALE,
+            object_entries=observe.object_entries(*self._counts) if config.object_state == "privileged" else (),
         )
 
     def _task_names(self) -> np.ndarray:

@@ -90,6 +90,14 @@ def hand_entries(arms: int) -> tuple[int, ...]:
     return tuple(entry for name in names for entry in range(places[name].start, places[name].stop))
 
 
+def object_entries(objects: int, mechanisms: int, arms: int) -> tuple[int, ...]:
+    """Where the positions of the objects are in `observation/privileged`, object after object."""
+    places = layout(objects, mechanisms, arms, robot=False)
+    return tuple(
+        entry for k in range(objects) for entry in range(places[f"object{k}"].start, places[f"object{k}"].stop)
+    )
+
+
 def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hands: np.ndarray) -> np.ndarray:
     """Objects `[n, K, 3]`, `[n, K, 4]`, `[n, K, 3]`, hands `[n, R, 3]` to blocks `[n, (12 + 3 R) K]`, unscaled."""
     # an object that is not there has a zero quaternion, and all its entries are zero
