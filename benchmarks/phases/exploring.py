@@ -1,4 +1,4 @@
-"""What the benchmarks of explorers share: the config of a student, and how its pay rose."""
+"""What the benchmarks of explorers share: the config of one, and how its pay rose."""
 
 from pathlib import Path
 
@@ -6,13 +6,17 @@ from pathlib import Path
 CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "entropy", "explained_variance")
 
 
-def student_config(teacher: Path, folder: Path, seed: int, changes: list[str]):
+# env steps: 80 updates
+STEPS = 256_000
+
+
+def explorer_config(teacher: Path, folder: Path, seed: int, changes: list[str], phase: str = "student"):
     from sparring.config_text import parse_overrides
     from sparring.inherit import with_inherited
     from sparring.tree import load_config
 
-    fixed = ["phase=student", f"student.teacher={teacher}", f"seed={seed}", f"output={folder}"]
-    fixed += ["device=cpu", "threads=1", "env.threads=1", "training.total_timesteps=400000"]
+    fixed = [f"phase={phase}", f"{phase}.teacher={teacher}", f"seed={seed}", f"output={folder}"]
+    fixed += ["device=cpu", "threads=1", "env.threads=1", f"training.total_timesteps={STEPS}"]
     return load_config(None, with_inherited(parse_overrides([*fixed, *changes])))
 
 

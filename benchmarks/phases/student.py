@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from zlib import crc32
 
-from exploring import CURVES, rise, student_config
+from exploring import CURVES, explorer_config, rise
 from teacher import RUNS, report, train
 
 RESULTS = report.RESULTS / "phases_student.json"
@@ -30,7 +30,7 @@ CONTACT, CONTACT_RATIO, COVERAGE_RATIO = 0.10, 3.0, 1.5
 def outcome(name: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> dict:
     tried = [f"{crc32(' '.join(changes).encode()):08x}"] if changes else []
     folder = RUNS / "_".join(["student", name, f"seed{seed}", *tried])
-    config = student_config(teacher, folder, seed, [f"rewards={name}", *changes])
+    config = explorer_config(teacher, folder, seed, [f"rewards={name}", *changes])
     run, record = train(config, minutes, CURVES)
     about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     return about | record | {"paid": paid(run, record["curve"]), "explored": judge(run, config)}
