@@ -52,7 +52,8 @@ def explore(paid: str, teacher: Path, seed: int, minutes: float) -> tuple:
     settings = ["rewards.memory_divergence=0", *rewards, *(ADVERSARIAL if phase == "adversarial" else [])]
     config = explorer_config(teacher, folder, seed, settings, phase)
     run, record = train(config, minutes, CURVES)
-    return run.phase.policy.eval(), config, record
+    # in phase 3 the explorer is a part
+    return getattr(run.phase, "explorer", run.phase).policy.eval(), config, record
 
 
 def screen_share(policy, config) -> float:
