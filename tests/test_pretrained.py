@@ -82,6 +82,45 @@ def test_what_is_given_stands_above_it(trained, tmp_path, capsys):
     assert config["policy"]["hidden"] == [24]
 
 
+GROUPS = ["algorithm=grpo", "rollout.n_episodes_per_batch=16", "rollout.group_size=2"]
+
+
+def test_what_can_do_something_already_is_fine_tuned_carefully(trained, capsys):
+    fresh = printed_config(capsys)
+    assert (fresh["ppo"]["policy_lr"], fresh["ppo"]["target_kl"]) == (1e-3, None)
+    assert main(["config", "finetune", f"pretrained={trained}"]) == 0
+    printed = capsys.readouterr()
+    careful = {"policy_lr": 1e-4, "critic_lr": 1e-3, "critic_warmup_updates": 3, "target_kl": 0.05}
+    config = yaml.safe_load(printed.out)
+    assert config["ppo"] == fresh["ppo"] | careful and config["grpo"] == fresh["grpo"]
+    (line,) = [line for line in printed.err.splitlines() if line.startswith(f"from pretrained={trained}: ")]
+    assert {f"ppo.{key}={value}" for key, value in careful.items()} <= set(line.split())
+    # of the algorithm in use
+    config = printed_config(capsys, f"pretrained={trained}", *GROUPS)
+    assert config["grpo"] == fresh["grpo"] | {"policy_lr": 1e-4, "target_kl": 0.05} and config["ppo"] == fresh["ppo"]
+
+
+def test_what_is_given_stands_above_being_careful(trained, capsys):
+    words = ["learning_rate=3e-5", "--critic_lr", "2e-3", "ppo.target_kl=null", "--critic_warmup_updates", "0"]
+    assert main(["config", "finetune", f"pretrained={trained}", *words]) == 0
+    printed = capsys.readouterr()
+    ppo = yaml.safe_load(printed.out)["ppo"]
+    keys = ("policy_lr", "critic_lr", "target_kl", "critic_warmup_updates")
+    assert [ppo[key] for key in keys] == [3e-5, 2e-3, None, 0]
+    assert "ppo." not in printed.err
+
+
+@pytest.mark.parametrize("phase", ["imitate", "student", "adversarial", "teacher"])
+def test_only_finetune_is_careful(trained, phase):
+    given = [Setting("phase", phase, "test"), Setting("pretrained", str(trained), "test")]
+    assert not [s.key for s in with_inherited(given) if s.key.startswith(("ppo.", "grpo."))]
+
+
+def test_of_an_algorithm_of_ones_own_nothing_is_known(trained):
+    given = [Setting("algorithm.name", "my.module:Mine", "test"), Setting("pretrained", str(trained), "test")]
+    assert {s.key.partition(".")[0] for s in with_inherited(given)[:-2]} == {"env", "policy", "rollout"}
+
+
 def test_another_kind_of_policy_inherits_none_of_its_settings(trained):
     given = [Setting("pretrained", str(trained), "test"), Setting("policy.name", "my.module:Mine", "test")]
     inherited = [setting.key for setting in with_inherited(given)[:-2]]

@@ -1,5 +1,6 @@
-"""Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`, the world
-model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and `adversarial.student`.
+"""Settings that come with what a run starts from: the policy of `pretrained` and how it is best fine-tuned, the env of
+`imitate.demos`, the world model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and
+`adversarial.student`.
 
 They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 from sparring.config_text import Setting, read_settings
 from sparring.phases import ALIASES
+from sparring.phases.defaults import OF_PRETRAINED
 from sparring.policies.configs import OF_DENOISING_MDP
 from sparring.tree import Config, build_config, given_settings, run_folder, tree_of
 
@@ -30,10 +32,12 @@ def with_inherited(settings: list[Setting]) -> list[Setting]:
     aliases = tree_of(settings).aliases
     given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
+    phase = given.get("phase", "finetune")
+    phase = ALIASES.get(phase, phase)
     if isinstance(given.get("pretrained"), str):
         inherited += _of_checkpoint(given["pretrained"], given, ("env", "policy"), "pretrained")
+        inherited += _careful(given) if phase == "finetune" else []
     # later ones win: what is imitated is imitated in the env it was recorded in
-    phase = ALIASES.get(given.get("phase"), given.get("phase"))
     if phase == "imitate":
         inherited += _of_demonstrations(given)
     if phase == "student" and isinstance(given.get("student.teacher"), str):
@@ -87,6 +91,13 @@ def _of_checkpoint(
     wanted = (*sections, "rollout.action_steps", *also)
     wanted = [s for s in saved if s.key.startswith(wanted) and s.key not in OF_THE_RUN]
     return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]
+
+
+def _careful(given: dict[str, Any]) -> list[Setting]:
+    """How an algorithm learns where the policy can do something already; of one's own algorithm nothing is known."""
+    name = str(given.get("algorithm", "ppo"))
+    source = f"pretrained={given['pretrained']}"
+    return [Setting(f"{name}.{key}", value, source) for key, value in OF_PRETRAINED.get(name, {}).items()]
 
 
 def _of_the_run_itself(key: str, path: str, given: dict[str, Any]) -> list[Setting]:
