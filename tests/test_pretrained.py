@@ -241,6 +241,31 @@ def test_python_inherits_as_the_command_line_does(trained, capsys):
     assert sparring.load_config(given).dump() == printed_config(capsys, *words)
 
 
+# ---- demonstrations
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"env": {"name": "tab', "Unterminated string"),
+        ("", "Expecting value"),
+        ("[]", "does not say env.name and env.task"),
+        ('{"env": {"name": "tabletop"}}', "does not say env.name and env.task"),
+        ('{"noise": 0.1}', "does not say env.name and env.task"),
+    ],
+)
+def test_torn_words_about_demonstrations_are_refused(tmp_path, capsys, text, said):
+    file = tmp_path / "demos/meta/sparring.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    words = ["train", "imitate", f"imitate.demos={tmp_path / 'demos'}", "--output", str(tmp_path / "run")]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"sparring: '{file}' cannot be read (") and said in told
+    assert "copy the dataset again, or delete this file and say with env.*" in told
+    assert not (tmp_path / "run").exists()
+
+
 # ---- dry runs
 
 

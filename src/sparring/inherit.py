@@ -117,13 +117,28 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     files = [Path(path) / "meta/sparring.json" for path in ([demos] if isinstance(demos, str) else demos)]
     if not files or not all(file.is_file() for file in files):
         return []
-    envs = [json.loads(file.read_text())["env"] for file in files]
+    envs = [_recorded_env(file) for file in files]
     if given.get("env.name", envs[0]["name"]) != envs[0]["name"]:
         return []
     tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
     values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
     source = f"imitate.demos={files[0].parents[1]}"
     return [Setting(key, value, source) for key, value in values.items() if key not in OF_THE_RUN]
+
+
+def _recorded_env(file: Path) -> dict[str, Any]:
+    """The env section that a dataset was recorded with."""
+    from sparring.data.lerobot import DatasetError
+
+    try:
+        env = json.loads(file.read_text(encoding="utf-8"))["env"]
+        return env | {"name": env["name"], "task": list(env["task"])}
+    except (OSError, ValueError) as error:
+        why = str(error)
+    except (KeyError, TypeError):
+        why = "it does not say env.name and env.task"
+    mend = "copy the dataset again, or delete this file and say with env.* what the demonstrations were recorded in"
+    raise DatasetError(f"'{file}' cannot be read ({why}); {mend}")
 
 
 def _plain(value: Any) -> Any:
