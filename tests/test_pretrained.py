@@ -202,6 +202,14 @@ def test_a_noise_net_may_be_new_and_is_told(trained_flow, tmp_path, capsys):
     assert "4 unexpected: kernel.net.0" in capsys.readouterr().err and not (tmp_path / "back").exists()
 
 
+def test_the_kind_of_policy_is_told_where_it_is_not_the_usual_one(trained, trained_flow, capsys):
+    for run, told in ((trained_flow, True), (trained, False)):
+        assert main(["config", "finetune", f"pretrained={run}"]) == 0
+        line = capsys.readouterr().err
+        assert line.startswith(f"from pretrained={run}: ") and ("policy.name=flow" in line) is told
+        assert "env.name" not in line
+
+
 def test_nothing_but_the_noise_net_may_be_new(trained_flow, tmp_path):
     weights = read_weights(checkpoints(trained_flow)[-1] / "model.safetensors")
     config = load_config(FLOW | {"policy": FLOW["policy"] | {"method": "flow_noise"}})

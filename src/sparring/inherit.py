@@ -14,7 +14,7 @@ from sparring.config_text import Setting, read_settings
 from sparring.phases import ALIASES
 from sparring.phases.defaults import OF_PRETRAINED
 from sparring.policies.configs import OF_DENOISING_MDP
-from sparring.tree import Config, build_config, given_settings, run_folder, tree_of
+from sparring.tree import USUAL, Config, build_config, given_settings, run_folder, tree_of
 
 # of an env: these say how a run is made, not what a policy sees and does
 OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
@@ -62,7 +62,11 @@ def told(settings: Iterable[Setting], config: Any) -> list[str]:
         part = getattr(config, section)
         field = type(part).model_fields.get(key)
         value = part.model_dump(mode="json").get(key)
-        if field is not None and value == setting.value and value != _plain(field.default):
+        if field is None or value != setting.value:
+            continue
+        # each kind of policy has a config of its own, whose default is its own name
+        usual = USUAL.get(section) if key == "name" else _plain(field.default)
+        if value != usual:
             lines.setdefault(setting.source, []).append(f"{setting.key}={_shown(value)}")
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 

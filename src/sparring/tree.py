@@ -111,6 +111,8 @@ def run_folder(output: str | None, phase: str) -> Path:
     return Path(output) if output else Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{phase}_rl"
 
 
+# what a section is where nobody names another
+USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 # other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
 ALIASES = {
     "task_name": "env.task",
@@ -204,8 +206,7 @@ def _phase_of(settings: list[Setting]) -> Any:
 def _phase_defaults(settings: list[Setting]) -> list[Setting]:
     """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
     phase, names = _phase_of(settings), {s.key: s.value for s in settings}
-    usual = {"env": "tabletop", "policy": "actor_critic"}
-    others = tuple(f"{section}." for section, name in usual.items() if names.get(f"{section}.name", name) != name)
+    others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
     values = DEFAULTS.get(phase, {}).items()
     return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
 
@@ -214,15 +215,15 @@ def _env_config(name: Any) -> type[Section]:
     if isinstance(name, str) and name.startswith("gym:"):
         _check_gym_id(name.removeprefix("gym:"))
         return GymConfig
-    return _config_of(name, "tabletop", envs.ENVS, envs.CONFIGS, "env")
+    return _config_of(name, USUAL["env"], envs.ENVS, envs.CONFIGS, "env")
 
 
 def _policy_config(name: Any) -> type[Section]:
-    return _config_of(name, "actor_critic", policies.POLICIES, policies.CONFIGS, "policy")
+    return _config_of(name, USUAL["policy"], policies.POLICIES, policies.CONFIGS, "policy")
 
 
 def _world_model_config(name: Any) -> type[Section]:
-    return _config_of(name, "token", world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
+    return _config_of(name, USUAL["world_model"], world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
 
 
 def _rewards_config(name: Any) -> type[Section]:
