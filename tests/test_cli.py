@@ -20,6 +20,8 @@ from sparring.checkpoint import checkpoints
 from sparring.cli import build_parser, main
 from sparring.completion import COMMANDS, SCRIPTS, TAKES_OVERRIDES, candidates, flags_of
 from sparring.envs.tabletop.tasks import TASKS
+from sparring.errors import UserError
+from sparring.phases import PHASES
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +158,26 @@ def test_config_prints_what_loads_back(capsys, here):
     # without PHASE too, where an override must not be taken for one
     assert told(capsys, "config", "--ppo.gamma", "0.5", "seed=-0", "--hidden", "[8, 8]")[1] == out
     assert told(capsys, "config", "--config", "printed.yaml")[1] == out
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_config_prints_every_phase_with_nothing_given(capsys, here, phase):
+    code, out, err = told(capsys, "config", phase)
+    assert (code, err) == (0, "") and f"\nphase: {phase}  #" in f"\n{out}"
+    # all else is still checked
+    code, _, err = told(capsys, "config", phase, "buffer.size=7", "rollout.n_envs=8")
+    assert code == 2 and "buffer.size = 7 (from command line): holds less than one decision" in err
+
+
+@pytest.mark.parametrize("key", ["imitate.demos", "student.teacher", "adversarial.teacher"])
+def test_what_a_phase_starts_from_is_asked_for_where_it_runs(capsys, here, key):
+    phase = key.partition(".")[0]
+    code, _, err = told(capsys, "train", phase, "--dry-run")
+    assert code == 2 and err.startswith(f"sparring: {key}: expected the ")
+    code, out, _ = told(capsys, "config", phase)
+    Path("printed.yaml").write_text(out)
+    with pytest.raises(UserError, match=f"^{key} = .*: expected the "):
+        sparring.load_config("printed.yaml")
 
 
 def test_the_value_of_a_flag_is_no_override(capsys, here):

@@ -188,8 +188,11 @@ def given_settings(
     return settings
 
 
-def build_config(settings: list[Setting]) -> Config:
-    return tree_of(settings).build(_phase_defaults(settings) + settings)
+def build_config(settings: list[Setting], to_run: bool = True) -> Config:
+    """`to_run=False`: what is only to be looked at need not say what it starts from."""
+    tree = tree_of(settings)
+    tree = tree if to_run else replace(tree, check=_mistakes)
+    return tree.build(_phase_defaults(settings) + settings)
 
 
 def tree_of(settings: list[Setting]) -> Tree:
@@ -289,6 +292,17 @@ def _named(section: type[Section]) -> type[Section]:
 
 
 def _check(config: Config) -> list[tuple[str, str]]:
+    return _mistakes(config) + _missing(config)
+
+
+def _missing(config: Config) -> list[tuple[str, str]]:
+    """What the phase starts from, where it was not given."""
+    key, expected = _STARTS_FROM.get(config.phase, (None, ""))
+    given = key is None or getattr(getattr(config, config.phase), key)
+    return [] if given else [(f"{config.phase}.{key}", expected)]
+
+
+def _mistakes(config: Config) -> list[tuple[str, str]]:
     """Mistakes that span sections."""
     robots, size = config.rollout.n_envs, config.buffer.size
     mistakes = []
@@ -304,9 +318,6 @@ def _check(config: Config) -> list[tuple[str, str]]:
 
 def _check_imitate(config: Config) -> list[tuple[str, str]]:
     mistakes = []
-    if not config.imitate.demos:
-        record = "record some with `sparring demos TASK --episodes N`"
-        mistakes.append(("imitate.demos", f"expected the folder(s) of demonstrations to imitate; {record}"))
     for key in ("total_timesteps", "num_episodes"):
         if getattr(config.training, key):
             mistakes.append((f"training.{key}", "no robot acts in imitate; say how long with training.iterations"))
@@ -325,23 +336,24 @@ def _check_teacher(config: Config) -> list[tuple[str, str]]:
 
 
 def _check_student(config: Config) -> list[tuple[str, str]]:
-    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=False)
-    return mistakes + _missing_teacher("student", config.student.teacher)
-
-
-def _missing_teacher(section: str, teacher: str | None) -> list[tuple[str, str]]:
-    what = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
-    return [] if teacher else [(f"{section}.teacher", f"{what}; train one with `sparring train teacher`")]
+    return rollout_mistakes(config) + reward_mistakes(config, learns=False)
 
 
 def _check_adversarial(config: Config) -> list[tuple[str, str]]:
     mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=True)
-    mistakes += _missing_teacher("adversarial", config.adversarial.teacher)
     weights = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
     if not any(weights):
         mistakes.append(("adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"))
     return mistakes
 
+
+_TEACHER = (
+    "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl; train one with "
+    "`sparring train teacher`"
+)
+_DEMOS = "expected the folder(s) of demonstrations to imitate; record some with `sparring demos TASK --episodes N`"
+# phase -> the key of its section that it cannot do without, and what is expected there
+_STARTS_FROM = {"imitate": ("demos", _DEMOS), "student": ("teacher", _TEACHER), "adversarial": ("teacher", _TEACHER)}
 
 # of phases that do not collect rollouts as RL does, or need more
 _CHECKS = {
