@@ -325,8 +325,19 @@ def test_the_name_decides_which_keys_a_section_has():
     assert load("env.name=gym:CartPole-v1", "env.vectorize=process").env.vectorize == "process"
     assert mistakes("env.vectorize=process")[0].startswith("env.vectorize (from command line): unknown key; ")
     assert mistakes("env.name=gym:CartPole-v1", "task_name=reach_d0") == [
-        "task_name (from command line): unknown key; nearest: env.name (text)"
+        "task_name (from command line): unknown key; it is a key of env.name=tabletop"
     ]
+
+
+def test_a_key_of_another_kind_is_told_which_kind_has_it():
+    (line,) = mistakes("policy.method=flow_sde")
+    assert line == "policy.method (from command line): unknown key; it is a key of policy.name=flow"
+    (line,) = mistakes("policy.name=flow", "policy.init_std=0.1")
+    assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
+    (line,) = mistakes("env.kwargs.gravity=1")
+    assert line == "env.kwargs.gravity (from command line): unknown key; it is a key of env.name=gym:<id>"
+    # one that none has is a slip of the pen
+    assert mistakes("policy.metod=flow_sde")[0].startswith("policy.metod (from command line): unknown key; nearest: ")
 
 
 def test_keys_below_a_dict_go_into_it_and_later_ones_win():

@@ -266,6 +266,17 @@ def _check_gym_id(name: str) -> None:
         raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())})") from None
 
 
+def _elsewhere(key: str) -> list[str]:
+    """The names of built-in envs, policies, ... whose config has this key."""
+    section, _, leaf = key.partition(".")
+    kinds = {"env": envs, "policy": policies, "world_model": world_models, "rewards": rewards}
+    configs = kinds[section].CONFIGS if section in kinds else {}
+    classes = {name: import_path(path, f"{section} config") for name, path in configs.items()}
+    classes |= {"gym:<id>": GymConfig} if section == "env" else {}
+    leaf = leaf.partition(".")[0]
+    return [f"{section}.name={name}" for name, config in classes.items() if leaf in config.model_fields]
+
+
 def _makes_gymnasium_envs(thing: Any) -> bool:
     """A function, or a class that is one or looks like one; told without importing gymnasium."""
     if not isinstance(thing, type):
@@ -374,4 +385,5 @@ TREE = Tree(
     },
     aliases=ALIASES,
     check=_check,
+    elsewhere=_elsewhere,
 )
