@@ -29,6 +29,7 @@ WAYS = {
     "by episodes": {"rollout": {"n_envs": 2, "n_episodes_per_batch": 4}, "env": {"name": "gym:CartPole-v1"}},
     "grpo": {
         "algorithm": "grpo",
+        "ppo": {},
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
         "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
     },
@@ -39,6 +40,7 @@ WAYS = {
     "flow by grpo": {
         "policy": {"name": "flow", "method": "denoising_mdp", "width": 16, "heads": 2, "layers": 1, "horizon": 4},
         "algorithm": "grpo",
+        "ppo": {},
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
         "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
     },

@@ -152,6 +152,13 @@ ALIASES = {
     },
     **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
 }
+# words that mean something else with grpo
+_GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
+GRPO_ALIASES = {
+    alias: _GRPO_NAMES[key]
+    for alias, key in ALIASES.items()
+    if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
+}
 # words that mean something else where there is no RL
 PHASE_ALIASES = {
     phase: {
@@ -196,8 +203,10 @@ def build_config(settings: list[Setting], to_run: bool = True) -> Config:
 
 
 def tree_of(settings: list[Setting]) -> Tree:
-    """The tree as these settings mean it: what `batch_size` is short for depends on the phase."""
-    more = PHASE_ALIASES.get(_phase_of(settings), {})
+    """The tree as these settings mean it: what `batch_size` is short for depends on the phase and the algorithm."""
+    algorithm = next((s.value for s in reversed(settings) if s.key in ("algorithm", "algorithm.name")), None)
+    more = GRPO_ALIASES if algorithm == "grpo" else {}
+    more = more | PHASE_ALIASES.get(_phase_of(settings), {})
     return replace(TREE, aliases=ALIASES | more) if more else TREE
 
 
@@ -324,7 +333,29 @@ def _mistakes(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes + _CHECKS.get(config.phase, rollout_mistakes)(config)
+    return mistakes + _unread(config) + _CHECKS.get(config.phase, rollout_mistakes)(config)
+
+
+def _unread(config: Config) -> list[tuple[str, str]]:
+    """Settings of an algorithm that is not in use. A saved config has them all: only those that somebody changed."""
+    mistakes = []
+    for name in algorithms.ALGORITHMS:
+        for key, value in getattr(config, name) if name != config.algorithm else ():
+            field = Config.model_fields[name].annotation.model_fields[key]
+            if value != DEFAULTS.get(config.phase, {}).get(f"{name}.{key}", field.default):
+                why = f"is not read with algorithm={config.algorithm}; {_instead(config, name, key)}"
+                mistakes.append((f"{name}.{key}", why))
+    return mistakes
+
+
+def _instead(config: Config, name: str, key: str) -> str:
+    """What to do where `key` of the algorithm `name` is not read."""
+    other_name = {("ppo", "ppo_epochs"): "epochs", ("grpo", "epochs"): "ppo_epochs"}.get((name, key))
+    section = "algorithm_config" if ":" in config.algorithm else config.algorithm
+    for same in (key, other_name):
+        if same in type(config.algorithm_section).model_fields:
+            return f"set {section}.{same}"
+    return f"leave it out, or say algorithm={name}"
 
 
 def _check_imitate(config: Config) -> list[tuple[str, str]]:
