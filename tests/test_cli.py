@@ -20,6 +20,9 @@ from sparring.checkpoint import checkpoints
 from sparring.cli import build_parser, main
 from sparring.completion import COMMANDS, SCRIPTS, TAKES_OVERRIDES, candidates, flags_of
 from sparring.envs.tabletop.tasks import TASKS
+from sparring.errors import UserError
+from sparring.folder import alone_in
+from sparring.phases import PHASES
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +159,26 @@ def test_config_prints_what_loads_back(capsys, here):
     # without PHASE too, where an override must not be taken for one
     assert told(capsys, "config", "--ppo.gamma", "0.5", "seed=-0", "--hidden", "[8, 8]")[1] == out
     assert told(capsys, "config", "--config", "printed.yaml")[1] == out
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_config_prints_every_phase_with_nothing_given(capsys, here, phase):
+    code, out, err = told(capsys, "config", phase)
+    assert (code, err) == (0, "") and f"\nphase: {phase}  #" in f"\n{out}"
+    # all else is still checked
+    code, _, err = told(capsys, "config", phase, "buffer.size=7", "rollout.n_envs=8")
+    assert code == 2 and "buffer.size = 7 (from command line): holds less than one decision" in err
+
+
+@pytest.mark.parametrize("key", ["imitate.demos", "student.teacher", "adversarial.teacher"])
+def test_what_a_phase_starts_from_is_asked_for_where_it_runs(capsys, here, key):
+    phase = key.partition(".")[0]
+    code, _, err = told(capsys, "train", phase, "--dry-run")
+    assert code == 2 and err.startswith(f"sparring: {key}: expected the ")
+    code, out, _ = told(capsys, "config", phase)
+    Path("printed.yaml").write_text(out)
+    with pytest.raises(UserError, match=f"^{key} = .*: expected the "):
+        sparring.load_config("printed.yaml")
 
 
 def test_the_value_of_a_flag_is_no_override(capsys, here):
@@ -314,6 +337,34 @@ def test_a_folder_that_lost_its_config_is_judged_by_its_checkpoint(capsys, run_f
     (run_folder / "config.yaml").unlink()
     code, _, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "seed=3")
     assert code == 2 and "  seed: 0 in the folder, 3 now" in err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training_state.pt"])
+def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_folder, here, name):
+    words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
+    for checkpoint in ("checkpoint-1", "checkpoint-2"):
+        (run_folder / checkpoint / name).write_bytes(b"torn")
+    code, _, err = told(capsys, *words)
+    assert code == 2 and f"sparring: 'run/checkpoint-2/{name}' cannot be read" in err
+    assert "remove 'run/checkpoint-2' to go on from 'run/checkpoint-1' with --resume auto, or start anew with" in err
+    # from elsewhere
+    code, _, err = told(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
+    assert code == 2 and "branch off from an older one with --resume run/checkpoint-1, or start anew" in err
+    shutil.rmtree(run_folder / "checkpoint-2")
+    code, _, err = told(capsys, *words)
+    assert code == 2 and "to go on all the same: start anew with --resume never (a run in the folder is moved" in err
+    assert told(capsys, *words, "--resume", "never")[0] == 0
+    assert (here / "run-old-1/checkpoint-1" / name).read_bytes() == b"torn"
+
+
+@pytest.mark.parametrize("phase", ["finetune", "teacher"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_folder_in_use_is_refused_before_anything_is_built(capsys, here, monkeypatch, phase, resume):
+    monkeypatch.setattr("sparring.run.resolve", lambda *_: pytest.fail("built"))
+    with alone_in(here / "run"):
+        code, _, err = told(capsys, "train", phase, "--output", "run", "--resume", resume)
+    assert code == 2 and "sparring: 'run': another process is training there; wait until it is done" in err
+    assert [path.name for path in here.rglob("*")] == ["run", "writer.lock"]
 
 
 def test_lines_of_a_run_that_saved_nothing_do_not_mix_with_the_next(capsys, here):

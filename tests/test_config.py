@@ -16,7 +16,7 @@ from sparring.chain import settings_of
 from sparring.config import ConfigError, Section, Tree, accepted
 from sparring.config_text import ConfigTextError, Setting, flatten, parse_overrides, read_settings, to_yaml
 from sparring.envs.configs import GymConfig, TabletopConfig
-from sparring.phases import CHAIN
+from sparring.phases import CHAIN, PHASES
 from sparring.tree import ALIASES, TREE, load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -325,8 +325,19 @@ def test_the_name_decides_which_keys_a_section_has():
     assert load("env.name=gym:CartPole-v1", "env.vectorize=process").env.vectorize == "process"
     assert mistakes("env.vectorize=process")[0].startswith("env.vectorize (from command line): unknown key; ")
     assert mistakes("env.name=gym:CartPole-v1", "task_name=reach_d0") == [
-        "task_name (from command line): unknown key; nearest: env.name (text)"
+        "task_name (from command line): unknown key; it is a key of env.name=tabletop"
     ]
+
+
+def test_a_key_of_another_kind_is_told_which_kind_has_it():
+    (line,) = mistakes("policy.method=flow_sde")
+    assert line == "policy.method (from command line): unknown key; it is a key of policy.name=flow"
+    (line,) = mistakes("policy.name=flow", "policy.init_std=0.1")
+    assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
+    (line,) = mistakes("env.kwargs.gravity=1")
+    assert line == "env.kwargs.gravity (from command line): unknown key; it is a key of env.name=gym:<id>"
+    # one that none has is a slip of the pen
+    assert mistakes("policy.metod=flow_sde")[0].startswith("policy.metod (from command line): unknown key; nearest: ")
 
 
 def test_keys_below_a_dict_go_into_it_and_later_ones_win():
@@ -398,6 +409,59 @@ def test_every_alias_leads_to_a_key():
     assert [alias for alias in ALIASES if alias in keys] == []
 
 
+# ---- the algorithm that is not in use
+
+GRPO = ["algorithm=grpo", "rollout.n_episodes_per_batch=16", "rollout.group_size=2"]
+UNREAD = {
+    "ppo.policy_lr=1e-5": "ppo.policy_lr = 1.0e-05 (..): is not read with algorithm=grpo; set grpo.policy_lr",
+    "ppo.ppo_epochs=2": "ppo.ppo_epochs = 2 (..): is not read with algorithm=grpo; set grpo.epochs",
+    "--clip_ratio=0.1": "ppo.clip_ratio = 0.1 (.., given as clip_ratio): is not read with algorithm=grpo; leave it "
+    "out, or say algorithm=ppo",
+    "algorithm.cfg.gamma=0.9": "ppo.gamma = 0.9 (.., given as algorithm.cfg.gamma): is not read with algorithm=grpo; ",
+    "rl_training.ppo_trainer.gamma=0.9": "ppo.gamma = 0.9 (.., given as rl_training.ppo_trainer.gamma): is not read",
+}
+
+
+@pytest.mark.parametrize("word", UNREAD)
+def test_settings_of_an_algorithm_that_is_not_in_use_are_refused(word):
+    (line,) = mistakes(*GRPO, word)
+    assert line.startswith(UNREAD[word].replace("..", "from command line"))
+
+
+def test_so_are_those_of_grpo_with_ppo_and_of_both_with_ones_own():
+    assert mistakes("grpo.clip_high=0.3", "grpo.epochs=2", "grpo.target_kl=0.1") == [
+        "grpo.target_kl = 0.1 (from command line): is not read with algorithm=ppo; set ppo.target_kl",
+        "grpo.clip_high = 0.3 (from command line): is not read with algorithm=ppo; leave it out, or say algorithm=grpo",
+        "grpo.epochs = 2 (from command line): is not read with algorithm=ppo; set ppo.ppo_epochs",
+    ]
+    own = "algorithm=sparring.algorithms.grpo:GRPO"
+    assert mistakes(own, "ppo.gamma=0.5", "grpo.policy_lr=0.5") == [
+        f"ppo.gamma = 0.5 (from command line): is not read with {own}; leave it out, or say algorithm=ppo",
+        f"grpo.policy_lr = 0.5 (from command line): is not read with {own}; set algorithm_config.policy_lr",
+    ]
+
+
+def test_short_words_are_about_the_algorithm_in_use():
+    words = ["learning_rate=1e-5", "batch_size=7", "n_epochs=3", "algorithm.cfg.target_kl=0.2"]
+    grpo = load(*GRPO, *words).grpo
+    assert (grpo.policy_lr, grpo.mini_batch_size, grpo.epochs, grpo.target_kl) == (1e-5, 7, 3, 0.2)
+    ppo = load(*words).ppo
+    assert (ppo.policy_lr, ppo.mini_batch_size, ppo.ppo_epochs, ppo.target_kl) == (1e-5, 7, 3, 0.2)
+    # where there is no RL, whatever the algorithm
+    given = parse_overrides(["algorithm=grpo", "batch_size=7", "imitate.demos=x"])
+    assert load_config(None, given, "imitate").imitate.batch_size == 7
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("words", [[], GRPO, ["algorithm=sparring.algorithms.ppo:PPO"]], ids=["ppo", "grpo", "own"])
+def test_a_saved_config_has_the_settings_of_all_algorithms_and_loads_back(tmp_path, phase, words):
+    if (phase, words) == ("teacher", GRPO):
+        words = words[:0]  # no policy learns there, and nobody plays in groups
+    starts = ["imitate.demos=x", "student.teacher=x", "adversarial.teacher=x"]
+    config = load_config(None, parse_overrides([*words, *starts]), phase)
+    assert load_config(in_file(tmp_path, config.to_yaml())) == config
+
+
 # ---- printing
 
 
@@ -463,7 +527,8 @@ def test_any_number_within_its_bounds_survives_override_printing_and_loading(tmp
         "rollout.n_episodes_per_batch": ["rollout.n_envs=1"],
         "rollout.group_size": [f"rollout.n_envs={value!r}", f"rollout.n_episodes_per_batch={value!r}"],
     }
-    config = load_config(source, parse_overrides([f"{key}={value!r}", *needs.get(key, [])]))
+    needed = GRPO if key.startswith("grpo.") else needs.get(key, [])
+    config = load_config(source, parse_overrides([f"{key}={value!r}", *needed]))
     assert flatten(config.dump())[key] == value
     file = tmp_path_factory.mktemp("round") / "config.yaml"
     file.write_text(config.to_yaml())

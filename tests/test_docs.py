@@ -75,7 +75,9 @@ def test_documented_command(command, trained, monkeypatch, capsys):
     if words[0] == "train":
         gym = any("gym:" in word or "configs/" in word for word in words)
         words += [] if "--dry-run" in words else ["--dry-run"]
-        words += TINY[:-1] if gym else TINY
+        tiny = TINY[:-1] if gym else TINY
+        grpo = {"ppo.mini_batch_size=32": "grpo.mini_batch_size=32", "ppo.ppo_epochs=1": "grpo.epochs=1"}
+        words += [grpo.get(word, word) for word in tiny] if "algorithm=grpo" in words else tiny
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
             del words[at : at + 2]

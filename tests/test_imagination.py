@@ -17,8 +17,8 @@ SHORT += ["rollout.steps=4", "rollout.render_episodes=0", "evaluation.baseline=f
 TEACHER = ["env.image_size=32", "world_model.name=doubles_world_model:CopyingWorldModel", "rollout.action_steps=2"]
 TEACHER += ["env.task=reach_d0", "teacher.gradient_steps=1", "teacher.batch_size=2", "training.iterations=1"]
 TEACHER += ["rollout.max_episode_steps=8"]
-POLICY = ["policy.hidden=[8]", "policy.channels=[4,4]", "policy.image_features=8", "ppo.mini_batch_size=4"]
-POLICY += ["ppo.ppo_epochs=1"]
+POLICY = ["policy.hidden=[8]", "policy.channels=[4,4]", "policy.image_features=8", "batch_size=4"]
+POLICY += ["n_epochs=1"]
 
 
 def config_of(phase, output, *overrides):

@@ -52,7 +52,7 @@ def test_importing_the_package_is_fast_and_loads_nothing():
         (command("completion", "bash"), {"yaml"}),
         (command("__complete", "train", "finetune", "ppo."), {"yaml", "pydantic"}),
         (command("config", "finetune"), {"yaml", "pydantic", "numpy"}),
-        (command("config", "phase3", code=2), {"yaml", "pydantic", "numpy"}),
+        (command("config", "phase3"), {"yaml", "pydantic", "numpy"}),
         (command("train", "finetune", "ppo.gama=1", code=2), {"yaml", "pydantic", "numpy"}),
         (command("tasks"), {"yaml", "numpy"}),
         (command("config", "env.name=gym:CartPole-v1"), {"yaml", "pydantic", "numpy", "gymnasium"}),

@@ -82,6 +82,45 @@ def test_what_is_given_stands_above_it(trained, tmp_path, capsys):
     assert config["policy"]["hidden"] == [24]
 
 
+GROUPS = ["algorithm=grpo", "rollout.n_episodes_per_batch=16", "rollout.group_size=2"]
+
+
+def test_what_can_do_something_already_is_fine_tuned_carefully(trained, capsys):
+    fresh = printed_config(capsys)
+    assert (fresh["ppo"]["policy_lr"], fresh["ppo"]["target_kl"]) == (1e-3, None)
+    assert main(["config", "finetune", f"pretrained={trained}"]) == 0
+    printed = capsys.readouterr()
+    careful = {"policy_lr": 1e-4, "critic_lr": 1e-3, "critic_warmup_updates": 3, "target_kl": 0.05}
+    config = yaml.safe_load(printed.out)
+    assert config["ppo"] == fresh["ppo"] | careful and config["grpo"] == fresh["grpo"]
+    (line,) = [line for line in printed.err.splitlines() if line.startswith(f"from pretrained={trained}: ")]
+    assert {f"ppo.{key}={value}" for key, value in careful.items()} <= set(line.split())
+    # of the algorithm in use
+    config = printed_config(capsys, f"pretrained={trained}", *GROUPS)
+    assert config["grpo"] == fresh["grpo"] | {"policy_lr": 1e-4, "target_kl": 0.05} and config["ppo"] == fresh["ppo"]
+
+
+def test_what_is_given_stands_above_being_careful(trained, capsys):
+    words = ["learning_rate=3e-5", "--critic_lr", "2e-3", "ppo.target_kl=null", "--critic_warmup_updates", "0"]
+    assert main(["config", "finetune", f"pretrained={trained}", *words]) == 0
+    printed = capsys.readouterr()
+    ppo = yaml.safe_load(printed.out)["ppo"]
+    keys = ("policy_lr", "critic_lr", "target_kl", "critic_warmup_updates")
+    assert [ppo[key] for key in keys] == [3e-5, 2e-3, None, 0]
+    assert "ppo." not in printed.err
+
+
+@pytest.mark.parametrize("phase", ["imitate", "student", "adversarial", "teacher"])
+def test_only_finetune_is_careful(trained, phase):
+    given = [Setting("phase", phase, "test"), Setting("pretrained", str(trained), "test")]
+    assert not [s.key for s in with_inherited(given) if s.key.startswith(("ppo.", "grpo."))]
+
+
+def test_of_an_algorithm_of_ones_own_nothing_is_known(trained):
+    given = [Setting("algorithm.name", "my.module:Mine", "test"), Setting("pretrained", str(trained), "test")]
+    assert {s.key.partition(".")[0] for s in with_inherited(given)[:-2]} == {"env", "policy", "rollout"}
+
+
 def test_another_kind_of_policy_inherits_none_of_its_settings(trained):
     given = [Setting("pretrained", str(trained), "test"), Setting("policy.name", "my.module:Mine", "test")]
     inherited = [setting.key for setting in with_inherited(given)[:-2]]
@@ -163,6 +202,14 @@ def test_a_noise_net_may_be_new_and_is_told(trained_flow, tmp_path, capsys):
     assert "4 unexpected: kernel.net.0" in capsys.readouterr().err and not (tmp_path / "back").exists()
 
 
+def test_the_kind_of_policy_is_told_where_it_is_not_the_usual_one(trained, trained_flow, capsys):
+    for run, told in ((trained_flow, True), (trained, False)):
+        assert main(["config", "finetune", f"pretrained={run}"]) == 0
+        line = capsys.readouterr().err
+        assert line.startswith(f"from pretrained={run}: ") and ("policy.name=flow" in line) is told
+        assert "env.name" not in line
+
+
 def test_nothing_but_the_noise_net_may_be_new(trained_flow, tmp_path):
     weights = read_weights(checkpoints(trained_flow)[-1] / "model.safetensors")
     config = load_config(FLOW | {"policy": FLOW["policy"] | {"method": "flow_noise"}})
@@ -200,6 +247,31 @@ def test_python_inherits_as_the_command_line_does(trained, capsys):
     given = {"pretrained": str(trained), "policy": {"init_std": 0.2}}
     words = [f"pretrained={trained}", "policy.init_std=0.2"]
     assert sparring.load_config(given).dump() == printed_config(capsys, *words)
+
+
+# ---- demonstrations
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"env": {"name": "tab', "Unterminated string"),
+        ("", "Expecting value"),
+        ("[]", "does not say env.name and env.task"),
+        ('{"env": {"name": "tabletop"}}', "does not say env.name and env.task"),
+        ('{"noise": 0.1}', "does not say env.name and env.task"),
+    ],
+)
+def test_torn_words_about_demonstrations_are_refused(tmp_path, capsys, text, said):
+    file = tmp_path / "demos/meta/sparring.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    words = ["train", "imitate", f"imitate.demos={tmp_path / 'demos'}", "--output", str(tmp_path / "run")]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"sparring: '{file}' cannot be read (") and said in told
+    assert "copy the dataset again, or delete this file and say with env.*" in told
+    assert not (tmp_path / "run").exists()
 
 
 # ---- dry runs

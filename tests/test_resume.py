@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparring.checkpoint import checkpoints, find_checkpoint
+from sparring.errors import UserError
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -29,6 +30,7 @@ WAYS = {
     "by episodes": {"rollout": {"n_envs": 2, "n_episodes_per_batch": 4}, "env": {"name": "gym:CartPole-v1"}},
     "grpo": {
         "algorithm": "grpo",
+        "ppo": {},
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
         "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
     },
@@ -39,6 +41,7 @@ WAYS = {
     "flow by grpo": {
         "policy": {"name": "flow", "method": "denoising_mdp", "width": 16, "heads": 2, "layers": 1, "horizon": 4},
         "algorithm": "grpo",
+        "ppo": {},
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
         "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
     },
@@ -113,6 +116,59 @@ def test_kill_9_at_update_3_then_the_same_command(tmp_path):
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
     assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    child = textwrap.dedent("""
+        import json, sys
+        import torch
+        torch.set_num_threads(1)
+        from sparring.run import Run
+        from sparring.tree import load_config
+        run = Run(load_config(json.loads(sys.argv[1])))
+        step = run.phase.step
+        def step_and_wait(fraction):
+            metrics = step(fraction)
+            if run.phase.progress.updates == 3:
+                print("at 3", flush=True)
+                sys.stdin.read()
+            return metrics
+        run.phase.step = step_and_wait
+        run.run()
+    """)
+    config = config_in(tmp_path / "run")
+    words = [sys.executable, "-c", child, json.dumps(SMALL | {"output": config.output})]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as first:
+        assert first.stdout.readline() == b"at 3\n"
+        before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        for resume in ("auto", "never"):
+            with pytest.raises(
+                UserError, match="another process is training there; wait until it is done, stop it, or"
+            ):
+                Run(config.model_copy(update={"resume": resume}))
+        assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        first.kill()
+    # nothing of a killed process is in the way
+    assert run_to_the_end(config).phase.progress.updates == 5
+
+
+def test_two_runs_of_one_process_take_turns(tmp_path):
+    first, second = Run(config_in(tmp_path / "run")), Run(config_in(tmp_path / "run"))
+    step = first.phase.step
+
+    def step_while_another_tries(fraction):
+        with pytest.raises(UserError, match="another process is training there"):
+            second.run()
+        return step(fraction)
+
+    first.phase.step = step_while_another_tries
+    assert first.run() and first.phase.progress.updates == 5
+    first.evaluate()
+    for run in (first, second):
+        run.phase.env.close()
+    assert run_to_the_end(config_in(tmp_path / "run")).phase.progress.updates == 5
 
 
 def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, monkeypatch, caplog):

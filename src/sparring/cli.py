@@ -189,17 +189,17 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
 
 
-def _load(arguments, overrides):
+def _load(arguments, overrides, to_run: bool = True):
     """The config of a command: its file, its overrides, its flags."""
     from sparring.config_text import Setting
     from sparring.inherit import told, with_inherited
-    from sparring.tree import load_config
+    from sparring.tree import build_config
 
     given = _given(arguments, overrides)
     given += _flag_settings(arguments, {"output": "output", "resume": "resume"})
     given.append(Setting("phase", arguments.phase, "command line"))
     settings = with_inherited(given)
-    config = load_config(None, settings)
+    config = build_config(settings, to_run)
     # once: not in the processes that this command starts
     for line in told(settings[: len(settings) - len(given)], config) if "RANK" not in os.environ else ():
         print(line, file=sys.stderr)
@@ -354,7 +354,7 @@ def _show_demos(arguments, overrides) -> int:
 
 
 def _config(arguments, overrides) -> int:
-    print(_load(arguments, overrides).to_yaml(), end="")
+    print(_load(arguments, overrides, to_run=False).to_yaml(), end="")
     return 0
 
 

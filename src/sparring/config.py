@@ -62,7 +62,8 @@ class Tree:
     """The shape of a config: a root class whose fields are values or sections of values.
 
     `pickers` choose a section's class by the value of a key; `aliases` are other spellings of a dotted key;
-    `check` finds mistakes that span sections, each a key and what is wrong with it.
+    `check` finds mistakes that span sections, each a key and what is wrong with it; `elsewhere` tells with which
+    settings an unknown key would be known, e.g. "policy.name=flow".
     """
 
     root: type[Section]
@@ -70,6 +71,7 @@ class Tree:
     pickers: dict[str, tuple[str, SectionPicker]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     check: Callable[[Any], list[tuple[str, str]]] = lambda config: []
+    elsewhere: Callable[[str], list[str]] = lambda key: []
 
     def build(self, settings: list[Setting]) -> Any:
         """The config that these settings describe, later ones winning; raises ConfigError with all mistakes."""
@@ -167,6 +169,9 @@ class Tree:
 
     def _nearest(self, key, keys):
         """Nearest by the whole dotted key, or by its last word when the section is what was mistaken."""
+        others = self.elsewhere(key)
+        if others:
+            return f"it is a key of {' and '.join(others)}"
         spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
         words = {k.rpartition(".")[2]: k for k in keys}
         whole = difflib.get_close_matches(key, spellings, n=1)

@@ -1,22 +1,30 @@
 """The run folder: starting in it, going on in it, and never mixing two runs.
 
 outputs/<phase>_rl/
-  config.yaml  episode_metrics.jsonl  train.log  evaluation.json
+  config.yaml  episode_metrics.jsonl  train.log  evaluation.json  writer.lock
   checkpoint-<n>/  samples/*.png  videos/*.mp4
 """
 
+import errno
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sparring.checkpoint import CheckpointError, checkpoints, find_checkpoint
 from sparring.config import ConfigError
 from sparring.config_text import flatten, read_settings, value_text
+from sparring.data.episode_files import take_lock
+from sparring.errors import UserError
 from sparring.record.log import LOGGER
 from sparring.tree import Config
 
 # these say where and how loudly, not what is trained
 FREE_TO_DIFFER = ("resume", "output", "logging.")
+# of a file system that knows no locks
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 def choose_checkpoint(config: Config) -> Path | None:
@@ -24,6 +32,9 @@ def choose_checkpoint(config: Config) -> Path | None:
     folder = config.run_folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"output = '{folder}': is a file; give a folder"])
+    if (folder / "writer.lock").exists():
+        with alone_in(folder):
+            pass  # told before anything is built
     if config.resume == "never":
         return None
     found = checkpoints(folder)
@@ -39,13 +50,50 @@ def choose_checkpoint(config: Config) -> Path | None:
     return checkpoint
 
 
-def open_folder(config: Config) -> None:
-    """Make the run folder ready, after `choose_checkpoint`. Nothing is ever overwritten."""
+def make_room(config: Config) -> None:
+    """Move an earlier run aside where this one starts anew, after `choose_checkpoint`. Nothing is ever overwritten."""
     folder = config.run_folder
-    if config.resume == "never":
-        _move_aside(folder)
-    if not checkpoints(folder):
-        _start(folder, config)
+    if config.resume == "never" and folder.exists():
+        with alone_in(folder):
+            _move_aside(folder)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and write into it while no other process does. However this one ends, it lets go of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(folder)
+    except UserError:
+        wait = "wait until it is done, stop it, or give another folder (--output DIR)"
+        raise ConfigError([f"'{folder}': another process is training there; {wait}"]) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise ConfigError([f"output = '{folder}': cannot write there ({error.strerror})"]) from None
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def open_folder(config: Config) -> None:
+    """Make the run folder ready, after `make_room`; to be called while `alone_in` it."""
+    if not checkpoints(config.run_folder):
+        _start(config.run_folder, config)
+
+
+def way_on(checkpoint: Path, config: Config) -> str:
+    """What to do where this checkpoint, from which a run was to go on, is of no use."""
+    anew = "start anew with --resume never (a run in the folder is moved aside)"
+    found = checkpoints(checkpoint.parent)
+    older = found[: found.index(checkpoint)] if checkpoint in found else []
+    if not older:
+        return anew
+    if checkpoint.parent.resolve() != config.run_folder.resolve():
+        return f"branch off from an older one with --resume {older[-1]}, or {anew}"
+    return f"remove '{checkpoint}' to go on from '{older[-1]}' with --resume auto, or {anew}"
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
@@ -71,7 +119,6 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 
 def _start(folder: Path, config: Config) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         # lines of a run that was stopped before its first checkpoint; they will be written again
         (folder / "episode_metrics.jsonl").unlink(missing_ok=True)
         (folder / "config.yaml").write_text(config.to_yaml())

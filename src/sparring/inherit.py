@@ -1,5 +1,6 @@
-"""Settings that come with what a run starts from: the policy of `pretrained`, the env of `imitate.demos`, the world
-model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and `adversarial.student`.
+"""Settings that come with what a run starts from: the policy of `pretrained` and how it is best fine-tuned, the env of
+`imitate.demos`, the world model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and
+`adversarial.student`.
 
 They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
 """
@@ -11,8 +12,9 @@ from typing import Any
 
 from sparring.config_text import Setting, read_settings
 from sparring.phases import ALIASES
+from sparring.phases.defaults import OF_PRETRAINED
 from sparring.policies.configs import OF_DENOISING_MDP
-from sparring.tree import Config, build_config, given_settings, run_folder, tree_of
+from sparring.tree import USUAL, Config, build_config, given_settings, run_folder, tree_of
 
 # of an env: these say how a run is made, not what a policy sees and does
 OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
@@ -30,10 +32,12 @@ def with_inherited(settings: list[Setting]) -> list[Setting]:
     aliases = tree_of(settings).aliases
     given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
+    phase = given.get("phase", "finetune")
+    phase = ALIASES.get(phase, phase)
     if isinstance(given.get("pretrained"), str):
         inherited += _of_checkpoint(given["pretrained"], given, ("env", "policy"), "pretrained")
+        inherited += _careful(given) if phase == "finetune" else []
     # later ones win: what is imitated is imitated in the env it was recorded in
-    phase = ALIASES.get(given.get("phase"), given.get("phase"))
     if phase == "imitate":
         inherited += _of_demonstrations(given)
     if phase == "student" and isinstance(given.get("student.teacher"), str):
@@ -58,7 +62,11 @@ def told(settings: Iterable[Setting], config: Any) -> list[str]:
         part = getattr(config, section)
         field = type(part).model_fields.get(key)
         value = part.model_dump(mode="json").get(key)
-        if field is not None and value == setting.value and value != _plain(field.default):
+        if field is None or value != setting.value:
+            continue
+        # each kind of policy has a config of its own, whose default is its own name
+        usual = USUAL.get(section) if key == "name" else _plain(field.default)
+        if value != usual:
             lines.setdefault(setting.source, []).append(f"{setting.key}={_shown(value)}")
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 
@@ -89,6 +97,13 @@ def _of_checkpoint(
     return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]
 
 
+def _careful(given: dict[str, Any]) -> list[Setting]:
+    """How an algorithm learns where the policy can do something already; of one's own algorithm nothing is known."""
+    name = str(given.get("algorithm", "ppo"))
+    source = f"pretrained={given['pretrained']}"
+    return [Setting(f"{name}.{key}", value, source) for key, value in OF_PRETRAINED.get(name, {}).items()]
+
+
 def _of_the_run_itself(key: str, path: str, given: dict[str, Any]) -> list[Setting]:
     """The config of a run that started from `path` and goes on: it holds all that came along, wherever that is now."""
     from sparring.checkpoint import checkpoints
@@ -106,13 +121,28 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     files = [Path(path) / "meta/sparring.json" for path in ([demos] if isinstance(demos, str) else demos)]
     if not files or not all(file.is_file() for file in files):
         return []
-    envs = [json.loads(file.read_text())["env"] for file in files]
+    envs = [_recorded_env(file) for file in files]
     if given.get("env.name", envs[0]["name"]) != envs[0]["name"]:
         return []
     tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
     values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
     source = f"imitate.demos={files[0].parents[1]}"
     return [Setting(key, value, source) for key, value in values.items() if key not in OF_THE_RUN]
+
+
+def _recorded_env(file: Path) -> dict[str, Any]:
+    """The env section that a dataset was recorded with."""
+    from sparring.data.lerobot import DatasetError
+
+    try:
+        env = json.loads(file.read_text(encoding="utf-8"))["env"]
+        return env | {"name": env["name"], "task": list(env["task"])}
+    except (OSError, ValueError) as error:
+        why = str(error)
+    except (KeyError, TypeError):
+        why = "it does not say env.name and env.task"
+    mend = "copy the dataset again, or delete this file and say with env.* what the demonstrations were recorded in"
+    raise DatasetError(f"'{file}' cannot be read ({why}); {mend}")
 
 
 def _plain(value: Any) -> Any:

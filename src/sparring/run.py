@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from sparring.checkpoint import (
 from sparring.collect.camera import Film
 from sparring.distributed import Distributed
 from sparring.evaluate import Evaluation, evaluate_config
-from sparring.folder import choose_checkpoint, open_folder
+from sparring.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.phases import PHASES
 from sparring.phases.phase import Filmed, Phase, ShowsPictures
@@ -58,18 +59,21 @@ class Run:
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
-        # only now, when all that was given has been found to fit, is anything written
-        if self.folder:
-            open_folder(config)
-        set_up_logging(config.logging, self.folder, quiet)
-        self.recorder = Recorder(self.folder)
         self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.saved_at = -1
-        if checkpoint is not None:
-            self._go_on_from(checkpoint)
-        elif pretrained:
-            log.info("starts from the weights of %s: %s", pretrained, loaded)
+        # only now, when all that was given has been found to fit, is anything written
+        if self.folder:
+            make_room(config)
+        with self._alone():
+            if self.folder:
+                open_folder(config)
+            set_up_logging(config.logging, self.folder, quiet)
+            self.recorder = Recorder(self.folder)
+            if checkpoint is not None:
+                self._go_on_from(checkpoint)
+            elif pretrained:
+                log.info("starts from the weights of %s: %s", pretrained, loaded)
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -109,6 +113,35 @@ class Run:
 
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
+        with self._alone():
+            return self._train()
+
+    def evaluate(self) -> Evaluation | WorldModelEvaluation | None:
+        """Held-out episodes by the main process, with videos; the others wait."""
+        with self._alone():
+            return self._evaluate()
+
+    def save(self) -> None:
+        """Every process brings its own state, the main one writes."""
+        own = self.phase.process_state() | {"random": _random_state(self.distributed.device)}
+        processes = self.distributed.gather_objects([own])
+        if self.folder is not None:
+            state = {"phase": self.phase.state_dict(), "processes": processes, "pending": dict(self.pending)}
+            state["recorder"] = self.recorder.state_dict()
+            config_yaml = self.config.to_yaml()
+            save_checkpoint(
+                self.folder, self.phase.progress.updates, self.phase.model, state, config_yaml, self.phase.env.spec
+            )
+            remove_old(self.folder, self.config.training.keep_checkpoints)
+        self.saved_at = self.phase.progress.updates
+        # nobody leaves while the main process is still writing
+        self.distributed.barrier()
+
+    def _alone(self) -> AbstractContextManager:
+        """While something is written; nobody else may train in the same folder then."""
+        return nullcontext() if self.folder is None else alone_in(self.folder)
+
+    def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress
         self._film_what_comes()
         with _Interrupt() as interrupt:
@@ -129,7 +162,7 @@ class Run:
                     self.save()
                     self._film_what_comes()
                 if self.config.evaluation.every and progress.updates % self.config.evaluation.every == 0:
-                    self.evaluate()
+                    self._evaluate()
                 # all processes must leave together
                 if self.distributed.max(float(interrupt.asked)):
                     self._stop_early()
@@ -139,8 +172,7 @@ class Run:
             self.save()
         return True
 
-    def evaluate(self) -> Evaluation | WorldModelEvaluation | None:
-        """Held-out episodes by the main process, with videos; the others wait."""
+    def _evaluate(self) -> Evaluation | WorldModelEvaluation | None:
         evaluation = None
         if self.distributed.is_main:
             self.console.end()
@@ -153,22 +185,6 @@ class Run:
             )
         self.distributed.barrier()
         return evaluation
-
-    def save(self) -> None:
-        """Every process brings its own state, the main one writes."""
-        own = self.phase.process_state() | {"random": _random_state(self.distributed.device)}
-        processes = self.distributed.gather_objects([own])
-        if self.folder is not None:
-            state = {"phase": self.phase.state_dict(), "processes": processes, "pending": dict(self.pending)}
-            state["recorder"] = self.recorder.state_dict()
-            config_yaml = self.config.to_yaml()
-            save_checkpoint(
-                self.folder, self.phase.progress.updates, self.phase.model, state, config_yaml, self.phase.env.spec
-            )
-            remove_old(self.folder, self.config.training.keep_checkpoints)
-        self.saved_at = self.phase.progress.updates
-        # nobody leaves while the main process is still writing
-        self.distributed.barrier()
 
     def _made(self) -> str:
         progress = self.phase.progress
@@ -247,8 +263,11 @@ class Run:
             log.warning("stopped after %s updates; saved. %s goes on from here.", self.phase.progress.updates, how)
 
     def _go_on_from(self, checkpoint) -> None:
-        load_weights(self.phase.model, checkpoint)
-        state = load_training_state(checkpoint)
+        try:
+            load_weights(self.phase.model, checkpoint)
+            state = load_training_state(checkpoint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}\nto go on all the same: {way_on(checkpoint, self.config)}") from None
         processes = len(state["processes"])
         if processes != self.distributed.world_size:
             raise CheckpointError(

@@ -111,6 +111,8 @@ def run_folder(output: str | None, phase: str) -> Path:
     return Path(output) if output else Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{phase}_rl"
 
 
+# what a section is where nobody names another
+USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 # other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
 ALIASES = {
     "task_name": "env.task",
@@ -150,6 +152,13 @@ ALIASES = {
     },
     **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
 }
+# words that mean something else with grpo
+_GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
+GRPO_ALIASES = {
+    alias: _GRPO_NAMES[key]
+    for alias, key in ALIASES.items()
+    if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
+}
 # words that mean something else where there is no RL
 PHASE_ALIASES = {
     phase: {
@@ -186,13 +195,18 @@ def given_settings(
     return settings
 
 
-def build_config(settings: list[Setting]) -> Config:
-    return tree_of(settings).build(_phase_defaults(settings) + settings)
+def build_config(settings: list[Setting], to_run: bool = True) -> Config:
+    """`to_run=False`: what is only to be looked at need not say what it starts from."""
+    tree = tree_of(settings)
+    tree = tree if to_run else replace(tree, check=_mistakes)
+    return tree.build(_phase_defaults(settings) + settings)
 
 
 def tree_of(settings: list[Setting]) -> Tree:
-    """The tree as these settings mean it: what `batch_size` is short for depends on the phase."""
-    more = PHASE_ALIASES.get(_phase_of(settings), {})
+    """The tree as these settings mean it: what `batch_size` is short for depends on the phase and the algorithm."""
+    algorithm = next((s.value for s in reversed(settings) if s.key in ("algorithm", "algorithm.name")), None)
+    more = GRPO_ALIASES if algorithm == "grpo" else {}
+    more = more | PHASE_ALIASES.get(_phase_of(settings), {})
     return replace(TREE, aliases=ALIASES | more) if more else TREE
 
 
@@ -204,8 +218,7 @@ def _phase_of(settings: list[Setting]) -> Any:
 def _phase_defaults(settings: list[Setting]) -> list[Setting]:
     """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
     phase, names = _phase_of(settings), {s.key: s.value for s in settings}
-    usual = {"env": "tabletop", "policy": "actor_critic"}
-    others = tuple(f"{section}." for section, name in usual.items() if names.get(f"{section}.name", name) != name)
+    others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
     values = DEFAULTS.get(phase, {}).items()
     return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
 
@@ -214,15 +227,15 @@ def _env_config(name: Any) -> type[Section]:
     if isinstance(name, str) and name.startswith("gym:"):
         _check_gym_id(name.removeprefix("gym:"))
         return GymConfig
-    return _config_of(name, "tabletop", envs.ENVS, envs.CONFIGS, "env")
+    return _config_of(name, USUAL["env"], envs.ENVS, envs.CONFIGS, "env")
 
 
 def _policy_config(name: Any) -> type[Section]:
-    return _config_of(name, "actor_critic", policies.POLICIES, policies.CONFIGS, "policy")
+    return _config_of(name, USUAL["policy"], policies.POLICIES, policies.CONFIGS, "policy")
 
 
 def _world_model_config(name: Any) -> type[Section]:
-    return _config_of(name, "token", world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
+    return _config_of(name, USUAL["world_model"], world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
 
 
 def _rewards_config(name: Any) -> type[Section]:
@@ -262,6 +275,17 @@ def _check_gym_id(name: str) -> None:
         raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())})") from None
 
 
+def _elsewhere(key: str) -> list[str]:
+    """The names of built-in envs, policies, ... whose config has this key."""
+    section, _, leaf = key.partition(".")
+    kinds = {"env": envs, "policy": policies, "world_model": world_models, "rewards": rewards}
+    configs = kinds[section].CONFIGS if section in kinds else {}
+    classes = {name: import_path(path, f"{section} config") for name, path in configs.items()}
+    classes |= {"gym:<id>": GymConfig} if section == "env" else {}
+    leaf = leaf.partition(".")[0]
+    return [f"{section}.name={name}" for name, config in classes.items() if leaf in config.model_fields]
+
+
 def _makes_gymnasium_envs(thing: Any) -> bool:
     """A function, or a class that is one or looks like one; told without importing gymnasium."""
     if not isinstance(thing, type):
@@ -288,6 +312,17 @@ def _named(section: type[Section]) -> type[Section]:
 
 
 def _check(config: Config) -> list[tuple[str, str]]:
+    return _mistakes(config) + _missing(config)
+
+
+def _missing(config: Config) -> list[tuple[str, str]]:
+    """What the phase starts from, where it was not given."""
+    key, expected = _STARTS_FROM.get(config.phase, (None, ""))
+    given = key is None or getattr(getattr(config, config.phase), key)
+    return [] if given else [(f"{config.phase}.{key}", expected)]
+
+
+def _mistakes(config: Config) -> list[tuple[str, str]]:
     """Mistakes that span sections."""
     robots, size = config.rollout.n_envs, config.buffer.size
     mistakes = []
@@ -298,14 +333,33 @@ def _check(config: Config) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks:
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes + _CHECKS.get(config.phase, rollout_mistakes)(config)
+    return mistakes + _unread(config) + _CHECKS.get(config.phase, rollout_mistakes)(config)
+
+
+def _unread(config: Config) -> list[tuple[str, str]]:
+    """Settings of an algorithm that is not in use. A saved config has them all: only those that somebody changed."""
+    mistakes = []
+    for name in algorithms.ALGORITHMS:
+        for key, value in getattr(config, name) if name != config.algorithm else ():
+            field = Config.model_fields[name].annotation.model_fields[key]
+            if value != DEFAULTS.get(config.phase, {}).get(f"{name}.{key}", field.default):
+                why = f"is not read with algorithm={config.algorithm}; {_instead(config, name, key)}"
+                mistakes.append((f"{name}.{key}", why))
+    return mistakes
+
+
+def _instead(config: Config, name: str, key: str) -> str:
+    """What to do where `key` of the algorithm `name` is not read."""
+    other_name = {("ppo", "ppo_epochs"): "epochs", ("grpo", "epochs"): "ppo_epochs"}.get((name, key))
+    section = "algorithm_config" if ":" in config.algorithm else config.algorithm
+    for same in (key, other_name):
+        if same in type(config.algorithm_section).model_fields:
+            return f"set {section}.{same}"
+    return f"leave it out, or say algorithm={name}"
 
 
 def _check_imitate(config: Config) -> list[tuple[str, str]]:
     mistakes = []
-    if not config.imitate.demos:
-        record = "record some with `sparring demos TASK --episodes N`"
-        mistakes.append(("imitate.demos", f"expected the folder(s) of demonstrations to imitate; {record}"))
     for key in ("total_timesteps", "num_episodes"):
         if getattr(config.training, key):
             mistakes.append((f"training.{key}", "no robot acts in imitate; say how long with training.iterations"))
@@ -324,23 +378,24 @@ def _check_teacher(config: Config) -> list[tuple[str, str]]:
 
 
 def _check_student(config: Config) -> list[tuple[str, str]]:
-    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=False)
-    return mistakes + _missing_teacher("student", config.student.teacher)
-
-
-def _missing_teacher(section: str, teacher: str | None) -> list[tuple[str, str]]:
-    what = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
-    return [] if teacher else [(f"{section}.teacher", f"{what}; train one with `sparring train teacher`")]
+    return rollout_mistakes(config) + reward_mistakes(config, learns=False)
 
 
 def _check_adversarial(config: Config) -> list[tuple[str, str]]:
     mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=True)
-    mistakes += _missing_teacher("adversarial", config.adversarial.teacher)
     weights = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
     if not any(weights):
         mistakes.append(("adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"))
     return mistakes
 
+
+_TEACHER = (
+    "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl; train one with "
+    "`sparring train teacher`"
+)
+_DEMOS = "expected the folder(s) of demonstrations to imitate; record some with `sparring demos TASK --episodes N`"
+# phase -> the key of its section that it cannot do without, and what is expected there
+_STARTS_FROM = {"imitate": ("demos", _DEMOS), "student": ("teacher", _TEACHER), "adversarial": ("teacher", _TEACHER)}
 
 # of phases that do not collect rollouts as RL does, or need more
 _CHECKS = {
@@ -361,4 +416,5 @@ TREE = Tree(
     },
     aliases=ALIASES,
     check=_check,
+    elsewhere=_elsewhere,
 )

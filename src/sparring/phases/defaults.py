@@ -37,3 +37,10 @@ DEFAULTS = {
     "student": _EXPLORER,
     "adversarial": _EXPLORER | {"training.log_every": 5, "training.save_every": 10},
 }
+# finetune with `pretrained`, algorithm -> key of its section -> value: what can do something already is soon unlearned
+_CAREFUL = {"policy_lr": 1e-4, "target_kl": 0.05}
+OF_PRETRAINED = {
+    # its critic knows nothing yet, and may learn faster
+    "ppo": _CAREFUL | {"critic_lr": 1e-3, "critic_warmup_updates": 3},
+    "grpo": _CAREFUL,
+}
