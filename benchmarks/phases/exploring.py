@@ -6,8 +6,8 @@ from pathlib import Path
 CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "entropy", "explained_variance")
 
 
-# env steps, 60 updates: after that explorers of a world model that stays as it is drift to poses of the arm that random
-# actions seldom reach, and away from things (docs/log.md)
+# env steps, 60 updates: after that explorers of a world model that stays as it is drift to ever fewer places, and away
+# from things (docs/log.md)
 STEPS = 192_000
 
 
