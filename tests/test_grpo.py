@@ -10,8 +10,9 @@ from doubles import IdentityBackend
 from tensordict import TensorDict
 
 from sparring.algorithms import grpo as grpo_module
-from sparring.algorithms.configs import GRPOConfig
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import GRPO, compare_groups, grpo_loss
+from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
 from sparring.data.rollout import RolloutBuffer
 from sparring.envs.backend import Step
@@ -146,6 +147,18 @@ def test_it_learns_the_bandit_and_leaves_the_critic_alone():
     assert not torch.equal(before["head.linear.weight"], after["head.linear.weight"])
     assert lesson.metrics["groups_dropped"] == 0 and lesson.metrics["valid_fraction"] == 1
     assert lesson.metrics["parity"] <= 1e-5
+
+
+def test_after_grpo_ppo_teaches_the_critic_again():
+    lesson = Lesson()
+    lesson.learn(1)
+    before = lesson.weights()
+    ppo = PPO(PPOConfig(mini_batch_size=128), lesson.policy)
+    lesson.collector.collect(lesson.buffer)
+    ppo.update(lesson.buffer.rollout())
+    after = lesson.weights()
+    critic = [name for name, _ in lesson.policy.named_parameters() if name.startswith("critic")]
+    assert critic and not any(torch.equal(before[name], after[name]) for name in critic)
 
 
 def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
