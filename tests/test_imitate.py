@@ -274,6 +274,30 @@ def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
     assert scaled.abs().max() == pytest.approx(1, abs=1e-3) and (scaled.amax(0) + scaled.amin(0)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_pretrained_normalisers_that_no_demonstrations_fitted_are_fitted(folder, tmp_path, ema):
+    scaled = {"hidden": [16], "normalize_actions": True}
+    rollouts = {"output": str(tmp_path / "rl"), "env": ENV, "policy": scaled, "rollout": {"n_envs": 2, "steps": 8}}
+    run_to_the_end(load_config(rollouts | {"training": {"iterations": 1}, "logging": {"console_level": "ERROR"}}))
+
+    def imitated(demos, name, pretrained):
+        more = {"policy": scaled, "imitate": {"ema": ema}, "pretrained": str(tmp_path / pretrained)}
+        return run_to_the_end(load_config(settings(folder / demos, tmp_path / name, **more)))
+
+    phase, demos = imitated("state", "first", "rl").phase, Demonstrations(folder / "state")
+    for policy in (phase.policy, phase.model):
+        state, action, privileged = policy.encoder.normalizer, policy.action_normalizer, policy.critic.privileged
+        assert state.fitted and action.fitted and privileged.fitted
+        torch.testing.assert_close(state.shift, torch.from_numpy(demos.numbers("observation.state")).mean(0))
+        # the hand's steps; the fingers stay as they are
+        steps = action(torch.from_numpy(demos.numbers("action")))[:, :3]
+        torch.testing.assert_close(steps.amax(0), torch.ones(3), rtol=0, atol=1e-3)
+    # once fitted they stay: other demonstrations are seen through the same ones
+    again = imitated("seen", "second", "first").phase.policy
+    assert torch.equal(again.encoder.normalizer.shift, phase.model.encoder.normalizer.shift)
+    assert torch.equal(again.action_normalizer.scale, phase.model.action_normalizer.scale)
+
+
 def test_without_a_limit_it_makes_20_updates(folder, tmp_path):
     config = load_config(settings(folder / "state", tmp_path, training={}))
     run = Run(config, folder=False, quiet=True)

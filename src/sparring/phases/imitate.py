@@ -40,8 +40,6 @@ class Imitate:
             raise UserError(f"{type(policy).__name__} cannot imitate: it has no imitation_loss()")
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
-        # weights that are loaded later (of a checkpoint, or pretrained) bring their own statistics
-        policy.fit_normalizers(chunks.statistics(), config.state_normalization, config.normalization)
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
         self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
         # demonstrations teach a critic nothing, and weight decay must not change it
@@ -106,6 +104,9 @@ class Imitate:
 
     def _begin(self) -> None:
         """All processes, and the average, start from the same weights."""
+        # only now that pretrained weights are there: those that imitated before bring their own statistics
+        config = self.config
+        self.model.fit_normalizers(self.chunks.statistics(), config.state_normalization, config.normalization)
         for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
             tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
         if self.model is not self.policy:

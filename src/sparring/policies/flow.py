@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.normalize import Normalizer, fit_all
+from sparring.normalize import Normalizer
 from sparring.policies.configs import OF_DENOISING_MDP, FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.dit import ActionTransformer
@@ -142,7 +142,7 @@ class FlowPolicy(EncodedPolicy):
         return loss, {name: value.detach() for name, value in told.items()}
 
     def fit_normalizers(self, statistics, state: str, action: str) -> None:
-        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.actions, state, action)
+        self._fit(statistics, self.actions, state, action)
 
     # ---- the network
 
