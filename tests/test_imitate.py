@@ -355,6 +355,32 @@ def test_refused(folder, tmp_path, capsys, change, said):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("recorded", "asked", "told", "said"),
+    [
+        ("privileged", "state", True, "env.object_state: expected state, found privileged"),
+        ("state", "hidden", True, "env.object_state: expected hidden, found state\nentries of observation.state"),
+        ("state", "hidden", False, "entries of observation.state: expected 30 or fewer, found 51"),
+        ("privileged", "hidden", True, None),
+    ],
+)
+def test_padding_does_not_hide_that_states_are_of_other_things(tmp_path, recorded, asked, told, said):
+    demos = tmp_path / "demos"
+    plan = Plan(TabletopConfig(**ENV | {"object_state": recorded}), max_episode_steps=2, keep_failures=True)
+    record(plan, 1, demos, quiet=True)
+    if not told:
+        # a dataset of others does not say how it was recorded
+        file = demos / "meta" / "sparring.json"
+        file.write_text(json.dumps({"control_mode": ENV["control_mode"]}))
+    config = load_config(settings(demos, tmp_path / "run", env=ENV | {"object_state": asked, "pad_state": 80}))
+    if said is None:
+        run_to_the_end(config)
+        return
+    with pytest.raises(UserError, match=f"is not what is asked for; .*\n{said}"):
+        Run(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_policy_that_cannot_imitate_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.delattr(ActorCritic, "imitation_loss")
     with pytest.raises(UserError, match="ActorCritic cannot imitate"):
