@@ -245,9 +245,22 @@ def test_what_it_cannot_do_is_said():
         ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
         ({"width": 30, "heads": 4}, "width=30 cannot be split"),
         ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
+        (
+            {"noise_range": (0.1, 0.2)},
+            r"noise_range=\[0.1, 0.2\]: .*=flow_sde reads policy.noise_level instead",
+        ),
+        ({"method": "flow_noise", "noise_level": 0.3}, "noise_level=0.3: .*flow_noise reads .*; leave it at 0.5, or"),
+        ({"method": "denoising_mdp", "noise_range": (0.1, 0.2)}, "denoising_mdp with policy.kernel=sde reads"),
+        ({"method": "denoising_mdp", "kernel": "noise", "noise_level": 0.3}, "kernel=noise reads policy.noise_range"),
     ):
         with pytest.raises(UserError, match=said):
             FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
+    for read in (
+        {"method": "flow_sde_one_step", "noise_level": 0.3},
+        {"method": "denoising_mdp", "noise_level": 0.3},
+        {"method": "denoising_mdp", "kernel": "noise", "noise_range": (0.1, 0.2)},
+    ):
+        FlowPolicy(FlowConfig(**read), Drifting(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
 
