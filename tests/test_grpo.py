@@ -2,12 +2,14 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from doubles import IdentityBackend
 from tensordict import TensorDict
+from test_ppo_options import StepByStep
 
 from sparring.algorithms import grpo as grpo_module
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
@@ -170,6 +172,26 @@ def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
 
     monkeypatch.setattr(grpo_module, "grpo_loss", flipped)
     assert lesson.learn(20) < start - 0.2
+
+
+class TwoSteps(Bandit):
+    """Decides on two steps, of which the second is worth nothing."""
+
+    def step(self, action):
+        first = super().step(action[:, :1])
+        return replace(first, reward=np.pad(first.reward, ((0, 0), (0, 1))), executed=first.executed + 1)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 1.0]])
+def test_a_step_of_weight_0_has_no_gradient(weights):
+    lesson = Lesson(TwoSteps)
+    lesson.policy = StepByStep(ActorCriticConfig(), lesson.env.spec, 2, weights)
+    lesson.grpo = GRPO(lesson.grpo.config, lesson.policy)
+    lesson.collector = Collector(lesson.env, lesson.policy, 0, chunk=2, episodes=16)
+    start = lesson.weights()["head.linear.weight"]
+    lesson.learn(1)
+    learned = (lesson.weights()["head.linear.weight"] - start).abs().amax(1) > 0
+    assert learned.tolist() == [weight > 0 for weight in weights]
 
 
 class Indifferent(Bandit):
