@@ -180,7 +180,9 @@ def main() -> None:
         folder = args.runs / "_".join(["gain", args.problem, f"seed{args.seed}", *args.set])
         folder.mkdir(parents=True, exist_ok=True)
         outcome = train(args.problem, args.seed, args.minutes, args.threads, args.set, folder)
-        if not args.set:
+        if not outcome.get("done"):
+            print("not done yet, so not kept: the same call goes on (with more --minutes)")
+        elif not args.set:
             report.keep_run(RESULTS, RUNS, outcome)
     if not RESULTS.is_file():
         print(f"nothing is known yet: {RESULTS.name} comes with the first run")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparring.envs.configs import GymConfig
+from sparring.policies.configs import FlowConfig
 from sparring.tree import TREE, Config
 
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
@@ -26,7 +27,7 @@ PACKAGE = {
 
 def fields() -> list[tuple[str, str]]:
     """(section or '' for the top level, field)."""
-    classes = [*TREE.classes().items(), ("env", GymConfig)]
+    classes = [*TREE.classes().items(), ("env", GymConfig), ("policy", FlowConfig)]
     found = [(section, field) for section, cls in classes for field in cls.model_fields]
     top = [field for field in Config.model_fields if field not in TREE.classes()]
     return sorted({*found, *(("", field) for field in top)})
@@ -72,6 +73,7 @@ def test_somebody_reads_it(section, field):
 
 def test_a_dead_field_is_noticed():
     assert ("ppo", "clip_ratio") in fields() and ("env", "kwargs") in fields() and ("", "seed") in fields()
+    assert ("policy", "denoising_discount") in fields()
     assert not is_read("ppo", "image_size")
     assert not is_read("rollout", "clip_ratio")
     assert not is_read("", "clip_ratio_of_nobody")

@@ -63,6 +63,16 @@ def test_with_images_padding_and_a_longer_horizon(method, encoder):
 def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
     policy, buffer = rollout_of(num_envs=6, precision="bf16", **METHODS[method])
     gate(policy, buffer).check(0.05)
+    # networks really compute in bf16, and what is scored is float32 or finer
+    types = []
+    for part in (policy.condition, policy.velocity.output):
+        part.register_forward_hook(lambda _, inputs, output: types.append(output.dtype))
+    flat = buffer.get()
+    scored = policy.evaluate(flat)
+    assert types == [torch.bfloat16] * 2
+    assert scored["trace", "mean"].dtype == torch.float32 and scored["log_prob"].dtype == torch.float64
+    exact = make_policy(**METHODS[method]).evaluate(flat)
+    assert 1e-4 < (scored["trace", "mean"] - exact["trace", "mean"]).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -138,14 +148,18 @@ def test_each_step_of_a_denoising_mdp_has_a_log_prob_of_its_own():
     assert policy.step_weights.tolist() == [0.5, 1.0]
 
 
-def test_flow_noise_stays_within_its_bounds_and_has_their_entropy():
+def test_flow_noise_stays_within_its_bounds():
     kernel = FlowNoise(Grid(2), (0.1, 0.2), width=4, horizon=1, action_dim=1)
     nn.init.normal_(kernel.net[-1].weight, std=100.0)
     x, about = torch.zeros(500, 2, 1, 1), torch.randn(500, 4)
     steps = torch.tensor([[0, 1]]).expand(500, 2)
     _, std = kernel(x, x, steps, about)
     assert std.min() >= 0.1 - 1e-6 and std.max() <= 0.2 + 1e-6 and std.max() - std.min() > 0.05
-    policy, buffer = rollout_of(num_envs=2, **METHODS["flow_noise"])
+
+
+@pytest.mark.parametrize("method", ["flow_noise", "mdp_noise"])
+def test_the_entropy_is_that_of_all_scored_steps(method):
+    policy, buffer = rollout_of(num_envs=2, **METHODS[method])
     flat = buffer.get()
     entropy = policy.evaluate(flat)["entropy"]
     _, about = policy._encode(flat)
@@ -235,6 +249,19 @@ def test_greedy_acting_is_the_ode_from_its_start_or_from_zero(given):
     torch.testing.assert_close(action, x[:, :2] * 0.5 + 0.1)
 
 
+def test_greedy_robots_start_from_noise_of_their_own():
+    policy = make_policy()
+    collector = Collector(Env(Drifting(4)), policy, seed=0, split="eval", greedy=True, chunk=4)
+    decisions = [collector.decide() for _ in range(2)]
+    starts = torch.stack([td["start"] for td in decisions]).flatten(0, 1)
+    assert len(starts.unique(dim=0)) == 8 and starts.std() > 0.2
+    for td in decisions:
+        seen = td.select("observation")
+        from_zero = policy.act(seen.clone())["action"]
+        assert (td["action"] - from_zero).abs().amax((1, 2)).min() > 0.01
+        torch.testing.assert_close(td["action"], policy.act(seen.set("start", td["start"]))["action"])
+
+
 def test_what_it_cannot_do_is_said():
     with pytest.raises(UserError, match="horizon=2 is shorter"):
         FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
@@ -245,9 +272,22 @@ def test_what_it_cannot_do_is_said():
         ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
         ({"width": 30, "heads": 4}, "width=30 cannot be split"),
         ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
+        (
+            {"noise_range": (0.1, 0.2)},
+            r"noise_range=\[0.1, 0.2\]: .*=flow_sde reads policy.noise_level instead",
+        ),
+        ({"method": "flow_noise", "noise_level": 0.3}, "noise_level=0.3: .*flow_noise reads .*; leave it at 0.5, or"),
+        ({"method": "denoising_mdp", "noise_range": (0.1, 0.2)}, "denoising_mdp with policy.kernel=sde reads"),
+        ({"method": "denoising_mdp", "kernel": "noise", "noise_level": 0.3}, "kernel=noise reads policy.noise_range"),
     ):
         with pytest.raises(UserError, match=said):
             FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
+    for read in (
+        {"method": "flow_sde_one_step", "noise_level": 0.3},
+        {"method": "denoising_mdp", "noise_level": 0.3},
+        {"method": "denoising_mdp", "kernel": "noise", "noise_range": (0.1, 0.2)},
+    ):
+        FlowPolicy(FlowConfig(**read), Drifting(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
 
@@ -267,6 +307,18 @@ def test_an_entropy_bonus_needs_noise_that_is_learned():
 
 
 # ---- learning
+
+
+def test_the_critic_does_not_shape_the_encoder():
+    policy, buffer = rollout_of(num_envs=2, seen={"images": True})
+    flat = buffer.get()[:8]
+    for value in (policy.evaluate(flat)["value"], policy.value(flat)):
+        policy.zero_grad()
+        value.square().sum().backward()
+        assert all(parameter.grad is None for parameter in policy.encoder.parameters())
+        assert policy.critic.output.weight.grad.abs().max() > 0
+    policy.evaluate(flat)["log_prob"].sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in policy.encoder.images.parameters())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -344,11 +396,37 @@ def test_with_the_consistency_term_two_steps_suffice():
     assert distance_to_a_mode(consistent) < 0.1 and distance_to_a_mode(consistent) < 0.5 * distance_to_a_mode(plain)
 
 
+def test_demonstrations_are_imitated_in_normalised_and_done_in_the_envs_own_numbers():
+    torch.manual_seed(0)
+    policy = FlowPolicy(FlowConfig(width=32, heads=2, layers=1), Drifting(1).spec, 2)
+    policy.fit_normalizers({"action": {"mean": np.full(DIMS, 0.5), "std": np.full(DIMS, 0.01)}}, "min_max", "mean_std")
+    batch = two_modes(torch.Generator().manual_seed(0), 64)
+    batch["action"].fill_(0.52)
+    optimizer, generator = torch.optim.Adam(policy.parameters(), 3e-3), torch.Generator().manual_seed(0)
+    for _ in range(200):
+        loss, _ = policy.imitation_loss(batch, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # two standard deviations from the mean; unscaled it would be 0.5 + 0.01 * 0.52
+    assert (policy.act(batch.select("observation"))["action"] - 0.52).abs().max() < 0.005
+
+
+def test_times_near_the_noise_are_drawn_more_often():
+    policy = make_policy(chunk=2)
+    times = []
+    policy.velocity.register_forward_hook(lambda _, inputs, output: times.append(inputs[1]))
+    policy.imitation_loss(two_modes(torch.Generator().manual_seed(0), 8192), torch.Generator().manual_seed(1))
+    (t,) = times
+    # Beta(1.5, 1): mean 1.5 / 2.5, P(t < 1/2) = (1/2)^1.5
+    assert t.mean().item() == pytest.approx(0.6, abs=0.01)
+    assert (t < 0.5).float().mean().item() == pytest.approx(0.5**1.5, abs=0.02)
+
+
 def test_steps_past_an_episodes_end_are_not_imitated():
     policy = make_policy(chunk=2)
     batch = two_modes(torch.Generator().manual_seed(0), 8)
     batch["valid"][:, 1] = False
-    loss, _ = policy.imitation_loss(batch, torch.Generator().manual_seed(1))
     batch["action"][:, 1] = 100.0
     # the other positions see the noisy one, so compare what is averaged: a policy whose positions do not mix
     policy.velocity.blocks = nn.ModuleList()

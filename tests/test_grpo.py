@@ -2,16 +2,19 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from doubles import IdentityBackend
 from tensordict import TensorDict
+from test_ppo_options import StepByStep
 
 from sparring.algorithms import grpo as grpo_module
-from sparring.algorithms.configs import GRPOConfig
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import GRPO, compare_groups, grpo_loss
+from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
 from sparring.data.rollout import RolloutBuffer
 from sparring.envs.backend import Step
@@ -148,6 +151,18 @@ def test_it_learns_the_bandit_and_leaves_the_critic_alone():
     assert lesson.metrics["parity"] <= 1e-5
 
 
+def test_after_grpo_ppo_teaches_the_critic_again():
+    lesson = Lesson()
+    lesson.learn(1)
+    before = lesson.weights()
+    ppo = PPO(PPOConfig(mini_batch_size=128), lesson.policy)
+    lesson.collector.collect(lesson.buffer)
+    ppo.update(lesson.buffer.rollout())
+    after = lesson.weights()
+    critic = [name for name, _ in lesson.policy.named_parameters() if name.startswith("critic")]
+    assert critic and not any(torch.equal(before[name], after[name]) for name in critic)
+
+
 def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
     lesson = Lesson()
     start = lesson.learn(1)
@@ -157,6 +172,26 @@ def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
 
     monkeypatch.setattr(grpo_module, "grpo_loss", flipped)
     assert lesson.learn(20) < start - 0.2
+
+
+class TwoSteps(Bandit):
+    """Decides on two steps, of which the second is worth nothing."""
+
+    def step(self, action):
+        first = super().step(action[:, :1])
+        return replace(first, reward=np.pad(first.reward, ((0, 0), (0, 1))), executed=first.executed + 1)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 1.0]])
+def test_a_step_of_weight_0_has_no_gradient(weights):
+    lesson = Lesson(TwoSteps)
+    lesson.policy = StepByStep(ActorCriticConfig(), lesson.env.spec, 2, weights)
+    lesson.grpo = GRPO(lesson.grpo.config, lesson.policy)
+    lesson.collector = Collector(lesson.env, lesson.policy, 0, chunk=2, episodes=16)
+    start = lesson.weights()["head.linear.weight"]
+    lesson.learn(1)
+    learned = (lesson.weights()["head.linear.weight"] - start).abs().amax(1) > 0
+    assert learned.tolist() == [weight > 0 for weight in weights]
 
 
 class Indifferent(Bandit):

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from sparring.api import load_policy
 from sparring.checkpoint import checkpoints
 from sparring.cli import main
+from sparring.data.batches import BatchBuilder
 from sparring.data.chunks import ActionChunks
 from sparring.data.demonstrations import Demonstrations
 from sparring.demos.plan import Plan
@@ -23,7 +24,8 @@ from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.phases.imitate import shifted
 from sparring.policies.actor_critic import ActorCritic
-from sparring.policies.configs import ActorCriticConfig
+from sparring.policies.configs import ActorCriticConfig, FlowConfig
+from sparring.policies.flow import FlowPolicy
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -215,6 +217,18 @@ def test_normalised_actions_come_back_scaled_and_scored_the_same():
     assert (fitted(policy, target) - target).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("kind", [ActorCritic, FlowPolicy])
+def test_states_and_actions_are_each_scaled_in_their_own_way(kind):
+    config = (ActorCriticConfig if kind is ActorCritic else FlowConfig)(normalize_actions=True)
+    policy = kind(config, EnvSpec({"state": ((1,), "float32")}, 1), 1)
+    one = {name: np.array([value]) for name, value in {"mean": 1.0, "std": 2.0, "min": 2.0, "max": 10.0}.items()}
+    policy.fit_normalizers({"observation/state": one, "action": one}, "min_max", "mean_std")
+    action = policy.action_normalizer if kind is ActorCritic else policy.actions
+    # min_max: 6 -> 0, 10 -> 1; mean_std: 1 -> 0, 3 -> 1
+    assert policy.encoder.normalizer(torch.tensor([6.0, 10.0])[:, None]).flatten().tolist() == [0, 1]
+    assert action(torch.tensor([1.0, 3.0])[:, None]).flatten().tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("distribution", ["squashed", "discrete"])
 def test_normalised_actions_are_refused_where_they_make_no_sense(distribution):
     spec = EnvSpec({"state": ((2,), "float32")}, 1, 4 if distribution == "discrete" else 0)
@@ -274,6 +288,81 @@ def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
     assert scaled.abs().max() == pytest.approx(1, abs=1e-3) and (scaled.amax(0) + scaled.amin(0)).abs().max() < 1e-3
 
 
+def watched(folder, tmp_path, **more):
+    """A phase, and of each of its gradient steps: was dropout on, and from which batch was it made?"""
+    phase = Run(load_config(settings(folder, tmp_path, **more)), folder=False, quiet=True).phase
+    seen, loss = [], phase.policy.imitation_loss
+    phase.policy.imitation_loss = lambda batch, generator: (
+        seen.append((phase.policy.training, batch.clone())) or loss(batch, generator)
+    )
+    return phase, seen
+
+
+def test_dropout_is_on_while_it_learns_and_off_afterwards(folder, tmp_path):
+    phase, seen = watched(folder / "state", tmp_path)
+    phase.step(0.0)
+    phase.step(0.5)
+    assert [training for training, _ in seen] == [True] * 6
+    assert not any(module.training for module in phase.model.modules())
+
+
+@pytest.mark.parametrize(("schedule", "left"), [("linear", 0.75), ("cosine", 0.8536), ("constant", 1.0)])
+def test_the_learning_rate_falls_as_asked(folder, tmp_path, schedule, left):
+    phase, _ = watched(folder / "state", tmp_path, imitate={"lr_schedule": schedule, "learning_rate": 0.01})
+    assert phase.step(0.0)["lr"] == 0.01
+    assert phase.step(0.25)["lr"] == pytest.approx(0.01 * left, rel=1e-4)
+    assert phase.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * left, rel=1e-4)
+
+
+@pytest.mark.parametrize("pixels", [0, 2])
+def test_pictures_are_shifted_where_asked_for(folder, tmp_path, pixels):
+    phase, seen = watched(folder / "seen", tmp_path, env=SEEN, imitate={"image_augmentation": pixels})
+    phase.step(0.0)
+    plain = BatchBuilder(phase.chunks, 8, phase.seed * 1009, "cpu")
+    for (_, batch), drawn in zip(seen, plain, strict=False):
+        same = (batch["observation", "image", "head"] == drawn["observation", "image", "head"]).flatten(1).all(1)
+        assert same.sum() <= 4 if pixels else same.all()
+        assert torch.equal(batch["observation", "state"], drawn["observation", "state"])
+        assert torch.equal(batch["action"], drawn["action"])
+
+
+def test_an_average_of_few_weights_forgets_its_start(folder, tmp_path):
+    phase, _ = watched(folder / "state", tmp_path, imitate={"ema": 0.999, "steps_per_update": 1, "learning_rate": 0.01})
+    average = phase.policy.head.linear.weight.detach().clone()
+    for step in (1, 2, 3):
+        phase.step(0.0)
+        now = phase.policy.head.linear.weight.detach()
+        decay = step / (step + 10)
+        average = decay * average + (1 - decay) * now
+        torch.testing.assert_close(phase.model.head.linear.weight, average)
+    # and is no copy
+    assert (average - now).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_pretrained_normalisers_that_no_demonstrations_fitted_are_fitted(folder, tmp_path, ema):
+    scaled = {"hidden": [16], "normalize_actions": True}
+    rollouts = {"output": str(tmp_path / "rl"), "env": ENV, "policy": scaled, "rollout": {"n_envs": 2, "steps": 8}}
+    run_to_the_end(load_config(rollouts | {"training": {"iterations": 1}, "logging": {"console_level": "ERROR"}}))
+
+    def imitated(demos, name, pretrained):
+        more = {"policy": scaled, "imitate": {"ema": ema}, "pretrained": str(tmp_path / pretrained)}
+        return run_to_the_end(load_config(settings(folder / demos, tmp_path / name, **more)))
+
+    phase, demos = imitated("state", "first", "rl").phase, Demonstrations(folder / "state")
+    for policy in (phase.policy, phase.model):
+        state, action, privileged = policy.encoder.normalizer, policy.action_normalizer, policy.critic.privileged
+        assert state.fitted and action.fitted and privileged.fitted
+        torch.testing.assert_close(state.shift, torch.from_numpy(demos.numbers("observation.state")).mean(0))
+        # the hand's steps; the fingers stay as they are
+        steps = action(torch.from_numpy(demos.numbers("action")))[:, :3]
+        torch.testing.assert_close(steps.amax(0), torch.ones(3), rtol=0, atol=1e-3)
+    # once fitted they stay: other demonstrations are seen through the same ones
+    again = imitated("seen", "second", "first").phase.policy
+    assert torch.equal(again.encoder.normalizer.shift, phase.model.encoder.normalizer.shift)
+    assert torch.equal(again.action_normalizer.scale, phase.model.action_normalizer.scale)
+
+
 def test_without_a_limit_it_makes_20_updates(folder, tmp_path):
     config = load_config(settings(folder / "state", tmp_path, training={}))
     run = Run(config, folder=False, quiet=True)
@@ -329,6 +418,32 @@ def test_refused(folder, tmp_path, capsys, change, said):
     assert main(words) == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked", "told", "said"),
+    [
+        ("privileged", "state", True, "env.object_state: expected state, found privileged"),
+        ("state", "hidden", True, "env.object_state: expected hidden, found state\nentries of observation.state"),
+        ("state", "hidden", False, "entries of observation.state: expected 30 or fewer, found 51"),
+        ("privileged", "hidden", True, None),
+    ],
+)
+def test_padding_does_not_hide_that_states_are_of_other_things(tmp_path, recorded, asked, told, said):
+    demos = tmp_path / "demos"
+    plan = Plan(TabletopConfig(**ENV | {"object_state": recorded}), max_episode_steps=2, keep_failures=True)
+    record(plan, 1, demos, quiet=True)
+    if not told:
+        # a dataset of others does not say how it was recorded
+        file = demos / "meta" / "sparring.json"
+        file.write_text(json.dumps({"control_mode": ENV["control_mode"]}))
+    config = load_config(settings(demos, tmp_path / "run", env=ENV | {"object_state": asked, "pad_state": 80}))
+    if said is None:
+        run_to_the_end(config)
+        return
+    with pytest.raises(UserError, match=f"is not what is asked for; .*\n{said}"):
+        Run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_policy_that_cannot_imitate_is_refused(folder, tmp_path, monkeypatch):

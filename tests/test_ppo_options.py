@@ -1,13 +1,16 @@
 """What PPO can do beside the plain update: each switch by its effect."""
 
+import math
+
 import pytest
 import torch
+from tensordict import TensorDict
 from test_ppo import Lesson, batch
 from torch import nn
 
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import GRPO
-from sparring.algorithms.losses import clipped_policy_loss
+from sparring.algorithms.losses import clipped_policy_loss, reference_kl
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.collect.collector import Collector
 from sparring.contract import ContractError
@@ -80,6 +83,25 @@ def test_dual_clip_by_hand():
         config = PPOConfig(normalize_advantage=False, dual_clip=dual_clip)
         loss = ppo_loss(config, 0.2, acted, scored)[1].scalars["policy_loss"]
         assert loss.item() == pytest.approx(-sum(gains) / 3)
+
+
+@pytest.mark.parametrize(("log_ratio", "advantage", "dual_clip"), [(89.0, 1.0, None), (100.0, -1.0, 3.0)])
+def test_a_clipped_ratio_has_no_gradient_even_where_it_would_overflow(log_ratio, advantage, dual_clip):
+    log_ratios = torch.tensor([log_ratio, 0.1], requires_grad=True)
+    loss = clipped_policy_loss(log_ratios, torch.full((2,), advantage), 0.2, 0.2, dual_clip=dual_clip)
+    loss.backward()
+    # the other decision learns as if the first had been clipped in the ordinary way
+    assert log_ratios.grad.tolist() == pytest.approx([0.0, -advantage * math.exp(0.1) / 2])
+
+
+def test_the_kl_to_a_reference_that_is_out_of_reach_has_no_gradient():
+    log_prob = torch.tensor([-100.0, 0.0, 100.0], requires_grad=True)
+    acted = TensorDict({"reference_log_prob": torch.tensor([0.0, 0.1, 0.0])}, [3])
+    kl = reference_kl(acted, TensorDict({"log_prob": log_prob}, [3]))
+    kl.backward()
+    assert math.isfinite(kl.item())
+    # of (r - 1) - log r, log r = reference - present: 1 - r, and 1 where the present is far likelier
+    assert log_prob.grad.tolist() == pytest.approx([0.0, (1 - math.exp(0.1)) / 3, 1 / 3])
 
 
 def test_each_denoising_step_is_clipped_by_itself_and_weighted():

@@ -165,6 +165,16 @@ def test_refused_and_nothing_written(trained, tmp_path, capsys, change, said):
     assert not out.exists()
 
 
+def test_padding_does_not_hide_what_the_state_was_of(tmp_path, capsys):
+    common = ["train", "finetune", "env.task=push_d0", "env.pad_state=80", *SMALL, *SHORT]
+    blind, out = tmp_path / "blind", tmp_path / "run"
+    assert main([*common, "env.object_state=hidden", "--output", str(blind)]) == 0
+    capsys.readouterr()
+    assert main([*common, f"pretrained={blind}", "env.object_state=state", "--output", str(out)]) == 2
+    assert "another env; leave out what you gave" in (said := capsys.readouterr().err)
+    assert "env.object_state was hidden and is state" in said and not out.exists()
+
+
 def test_a_refusal_leaves_an_earlier_run_where_it_was(trained, tmp_path, capsys):
     out = tmp_path / "run"
     out.mkdir()

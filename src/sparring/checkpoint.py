@@ -146,7 +146,8 @@ def load_pretrained(model: nn.Module, path: str | Path, env) -> Loaded:
         differences += spec_differences(load_spec(folder), env.spec)
     if (folder / "config.yaml").is_file():
         trained = {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-        for key in SAME_MEANING:
+        # a padded state does not tell by its shape what is in it
+        for key in (*SAME_MEANING, "object_state"):
             now = getattr(env.config, key, None)
             if trained.get(f"env.{key}", now) != now:
                 differences.append(f"env.{key} was {trained[f'env.{key}']} and is {now}")

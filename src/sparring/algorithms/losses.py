@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 
+# a ratio of e^20 counts as any larger one: exp(89) overflows float32, and then even a clipped gradient is NaN
+LARGEST_LOG_RATIO = 20.0
+
 
 @dataclass
 class LossTerms:
@@ -31,7 +34,7 @@ def clipped_policy_loss(
     """
     # [B], or [B, 1] * [S]
     cost = -advantage if step_weights is None else -advantage[:, None] * step_weights
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp_max(LARGEST_LOG_RATIO).exp()
     loss = torch.max(ratio * cost, ratio.clamp(1 - low, 1 + high) * cost)
     if dual_clip is not None:
         loss = torch.where(cost > 0, torch.min(loss, dual_clip * cost), loss)
@@ -40,6 +43,7 @@ def clipped_policy_loss(
 
 def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
     """KL(p || q) from samples of p, `mean((r - 1) - log r)` with r = q/p: never negative."""
+    log_ratio = log_ratio.clamp_max(LARGEST_LOG_RATIO)
     return (log_ratio.exp() - 1 - log_ratio).mean()
 
 

@@ -28,6 +28,9 @@ class PPO(Updater):
                 f"ppo.entropy_coef={config.entropy_coef}: nothing that {type(policy).__name__} learns changes its "
                 "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
             )
+        # GRPO, which may have had it before, lets the critic rest
+        for parameter in policy.critic_parameters():
+            parameter.requires_grad_(True)
         super().__init__(config, policy, distributed, seed)
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:

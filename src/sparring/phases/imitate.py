@@ -16,6 +16,7 @@ from sparring.algorithms.updater import actor_parameters
 from sparring.data.batches import BatchBuilder
 from sparring.data.chunks import ActionChunks
 from sparring.data.demonstrations import Demonstrations
+from sparring.data.lerobot import DatasetError
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
@@ -40,8 +41,6 @@ class Imitate:
             raise UserError(f"{type(policy).__name__} cannot imitate: it has no imitation_loss()")
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
-        # weights that are loaded later (of a checkpoint, or pretrained) bring their own statistics
-        policy.fit_normalizers(chunks.statistics(), config.state_normalization, config.normalization)
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
         self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
         # demonstrations teach a critic nothing, and weight decay must not change it
@@ -59,6 +58,7 @@ class Imitate:
         env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps).to(distributed.device)
         demonstrations = [_open(folder, config.env, env.spec) for folder in config.imitate.demos]
+        _check_padded_states(demonstrations, config.env)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
         return cls(config.imitate, env, policy, chunks, distributed, config.seed)
 
@@ -106,6 +106,9 @@ class Imitate:
 
     def _begin(self) -> None:
         """All processes, and the average, start from the same weights."""
+        # only now that pretrained weights are there: those that imitated before bring their own statistics
+        config = self.config
+        self.model.fit_normalizers(self.chunks.statistics(), config.state_normalization, config.normalization)
         for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
             tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
         if self.model is not self.policy:
@@ -172,6 +175,26 @@ def _open(folder: str, env_config, spec) -> Demonstrations:
         control_mode=getattr(env_config, "control_mode", None),
         cache=True,
     )
+
+
+def _check_padded_states(demonstrations: list[Demonstrations], env_config) -> None:
+    """Padded, the states of any dataset would fit; they must also be about the same things."""
+    if not getattr(env_config, "pad_state", 0):
+        return
+    bare = make_env(env_config.model_copy(update={"pad_state": 0}), 1)
+    bare.close()
+    entries, shown = math.prod(bare.spec.observation["state"][0]), getattr(env_config, "object_state", None)
+    for demos in demonstrations:
+        mistakes = []
+        recorded = demos.dataset.extras.get("env", {}).get("object_state", shown)
+        # whether critics or nobody are told of objects beside it, a state is the same
+        if recorded != shown and "state" in (recorded, shown):
+            mistakes.append(f"env.object_state: expected {shown}, found {recorded}")
+        if demos.state_dim > entries:
+            mistakes.append(f"entries of observation.state: expected {entries} or fewer, found {demos.state_dim}")
+        if mistakes:
+            advice = "give the config it was recorded with, or record another dataset"
+            raise DatasetError("\n".join([f"'{demos.path}' is not what is asked for; {advice}:", *mistakes]))
 
 
 def _cloned(module: nn.Module) -> dict[str, torch.Tensor]:

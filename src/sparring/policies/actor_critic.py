@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.normalize import Normalizer, fit_all
+from sparring.normalize import Normalizer
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoded import EncodedPolicy
@@ -107,7 +107,7 @@ class ActorCritic(EncodedPolicy):
         return sum(losses.values()), {f"{name}_loss": loss.detach() for name, loss in losses.items()}
 
     def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], state: str, action: str) -> None:
-        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.action_normalizer, state, action)
+        self._fit(statistics, self.action_normalizer, state, action)
 
     def _think(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
         """Features for the critic, and those that the head turns into actions; densities are never below fp32."""

@@ -74,9 +74,9 @@ class FlowConfig(EncoderConfig, CriticConfig):
         "flow_sde",
         description="how noise is drawn and scored in RL; flow_sde_one_step: one drawn step, K times cheaper",
     )
-    noise_level: float = Field(0.5, gt=0, description="eta of flow_sde: how much noise a denoising step adds")
+    noise_level: float = Field(0.5, gt=0, description="eta where noise is not learned: how much a denoising step adds")
     noise_range: tuple[float, float] = Field(
-        (0.08, 0.16), description="least and most standard deviation that flow_noise may learn"
+        (0.08, 0.16), description="least and most standard deviation where noise is learned"
     )
     kernel: Literal["sde", "noise"] = Field("sde", description="of denoising_mdp: the noise of flow_sde or flow_noise")
     denoising_steps: int | None = Field(

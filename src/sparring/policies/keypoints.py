@@ -46,4 +46,4 @@ def _convolutions(channels: tuple[int, ...], shapes: list[tuple[int, int]]) -> n
     for inputs, width, (kernel, stride) in zip((3, *channels), channels, shapes, strict=False):
         layers += [nn.Conv2d(inputs, width, kernel, stride), nn.ReLU()]
     # the last map may be negative: it is a logarithm
-    return nn.Sequential(*layers[:-1]).to(memory_format=torch.channels_last)
+    return nn.Sequential(*layers[:-1])

@@ -89,7 +89,7 @@ class Policy(nn.Module):
     def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], state: str, action: str) -> None:
         """To demonstrations: "observation/state", "observation/privileged" and "action" -> their statistics.
 
-        `state` and `action`: mean_std, min_max or quantile.
+        `state` and `action`: mean_std, min_max or quantile. Those that are fitted already stay as they are.
         """
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
