@@ -18,7 +18,7 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from exploring import student_config
+from exploring import explorer_config
 from teacher import RUNS, report
 from tensordict import TensorDict
 
@@ -46,7 +46,7 @@ SETTINGS += ["teacher.gradient_steps=250", "teacher.batch_size=4", "teacher.burn
 def outcome(folder: Path, seed: int, teacher: Path, student: Path, deadline: float, changes: list[str]) -> dict | None:
     """None where the deadline, in seconds of this process's CPU, comes before it is done."""
     torch.set_num_threads(1)
-    config = student_config(teacher, folder, seed, [*SETTINGS, *changes])
+    config = explorer_config(teacher, folder, seed, [*SETTINGS, *changes])
     models, records = {"teacher": load_world_model(teacher)}, {}
     for who, actor in {"random": None, "explorer": student}.items():
         collected = collect(folder / who, actor, config)

@@ -13,7 +13,7 @@ from typing import Any
 from sparring.config_text import Setting, read_settings
 from sparring.phases import ALIASES
 from sparring.phases.defaults import OF_PRETRAINED
-from sparring.policies.configs import OF_DENOISING_MDP
+from sparring.policies.configs import OF_A_METHOD
 from sparring.tree import USUAL, Config, build_config, given_settings, run_folder, tree_of
 
 # of an env: these say how a run is made, not what a policy sees and does
@@ -87,8 +87,7 @@ def _of_checkpoint(
         saved = read_settings(file) if file.is_file() else []
     method = next((s.value for s in saved if s.key == "policy.method"), None)
     if given.get("policy.method", method) != method:
-        # another method does not read them
-        saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_DENOISING_MDP]]
+        saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_A_METHOD]]
     names = {s.key: s.value for s in saved if s.key in [f"{kind}.name" for kind in kinds]}
     # another kind of env or network has other settings; whether it fits is found out when weights are loaded
     sections = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]

@@ -67,6 +67,7 @@ class Demonstrations:
         self.cameras = tuple(self._features if cameras is None else cameras)
         for camera in self.cameras:
             check_videos(self.dataset, self._features[camera])
+        self.recorded_shapes = {camera: self._image_shape(camera, None) for camera in self.cameras}
         self.image_shapes = {camera: self._image_shape(camera, image_size) for camera in self.cameras}
         self._cache = {camera: self._cached(camera) for camera in self.cameras} if cache else {}
 

@@ -64,7 +64,7 @@ class Imitate:
 
     @property
     def learns_from(self) -> str:
-        folders = ", ".join(str(demos.path) for demos in self.chunks.demonstrations)
+        folders = ", ".join(map(_described, self.chunks.demonstrations))
         return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}"
 
     def step(self, fraction: float) -> dict[str, float]:
@@ -175,6 +175,16 @@ def _open(folder: str, env_config, spec) -> Demonstrations:
         control_mode=getattr(env_config, "control_mode", None),
         cache=True,
     )
+
+
+def _described(demos: Demonstrations) -> str:
+    """Its folder; and what its pictures are scaled to, which are not what the env will show then."""
+    scaled = {
+        f"{before[0]}x{before[1]} to {now[0]}x{now[1]} pixels"
+        for before, now in zip(demos.recorded_shapes.values(), demos.image_shapes.values(), strict=True)
+        if before != now
+    }
+    return f"{demos.path}" + (f", its pictures scaled from {', '.join(sorted(scaled))}" if scaled else "")
 
 
 def _check_padded_states(demonstrations: list[Demonstrations], env_config) -> None:
