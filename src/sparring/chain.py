@@ -97,6 +97,11 @@ def summary(output: Path) -> str:
             ("teacher", f"{camera}: squared error on changed pixels", _text(ratio), "copying the last frame: 1")
         )
         rows.append(("adversarial", "  the same, after sparring", _text(later), ""))
+    explored = _evaluation(folder_of("student", output)).get("exploration")
+    if explored:
+        touch = {who: found["contact"] for who, found in explored.items()}
+        mine, noise = touch.pop("policy"), max(touch.values())
+        rows.append(("student", "in touch with an object, held-out episodes", _text(mine), f"noise: {_text(noise)}"))
     for phase, names in (("student", _EXPLORING), ("adversarial", _EXPLORING)):
         for name, words in names.items():
             rows += _rise(phase, words, _curve(folder_of(phase, output), name))

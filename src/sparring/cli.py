@@ -257,7 +257,7 @@ def _train_all(arguments, overrides) -> int:
 
 def _evaluate(arguments, overrides) -> int:
     from sparring.config_text import parse_overrides
-    from sparring.evaluate_run import evaluate_checkpoint, evaluate_exploration, evaluate_world_model_checkpoint
+    from sparring.evaluate_run import evaluate_checkpoint, evaluate_explorer_checkpoint, evaluate_world_model_checkpoint
 
     settings = parse_overrides(overrides)
     settings += _flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
@@ -272,7 +272,7 @@ def _evaluate(arguments, overrides) -> int:
         evaluate_world_model_checkpoint(arguments.path, settings, path, arguments.against)
         return 0
     if arguments.exploration:
-        evaluate_exploration(arguments.path, settings, path)
+        evaluate_explorer_checkpoint(arguments.path, settings, path)
         return 0
     evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path)
     return 0

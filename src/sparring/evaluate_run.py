@@ -1,7 +1,6 @@
 """`sparring eval`: a checkpoint, its env, held-out episodes. Of a policy, an explorer or a world model."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sparring.api import load_policy, load_world_model
@@ -13,7 +12,7 @@ from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
-from sparring.measures.exploration import Exploration, beside_random, showing_objects, table
+from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
 from sparring.record.recorder import Recorder
 from sparring.tree import Config, load_config
 
@@ -68,26 +67,21 @@ def evaluate_world_model_checkpoint(
     return evaluation
 
 
-def evaluate_exploration(path: str, settings: list[Setting], json_file: Path | None = None) -> dict[str, Exploration]:
+def evaluate_explorer_checkpoint(
+    path: str, settings: list[Setting], json_file: Path | None = None
+) -> ExplorationEvaluation:
     """How a policy explores, sampling its actions, beside random ones; printed, and written beside the checkpoint."""
     checkpoint, _, json_file = _places(path, json_file, "eval_exploration.json")
     config = _config_of(checkpoint, settings)
     _refuse_world_model(path, config)
-    device, rollout = pick_device(config.device), config.rollout
+    device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     _refuse_other_env(checkpoint, config)
-    env = make_env(showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
-    try:
-        found = beside_random(policy, env, config.evaluation.episodes, config.seed, rollout.action_steps)
-    finally:
-        env.close()
-    print(f"{checkpoint}: {config.evaluation.episodes} held-out episodes, sampled actions")
-    print(table(found))
-    content = {"episodes": config.evaluation.episodes, "seed": config.seed, "split": "eval"}
-    content["exploration"] = {who: asdict(exploration) for who, exploration in found.items()}
-    json_file.write_text(json.dumps(content, indent=2) + "\n")
-    print(f"numbers: {json_file}")
-    return found
+    evaluation = evaluate_exploration(config, policy, device)
+    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, sampled actions")
+    print(evaluation.table())
+    print(f"numbers: {evaluation.write(json_file)}")
+    return evaluation
 
 
 def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, Path]:

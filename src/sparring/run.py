@@ -24,6 +24,7 @@ from sparring.distributed import Distributed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
+from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
 from sparring.phases import PHASES
 from sparring.phases.phase import Filmed, Phase, ShowsPictures
 from sparring.record.console import Console
@@ -116,7 +117,7 @@ class Run:
         with self._alone():
             return self._train()
 
-    def evaluate(self) -> Evaluation | WorldModelEvaluation | None:
+    def evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         """Held-out episodes by the main process, with videos; the others wait."""
         with self._alone():
             return self._evaluate()
@@ -172,7 +173,7 @@ class Run:
             self.save()
         return True
 
-    def _evaluate(self) -> Evaluation | WorldModelEvaluation | None:
+    def _evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         evaluation = None
         if self.distributed.is_main:
             self.console.end()
@@ -222,13 +223,15 @@ class Run:
         except NoVideoEncoder as error:  # the training was not for the video's sake
             log.warning("%s", error)
 
-    def _evaluate_here(self) -> Evaluation | WorldModelEvaluation:
+    def _evaluate_here(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation:
         config, device = self.config, self.distributed.device
         model = self.phase.model
         # of several, it is the world model whose figures tell more; `sparring eval` evaluates the policy
         model = model["world_model"] if isinstance(model, nn.ModuleDict) else model
         if isinstance(model, WorldModel):
             evaluation = evaluate_world_model(config, model, device)
+        elif self.phase.explores:
+            evaluation = evaluate_exploration(config, model, device)
         else:
             evaluation = evaluate_config(config, model, device, films=config.rollout.render_episodes)
         if self.folder is not None:

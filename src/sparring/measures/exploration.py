@@ -1,8 +1,10 @@
 """How well a policy explores: what it touches and where its hands get to, beside random actions."""
 
+import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,7 +12,9 @@ from tensordict import TensorDict
 
 from sparring.collect.collector import Collector
 from sparring.envs.env import Env
+from sparring.envs.make import make_env
 from sparring.errors import UserError
+from sparring.evaluate import Film
 from sparring.measures.table import lined_up
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, RandomPolicy
@@ -74,13 +78,43 @@ def beside_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int
     return {who: explore(actor, env, episodes, seed, chunk) for who, actor in everybody.items()}
 
 
-def table(found: dict[str, Exploration]) -> str:
-    rows = [("actions", "contact", "places", "places an episode", "places of objects", "state entropy")]
-    for who, e in found.items():
-        moved = "n/a" if e.object_voxels is None else str(e.object_voxels)
-        numbers = (f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", moved, f"{e.state_entropy:.2f}")
-        rows.append((who, *numbers))
-    return "\n".join(lined_up(rows))
+@dataclass
+class ExplorationEvaluation:
+    """A policy's exploration beside that of random actions, on so many episodes of the eval split."""
+
+    episodes: int
+    seed: int
+    found: dict[str, Exploration]
+    # an evaluation of a policy has some
+    films: list[Film] = field(default_factory=list)
+    fps: float = 30.0
+
+    def table(self) -> str:
+        rows = [("actions", "contact", "places", "places an episode", "places of objects", "state entropy")]
+        for who, e in self.found.items():
+            moved = "n/a" if e.object_voxels is None else str(e.object_voxels)
+            numbers = f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", moved, f"{e.state_entropy:.2f}"
+            rows.append((who, *numbers))
+        return "\n".join(lined_up(rows))
+
+    def write(self, path: Path) -> Path:
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}
+        content["exploration"] = {who: asdict(exploration) for who, exploration in self.found.items()}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+
+def evaluate_exploration(config, policy: Policy, device) -> ExplorationEvaluation:
+    """As a run's config asks for it, in an env of its own; actions are sampled, as an explorer does."""
+    rollout, episodes = config.rollout, config.evaluation.episodes
+    env = make_env(showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
+    training = policy.training
+    try:
+        found = beside_random(policy.eval(), env, episodes, config.seed, rollout.action_steps)
+    finally:
+        env.close()
+        policy.train(training)
+    return ExplorationEvaluation(episodes, config.seed, found, fps=env.spec.control_hz)
 
 
 class _Counts:

@@ -30,6 +30,7 @@ class Finetune:
     """An env, a policy and an algorithm, taking turns. Where there are `rewards`, they pay instead of the env."""
 
     default_limit = ("total_timesteps", 150_000)
+    explores = False
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class Imitate:
     """Demonstrations and a policy. The env is there to say what it shows and accepts; nothing acts in it."""
 
     default_limit = ("iterations", 20)
+    explores = False
 
     def __init__(
         self, config: ImitateConfig, env: Env, policy: Policy, chunks: ActionChunks, distributed: Distributed, seed: int

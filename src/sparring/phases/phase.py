@@ -30,6 +30,8 @@ class Phase(Protocol):
     default_limit: tuple[str, int]
     # in words
     learns_from: str
+    # of a policy: whether what it explores is measured, rather than what it achieves
+    explores: bool
 
     def step(self, fraction: float) -> dict[str, float]:
         """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""
