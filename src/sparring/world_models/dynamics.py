@@ -44,7 +44,9 @@ class Trunk(nn.Module):
         memory = memory.view(len(memory) * self.slots, self.memory_channels)
         seen = torch.cat([patches, self.registers.expand(len(patches), -1, -1)], 1)
         # the decision is told to each patch at once, and not left for attention to find
-        known = seen + self.remembered(memory).view_as(seen) + decision
+        decision, of_patches = decision[:, :1], decision[:, 1:]
+        told = torch.cat([of_patches, decision.expand(-1, REGISTERS, -1)], 1)
+        known = seen + self.remembered(memory).view_as(seen) + told
         tokens = self.block(torch.cat([decision, known], 1))
         news = self.norm(tokens[:, 1:]).flatten(0, 1)
         return tokens, self.gru(news, memory).view(len(tokens), -1).float()
