@@ -1,4 +1,4 @@
-"""What a decision is to the world model: the action taken, the robot's state and the instruction, as one token."""
+"""What a decision is to the world model: the action taken, the robot's state and the instruction, as tokens."""
 
 import math
 
@@ -11,7 +11,11 @@ from sparring.policies.language import InstructionEncoder
 
 
 class DecisionEncoder(nn.Module):
-    """`td [N]` -> `[N, 1, W]`. State and instruction are read where the env shows them, the action always."""
+    """`td [N]` -> `[N, 1 + P, W]`: a token of its own, and what it means for each patch: where an arm will be is a
+    matter of its joints, and each patch shows another part of it.
+
+    State and instruction are read where the env shows them, the action always.
+    """
 
     def __init__(self, spec, chunk: int, width: int, language_features: int, patches: int):
         super().__init__()

@@ -40,7 +40,7 @@ class Trunk(nn.Module):
     def forward(
         self, patches: torch.Tensor, decision: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, P, W], [N, 1, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
+        """[N, P, W], [N, 1 + P, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
         memory = memory.view(len(memory) * self.slots, self.memory_channels)
         seen = torch.cat([patches, self.registers.expand(len(patches), -1, -1)], 1)
         # the decision is told to each patch at once, and not left for attention to find
