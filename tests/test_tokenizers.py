@@ -76,13 +76,33 @@ def test_any_size_of_whole_patches(size):
     assert tokenizer.decode(frame, features, tokenizer.quantizer.codes(digits)).shape == frame.shape
 
 
-def test_a_closed_gate_copies():
+def copying() -> ContextTokenizer:
+    """Of the 6 x 16 outputs of a place 48 are colours, 16 the gates of its pixels, 32 where they come from."""
     tokenizer = ContextTokenizer(FSQ((8, 8, 8)), 16)
-    # of the 4 x 16 outputs of a place, the last 16 are the gates of its pixels
-    tokenizer.pixels[-1].bias.data[48:] = -100
+    tokenizer.pixels[-1].bias.data[48:64] = -100
+    tokenizer.pixels[-1].weight.data[64:] = 0
+    tokenizer.pixels[-1].bias.data[64:] = 0
+    return tokenizer
+
+
+def test_a_closed_gate_copies():
+    tokenizer = copying()
     frame = torch.rand(2, 3, 16, 16)
     features = tokenizer.stem(frame)
-    assert torch.equal(tokenizer.decode(frame, features, torch.rand(2, 1, 3)), frame)
+    torch.testing.assert_close(tokenizer.decode(frame, features, torch.rand(2, 1, 3)), frame)
+
+
+def test_pixels_come_from_where_they_are_said_to():
+    tokenizer = copying()
+    # atanh(2 / 16): two pixels to the right, and half a pixel above
+    tokenizer.pixels[-1].bias.data[64:80] = math.atanh(2 / 16)
+    tokenizer.pixels[-1].bias.data[80:] = math.atanh(-0.5 / 16)
+    frame = torch.rand(2, 3, 16, 16)
+    drawn = tokenizer.decode(frame, tokenizer.stem(frame), torch.rand(2, 1, 3))
+    torch.testing.assert_close(drawn[:, :, 1:, :-2], (frame[:, :, :-1, 2:] + frame[:, :, 1:, 2:]) / 2)
+    # the picture's edge goes on for ever
+    torch.testing.assert_close(drawn[:, :, 0, :-2], frame[:, :, 0, 2:])
+    torch.testing.assert_close(drawn[:, :, 0, -2:], frame[:, :, 0, -1:].expand(-1, -1, 2))
 
 
 def test_who_sees_what():
@@ -101,8 +121,7 @@ def random_features(seed: int) -> torch.Tensor:
 
 
 def test_changed_pixels_count_five_times():
-    tokenizer = ContextTokenizer(FSQ((8, 8, 8)), 16)
-    tokenizer.pixels[-1].bias.data[48:] = -100
+    tokenizer = copying()
     frame = torch.full((1, 3, 16, 16), 0.5)
     following = frame.clone()
     following[:, :, 0, 0] = 0.6  # has changed

@@ -258,7 +258,7 @@ def test_what_it_cannot_predict(observation, said):
         make(spec=replace(SPEC, observation=observation))
 
 
-@pytest.mark.parametrize(("preset", "least", "most"), [("tiny", 4e5, 1.2e6), ("small", 1.5e7, 2.5e7)])
+@pytest.mark.parametrize(("preset", "least", "most"), [("tiny", 8e5, 1.4e6), ("small", 2e7, 3e7)])
 def test_presets(preset, least, most):
     shapes = {"image/head": ((3, 64, 64), "uint8"), "image/wrist": ((3, 64, 64), "uint8"), "state": ((30,), "float32")}
     model = make_world_model(TokenWorldModelConfig(preset=preset), replace(SPEC, observation=shapes), 4)

@@ -123,7 +123,9 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
 
 def _hidden(run: dict) -> dict:
     """Of objects that the wrist camera showed before and does not now, foretold with that camera alone."""
-    return run["figures"]["half_blind"]["cameras"]["wrist"]
+    # runs of before this was measured do not tell
+    told = run["figures"].get("half_blind", {"cameras": {}})
+    return told["cameras"].get("wrist", {"prediction": float("nan"), "pixels": 0})
 
 
 def summary(runs: dict[str, dict]) -> str:

@@ -21,7 +21,7 @@ class TokenWorldModelConfig(Section):
 
     name: str = Field("token", description="which world model: token, or your.module:Class")
     preset: Literal["tiny", "small"] = Field(
-        "tiny", description="sizes of what is null below; tiny: ~0.6 M parameters, for a CPU; small: ~20 M, for a GPU"
+        "tiny", description="sizes of what is null below; tiny: ~1.3 M parameters, for a CPU; small: ~27 M, for a GPU"
     )
     tokenizer: Literal["context_fsq", "fsq", "vq"] = Field(
         "context_fsq", description="what a token tells: how a patch changes (context_fsq), or how it looks (fsq, vq)"

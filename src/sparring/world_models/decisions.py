@@ -1,4 +1,4 @@
-"""What a decision is to the world model: the action taken, the robot's state and the instruction, as one token."""
+"""What a decision is to the world model: the action taken, the robot's state and the instruction, as tokens."""
 
 import math
 
@@ -11,9 +11,13 @@ from sparring.policies.language import InstructionEncoder
 
 
 class DecisionEncoder(nn.Module):
-    """`td [N]` -> `[N, 1, W]`. State and instruction are read where the env shows them, the action always."""
+    """`td [N]` -> `[N, 1 + P, W]`: a token of its own, and what it means for each patch: where an arm will be is a
+    matter of its joints, and each patch shows another part of it.
 
-    def __init__(self, spec, chunk: int, width: int, language_features: int):
+    State and instruction are read where the env shows them, the action always.
+    """
+
+    def __init__(self, spec, chunk: int, width: int, language_features: int, patches: int):
         super().__init__()
         shown = spec.observation
         self.choices = spec.discrete_actions
@@ -23,7 +27,10 @@ class DecisionEncoder(nn.Module):
         self.language = InstructionEncoder(spec.instructions, language_features) if told else None
         action_size = chunk * (self.choices or spec.action_dim)
         inputs = action_size + self.state_size + (language_features if told else 0)
-        self.mlp = nn.Sequential(nn.Linear(inputs, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+        hidden = 2 * width
+        self.mlp = nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU())
+        self.tokens = nn.Linear(hidden, (1 + patches) * width)
+        self.width = width
 
     def forward(self, td: TensorDict) -> torch.Tensor:
         parts = [self._action(td["action"])]
@@ -31,7 +38,8 @@ class DecisionEncoder(nn.Module):
             parts.append(self.normalizer(td["observation", "state"].flatten(1)))
         if self.language is not None:
             parts.append(self.language(td["observation", "task"]))
-        return self.mlp(torch.cat(parts, -1))[:, None]
+        # [N, 1 + P, W]
+        return self.tokens(self.mlp(torch.cat(parts, -1))).unflatten(-1, (-1, self.width))
 
     def _action(self, action: torch.Tensor) -> torch.Tensor:
         # [N, C, A] -> [N, C * A], as the env takes them: clipped, or one of so many choices

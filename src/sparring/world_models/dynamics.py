@@ -40,11 +40,13 @@ class Trunk(nn.Module):
     def forward(
         self, patches: torch.Tensor, decision: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, P, W], [N, 1, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
+        """[N, P, W], [N, 1 + P, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
         memory = memory.view(len(memory) * self.slots, self.memory_channels)
         seen = torch.cat([patches, self.registers.expand(len(patches), -1, -1)], 1)
         # the decision is told to each patch at once, and not left for attention to find
-        known = seen + self.remembered(memory).view_as(seen) + decision
+        decision, of_patches = decision[:, :1], decision[:, 1:]
+        told = torch.cat([of_patches, decision.expand(-1, REGISTERS, -1)], 1)
+        known = seen + self.remembered(memory).view_as(seen) + told
         tokens = self.block(torch.cat([decision, known], 1))
         news = self.norm(tokens[:, 1:]).flatten(0, 1)
         return tokens, self.gru(news, memory).view(len(tokens), -1).float()

@@ -46,7 +46,7 @@ class TokenWorldModel(WorldModel):
         patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
         width = config.width
         self.tokenizer = make_tokenizer(config)
-        self.decisions = DecisionEncoder(spec, chunk, width, config.language_features)
+        self.decisions = DecisionEncoder(spec, chunk, width, config.language_features, patches)
         patch_features = SIDE**2 * config.channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)

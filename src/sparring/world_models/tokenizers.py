@@ -14,13 +14,16 @@ from sparring.world_models.quantizers import FSQ, VQ
 # in 1/255: a pixel one of whose colours changes by more has changed. Such pixels count more, since most never do and a
 # tokenizer that only copies would be nearly right; and squares count more than L1, or it goes on copying for too long
 CHANGED, CHANGED_WEIGHT, SQUARES = 8, 4.0, 8.0
+# pixels that something may move by, in one decision
+FARTHEST = 16.0
 
 
 class Tokenizer(nn.Module):
     """What both kinds share. Frames are float in 0..1; `features` are the stem's maps of them."""
 
-    # how many frames the encoder sees
+    # how many frames the encoder sees, and what is drawn of a pixel: colours first
     frames: int
+    drawn_channels: int = 3
 
     def __init__(self, quantizer: FSQ | VQ, channels: int):
         super().__init__()
@@ -33,7 +36,7 @@ class Tokenizer(nn.Module):
         self.decoder_in = nn.Linear(quantizer.size, SIDE**2 * channels)
         self.decoder = nn.Sequential(*(ConvBlock(channels) for _ in range(3)))
         self.pixels = nn.Sequential(
-            nn.Linear(channels, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, 4 * CELL * CELL)
+            nn.Linear(channels, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, self.drawn_channels * CELL * CELL)
         )
 
     def encode(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -57,20 +60,24 @@ class Tokenizer(nn.Module):
         raise NotImplementedError
 
     def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
-        """[F, h, w, c] -> [F, 4, H, W]."""
+        """[F, h, w, c] -> [F, drawn_channels, H, W]."""
         return paste(self.pixels(self.decoder(cells)))
 
 
 class ContextTokenizer(Tokenizer):
-    """How each patch changes. Nothing changes but through a gate, so what stays as it is need not be told."""
+    """How each patch changes: every pixel comes from somewhere in the frame before, and is painted over by a gate.
 
-    frames = 2
+    What moves is copied with its looks, whatever they are, and what stays as it is need not be told.
+    """
+
+    frames, drawn_channels = 2, 6
 
     def decode(self, frame, features, codes):
         cells = features + split_cells(self.decoder_in(codes), *features.shape[1:3])
-        drawn = self._drawn(cells)
-        gate = torch.sigmoid(drawn[:, 3:] - 1.0)
-        return frame + gate * (drawn[:, :3] + 0.5 - frame)
+        drawn = self._drawn(cells).float()
+        moved = moved_by(frame, FARTHEST * torch.tanh(drawn[:, 4:]))
+        gate = torch.sigmoid(drawn[:, 3:4] - 1.0)
+        return moved + gate * (drawn[:, :3] + 0.5 - moved)
 
     def _seen(self, before, after):
         return torch.cat([merge_cells(before), merge_cells(after)], -1)
@@ -82,10 +89,21 @@ class FrameTokenizer(Tokenizer):
     frames = 1
 
     def decode(self, frame, features, codes):
-        return self._drawn(split_cells(self.decoder_in(codes), *features.shape[1:3]))[:, :3] + 0.5
+        return self._drawn(split_cells(self.decoder_in(codes), *features.shape[1:3])) + 0.5
 
     def _seen(self, before, after):
         return merge_cells(after)
+
+
+def moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+    """[F, 3, H, W]: each pixel from so many pixels [F, 2, H, W] to the right and below; edges go on for ever."""
+    height, width = frame.shape[-2:]
+    y, x = torch.meshgrid(
+        torch.arange(height, device=frame.device), torch.arange(width, device=frame.device), indexing="ij"
+    )
+    # [F, H, W, 2], -1 and 1 being the middles of the outermost pixels
+    place = torch.stack([(x + way[:, 0]) * 2 / (width - 1) - 1, (y + way[:, 1]) * 2 / (height - 1) - 1], -1)
+    return nn.functional.grid_sample(frame, place, padding_mode="border", align_corners=True)
 
 
 def picture_loss(drawn: torch.Tensor, frame: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
