@@ -239,7 +239,7 @@ def start_script(how):
 
 def test_script_without_main_guard_or_close_ends_silently():
     script = start_script("nothing")
-    output, errors = script.communicate(timeout=20)
+    output, errors = script.communicate(timeout=60)
     assert (script.returncode, errors) == (0, "")
     assert_gone(map(int, output.split()))
 
@@ -250,7 +250,7 @@ def test_ctrl_c_shows_the_parents_traceback_only():
     time.sleep(0.2)
     os.killpg(script.pid, signal.SIGINT)
     # a worker that sleeps is not waited for any longer than this
-    _, errors = script.communicate(timeout=20)
+    _, errors = script.communicate(timeout=60)
     assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
     assert_gone(workers)
 
@@ -259,5 +259,5 @@ def test_death_of_the_parent_ends_the_workers():
     script = start_script("nothing")
     workers = [int(pid) for pid in script.stdout.readline().split()]
     script.kill()
-    script.communicate(timeout=20)
+    script.communicate(timeout=60)
     assert_gone(workers)
