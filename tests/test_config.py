@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from sparring.aliases import ALIASES
 from sparring.chain import settings_of
 from sparring.config import ConfigError, Section, Tree, accepted
 from sparring.config_text import ConfigTextError, Setting, flatten, parse_overrides, read_settings, to_yaml
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.phases import CHAIN, PHASES
-from sparring.tree import ALIASES, TREE, load_config
+from sparring.tree import TREE, load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GYM = {"env": {"name": "gym:CartPole-v1"}}

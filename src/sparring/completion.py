@@ -134,7 +134,7 @@ def _keys(given: list[str]) -> "dict[str, FieldInfo]":
 
 def _values(name: str, keys: "dict[str, FieldInfo]") -> list[str]:
     """What may follow `key=` or `--key`."""
-    from sparring.tree import ALIASES
+    from sparring.aliases import ALIASES
 
     key = ALIASES.get(name.removeprefix("--"), name.removeprefix("--"))
     annotation = keys[key].annotation if key in keys else None

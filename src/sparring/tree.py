@@ -9,12 +9,14 @@ from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
 from sparring import algorithms, envs, phases, policies, rewards, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
-from sparring.collect.configs import RolloutConfig, rollout_mistakes
+from sparring.aliases import ALIASES, GRPO_ALIASES, PHASE_ALIASES
+from sparring.collect.configs import RolloutConfig
 from sparring.config import Section, Tree
 from sparring.config_text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
+from sparring.mistakes import mistakes, mistakes_of_settings
 from sparring.phases.configs import (
     AdversarialConfig,
     EvaluationConfig,
@@ -26,7 +28,6 @@ from sparring.phases.configs import (
 from sparring.phases.defaults import DEFAULTS
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
-from sparring.rewards.configs import reward_mistakes
 
 
 def _known_phase(name: str) -> str:
@@ -113,66 +114,6 @@ def run_folder(output: str | None, phase: str) -> Path:
 
 # what a section is where nobody names another
 USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
-# other spellings, mostly those of the documents this system comes from (docs/from-the-originals.md)
-ALIASES = {
-    "task_name": "env.task",
-    "cameras": "env.cameras",
-    "pretrained_policy_path": "pretrained",
-    "output_dir": "output",
-    "training.device": "device",
-    "teacher.output_dir": "output",
-    "teacher_checkpoint": "student.teacher",
-    "teacher_path": "student.teacher",
-    # `rewards=original` is a preset
-    "rewards": "rewards.name",
-    "num_envs": "rollout.n_envs",
-    "rl_training.num_epochs": "training.iterations",
-    "trainer.iterations": "training.iterations",
-    "trainer.buffer_size": "buffer.size",
-    "trainer.buffer_type": "buffer.type",
-    "buffer_size": "buffer.size",
-    "buffer_type": "buffer.type",
-    "algorithm.name": "algorithm",
-    "algorithm.cfg.learning_rate": "ppo.policy_lr",
-    "algorithm.cfg.n_epochs": "ppo.ppo_epochs",
-    "algorithm.cfg.batch_size": "ppo.mini_batch_size",
-    "batch_size": "ppo.mini_batch_size",
-    "learning_rate": "ppo.policy_lr",
-    "training.batch_size": "ppo.mini_batch_size",
-    "training.learning_rate": "ppo.policy_lr",
-    "training.steps_per_episode": "rollout.max_episode_steps",
-    "steps_per_episode": "rollout.max_episode_steps",
-    "n_epochs": "ppo.ppo_epochs",
-    "environment.control_mode": "env.control_mode",
-    "environment.task": "env.task",
-    **{
-        f"{section}.{key}": f"ppo.{key}"
-        for section in ("rl_training.ppo_trainer", "algorithm.cfg")
-        for key in PPOConfig.model_fields
-    },
-    **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
-}
-# words that mean something else with grpo
-_GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
-GRPO_ALIASES = {
-    alias: _GRPO_NAMES[key]
-    for alias, key in ALIASES.items()
-    if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
-}
-# words that mean something else where there is no RL
-PHASE_ALIASES = {
-    phase: {
-        f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
-    }
-    for phase in ("imitate", "teacher", "adversarial")
-}
-PHASE_ALIASES["adversarial"] |= {
-    "teacher_checkpoint": "adversarial.teacher",
-    "teacher_path": "adversarial.teacher",
-    "student_checkpoint": "adversarial.student",
-    "student_path": "adversarial.student",
-}
-PHASE_ALIASES["teacher"] |= {f"{prefix}sequential_training": "teacher.sequential" for prefix in ("", "training.")}
 
 
 def load_config(
@@ -198,7 +139,7 @@ def given_settings(
 def build_config(settings: list[Setting], to_run: bool = True) -> Config:
     """`to_run=False`: what is only to be looked at need not say what it starts from."""
     tree = tree_of(settings)
-    tree = tree if to_run else replace(tree, check=_mistakes)
+    tree = tree if to_run else replace(tree, check=mistakes_of_settings)
     return tree.build(_phase_defaults(settings) + settings)
 
 
@@ -311,100 +252,6 @@ def _named(section: type[Section]) -> type[Section]:
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, name=(str, name))
 
 
-def _check(config: Config) -> list[tuple[str, str]]:
-    return _mistakes(config) + _missing(config)
-
-
-def _missing(config: Config) -> list[tuple[str, str]]:
-    """What the phase starts from, where it was not given."""
-    key, expected = _STARTS_FROM.get(config.phase, (None, ""))
-    given = key is None or getattr(getattr(config, config.phase), key)
-    return [] if given else [(f"{config.phase}.{key}", expected)]
-
-
-def _mistakes(config: Config) -> list[tuple[str, str]]:
-    """Mistakes that span sections."""
-    robots, size = config.rollout.n_envs, config.buffer.size
-    mistakes = []
-    if size and size < robots:
-        holds = f"holds less than one decision of each of the {robots} robots"
-        mistakes.append(("buffer.size", f"{holds}; expected >= {robots}, or a smaller rollout.n_envs"))
-    tasks = len(getattr(config.env, "task", ()))
-    if tasks > 1 and robots % tasks:
-        dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
-        mistakes.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    return mistakes + _unread(config) + _CHECKS.get(config.phase, rollout_mistakes)(config)
-
-
-def _unread(config: Config) -> list[tuple[str, str]]:
-    """Settings of an algorithm that is not in use. A saved config has them all: only those that somebody changed."""
-    mistakes = []
-    for name in algorithms.ALGORITHMS:
-        for key, value in getattr(config, name) if name != config.algorithm else ():
-            field = Config.model_fields[name].annotation.model_fields[key]
-            if value != DEFAULTS.get(config.phase, {}).get(f"{name}.{key}", field.default):
-                why = f"is not read with algorithm={config.algorithm}; {_instead(config, name, key)}"
-                mistakes.append((f"{name}.{key}", why))
-    return mistakes
-
-
-def _instead(config: Config, name: str, key: str) -> str:
-    """What to do where `key` of the algorithm `name` is not read."""
-    other_name = {("ppo", "ppo_epochs"): "epochs", ("grpo", "epochs"): "ppo_epochs"}.get((name, key))
-    section = "algorithm_config" if ":" in config.algorithm else config.algorithm
-    for same in (key, other_name):
-        if same in type(config.algorithm_section).model_fields:
-            return f"set {section}.{same}"
-    return f"leave it out, or say algorithm={name}"
-
-
-def _check_imitate(config: Config) -> list[tuple[str, str]]:
-    mistakes = []
-    for key in ("total_timesteps", "num_episodes"):
-        if getattr(config.training, key):
-            mistakes.append((f"training.{key}", "no robot acts in imitate; say how long with training.iterations"))
-    return mistakes
-
-
-def _check_teacher(config: Config) -> list[tuple[str, str]]:
-    mistakes = rollout_mistakes(config)
-    if config.rollout.n_episodes_per_batch:
-        mistakes.append(("rollout.n_episodes_per_batch", "the teacher collects by rollout.steps; leave it out"))
-    if getattr(config.env, "cameras", None) == ():
-        mistakes.append(
-            ("env.cameras", "a world model predicts pictures; expected cameras, e.g. env.cameras=[head,wrist]")
-        )
-    return mistakes
-
-
-def _check_student(config: Config) -> list[tuple[str, str]]:
-    return rollout_mistakes(config) + reward_mistakes(config, learns=False)
-
-
-def _check_adversarial(config: Config) -> list[tuple[str, str]]:
-    mistakes = rollout_mistakes(config) + reward_mistakes(config, learns=True)
-    weights = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
-    if not any(weights):
-        mistakes.append(("adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"))
-    return mistakes
-
-
-_TEACHER = (
-    "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl; train one with "
-    "`sparring train teacher`"
-)
-_DEMOS = "expected the folder(s) of demonstrations to imitate; record some with `sparring demos TASK --episodes N`"
-# phase -> the key of its section that it cannot do without, and what is expected there
-_STARTS_FROM = {"imitate": ("demos", _DEMOS), "student": ("teacher", _TEACHER), "adversarial": ("teacher", _TEACHER)}
-
-# of phases that do not collect rollouts as RL does, or need more
-_CHECKS = {
-    "imitate": _check_imitate,
-    "teacher": _check_teacher,
-    "student": _check_student,
-    "adversarial": _check_adversarial,
-}
-
 TREE = Tree(
     root=Config,
     pickers={
@@ -415,6 +262,6 @@ TREE = Tree(
         "algorithm_config": ("algorithm", _algorithm_config),
     },
     aliases=ALIASES,
-    check=_check,
+    check=mistakes,
     elsewhere=_elsewhere,
 )
