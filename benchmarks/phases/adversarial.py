@@ -16,11 +16,10 @@ last: at least 30 % below that of the teacher, and 15 % below that of `noise`; a
 learning for a while by then.
 """
 
-import argparse
-import json
 from pathlib import Path
 
-from teacher import RUNS, report, train
+from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, with_student
+from teacher import train
 
 RESULTS = report.RESULTS / "phases_adversarial.json"
 CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "avg_acc", "acc_", "generations_", "reference_kl")
@@ -133,24 +132,11 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--teacher", type=Path, help="run folder of the world model; default: the benchmark's own")
-    parser.add_argument("--student", type=Path, help="run folder of the explorer; default: the benchmark's own")
-    parser.add_argument("--minutes", type=float, default=10, help="of CPU for each run; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
-    args = parser.parse_args()
-    if not args.summary:
-        teacher = args.teacher or RUNS / f"teacher_seed{args.seed}"
-        student = args.student or RUNS / f"student_default_seed{args.seed}"
-        run = outcome(args.seed, teacher, student, args.minutes, args.set)
-        if args.set or not run["done"]:
-            print(summary({"tried": run}))
-            print("not kept" if run["done"] else "not done; the same call goes on")
-            return
-        report.keep_run(RESULTS, RUNS, run)
-    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+    args = with_student(flags(__doc__)).parse_args()
+    if args.summary:
+        return tell(known(RESULTS), summary)
+    run = outcome(args.seed, teacher_of(args), student_of(args), args.minutes, args.set)
+    tell(conclude(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

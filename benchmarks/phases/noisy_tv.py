@@ -13,12 +13,11 @@ most 1.2 times. results/phases_noisy_tv.png shows them side by side.
 One process computes on one thread: the world model for --teacher-minutes, each explorer for --minutes of CPU.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 from exploring import CURVES, explorer_config
-from teacher import RUNS, SETTINGS, report, train
+from script import RUNS, conclude, flags, known, report, tell, with_teacher
+from teacher import SETTINGS, train
 
 RESULTS = report.RESULTS / "phases_noisy_tv.json"
 FIGURE = RESULTS.with_suffix(".png")
@@ -46,11 +45,11 @@ def teach(seed: int, minutes: float, folder: Path) -> Path:
     return folder
 
 
-def explore(paid: str, teacher: Path, seed: int, minutes: float) -> tuple:
-    folder = RUNS / f"noisy_tv_{paid}_seed{seed}"
+def explore(paid: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> tuple:
+    folder = RUNS / (f"noisy_tv_{paid}_seed{seed}" + "_tried" * bool(changes))
     phase, rewards = PAID[paid]
     settings = ["rewards.memory_divergence=0", *rewards, *(ADVERSARIAL if phase == "adversarial" else [])]
-    config = explorer_config(teacher, folder, seed, settings, phase)
+    config = explorer_config(teacher, folder, seed, [*settings, *changes], phase)
     run, record = train(config, minutes, CURVES)
     # in phase 3 the explorer is a part
     return getattr(run.phase, "explorer", run.phase).policy.eval(), config, record
@@ -82,17 +81,19 @@ def the_noise(config):
     return ColouredNoise(env.spec, config.rollout.action_steps, share_of(32, teacher.coloured) * teacher.correlation)
 
 
-def outcome(seed: int, minutes: float, teacher_minutes: float, teacher: Path | None) -> dict:
+def outcome(seed: int, minutes: float, teacher_minutes: float, teacher: Path | None, changes: list[str]) -> dict:
+    """`changes`: of the explorers' settings."""
     teacher = teacher or teach(seed, teacher_minutes, RUNS / f"noisy_tv_teacher_seed{seed}")
     shares, curves = {}, {}
     for paid in PAID:
-        policy, config, record = explore(paid, teacher, seed, minutes)
+        policy, config, record = explore(paid, teacher, seed, minutes, changes)
         shares.setdefault("noise", screen_share(the_noise(config), config))
         shares[paid] = screen_share(policy, config)
         curves[paid] = {name: record[name] for name in ("curve", "steps", "cpu_seconds", "done")}
         print(f"seed {seed}: {shares}", flush=True)
     about = {"problem": "noisy_tv", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
-    return about | {"screen_share": shares, "runs": curves}
+    done = all(curve["done"] for curve in curves.values())
+    return about | {"done": done, "screen_share": shares, "runs": curves}
 
 
 def ratios(run: dict) -> dict[str, float]:
@@ -136,27 +137,17 @@ def draw(runs: dict[str, dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=10, help="of CPU for each explorer; the same call goes on")
+    parser = with_teacher(flags(__doc__))
     parser.add_argument("--teacher-minutes", type=float, default=10, help="of CPU for the world model")
-    parser.add_argument(
-        "--teacher", type=Path, help="run folder of a world model of this scene, instead of training one"
-    )
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
     args = parser.parse_args()
+    runs = known(RESULTS)
     if not args.summary:
-        run = outcome(args.seed, args.minutes, args.teacher_minutes, args.teacher)
-        if all(record["done"] for record in run["runs"].values()):
-            report.keep_run(RESULTS, RUNS, run)
-        else:
-            print("not done; the same call goes on")
-    if not RESULTS.is_file():
-        print("nothing is known yet")
-        return
-    runs = json.loads(RESULTS.read_text())["runs"]
-    draw(runs, FIGURE)
-    print(summary(runs), f"figure: {FIGURE}", sep="\n")
+        run = outcome(args.seed, args.minutes, args.teacher_minutes, args.teacher, args.set)
+        runs = conclude(args, run, RESULTS)
+    tell(runs, summary)
+    if runs and not args.set:
+        draw(runs, FIGURE)
+        print(f"figure: {FIGURE}")
 
 
 if __name__ == "__main__":

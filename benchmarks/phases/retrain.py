@@ -11,7 +11,6 @@ teacher's tokenizer, which stays as it is. Then both predict what scripted exper
 both cameras and all tasks together, at least 15 % less squared error with what the explorer found. One thread.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from zlib import crc32
 
 import torch
 from exploring import explorer_config
-from teacher import RUNS, report
+from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, with_student
 from tensordict import TensorDict
 
 from sparring.algorithms.world_model_learner import WorldModelLearner
@@ -58,7 +57,7 @@ def outcome(folder: Path, seed: int, teacher: Path, student: Path, deadline: flo
     figures = {task: judge(models, task, config) for task in TASKS}
     seconds = [time.process_time() - started, *(r["collect_seconds"] + r["learn_seconds"] for r in records.values())]
     about = {"problem": "retrain", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
-    return about | {"cpu_seconds": sum(seconds), "runs": records, "figures": figures}
+    return about | {"done": True, "cpu_seconds": sum(seconds), "runs": records, "figures": figures}
 
 
 def collect(folder: Path, student: Path | None, config) -> dict:
@@ -175,25 +174,15 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--teacher", type=Path, help="run folder of the world model; default: the benchmark's own")
-    parser.add_argument("--student", type=Path, help="run folder of the explorer; default: the benchmark's own")
-    parser.add_argument("--minutes", type=float, default=10, help="of this process's CPU; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
-    args = parser.parse_args()
-    if not args.summary:
-        teacher = args.teacher or RUNS / f"teacher_seed{args.seed}"
-        student = args.student or RUNS / f"student_default_seed{args.seed}"
-        # what is given makes a folder of its own: nothing is gone on with that began otherwise
-        given = " ".join(map(str, filter(None, (args.teacher, args.student, *args.set))))
-        folder = RUNS / (f"retrain_seed{args.seed}" + f"_{crc32(given.encode()):08x}" * bool(given))
-        run = outcome(folder, args.seed, teacher, student, time.process_time() + 60 * args.minutes, args.set)
-        if run is None or args.set:
-            return print(summary({"tried": run}) if run else "not done; the same call goes on")
-        report.keep_run(RESULTS, RUNS, run)
-    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+    args = with_student(flags(__doc__)).parse_args()
+    if args.summary:
+        return tell(known(RESULTS), summary)
+    # what is given makes a folder of its own: nothing is gone on with that began otherwise
+    given = " ".join(map(str, filter(None, (args.teacher, args.student, *args.set))))
+    folder = RUNS / (f"retrain_seed{args.seed}" + f"_{crc32(given.encode()):08x}" * bool(given))
+    deadline = time.process_time() + 60 * args.minutes
+    run = outcome(folder, args.seed, teacher_of(args), student_of(args), deadline, args.set)
+    tell(conclude(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

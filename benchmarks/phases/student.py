@@ -13,14 +13,13 @@ with the best of them. (The places that its hand gets to are told as well: noise
 decision, and who plays with things stays with them.)
 """
 
-import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from zlib import crc32
 
 from exploring import CURVES, explorer_config, rise
-from teacher import RUNS, report, train
+from script import RUNS, conclude, flags, known, report, teacher_of, tell, with_teacher
+from teacher import train
 
 RESULTS = report.RESULTS / "phases_student.json"
 EPISODES = 128
@@ -88,22 +87,13 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = with_teacher(flags(__doc__))
     parser.add_argument("--rewards", choices=("default", "original"), default="default")
-    parser.add_argument("--teacher", type=Path, help="run folder of the world model; default: the benchmark's own")
-    parser.add_argument("--minutes", type=float, default=10, help="of this process's CPU; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
     args = parser.parse_args()
-    if not args.summary:
-        teacher = args.teacher or RUNS / f"teacher_seed{args.seed}"
-        run = outcome(args.rewards, teacher, args.seed, args.minutes, args.set)
-        if args.set:
-            print(summary({"tried": run}))
-            return
-        report.keep_run(RESULTS, RUNS, run)
-    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+    if args.summary:
+        return tell(known(RESULTS), summary)
+    run = outcome(args.rewards, teacher_of(args), args.seed, args.minutes, args.set)
+    tell(conclude(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,12 @@ decisions ahead, seeing only its own predictions; worse when it is told another 
 twin without a memory on pixels of hidden objects: those that the wrist camera, alone, showed before and does not now.
 """
 
-import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from script import RUNS, conclude, flags, known, report, tell
 
-import report  # noqa: E402
-
-RUNS = report.RESULTS.parent / "runs" / "phases"
 RESULTS = report.RESULTS / "phases_teacher.json"
 EPISODES = 64
 CHANGED, AHEAD = 0.6, "10"
@@ -154,23 +149,13 @@ def _short(number: float | None, digits: int = 3) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = flags(__doc__)
     parser.add_argument("--no-memory", action="store_true", help="the twin whose memory is always empty")
-    parser.add_argument("--minutes", type=float, default=10, help="of this process's CPU; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
     args = parser.parse_args()
-    if not args.summary:
-        run = outcome(args.seed, not args.no_memory, args.minutes, args.set)
-        if args.set:
-            print(summary({"tried": run}))
-            return
-        if run["done"]:
-            report.keep_run(RESULTS, RUNS, run)
-        else:
-            print(f"not done after {run['cpu_seconds']:.0f} CPU seconds; the same call goes on")
-    print(summary(json.loads(RESULTS.read_text())["runs"]) if RESULTS.is_file() else "nothing is known yet")
+    if args.summary:
+        return tell(known(RESULTS), summary)
+    run = outcome(args.seed, not args.no_memory, args.minutes, args.set)
+    tell(conclude(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

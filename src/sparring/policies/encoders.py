@@ -53,7 +53,7 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         # uint8 [B, 3 * cameras, H, W] -> [B, features]; with two cameras an update is 1.4 times as fast in this layout,
-        # with one it makes no difference. The weights' layout never does
+        # with one it makes no difference. The weights' layout made none that lasted
         images = images.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
         return torch.relu(self.linear(self.convolutions(images).flatten(1)))
 
