@@ -39,7 +39,7 @@ def outcome(seed: int, teacher: Path, student: Path, minutes: float, changes: li
     own = {"sparring": [f"adversarial.student={student}"], "noise": NOISE}
     models, records = {"teacher": load_world_model(teacher)}, {}
     for who, folder in folders.items():
-        config = _config(teacher, folder, seed, [*own[who], *changes])
+        config = _config(teacher, folder, seed, [*changes, *own[who]])
         run, records[who] = train(config, minutes, CURVES)
         run.phase.close()
         models[who] = run.phase.world_model.eval()
