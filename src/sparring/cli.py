@@ -76,15 +76,43 @@ def _run(argv: list[str]) -> int:
     return arguments.command(arguments, overrides) or 0
 
 
+_OPTIONS = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+
+
 def build_parser() -> argparse.ArgumentParser:
-    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(
-        "sparring", description="Train robot policies with reinforcement learning.", epilog=EPILOG, **options
+        "sparring", description="Train robot policies with reinforcement learning.", epilog=EPILOG, **_OPTIONS
     )
     parser.add_argument("--version", action="version", version=f"sparring {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_eval(commands)
 
-    train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **options)
+    check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **_OPTIONS)
+    check.add_argument(
+        "name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all"
+    )
+    check.set_defaults(command=_check)
+
+    tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **_OPTIONS)
+    tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
+    tasks.set_defaults(command=_tasks)
+
+    _add_demos(commands)
+
+    config = commands.add_parser("config", help="print the resolved config, each key with its meaning", **_OPTIONS)
+    config.add_argument("phase", metavar="PHASE", nargs="?", default="finetune")
+    config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
+    config.set_defaults(command=_config)
+
+    completion = commands.add_parser("completion", help="print a shell completion script", **_OPTIONS)
+    completion.add_argument("shell", choices=["bash", "zsh", "fish"])
+    completion.set_defaults(command=_completion)
+    return parser
+
+
+def _add_train(commands) -> None:
+    train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **_OPTIONS)
     train.add_argument(
         "phase",
         metavar="PHASE",
@@ -104,7 +132,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **options)
+
+def _add_eval(commands) -> None:
+    evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **_OPTIONS)
     evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
     evaluate.add_argument("--episodes", type=_positive, metavar="N", help="how many (default: as configured)")
     evaluate.add_argument("--seed", type=int, metavar="S", help="of the held-out episodes (default: the run's)")
@@ -118,17 +148,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
     evaluate.set_defaults(command=_evaluate)
 
-    check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **options)
-    check.add_argument(
-        "name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all"
-    )
-    check.set_defaults(command=_check)
 
-    tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **options)
-    tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
-    tasks.set_defaults(command=_tasks)
-
-    demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **options)
+def _add_demos(commands) -> None:
+    demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **_OPTIONS)
     demos.add_argument(
         "what", metavar="TASK | show PATH", nargs="+", help="task(s) to record, or a dataset to look into"
     )
@@ -149,16 +171,6 @@ def build_parser() -> argparse.ArgumentParser:
     demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
     demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
     demos.set_defaults(command=_demos)
-
-    config = commands.add_parser("config", help="print the resolved config, each key with its meaning", **options)
-    config.add_argument("phase", metavar="PHASE", nargs="?", default="finetune")
-    config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
-    config.set_defaults(command=_config)
-
-    completion = commands.add_parser("completion", help="print a shell completion script", **options)
-    completion.add_argument("shell", choices=["bash", "zsh", "fish"])
-    completion.set_defaults(command=_completion)
-    return parser
 
 
 def _with_dry_run_in_one_word(argv: list[str]) -> list[str]:
