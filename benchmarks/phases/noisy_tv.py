@@ -10,7 +10,8 @@ episodes beside the noise that taught the world model, and the pixels of the scr
 counted (254 in a segmentation). Wanted: under prediction_error at least 2 times the noise's share, under the others at
 most 1.2 times. results/phases_noisy_tv.png shows them side by side.
 
-One process computes on one thread: the world model for --teacher-minutes, each explorer for --minutes of CPU.
+One process computes on one thread: the world model for --teacher-minutes, each explorer for --minutes of CPU; or with
+--device cuda on a GPU, where the results are kept as well, and say so.
 """
 
 from pathlib import Path
@@ -33,26 +34,26 @@ PAID = {
 ADVERSARIAL = ["adversarial.warmup_steps=0", "adversarial.wm_updates_per_iter=20"]
 
 
-def teach(seed: int, minutes: float, folder: Path) -> Path:
+def teach(seed: int, minutes: float, folder: Path, device: str) -> Path:
     """A world model of the scene with the screen on."""
     from sparring.config_text import parse_overrides
     from sparring.tree import load_config
 
-    given = [*SETTINGS, f"seed={seed}", f"output={folder}", "env.noise_screen=true"]
+    given = [*SETTINGS, f"seed={seed}", f"output={folder}", f"device={device}", "env.noise_screen=true"]
     run, record = train(load_config(None, parse_overrides(given)), minutes)
     run.phase.close()
     print(f"world model: {record['cpu_seconds'] / 60:.1f} CPU minutes, {record['steps']:,} steps", flush=True)
     return folder
 
 
-def explore(paid: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> tuple:
+def explore(paid: str, teacher: Path, seed: int, minutes: float, device: str, changes: list[str]) -> tuple:
     folder = RUNS / (f"noisy_tv_{paid}_seed{seed}" + "_tried" * bool(changes))
     phase, rewards = PAID[paid]
     settings = ["rewards.memory_divergence=0", *rewards, *(ADVERSARIAL if phase == "adversarial" else [])]
-    config = explorer_config(teacher, folder, seed, [*settings, *changes], phase)
+    config = explorer_config(teacher, folder, seed, [*settings, f"device={device}", *changes], phase)
     run, record = train(config, minutes, CURVES)
     # in phase 3 the explorer is a part
-    return getattr(run.phase, "explorer", run.phase).policy.eval(), config, record
+    return getattr(run.phase, "explorer", run.phase).policy.eval().cpu(), config, record
 
 
 def screen_share(policy, config) -> float:
@@ -81,17 +82,18 @@ def the_noise(config):
     return ColouredNoise(env.spec, config.rollout.action_steps, share_of(32, teacher.coloured) * teacher.correlation)
 
 
-def outcome(seed: int, minutes: float, teacher_minutes: float, teacher: Path | None, changes: list[str]) -> dict:
-    """`changes`: of the explorers' settings."""
-    teacher = teacher or teach(seed, teacher_minutes, RUNS / f"noisy_tv_teacher_seed{seed}")
+def outcome(args) -> dict:
+    """--set: of the explorers' settings."""
+    seed, minutes, device = args.seed, args.minutes, args.device
+    teacher = args.teacher or teach(seed, args.teacher_minutes, RUNS / f"noisy_tv_teacher_seed{seed}", device)
     shares, curves = {}, {}
     for paid in PAID:
-        policy, config, record = explore(paid, teacher, seed, minutes, changes)
+        policy, config, record = explore(paid, teacher, seed, minutes, device, args.set)
         shares.setdefault("noise", screen_share(the_noise(config), config))
         shares[paid] = screen_share(policy, config)
         curves[paid] = {name: record[name] for name in ("curve", "steps", "cpu_seconds", "done")}
         print(f"seed {seed}: {shares}", flush=True)
-    about = {"problem": "noisy_tv", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    about = {"problem": "noisy_tv", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model(), "device": report.device(device)}
     done = all(curve["done"] for curve in curves.values())
     return about | {"done": done, "screen_share": shares, "runs": curves}
 
@@ -139,10 +141,11 @@ def draw(runs: dict[str, dict], path: Path) -> None:
 def main() -> None:
     parser = with_teacher(flags(__doc__))
     parser.add_argument("--teacher-minutes", type=float, default=10, help="of CPU for the world model")
+    parser.add_argument("--device", default="cpu", help="where the networks compute: cpu or cuda")
     args = parser.parse_args()
     runs = known(RESULTS)
     if not args.summary:
-        run = outcome(args.seed, args.minutes, args.teacher_minutes, args.teacher, args.set)
+        run = outcome(args)
         runs = conclude(args, run, RESULTS)
     tell(runs, summary)
     if runs and not args.set:

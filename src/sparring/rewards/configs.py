@@ -14,8 +14,9 @@ class RewardsConfig(Section):
     name: Literal["default", "original"] = Field(
         "default", description="whose weights; original: those of the documents this system comes from"
     )
+    # at 1 it leads some explorers away from things: docs/log.md
     memory_divergence: float = Field(
-        1.0, ge=0, description="bringing what the explorer's cameras let it know to what all cameras let it know"
+        0.3, ge=0, description="bringing what the explorer's cameras let it know to what all cameras let it know"
     )
     memory_change: float = Field(0.0, ge=0, description="changing the world model's memory")
     prediction_error: float = Field(0.0, ge=0, description="showing the world model what it did not foretell")
@@ -45,6 +46,7 @@ class OriginalRewardsConfig(RewardsConfig):
     """What an explorer is paid for, as in the documents this system comes from: a weight per term, 0 leaves it out."""
 
     name: Literal["default", "original"] = Field("original", description=_meaning("name"))
+    memory_divergence: float = Field(1.0, ge=0, description=_meaning("memory_divergence"))
     prediction_error: float = Field(1.0, ge=0, description=_meaning("prediction_error"))
     disagreement: float = Field(0.0, ge=0, description=_meaning("disagreement"))
     divergence: Literal["potential", "original"] = Field("original", description=_meaning("divergence"))
