@@ -17,7 +17,7 @@ from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.measures.exploration import beside_random, entropy, explore, showing_objects
 from sparring.measures.held_out import held_out_episodes
-from sparring.measures.images import Seen, changed, objects, psnr, squared_error, ssim
+from sparring.measures.images import Covered, Seen, changed, objects, psnr, squared_error, ssim
 from sparring.measures.world_model import compare, measure, skill
 from sparring.policies.random import RandomPolicy
 from sparring.tree import load_config
@@ -95,6 +95,22 @@ def test_hidden_objects_were_seen_before_and_are_not_now():
     # robot, scenery and screen are no objects, however they come and go
     hidden = seen.hidden({"a": segmentation(1, 1)}, {"a": segmentation(2, 254)}, here)
     assert not hidden["a"].any()
+
+
+def test_covered_objects_come_back_where_they_were():
+    places, here = Covered(2, 1, 3), torch.tensor([False, True])
+    # object 3, object 4 and the robot: nothing was there before
+    assert not places.pixels(segmentation(3, 4, 2), segmentation(3, 3, 3), here).any()
+    # the robot stands in front of both; 3 comes back where it was, and 4 shows in another place
+    covered = places.pixels(segmentation(2, 2, 2), segmentation(3, 3, 4), here)
+    assert covered.tolist() == [[[True, False, False]]]
+    # it is seen already, and is not what comes back
+    assert not places.pixels(segmentation(3, 2, 2), segmentation(3, 2, 1), here).any()
+    # something else was seen there since
+    places.pixels(segmentation(4, 2, 2), segmentation(2, 2, 2), here)
+    assert places.pixels(segmentation(2, 2, 2), segmentation(3, 4, 2), here).tolist() == [[[False, True, False]]]
+    # the other episode has seen nothing of all that
+    assert not places.pixels(segmentation(2, 2, 2), segmentation(3, 4, 4), torch.tensor([True, False])).any()
 
 
 # ---- world models
@@ -203,7 +219,7 @@ def test_objects_and_hidden_objects():
     assert found["head"]["object_mse"]["copy"] == pytest.approx((10 / 255) ** 2)
     # in both episodes it comes back once, of 16 pixels
     assert found["head"]["hidden_object_mse"]["pixels"] == 32 and found["wrist"]["hidden_object_mse"]["pixels"] == 0
-    assert found["head"]["returning_object_mse"]["pixels"] == 32
+    assert found["head"]["returning_object_mse"]["pixels"] == found["head"]["covered_object_mse"]["pixels"] == 32
     assert found["head"]["hidden_object_mse"]["prediction"] == pytest.approx((5 / 255) ** 2)
     assert found["wrist"]["hidden_object_mse"]["prediction"] is None
     # where the other camera saw it meanwhile, it only comes back to this one

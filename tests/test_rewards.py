@@ -157,7 +157,7 @@ def test_terms_that_learn_go_on_where_they_were(name):
 
 
 def test_the_default_and_the_original_pay_for_these():
-    assert weights_of(RewardsConfig()) == {"memory_divergence": 1.0, "disagreement": 1.0}
+    assert weights_of(RewardsConfig()) == {"memory_divergence": 0.3, "disagreement": 1.0}
     assert weights_of(OriginalRewardsConfig()) == {"memory_divergence": 1.0, "prediction_error": 1.0}
     everything = RewardsConfig(**{name: 0.5 for name in TERMS})
     assert weights_of(everything) == dict.fromkeys(TERMS, 0.5)

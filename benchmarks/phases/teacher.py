@@ -9,7 +9,8 @@ One process trains one seed on one thread, collecting included, so two seeds can
 that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that
 change at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10
 decisions ahead, seeing only its own predictions; worse when it is told another robot's actions; and better than its
-twin without a memory on pixels of hidden objects: those that the wrist camera, alone, showed before and does not now.
+twin without a memory on pixels of hidden objects: those that the head camera saw at that very place, and that the arm
+covers now. Told beside it: pixels of objects that the wrist camera, alone, showed before and does not now.
 """
 
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from script import RUNS, conclude, flags, known, report, tell
 
 RESULTS = report.RESULTS / "phases_teacher.json"
-EPISODES = 64
+EPISODES = 128
 CHANGED, AHEAD = 0.6, "10"
 CURVES = ("loss", "avg_acc", "acc_", "fresh_acc", "episode_reward")
 SETTINGS = [
@@ -111,16 +112,15 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
         "told wrong actions": all(gap > 0 for gap in figures["shuffled_actions"]["changed_mse_ratio_gap"].values()),
     }
     if twin is not None:
-        mine, theirs = (_hidden(one)["prediction"] for one in (run, twin))
+        mine, theirs = (_hidden(one, "head")["prediction"] for one in (run, twin))
         met[f"hidden objects, {1 - mine / theirs:+.1%} beside no memory"] = mine < theirs
     return met
 
 
-def _hidden(run: dict) -> dict:
-    """Of objects that the wrist camera showed before and does not now, foretold with that camera alone."""
-    # runs of before this was measured do not tell
-    told = run["figures"].get("half_blind", {"cameras": {}})
-    return told["cameras"].get("wrist", {"prediction": float("nan"), "pixels": 0})
+def _hidden(run: dict, camera: str) -> dict:
+    """Of objects behind the arm, for the camera that stands still; for the other, alone, of those out of its view."""
+    cameras, alone = run["figures"]["cameras"], run["figures"]["half_blind"]["cameras"]
+    return alone[camera] if camera in alone else cameras[camera]["covered_object_mse"]
 
 
 def summary(runs: dict[str, dict]) -> str:
@@ -133,10 +133,9 @@ def summary(runs: dict[str, dict]) -> str:
             ahead = [_short(cameras[camera]["mse_ratio"]) for cameras in figures["open_loop"].values()]
             ratios = _short(found["changed_mse_ratio"]), _short(found["changed_mse_ratio_ceiling"])
             gap = _short(figures["shuffled_actions"]["changed_mse_ratio_gap"][camera])
-            hidden = _hidden(run) if camera == "wrist" else None
-            objects = [f"{_short(hidden['prediction'], 5)} ({hidden['pixels']})" if hidden else ""]
+            hidden = _hidden(run, camera)
             start = run["problem"], run["seed"], f"{run['cpu_seconds'] / 60:.1f}", camera
-            rows.append((*start, *ratios, *ahead, gap, *objects))
+            rows.append((*start, *ratios, *ahead, gap, f"{_short(hidden['prediction'], 5)} ({hidden['pixels']})"))
         if run["problem"] == "memory":
             judged = verdict(run, runs.get(f"no_memory/{run['seed']}"))
             said = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in judged.items())

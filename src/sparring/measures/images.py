@@ -83,6 +83,23 @@ class Seen:
         return {camera: _looked_up(out_of_sight, segmentation) for camera, segmentation in after.items()}
 
 
+class Covered:
+    """Which pixels of a camera that stands still show an object next that something stands in front of now.
+
+    At each place the last object that was seen there: a pixel counts when that very object comes back into view. How it
+    looks is in no picture of now; a memory can know.
+    """
+
+    def __init__(self, episodes: int, height: int, width: int, device: torch.device | str = "cpu"):
+        self.last = torch.zeros(episodes, height, width, dtype=torch.uint8, device=device)
+
+    def pixels(self, now: torch.Tensor, after: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Segmentations `[n, 1, H, W]` -> `[n, H, W]` bool; remembers what is seen now. `rows` as for `Seen`."""
+        last = torch.where(objects(now), now[:, 0].to(torch.uint8), self.last[rows])
+        self.last[rows] = last
+        return objects(after) & (now != after)[:, 0] & (after[:, 0] == last)
+
+
 def _looked_up(table: torch.Tensor, segmentation: torch.Tensor) -> torch.Tensor:
     """`[N, 256]` bool of the numbers in `[N, 1, H, W]`, where they are objects: `[N, H, W]`."""
     picked = table.gather(1, segmentation.flatten(1).long()).view(segmentation[:, 0].shape)

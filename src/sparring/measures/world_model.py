@@ -7,7 +7,7 @@ Figures of pictures are per camera. `prediction` is the world model, one decisio
 import torch
 from tensordict import TensorDict
 
-from sparring.measures.images import Seen, changed, objects, psnr, squared_error, ssim
+from sparring.measures.images import Covered, Seen, changed, objects, psnr, squared_error, ssim
 from sparring.measures.tally import Tally
 from sparring.world_models.world_model import WorldModel
 
@@ -17,9 +17,9 @@ HORIZONS = (1, 5, 10, 20)
 LOOKS_ON = 5
 # episodes at a time
 ROWS = 32
-# pixels of the next frame: of any object; of one that no camera shows now, but one did before; of one that this camera
-# does not show now, but did before
-OBJECTS = ("object", "hidden_object", "returning_object")
+# pixels of the next frame: of any object; of one that this camera saw at that very place, and that something stands in
+# front of now; of one that no camera shows now, but one did before; of one that this camera does not show now, but did
+OBJECTS = ("object", "covered_object", "hidden_object", "returning_object")
 TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
 
 
@@ -69,7 +69,8 @@ def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
 
 
 def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
-    memory, seen = model.empty_memory(len(rows)), _Sight(model.cameras, len(rows), rows["mask"].device)
+    memory, shown = model.empty_memory(len(rows)), rows.get(("observation", "segmentation"), None)
+    seen = None if shown is None else _Sight(shown)
     for t in range(rows.shape[1]):
         here = rows["mask"][:, t]
         td = rows[:, t][here].set(("memory", "world_model"), memory[here])
@@ -78,7 +79,8 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
         tally.add("cross_entropy", scored["error"])
         _tokens(model, td, tally)
         _compare_pictures(td, predicted, model.reconstruct(td), tally)
-        _compare_objects(td, predicted, seen, here, tally)
+        if seen is not None:
+            _compare_objects(td, predicted, seen, here, tally)
         if here.sum() > 1:
             # what another robot did at that time, with the memory of what truly happened
             other = td.clone(False).set("action", td["action"].roll(1, 0))
@@ -100,16 +102,20 @@ def _compare_pictures(td: TensorDict, predicted: TensorDict, ceiling: TensorDict
 
 
 class _Sight:
-    """What has been seen so far: by any camera, and by each for itself."""
+    """What has been seen so far: by any camera, by each for itself, and where."""
 
-    def __init__(self, cameras: tuple[str, ...], episodes: int, device: torch.device):
-        self.by_any = Seen(episodes, device)
-        self.by_each = {camera: Seen(episodes, device) for camera in cameras}
+    def __init__(self, shown: TensorDict):
+        # of each camera [E, T, 1, H, W]
+        shapes, device = {camera: numbers.shape for camera, numbers in shown.items()}, shown.device
+        self.by_any = Seen(len(shown), device)
+        self.by_each = {camera: Seen(len(shown), device) for camera in shapes}
+        self.places = {camera: Covered(len(shown), *shape[-2:], device) for camera, shape in shapes.items()}
 
     def masks(self, now: TensorDict, after: TensorDict, here: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame."""
         return {
             "object": {c: objects(after[c]) for c in self.by_each},
+            "covered_object": {c: places.pixels(now[c], after[c], here) for c, places in self.places.items()},
             "hidden_object": self.by_any.hidden(dict(now.items()), dict(after.items()), here),
             "returning_object": {c: s.hidden({c: now[c]}, {c: after[c]}, here)[c] for c, s in self.by_each.items()},
         }
@@ -117,10 +123,7 @@ class _Sight:
 
 def _compare_objects(td: TensorDict, predicted: TensorDict, seen: _Sight, here: torch.Tensor, tally: Tally) -> None:
     """Where the env tells what each pixel belongs to."""
-    now = td.get(("observation", "segmentation"), None)
-    if now is None:
-        return
-    masks = seen.masks(now, td["next", "observation", "segmentation"], here)
+    masks = seen.masks(td["observation", "segmentation"], td["next", "observation", "segmentation"], here)
     for camera, picture in predicted["image"].items():
         truth = td["next", "observation", "image", camera]
         for who, guess in (("prediction", picture), ("copy", td["observation", "image", camera])):
