@@ -106,7 +106,7 @@ class Adversarial:
             settings,
             explorer,
             WorldModelLearner(settings, explorer.rewards.world_model, distributed),
-            episodes_of(settings.teacher, "adversarial.teacher") if settings.replay_random else None,
+            episodes_of(settings.teacher, "adversarial.teacher", distributed.rank) if settings.replay_random else None,
             config.run_folder,
             config.training.bptt_length,
             config.seed,

@@ -43,8 +43,8 @@ def load_part(model: nn.Module, section: str, path: str, key: str, config, env: 
     load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
 
 
-def episodes_of(path: str, key: str) -> EpisodeStore:
-    """What a world model learned from, beside its checkpoints."""
+def episodes_of(path: str, key: str, rank: int = 0) -> EpisodeStore:
+    """What a world model learned from, beside its checkpoints; of several processes, what that of `rank` collected."""
     checkpoint = checkpoint_folder(path)
     found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
     if not found:
@@ -52,7 +52,8 @@ def episodes_of(path: str, key: str) -> EpisodeStore:
             f"{key}={path}: there is no folder 'episodes' with it, of what it learned from; give the run folder that "
             "the world model was trained in"
         )
-    return EpisodeStore(found[0], read_only=True)
+    own = found[0].with_name(f"episodes-{rank}")
+    return EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
 
 
 def _differences(folder: Path, trained: dict, section: str, config, env: Env) -> list[str]:

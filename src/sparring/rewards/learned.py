@@ -106,8 +106,9 @@ class Regressor(nn.Module):
         # a function of (process, call): nothing to save
         shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
         order = torch.randperm(len(x), generator=shuffle).to(x.device)
-        # processes step together, so one that has fewer rows takes smaller minibatches
-        for rows in order.tensor_split(int(distributed.max(-(-len(x) // BATCH)))):
+        # processes step together, so one that has fewer rows takes smaller minibatches, or its rows several times
+        count = int(distributed.max(-(-len(x) // BATCH)))
+        for rows in order.repeat(-(-count // len(order))).tensor_split(count):
             with torch.enable_grad():
                 loss = (self(x[rows]) - y[rows]).square().mean()
                 gradients = torch.autograd.grad(loss, list(self.network.parameters()))
