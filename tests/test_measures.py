@@ -372,3 +372,10 @@ def test_an_explorer_beside_random_ones_on_the_same_episodes():
 def test_entropy_by_hand():
     assert entropy(Counter({1: 5})) == 0
     assert entropy(Counter({1: 2, 2: 2})) == pytest.approx(math.log(2))
+
+
+def test_episodes_that_are_too_short_for_an_open_loop():
+    episodes = still_then_moving()
+    # some are longer; of these here none is
+    episodes["mask"][:, 4:] = False
+    assert measure(copier(), episodes)["open_loop"]["1"]["head"]["mse_ratio"] is None

@@ -18,7 +18,7 @@ learning for a while by then.
 
 from pathlib import Path
 
-from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, with_student
+from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, tried, with_student
 from teacher import train
 
 RESULTS = report.RESULTS / "phases_adversarial.json"
@@ -31,11 +31,11 @@ SETTINGS += ["adversarial.generation_every=4", "training.save_every=4"]
 NOISE = ["policy.name=noise_policy:Noise", "policy.robots=16", "rollout.n_envs=16", "adversarial.warmup_steps=1000000"]
 
 
-def outcome(seed: int, teacher: Path, student: Path, minutes: float, changes: list[str]) -> dict:
+def outcome(args) -> dict:
     from sparring.api import load_world_model
 
-    tried = "_tried" * bool(changes)
-    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{tried}" for who in ("sparring", "noise")}
+    seed, teacher, student, minutes, changes = args.seed, teacher_of(args), student_of(args), args.minutes, args.set
+    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{tried(args)}" for who in ("sparring", "noise")}
     # with the teacher's seed noise would act again as it did for the teacher
     own = {"sparring": [f"adversarial.student={student}"], "noise": [*NOISE, f"seed={seed + FRESH}"]}
     models, records = {"teacher": load_world_model(teacher)}, {}
@@ -136,7 +136,7 @@ def main() -> None:
     args = with_student(flags(__doc__)).parse_args()
     if args.summary:
         return tell(known(RESULTS), summary)
-    run = outcome(args.seed, teacher_of(args), student_of(args), args.minutes, args.set)
+    run = outcome(args)
     tell(conclude(args, run, RESULTS), summary)
 
 

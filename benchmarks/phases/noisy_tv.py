@@ -17,7 +17,7 @@ One process computes on one thread: the world model for --teacher-minutes, each 
 from pathlib import Path
 
 from exploring import CURVES, explorer_config
-from script import RUNS, conclude, flags, known, report, tell, with_teacher
+from script import RUNS, conclude, flags, known, report, tell, tried, with_teacher
 from teacher import SETTINGS, train
 
 RESULTS = report.RESULTS / "phases_noisy_tv.json"
@@ -46,14 +46,14 @@ def teach(seed: int, minutes: float, folder: Path, device: str) -> Path | None:
     return folder if record["done"] else None
 
 
-def explore(paid: str, teacher: Path, seed: int, minutes: float, device: str, changes: list[str]) -> tuple:
-    folders = {name: RUNS / (f"noisy_tv_{name}_seed{seed}" + "_tried" * bool(changes)) for name in PAID}
+def explore(paid: str, teacher: Path, args) -> tuple:
+    folders = {name: RUNS / (f"noisy_tv_{name}_seed{args.seed}" + tried(args)) for name in PAID}
     folder, (phase, rewards) = folders[paid], PAID[paid]
     settings = ["rewards.memory_divergence=0", *rewards]
     if phase == "adversarial":
         settings += [*ADVERSARIAL, f"adversarial.student={folders['disagreement']}"]
-    config = explorer_config(teacher, folder, seed, [*settings, f"device={device}", *changes], phase)
-    run, record = train(config, minutes, CURVES)
+    config = explorer_config(teacher, folder, args.seed, [*settings, f"device={args.device}", *args.set], phase)
+    run, record = train(config, args.minutes, CURVES)
     # in phase 3 the explorer is a part
     return getattr(run.phase, "explorer", run.phase).policy.eval().cpu(), config, record
 
@@ -86,13 +86,13 @@ def the_noise(config):
 
 def outcome(args) -> dict | None:
     """None where a part is not done, and others start from it. --set: of the explorers' settings."""
-    seed, minutes, device = args.seed, args.minutes, args.device
+    seed, device = args.seed, args.device
     teacher = args.teacher or teach(seed, args.teacher_minutes, RUNS / f"noisy_tv_teacher_seed{seed}", device)
     shares, curves = {}, {}
     if teacher is None:
         return None
     for paid in PAID:
-        policy, config, record = explore(paid, teacher, seed, minutes, device, args.set)
+        policy, config, record = explore(paid, teacher, args)
         if not record["done"]:
             return None
         shares.setdefault("noise", screen_share(the_noise(config), config))

@@ -17,7 +17,7 @@ import json
 import time
 from pathlib import Path
 
-from script import RUNS, conclude, flags, known, report, tell
+from script import RUNS, conclude, flags, known, report, tell, tried
 
 RESULTS = report.RESULTS / "phases_teacher.json"
 EPISODES = 128
@@ -44,9 +44,10 @@ SETTINGS = [
 ]
 
 
-def outcome(seed: int, memory: bool, minutes: float, changes: list[str]) -> dict:
+def outcome(args) -> dict:
+    seed, memory, minutes, changes = args.seed, not args.no_memory, args.minutes, args.set
     problem = "memory" if memory else "no_memory"
-    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + "_tried" * bool(changes))
+    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + tried(args))
     config = _config(folder, seed, memory, changes)
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     run, record = train(config, minutes)
@@ -153,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.summary:
         return tell(known(RESULTS), summary)
-    run = outcome(args.seed, not args.no_memory, args.minutes, args.set)
+    run = outcome(args)
     tell(conclude(args, run, RESULTS), summary)
 
 

@@ -256,4 +256,4 @@ def _means(updates: list[dict[str, float]]) -> dict[str, float]:
     for metrics in updates:
         for name, value in metrics.items():
             values[name].append(value)
-    return {name: fmean(of) for name, of in values.items()}
+    return {name: sum(of) if name.endswith("_seconds") else fmean(of) for name, of in values.items()}

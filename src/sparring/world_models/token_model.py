@@ -74,6 +74,13 @@ class TokenWorldModel(WorldModel):
         """Whether the tokenizer is still learning; the dynamics learn when tokens mean the same for good."""
         return int(self.steps) < self.config.tokenizer_steps
 
+    @property
+    def foretells(self) -> bool:
+        return not self.learns_tokens
+
+    def settle(self) -> None:
+        self.steps.clamp_(min=self.config.tokenizer_steps)
+
     def learning(self) -> list[nn.Parameter]:
         of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
         return [p for p in self.parameters() if (id(p) in of_tokens) == self.learns_tokens]
