@@ -150,7 +150,8 @@ def test_without_a_student_a_new_explorer_starts_unleashed(runs, tmp_path):
 
 
 def test_what_is_played_is_kept_with_the_envs_own_reward_and_a_share_is_set_aside(runs, tmp_path):
-    run = run_of(runs, tmp_path, "adversarial.held_out=0.25", "env.task=reach_d0", "env.reward=dense")
+    given = ["adversarial.held_out=0.25", "env.task=reach_d0", "env.reward=dense", "adversarial.replay_random=0"]
+    run = run_of(runs, tmp_path, *given)
     phase = run.phase
     for _ in range(4):
         phase.step(0.0)
@@ -330,3 +331,18 @@ def test_a_teacher_without_its_episodes(runs, tmp_path):
     with pytest.raises(UserError, match="no folder 'episodes'"):
         run_of(runs, tmp_path / "run", f"adversarial.teacher={copied}")
     closed(run_of(runs, tmp_path / "run", f"adversarial.teacher={copied}", "adversarial.replay_random=0"))
+
+
+def test_a_teachers_episodes_of_another_task_are_refused(runs, tmp_path):
+    with pytest.raises(UserError, match="(?s)adversarial.teacher=.*its episodes are of other tasks: .*, here "):
+        run_of(runs, tmp_path, "env.task=push_d0")
+    # where they are not replayed, nothing is taken from them
+    assert run_of(runs, tmp_path, "env.task=push_d0", "adversarial.replay_random=0").phase.random is None
+
+
+def test_a_teacher_without_an_episode(runs, tmp_path):
+    shutil.copytree(runs, tmp_path / "runs")
+    for path in (tmp_path / "runs/teacher_rl/episodes").glob("segment-*"):
+        path.unlink()
+    with pytest.raises(UserError, match="there are no episodes in .*episodes'; train the world model again"):
+        run_of(tmp_path / "runs", tmp_path / "run")

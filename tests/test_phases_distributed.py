@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from test_adversarial import EXPLORER, SMALL, SPARRING, TEACHER, closed, config_
 from test_train_all import start
 
 import sparring.run
+from sparring.checkpoint import checkpoint_folder, load_spec
 from sparring.data.episodes import EpisodeStore
 from sparring.distributed import Distributed
 from sparring.phases.earlier import episodes_of
-from sparring.rewards.learned import Regressor
+from sparring.rewards.learned import PASSES, Regressor
 from sparring.run import Run
 
 # episodes of 7 decisions go on in the next rollout of 4
@@ -124,8 +126,9 @@ def test_both_hold_the_same_weights_and_pay_alike(ranks, phase):
     assert_alike(first["rewards"], second["rewards"])
     # 4 updates x 2 ranks x 2 robots x 4 decisions
     assert first["rewards"]["normalizer"]["count"] == 64
-    learned = first["rewards"]["terms"]["rnd" if phase == "student" else "learning_progress"]
-    assert learned["fits"] == 4 and learned["module"]["normalizer.count"] == 64
+    name, fits = ("rnd", 4) if phase == "student" else ("learning_progress", 4 * PASSES)
+    learned = first["rewards"]["terms"][name]
+    assert learned["fits"] == fits and learned["module"]["normalizer.count"] == 64
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -156,11 +159,9 @@ def test_each_keeps_its_own_episodes_and_generations(ranks):
 
 def test_each_replays_what_the_teachers_process_of_its_number_collected(ranks):
     folder = str(ranks[0] / "teacher_rl")
-    assert [episodes_of(folder, "teacher", rank).folder.name for rank in (0, 1, 2)] == [
-        "episodes",
-        "episodes-1",
-        "episodes",
-    ]
+    env = SimpleNamespace(spec=load_spec(checkpoint_folder(folder)))
+    names = [episodes_of(folder, "teacher", env, rank).folder.name for rank in (0, 1, 2)]
+    assert names == ["episodes", "episodes-1", "episodes"]
 
 
 def test_ranks_stay_together_where_episodes_end_on_one_only(ranks):

@@ -362,3 +362,12 @@ def test_two_processes_are_one_learner(tmp_path):
     assert first["progress"] == second["progress"] == (2 * 93, 2 * 9)
     assert (first["folder"], second["folder"]) == ("episodes", "episodes-1")
     assert not torch.equal(first["first"], second["first"])
+
+
+def test_settings_of_an_explorer_to_come_do_not_keep_a_teacher_from_going_on(tmp_path):
+    run_to_the_end(config_in(tmp_path))
+    explorer = {"rewards.rnd": 1.0, "policy.hidden": [9], "ppo.gamma": 0.5, "student.cameras": ["head"]}
+    changed = config_in(tmp_path, **explorer)
+    assert changed.policy.hidden == (9,) and run_to_the_end(changed).phase.progress.updates > 0
+    with pytest.raises(ConfigError, match="teacher.burn_in"):
+        Run(config_in(tmp_path, **{"teacher.burn_in": 5}))

@@ -184,3 +184,16 @@ def test_the_whole_chain_with_a_stop_in_the_middle(tmp_path):
         assert words in told
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found == ["adversarial_rl", "all.json", "student_rl", "teacher_rl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--teacher_checkpoint", "outputs/x"], "`train all` begins with a teacher of its own"),
+        (["student.teacher=outputs/x"], "`train all` begins with a teacher of its own"),
+        (["env.image_size=32"], "too small for the 3 convolutions"),
+    ],
+)
+def test_what_the_second_phase_would_refuse_is_told_before_the_first(commands, tmp_path, given, said, capsys):
+    assert main(["train", "all", "--output", str(tmp_path), *given]) == 2
+    assert said in capsys.readouterr().err and not commands.made

@@ -15,7 +15,7 @@ from pathlib import Path
 from sparring.config_text import Setting, value_text
 from sparring.errors import UserError
 from sparring.phases import CHAIN
-from sparring.tree import Config, load_config
+from sparring.tree import Config, load_config, tree_of
 
 # what each starts from: key -> phase
 STARTS_FROM = {
@@ -31,8 +31,9 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         raise UserError(f"--resume {resume}: all phases go on (auto) or start anew (never); name a phase to branch off")
     shares = {phase: settings_of(phase, given, output) for phase in CHAIN}
     # mistakes are told before hours are spent
+    _refuse_own_starts(given)
     for phase, settings in shares.items():
-        load_config(None, settings, phase)
+        _refuse_what_cannot_be_made(load_config(None, settings, phase))
     record = output / "all.json"
     done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
     # these start anew, also in a later call, whatever lies in their folders
@@ -56,6 +57,30 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         _write(record, done, anew)
     print(summary(output))
     return 0
+
+
+def _refuse_own_starts(given: list[Setting]) -> None:
+    added = {key for keys in STARTS_FROM.values() for key in keys}
+    aliases = tree_of(given).aliases
+    for setting in given:
+        if aliases.get(setting.key, setting.key) in added:
+            raise UserError(
+                f"{setting.key} ({setting.where}): `train all` begins with a teacher of its own; leave it out, or name "
+                "the phase to start from that one"
+            )
+
+
+def _refuse_what_cannot_be_made(config: Config) -> None:
+    """The explorer of a phase, which that phase would find out about."""
+    if config.phase == "teacher":
+        return
+    from sparring.envs.make import make_env
+    from sparring.phases.student import with_cameras
+    from sparring.policies.make import make_policy
+
+    env = make_env(config.env, 1)
+    env.close()
+    make_policy(config.policy, with_cameras(env.spec, config.student.cameras), config.rollout.action_steps)
 
 
 def _write(record: Path, done: dict, anew: list[str]) -> None:

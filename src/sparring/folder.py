@@ -23,6 +23,10 @@ from sparring.tree import Config
 
 # these say where and how loudly, not what is trained
 FREE_TO_DIFFER = ("resume", "output", "logging.")
+# nor do settings of what the phase does not have; a world model is none the worse for another explorer to come
+NOT_READ = {
+    "teacher": ("policy.", "ppo.", "grpo.", "algorithm", "imitate.", "student.", "adversarial.", "rewards.", "buffer.")
+}
 # of a file system that knows no locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -102,7 +106,8 @@ def differences(saved: dict[str, Any], config: Config) -> list[str]:
     return [
         f"{key}: {_shown(saved, key)} in the folder, {_shown(now, key)} now"
         for key in sorted(saved.keys() | now.keys())
-        if not key.startswith(FREE_TO_DIFFER) and _shown(saved, key) != _shown(now, key)
+        if not key.startswith((*FREE_TO_DIFFER, *NOT_READ.get(config.phase, ())))
+        and _shown(saved, key) != _shown(now, key)
     ]
 
 

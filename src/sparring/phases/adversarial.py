@@ -100,13 +100,16 @@ class Adversarial:
         explorer = Explorer.from_config(config, distributed)
         if not explorer.env.spec.max_episode_steps:
             raise UserError("adversarial learns from whole episodes, which have no end; set rollout.max_episode_steps")
+        random = None
+        if settings.replay_random:
+            random = episodes_of(settings.teacher, "adversarial.teacher", explorer.env, distributed.rank)
         if settings.student:
             load_part(explorer.policy, "policy", settings.student, "adversarial.student", config, explorer.env)
         return cls(
             settings,
             explorer,
             WorldModelLearner(settings, explorer.rewards.world_model, distributed),
-            episodes_of(settings.teacher, "adversarial.teacher", distributed.rank) if settings.replay_random else None,
+            random,
             config.run_folder,
             config.training.bptt_length,
             config.seed,

@@ -98,10 +98,13 @@ class TrainingConfig(Section):
     total_timesteps: int | None = Field(
         None,
         gt=0,
-        description="env steps over all robots and processes; null: 150000 if finetune has no other limit",
+        description="env steps over all robots and processes; null: 150000 (finetune) or 192000 (student) if nothing "
+        "else limits the run",
     )
     num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
-    iterations: int | None = Field(None, gt=0, description="updates; null: no limit (imitate: 20)")
+    iterations: int | None = Field(
+        None, gt=0, description="updates; null: imitate 20, teacher 24, adversarial 40 if nothing else limits the run"
+    )
     bptt_length: int = Field(
         8, gt=0, description="decisions that a world model's gradients pass through at once, back through its memory"
     )

@@ -48,9 +48,19 @@ def load_part(model: nn.Module, section: str, path: str, key: str, config, env: 
     load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
 
 
-def episodes_of(path: str, key: str, rank: int = 0) -> EpisodeStore:
-    """What a world model learned from, beside its checkpoints; of several processes, what that of `rank` collected."""
+def episodes_of(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
+    """What a world model learned from, beside its checkpoints; of several processes, what that of `rank` collected.
+
+    Refused where `env` has other instructions: the episodes tell theirs by number.
+    """
     checkpoint = checkpoint_folder(path)
+    theirs = load_spec(checkpoint).instructions
+    if theirs != env.spec.instructions:
+        told = [", ".join(repr(text) for text in texts[:3]) for texts in (theirs, env.spec.instructions)]
+        raise UserError(
+            f"{key}={path}: its episodes are of other tasks: {told[0]}, here {told[1]}; leave out env.task (it comes "
+            "with the world model), or train a world model on this task"
+        )
     found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
     if not found:
         raise UserError(
@@ -58,7 +68,10 @@ def episodes_of(path: str, key: str, rank: int = 0) -> EpisodeStore:
             "the world model was trained in"
         )
     own = found[0].with_name(f"episodes-{rank}")
-    return EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
+    store = EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
+    if not len(store):
+        raise UserError(f"{key}={path}: there are no episodes in '{store.folder}'; train the world model again")
+    return store
 
 
 def _differences(folder: Path, trained: dict, section: str, config, env: Env) -> list[str]:

@@ -13,7 +13,7 @@ def imagine(env: Env, config, distributed: Distributed) -> ImaginedEnv:
     """
     path, rollout = config.rollout.imagined, config.rollout
     model = load_teacher(path, "rollout.imagined", config, env).to(distributed.device).requires_grad_(False).eval()
-    starts = StoredStarts(model, episodes_of(path, "rollout.imagined"))
+    starts = StoredStarts(model, episodes_of(path, "rollout.imagined", env))
     imagined = ImaginedEnv(
         model,
         env.spec,
