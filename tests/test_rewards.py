@@ -142,6 +142,17 @@ def test_learning_progress_pays_where_the_error_fell_and_not_where_it_stayed():
     assert learned == pytest.approx(0.75, abs=0.1) and noise == pytest.approx(0.0, abs=0.1)
 
 
+def test_learning_progress_is_near_zero_after_few_rollouts_where_nothing_is_learned():
+    progress = term("learning_progress")
+    # nothing becomes better: dark scenes have an error of 2, a screen of static one of 4
+    rollout = looks([k % 2 * 200 for k in range(800)], [2.0 + k % 2 * 2 for k in range(800)])
+    progress.learn(rollout, ALONE)
+    assert progress(rollout).abs().max() < 1.1
+    for _ in range(3):
+        progress.learn(rollout, ALONE)
+    assert progress(rollout).abs().max() < 0.1
+
+
 @pytest.mark.parametrize("name", ["rnd", "learning_progress"])
 def test_terms_that_learn_go_on_where_they_were(name):
     one, other = term(name), term(name)

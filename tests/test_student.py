@@ -201,3 +201,9 @@ def test_an_explorer_is_no_teacher(teacher, tmp_path):
 def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):
     with pytest.raises(UserError, match=r"student.cameras=\['left_wrist'\], but the env shows head, wrist"):
         run_of(teacher, tmp_path, "student.cameras=left_wrist")
+
+
+def test_a_teacher_that_only_knows_tokens_so_far_is_refused(teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.world_models.world_model.WorldModel.foretells", False)
+    with pytest.raises(UserError, match="still learning its tokens and foretells nothing yet; train it further"):
+        run_of(teacher, tmp_path)

@@ -101,10 +101,26 @@ def test_it_goes_on_in_the_phase_where_it_stopped(commands, tmp_path, capsys):
     commands.made.clear()
     assert main(words) == 0 and commands.phases == []
     assert "phase 3 of 3: adversarial, done before" in capsys.readouterr().out
-    # with other settings the phase itself decides whether its folder may go on
-    assert main([*words, "student.seed=3"]) == 0 and commands.phases == ["student"]
+    # with other settings the phase itself decides whether its folder may go on; while it does not, nothing has changed
+    commands.codes = [2]
+    assert main([*words, "student.seed=3"]) == 2 and commands.phases == ["student"]
     commands.made.clear()
-    assert main([*words, "--resume", "never"]) == 0 and commands.phases == ["teacher", "student", "adversarial"]
+    assert main(words) == 0 and commands.phases == []
+    # when it does, what started from it is out of date
+    assert main([*words, "student.seed=3"]) == 0 and commands.phases == ["student", "adversarial"]
+    assert [made[5] for made in commands.made] == ["auto", "never"]
+
+
+def test_phases_that_start_anew_do_so_after_an_interruption_too(commands, tmp_path):
+    words = ["train", "all", "--output", str(tmp_path)]
+    assert main(words) == 0
+    commands.made.clear()
+    commands.codes = [0, 130]
+    assert main([*words, "--resume", "never"]) == 130 and commands.phases == ["teacher", "student"]
+    commands.made.clear()
+    assert main(words) == 0
+    # the student had begun anew and goes on; of the old adversarial nothing is taken
+    assert [(made[1], made[5]) for made in commands.made] == [("student", "auto"), ("adversarial", "never")]
 
 
 @pytest.mark.parametrize(

@@ -266,3 +266,33 @@ def test_presets(preset, least, most):
     assert model.members == PRESETS[preset]["members"]
     chosen = make_world_model(TokenWorldModelConfig(preset=preset, members=1), replace(SPEC, observation=shapes), 4)
     assert chosen.members == 1
+
+
+def test_tokens_are_done_with_when_half_of_the_run_is_over():
+    model = make(tokenizer_steps=5).train()
+    assert not model.foretells
+    model.loss(moving_windows(2, 2))
+    model.settle()
+    assert model.foretells and int(model.steps) == 5
+    model.loss(moving_windows(2, 2))
+    model.settle()
+    assert int(model.steps) == 6
+
+
+def test_accuracies_are_of_steps_that_count(monkeypatch):
+    model = exact()
+    batch = moving_windows(2, 6)
+    # a window that ended after its first step, as sequential ones do
+    batch["mask"][:, 1:] = False
+    monkeypatch.setattr(model, "_digits", lambda before, after: torch.zeros(len(before) // 2, 8, 3, dtype=torch.int64))
+    told = {float(model.loss(batch.clone())[1]["accuracy_copy"]) for _ in range(8)}
+    assert told == {1.0}
+
+
+def test_a_reward_that_is_seldom_is_foretold_as_it_is():
+    model = make()
+    batch = moving_windows(4, 500)
+    batch["next", "reward"].zero_()
+    batch["next", "reward"][0, 0, 0] = 1.0
+    model.update_normalizers(batch, lambda tensor: tensor)
+    assert float(model.rewards.inverse(model.rewards(torch.ones(1, 1)))) == pytest.approx(1.0, rel=1e-4)

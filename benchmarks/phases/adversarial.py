@@ -7,8 +7,8 @@
     python benchmarks/phases/adversarial.py --summary
 
 From the same teacher two runs of the same length: `sparring`, and `noise`, which is alike in all (updates, windows,
-episodes) but for who acts: the random actions that taught the teacher. One process computes on one thread, each run
-for at most --minutes of CPU.
+episodes) but for who acts: random actions like those that taught the teacher, in scenes that it has not seen. One
+process computes on one thread, each run for at most --minutes of CPU.
 
 The error is cross-entropy, in nats per token. Wanted, on the held-out episodes of all generations of explorers but the
 last: at least 30 % below that of the teacher, and 15 % below that of `noise`; and on held-out random episodes at most
@@ -18,25 +18,26 @@ learning for a while by then.
 
 from pathlib import Path
 
-from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, with_student
+from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, tried, with_student
 from teacher import train
 
 RESULTS = report.RESULTS / "phases_adversarial.json"
 CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "avg_acc", "acc_", "generations_", "reference_kl")
 EPISODES = 64
-DOWN, BETTER, UP = 0.30, 0.15, 0.02
+DOWN, BETTER, UP, FRESH = 0.30, 0.15, 0.02, 1_000_000
 SETTINGS = ["phase=adversarial", "device=cpu", "threads=1", "env.threads=1", "training.iterations=32"]
 SETTINGS += ["adversarial.generation_every=4", "training.save_every=4"]
 # of the run to compare with: it collects, and the explorer's turn to learn never comes
 NOISE = ["policy.name=noise_policy:Noise", "policy.robots=16", "rollout.n_envs=16", "adversarial.warmup_steps=1000000"]
 
 
-def outcome(seed: int, teacher: Path, student: Path, minutes: float, changes: list[str]) -> dict:
+def outcome(args) -> dict:
     from sparring.api import load_world_model
 
-    tried = "_tried" * bool(changes)
-    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{tried}" for who in ("sparring", "noise")}
-    own = {"sparring": [f"adversarial.student={student}"], "noise": NOISE}
+    seed, teacher, student, minutes, changes = args.seed, teacher_of(args), student_of(args), args.minutes, args.set
+    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{tried(args)}" for who in ("sparring", "noise")}
+    # with the teacher's seed noise would act again as it did for the teacher
+    own = {"sparring": [f"adversarial.student={student}"], "noise": [*NOISE, f"seed={seed + FRESH}"]}
     models, records = {"teacher": load_world_model(teacher)}, {}
     for who, folder in folders.items():
         config = _config(teacher, folder, seed, [*changes, *own[who]])
@@ -46,7 +47,7 @@ def outcome(seed: int, teacher: Path, student: Path, minutes: float, changes: li
     done = all(record["done"] for record in records.values())
     about = {"problem": "adversarial", "seed": seed, "commit": report.commit(), "cpu": report.cpu_model(), "done": done}
     generations = on_generations(models, folders["sparring"] / "generations")
-    return about | {"runs": records, "generations": generations, "random": on_random(models, config)}
+    return about | {"runs": records, "generations": generations, "random": on_random(models, config, seed)}
 
 
 def _config(teacher: Path, folder: Path, seed: int, changes: list[str]):
@@ -74,7 +75,7 @@ def on_generations(models: dict, folder: Path) -> list[dict]:
     return found
 
 
-def on_random(models: dict, config) -> dict[str, float]:
+def on_random(models: dict, config, seed: int) -> dict[str, float]:
     """The error of each world model on held-out episodes of random actions."""
     import torch
     from noise_policy import Noise, NoiseConfig
@@ -84,7 +85,7 @@ def on_random(models: dict, config) -> dict[str, float]:
 
     chunk, robots = config.rollout.action_steps, 16
     env = make_env(config.env, robots, config.rollout.max_episode_steps)
-    episodes = held_out_episodes(env, Noise(NoiseConfig(robots=robots), env.spec, chunk), EPISODES, config.seed, chunk)
+    episodes = held_out_episodes(env, Noise(NoiseConfig(robots=robots), env.spec, chunk), EPISODES, seed, chunk)
     env.close()
     totals = {}
     with torch.no_grad():
@@ -135,7 +136,7 @@ def main() -> None:
     args = with_student(flags(__doc__)).parse_args()
     if args.summary:
         return tell(known(RESULTS), summary)
-    run = outcome(args.seed, teacher_of(args), student_of(args), args.minutes, args.set)
+    run = outcome(args)
     tell(conclude(args, run, RESULTS), summary)
 
 

@@ -17,7 +17,7 @@ One process computes on one thread: the world model for --teacher-minutes, each 
 from pathlib import Path
 
 from exploring import CURVES, explorer_config
-from script import RUNS, conclude, flags, known, report, tell, with_teacher
+from script import RUNS, conclude, flags, known, report, tell, tried, with_teacher
 from teacher import SETTINGS, train
 
 RESULTS = report.RESULTS / "phases_noisy_tv.json"
@@ -34,8 +34,8 @@ PAID = {
 ADVERSARIAL = ["adversarial.warmup_steps=0", "adversarial.wm_updates_per_iter=20"]
 
 
-def teach(seed: int, minutes: float, folder: Path, device: str) -> Path:
-    """A world model of the scene with the screen on."""
+def teach(seed: int, minutes: float, folder: Path, device: str) -> Path | None:
+    """A world model of the scene with the screen on; None where it is not done."""
     from sparring.config_text import parse_overrides
     from sparring.tree import load_config
 
@@ -43,17 +43,17 @@ def teach(seed: int, minutes: float, folder: Path, device: str) -> Path:
     run, record = train(load_config(None, parse_overrides(given)), minutes)
     run.phase.close()
     print(f"world model: {record['cpu_seconds'] / 60:.1f} CPU minutes, {record['steps']:,} steps", flush=True)
-    return folder
+    return folder if record["done"] else None
 
 
-def explore(paid: str, teacher: Path, seed: int, minutes: float, device: str, changes: list[str]) -> tuple:
-    folders = {name: RUNS / (f"noisy_tv_{name}_seed{seed}" + "_tried" * bool(changes)) for name in PAID}
+def explore(paid: str, teacher: Path, args) -> tuple:
+    folders = {name: RUNS / (f"noisy_tv_{name}_seed{args.seed}" + tried(args)) for name in PAID}
     folder, (phase, rewards) = folders[paid], PAID[paid]
     settings = ["rewards.memory_divergence=0", *rewards]
     if phase == "adversarial":
         settings += [*ADVERSARIAL, f"adversarial.student={folders['disagreement']}"]
-    config = explorer_config(teacher, folder, seed, [*settings, f"device={device}", *changes], phase)
-    run, record = train(config, minutes, CURVES)
+    config = explorer_config(teacher, folder, args.seed, [*settings, f"device={args.device}", *args.set], phase)
+    run, record = train(config, args.minutes, CURVES)
     # in phase 3 the explorer is a part
     return getattr(run.phase, "explorer", run.phase).policy.eval().cpu(), config, record
 
@@ -84,20 +84,23 @@ def the_noise(config):
     return ColouredNoise(env.spec, config.rollout.action_steps, share_of(32, teacher.coloured) * teacher.correlation)
 
 
-def outcome(args) -> dict:
-    """--set: of the explorers' settings."""
-    seed, minutes, device = args.seed, args.minutes, args.device
+def outcome(args) -> dict | None:
+    """None where a part is not done, and others start from it. --set: of the explorers' settings."""
+    seed, device = args.seed, args.device
     teacher = args.teacher or teach(seed, args.teacher_minutes, RUNS / f"noisy_tv_teacher_seed{seed}", device)
     shares, curves = {}, {}
+    if teacher is None:
+        return None
     for paid in PAID:
-        policy, config, record = explore(paid, teacher, seed, minutes, device, args.set)
+        policy, config, record = explore(paid, teacher, args)
+        if not record["done"]:
+            return None
         shares.setdefault("noise", screen_share(the_noise(config), config))
         shares[paid] = screen_share(policy, config)
         curves[paid] = {name: record[name] for name in ("curve", "steps", "cpu_seconds", "done")}
         print(f"seed {seed}: {shares}", flush=True)
     about = {"problem": "noisy_tv", "seed": seed, "commit": report.commit(), "device": report.device(device)}
-    done = all(curve["done"] for curve in curves.values())
-    return about | {"done": done, "screen_share": shares, "runs": curves}
+    return about | {"done": True, "screen_share": shares, "runs": curves}
 
 
 def ratios(run: dict) -> dict[str, float]:
@@ -142,7 +145,7 @@ def draw(runs: dict[str, dict], path: Path) -> None:
 
 def main() -> None:
     parser = with_teacher(flags(__doc__))
-    parser.add_argument("--teacher-minutes", type=float, default=10, help="of CPU for the world model")
+    parser.add_argument("--teacher-minutes", type=float, default=15, help="of CPU for the world model")
     parser.add_argument("--device", default="cpu", help="where the networks compute: cpu or cuda")
     args = parser.parse_args()
     runs = known(RESULTS)

@@ -14,11 +14,10 @@ both cameras and all tasks together, at least 15 % less squared error with what 
 import json
 import time
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from exploring import explorer_config
-from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, with_student
+from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, tried, with_student
 from tensordict import TensorDict
 
 from sparring.algorithms.world_model_learner import WorldModelLearner
@@ -177,9 +176,7 @@ def main() -> None:
     args = with_student(flags(__doc__)).parse_args()
     if args.summary:
         return tell(known(RESULTS), summary)
-    # what is given makes a folder of its own: nothing is gone on with that began otherwise
-    given = " ".join(map(str, filter(None, (args.teacher, args.student, *args.set))))
-    folder = RUNS / (f"retrain_seed{args.seed}" + f"_{crc32(given.encode()):08x}" * bool(given))
+    folder = RUNS / (f"retrain_seed{args.seed}" + tried(args))
     deadline = time.process_time() + 60 * args.minutes
     run = outcome(folder, args.seed, teacher_of(args), student_of(args), deadline, args.set)
     tell(conclude(args, run, RESULTS), summary)

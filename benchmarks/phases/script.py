@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,12 +41,23 @@ def student_of(args) -> Path:
     return args.student or RUNS / f"student_default_seed{args.seed}"
 
 
+def tried(args) -> str:
+    """The end of the name of a run's folder: of what was given beside the benchmark's own, so that each has one."""
+    given = " ".join(map(str, [*args.set, *_others(args)]))
+    return f"_{crc32(given.encode()):08x}" if given else ""
+
+
+def _others(args) -> list[Path]:
+    """World model and explorer that were given."""
+    return [path for path in (getattr(args, name, None) for name in ("teacher", "student")) if path]
+
+
 def conclude(args, run: dict | None, results: Path) -> dict[str, dict]:
     """Keeps a run that is done, with the benchmark's own settings; the runs to tell of. None, like `done`: not yet."""
     done = run is not None and run["done"]
     if not done:
         print("not done; the same call goes on")
-    if args.set:
+    if tried(args):
         return {"tried": run} if run else {}
     if done:
         report.keep_run(results, RUNS, run)

@@ -14,11 +14,9 @@ decision, and who plays with things stays with them.)
 """
 
 from dataclasses import asdict
-from pathlib import Path
-from zlib import crc32
 
 from exploring import CURVES, explorer_config, rise
-from script import RUNS, conclude, flags, known, report, teacher_of, tell, with_teacher
+from script import RUNS, conclude, flags, known, report, teacher_of, tell, tried, with_teacher
 from teacher import train
 
 RESULTS = report.RESULTS / "phases_student.json"
@@ -26,11 +24,11 @@ EPISODES = 128
 CONTACT, CONTACT_RATIO, COVERAGE_RATIO = 0.10, 3.0, 1.5
 
 
-def outcome(name: str, teacher: Path, seed: int, minutes: float, changes: list[str]) -> dict:
-    tried = [f"{crc32(' '.join(changes).encode()):08x}"] if changes else []
-    folder = RUNS / "_".join(["student", name, f"seed{seed}", *tried])
-    config = explorer_config(teacher, folder, seed, [f"rewards={name}", *changes])
-    run, record = train(config, minutes, CURVES)
+def outcome(args) -> dict:
+    name, seed = args.rewards, args.seed
+    folder = RUNS / (f"student_{name}_seed{seed}" + tried(args))
+    config = explorer_config(teacher_of(args), folder, seed, [f"rewards={name}", *args.set])
+    run, record = train(config, args.minutes, CURVES)
     about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     return about | record | {"paid": paid(run, record["curve"]), "explored": judge(run, config)}
 
@@ -82,6 +80,8 @@ def summary(runs: dict[str, dict]) -> str:
             rows.append((*head, who, *numbers))
         paid = run["paid"]
         judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())
+        hands = max(e["voxels"] for who, e in run["explored"].items() if who.startswith("coloured"))
+        judged += f"; places of hands {run['explored']['policy']['voxels'] / hands:.1f} times the best noise's"
         lines.append(f"{run['problem']} {run['seed']}: paid {paid['first']:.2f} -> {paid['last']:.2f}; {judged}")
     return "\n".join([report.table(rows), *lines])
 
@@ -92,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.summary:
         return tell(known(RESULTS), summary)
-    run = outcome(args.rewards, teacher_of(args), args.seed, args.minutes, args.set)
+    run = outcome(args)
     tell(conclude(args, run, RESULTS), summary)
 
 

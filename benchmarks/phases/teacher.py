@@ -17,7 +17,7 @@ import json
 import time
 from pathlib import Path
 
-from script import RUNS, conclude, flags, known, report, tell
+from script import RUNS, conclude, flags, known, report, tell, tried
 
 RESULTS = report.RESULTS / "phases_teacher.json"
 EPISODES = 128
@@ -44,9 +44,10 @@ SETTINGS = [
 ]
 
 
-def outcome(seed: int, memory: bool, minutes: float, changes: list[str]) -> dict:
+def outcome(args) -> dict:
+    seed, memory, minutes, changes = args.seed, not args.no_memory, args.minutes, args.set
     problem = "memory" if memory else "no_memory"
-    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + "_tried" * bool(changes))
+    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + tried(args))
     config = _config(folder, seed, memory, changes)
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     run, record = train(config, minutes)
@@ -120,7 +121,9 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
 def _hidden(run: dict, camera: str) -> dict:
     """Of objects behind the arm, for the camera that stands still; for the other, alone, of those out of its view."""
     cameras, alone = run["figures"]["cameras"], run["figures"]["half_blind"]["cameras"]
-    return alone[camera] if camera in alone else cameras[camera]["covered_object_mse"]
+    # runs of before these were measured do not tell
+    unknown = {"prediction": float("nan"), "pixels": 0}
+    return alone.get(camera, unknown) if camera != "head" else cameras[camera].get("covered_object_mse", unknown)
 
 
 def summary(runs: dict[str, dict]) -> str:
@@ -153,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.summary:
         return tell(known(RESULTS), summary)
-    run = outcome(args.seed, not args.no_memory, args.minutes, args.set)
+    run = outcome(args)
     tell(conclude(args, run, RESULTS), summary)
 
 

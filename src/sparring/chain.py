@@ -2,7 +2,7 @@
 
 <output>/
   teacher_rl/  student_rl/  adversarial_rl/      a run folder each
-  all.json                                       which of them are done, and with which settings
+  all.json                                       which of them are done, and with which settings; which start anew
 """
 
 import json
@@ -35,20 +35,34 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         load_config(None, settings, phase)
     record = output / "all.json"
     done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
+    # these start anew, also in a later call, whatever lies in their folders
+    anew = list(CHAIN) if resume == "never" else done.pop("anew", [])
     for number, (phase, settings) in enumerate(shares.items(), 1):
         words = [f"{setting.key}={value_text(setting.value)}" for setting in settings]
         what = f"phase {number} of {len(shares)}: {phase}"
-        if done.get(phase) == words and any(folder_of(phase, output).glob("checkpoint-*")):
+        if phase not in anew and done.get(phase) == words and any(folder_of(phase, output).glob("checkpoint-*")):
             print(f"{what}, done before", flush=True)
             continue
         print(what, flush=True)
-        code = _run(["train", phase, "--gpus", str(gpus), "--resume", resume, *words])
+        how = "never" if phase in anew else "auto"
+        anew = [other for other in anew if other != phase]
+        _write(record, done, anew)
+        code = _run(["train", phase, "--gpus", str(gpus), "--resume", how, *words])
         if code:
             return code
+        # what started from another one of these is out of date
+        anew += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in anew]
         done[phase] = words
-        record.write_text(json.dumps(done, indent=2) + "\n")
+        _write(record, done, anew)
     print(summary(output))
     return 0
+
+
+def _write(record: Path, done: dict, anew: list[str]) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(done | ({"anew": anew} if anew else {}), indent=2) + "\n")
+    partial.replace(record)
 
 
 def settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]:

@@ -66,6 +66,8 @@ class Run:
         # only now, when all that was given has been found to fit, is anything written
         if self.folder:
             make_room(config)
+        # the others keep episodes in the folder too: not in the one that is being moved aside
+        self.distributed.barrier()
         with self._alone():
             if self.folder:
                 open_folder(config)

@@ -44,7 +44,8 @@ def evaluate_world_model(
     rollout, teacher, episodes = config.rollout, config.teacher, config.evaluation.episodes
     env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
     try:
-        correlation = share_of(env.num_envs, teacher.coloured) * teacher.correlation
+        coloured = share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
+        correlation = coloured * teacher.correlation
         explorer = ColouredNoise(env.spec, rollout.action_steps, correlation).to(env.device)
         seen = held_out_episodes(env, explorer, episodes, config.seed, rollout.action_steps)
     finally:

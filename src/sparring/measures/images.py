@@ -8,7 +8,7 @@ from torch.nn import functional
 # in 1/255: a pixel one of whose colours changes by more than this has changed
 CHANGED = 8
 # of a segmentation: below are nothing, scenery and the robot; above LAST_OBJECT the screen and the goal's marker
-FIRST_OBJECT, LAST_OBJECT = 3, 253
+ROBOT, FIRST_OBJECT, LAST_OBJECT = 2, 3, 253
 WINDOW, SIGMA = 11, 1.5
 # of SSIM, for values in [0, 1]
 _C1, _C2 = 0.01**2, 0.03**2
@@ -84,10 +84,10 @@ class Seen:
 
 
 class Covered:
-    """Which pixels of a camera that stands still show an object next that something stands in front of now.
+    """Which pixels of a camera that stands still show an object next that the robot stands in front of now.
 
     At each place the last object that was seen there: a pixel counts when that very object comes back into view. How it
-    looks is in no picture of now; a memory can know.
+    looks there is in no picture of now; a memory can know.
     """
 
     def __init__(self, episodes: int, height: int, width: int, device: torch.device | str = "cpu"):
@@ -97,7 +97,7 @@ class Covered:
         """Segmentations `[n, 1, H, W]` -> `[n, H, W]` bool; remembers what is seen now. `rows` as for `Seen`."""
         last = torch.where(objects(now), now[:, 0].to(torch.uint8), self.last[rows])
         self.last[rows] = last
-        return objects(after) & (now != after)[:, 0] & (after[:, 0] == last)
+        return objects(after) & (now == ROBOT)[:, 0] & (after[:, 0] == last)
 
 
 def _looked_up(table: torch.Tensor, segmentation: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ HORIZONS = (1, 5, 10, 20)
 LOOKS_ON = 5
 # episodes at a time
 ROWS = 32
-# pixels of the next frame: of any object; of one that this camera saw at that very place, and that something stands in
+# pixels of the next frame: of any object; of one that this camera saw at that very place, and that the robot stands in
 # front of now; of one that no camera shows now, but one did before; of one that this camera does not show now, but did
 OBJECTS = ("object", "covered_object", "hidden_object", "returning_object")
 TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
@@ -144,6 +144,8 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
     if rows.shape[1] <= LOOKS_ON:
         return
     rows = rows[rows["mask"][:, LOOKS_ON]]
+    if not len(rows):
+        return
     memory = model.empty_memory(len(rows))
     for t in range(LOOKS_ON):
         memory = model.observe(rows[:, t].set(("memory", "world_model"), memory))

@@ -106,7 +106,7 @@ class Adversarial:
             settings,
             explorer,
             WorldModelLearner(settings, explorer.rewards.world_model, distributed),
-            episodes_of(settings.teacher, "adversarial.teacher") if settings.replay_random else None,
+            episodes_of(settings.teacher, "adversarial.teacher", distributed.rank) if settings.replay_random else None,
             config.run_folder,
             config.training.bptt_length,
             config.seed,
@@ -256,4 +256,4 @@ def _means(updates: list[dict[str, float]]) -> dict[str, float]:
     for metrics in updates:
         for name, value in metrics.items():
             values[name].append(value)
-    return {name: fmean(of) for name, of in values.items()}
+    return {name: sum(of) if name.endswith("_seconds") else fmean(of) for name, of in values.items()}

@@ -85,7 +85,7 @@ class AdversarialConfig(Section):
     burn_in: int = Field(6, ge=0, description="decisions before a window that rebuild the memory")
     replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes among the windows")
     replay_past: float = Field(0.3, ge=0, description="weight of the episodes of all explorers of this run")
-    replay_newest: float = Field(0.3, ge=0, description="weight of the episodes of the newest update")
+    replay_newest: float = Field(0.3, ge=0, description="weight of the newest episodes, one of each robot")
     kl_coef: float = Field(0.02, ge=0, description="weight of the KL to the student's policy; 0: no leash")
     generation_every: int = Field(10, gt=0, description="updates of a generation of explorers")
     held_out: float = Field(0.125, ge=0, lt=1, description="share of the episodes that is never trained on")

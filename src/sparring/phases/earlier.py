@@ -28,6 +28,11 @@ def load_teacher(path: str, key: str, config, env: Env) -> WorldModel:
     """
     model = make_world_model(config.world_model, env.spec, config.rollout.action_steps)
     load_part(model, "world_model", path, key, config, env)
+    if not model.foretells:
+        raise UserError(
+            f"{key}={path}: that world model is still learning its tokens and foretells nothing yet; train it further "
+            "(the same command goes on), or another one with a smaller world_model.tokenizer_steps"
+        )
     return model
 
 
@@ -43,8 +48,8 @@ def load_part(model: nn.Module, section: str, path: str, key: str, config, env: 
     load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
 
 
-def episodes_of(path: str, key: str) -> EpisodeStore:
-    """What a world model learned from, beside its checkpoints."""
+def episodes_of(path: str, key: str, rank: int = 0) -> EpisodeStore:
+    """What a world model learned from, beside its checkpoints; of several processes, what that of `rank` collected."""
     checkpoint = checkpoint_folder(path)
     found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
     if not found:
@@ -52,7 +57,8 @@ def episodes_of(path: str, key: str) -> EpisodeStore:
             f"{key}={path}: there is no folder 'episodes' with it, of what it learned from; give the run folder that "
             "the world model was trained in"
         )
-    return EpisodeStore(found[0], read_only=True)
+    own = found[0].with_name(f"episodes-{rank}")
+    return EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
 
 
 def _differences(folder: Path, trained: dict, section: str, config, env: Env) -> list[str]:

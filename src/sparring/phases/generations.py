@@ -15,6 +15,9 @@ from tensordict import TensorDict
 from sparring.data.episodes import EpisodeStore
 from sparring.world_models.world_model import WorldModel
 
+# episodes; no multiple of a usual number of robots or tasks
+_SHIFT = 47
+
 
 class Generations:
     """What an EpisodeRecorder takes for a store: each episode goes to `train`, or is set aside and never trained on."""
@@ -26,8 +29,9 @@ class Generations:
         self.store = self._open(0)
 
     def append(self, episode: TensorDict, **info) -> int:
-        # a share of the episodes, evenly spread
-        aside = math.floor((self.played + 1) * self.held_out) > math.floor(self.played * self.held_out)
+        # a share of the episodes, evenly spread, and not always of the same robots: every so often one later
+        place = self.played + self.played // _SHIFT
+        aside = math.floor((place + 1) * self.held_out) > math.floor(place * self.held_out)
         self.played += 1
         return (self.store if aside else self.train).append(episode, **info)
 
@@ -54,7 +58,7 @@ class Generations:
         """Later generations are forgotten: they will be played again."""
         self.store.close()
         for folder in self.folder.iterdir():
-            if int(folder.name) > state["number"]:
+            if folder.name.isdigit() and int(folder.name) > state["number"]:
                 shutil.rmtree(folder)
         self.played, self.number = state["played"], state["number"]
         self.store = self._open(self.number)

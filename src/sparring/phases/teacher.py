@@ -56,7 +56,7 @@ class Teacher:
         self.decisions, self.bptt_length = decisions, bptt_length
         # of a process each: robots, episodes and batches
         self.folder = folder / ("episodes" if distributed.is_main else f"episodes-{distributed.rank}")
-        coloured = share_of(env.num_envs, config.coloured, env.first_env)
+        coloured = share_of(env.num_envs, config.coloured, env.first_env, len(set(env.spec.task_names)))
         self.explorer = ColouredNoise(env.spec, chunk, coloured * config.correlation).to(env.device)
         self.collector = Collector(env, self.explorer, seed, chunk=chunk)
         # what the world model remembers of each robot's episode, and how much of it it has foretold
@@ -95,6 +95,8 @@ class Teacher:
         accuracy, rewards = self._collect()
         collected = time.perf_counter()
         self.replay.refresh()
+        if fraction >= 0.5:
+            self.model.settle()
         metrics = self.learner.update(self.replay, self.config.gradient_steps, fraction)
         updated = time.perf_counter()
         self.collector.version += 1

@@ -57,7 +57,11 @@ class ColouredNoise(RandomPolicy):
         return torch.special.ndtr(torch.stack(steps, 1).double()).float().clamp(2**-24, 1 - 2**-24)
 
 
-def share_of(robots: int, share: float, first: int = 0) -> torch.Tensor:
-    """`[N]` bool: which of the robots from number `first` on belong to a share that is spread evenly over all."""
-    number = torch.arange(first, first + robots + 1, dtype=torch.float64)
-    return ((number * share + 0.5).floor().diff()) > 0
+def share_of(robots: int, share: float, first: int = 0, tasks: int = 1) -> torch.Tensor:
+    """`[N]` bool: which of the robots from number `first` on belong to a share that is spread evenly over all.
+
+    Over the robots of each of the tasks too, which are dealt out in turn.
+    """
+    robot = torch.arange(first, first + robots)
+    place = (robot // tasks + robot % tasks).double()
+    return ((place + 1) * share + 0.5).floor() > (place * share + 0.5).floor()

@@ -17,6 +17,8 @@ LEARNING_RATE = 1e-3
 BATCH = 256
 # pictures are seen in so many squares a side: enough to tell where something is
 SQUARES = 8
+# times that errors of a rollout are gone through: what is still unlearned of them would be taken for progress
+PASSES = 10
 
 
 class RandomNetworkDistillation(RewardTerm):
@@ -60,23 +62,30 @@ class LearningProgress(RewardTerm):
     def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
         self.learner = Regressor(glimpse_size(spec) + chunk * spec.action_dim, 1, device)
+        # g learns in units of them, so that it begins with the mean of the first rollout's
+        self.errors = RunningNormalizer(1).to(device)
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
         error = td["judged", "error"]
         if not self.learner.normalizer.count:
             return torch.zeros_like(error)
-        return self.learner(self._inputs(td))[..., 0] - error
+        return self.errors.inverse(self.learner(self._inputs(td)))[..., 0] - error
 
     def learn(self, td: TensorDict, distributed: Distributed) -> None:
-        inputs = self._inputs(td)
+        inputs, errors = self._inputs(td), td["judged", "error"][:, None]
         self.learner.watch(inputs, distributed)
-        self.learner.fit(inputs, td["judged", "error"][:, None], distributed)
+        if not self.errors.count:
+            # of the first rollout for good: other units would make g another function
+            self.errors.update(errors, distributed.sum)
+        for _ in range(PASSES):
+            self.learner.fit(inputs, self.errors(errors), distributed)
 
     def state_dict(self) -> dict:
-        return self.learner.training_state()
+        return self.learner.training_state() | {"errors": self.errors.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.learner.load_training_state(state)
+        self.errors.load_state_dict(state["errors"])
 
     def _inputs(self, td: TensorDict) -> torch.Tensor:
         return torch.cat([glimpse(td["observation"]), td["action"].flatten(-2)], -1)
@@ -106,8 +115,9 @@ class Regressor(nn.Module):
         # a function of (process, call): nothing to save
         shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
         order = torch.randperm(len(x), generator=shuffle).to(x.device)
-        # processes step together, so one that has fewer rows takes smaller minibatches
-        for rows in order.tensor_split(int(distributed.max(-(-len(x) // BATCH)))):
+        # processes step together, so one that has fewer rows takes smaller minibatches, or its rows several times
+        count = int(distributed.max(-(-len(x) // BATCH)))
+        for rows in order.repeat(-(-count // len(order))).tensor_split(count):
             with torch.enable_grad():
                 loss = (self(x[rows]) - y[rows]).square().mean()
                 gradients = torch.autograd.grad(loss, list(self.network.parameters()))

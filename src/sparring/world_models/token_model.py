@@ -4,6 +4,8 @@ Letters: N rows, B windows of T decisions, V cameras, P patches of all cameras, 
 S state dims, D numbers of memory.
 """
 
+import math
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -60,7 +62,8 @@ class TokenWorldModel(WorldModel):
         self.ensemble = nn.ModuleList(
             Member(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
         )
-        self.rewards = RunningNormalizer(1)
+        # not clipped: a reward that comes once in a thousand decisions lies far out
+        self.rewards = RunningNormalizer(1, clip=math.inf)
         # calls of `loss` so far
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -70,6 +73,13 @@ class TokenWorldModel(WorldModel):
     def learns_tokens(self) -> bool:
         """Whether the tokenizer is still learning; the dynamics learn when tokens mean the same for good."""
         return int(self.steps) < self.config.tokenizer_steps
+
+    @property
+    def foretells(self) -> bool:
+        return not self.learns_tokens
+
+    def settle(self) -> None:
+        self.steps.clamp_(min=self.config.tokenizer_steps)
 
     def learning(self) -> list[nn.Parameter]:
         of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
@@ -295,8 +305,9 @@ class TokenWorldModel(WorldModel):
         return losses
 
     def _accuracies(self, logits: Tensor, digits: Tensor, features: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Of one column of the windows, at random: that is enough to watch."""
-        column = int(torch.randint(mask.shape[1], ()))
+        """Of one column of the windows, at random among those that count: that is enough to watch."""
+        usable = mask.any(0).nonzero()[:, 0]
+        column = int(usable[torch.randint(len(usable), ())])
         counted = mask[:, column]
         said, truth = logits[:, :, column].softmax(-1).mean(0).argmax(-1), digits[:, column]
         still = features[:, column].flatten(0, 1)

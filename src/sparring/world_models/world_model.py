@@ -24,6 +24,14 @@ class WorldModel(nn.Module):
     # of the ensemble whose disagreement `score` tells
     members: int
 
+    @property
+    def foretells(self) -> bool:
+        """False while it learns something else first."""
+        return True
+
+    def settle(self) -> None:
+        """Half of a run is over: what comes first must be done with now, so that there is time for the rest."""
+
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """How badly it predicts windows `[B, T]`, and numbers to log.
 
