@@ -1,0 +1,102 @@
+"""What both kinds of VLA policies share: the model as their config wants it, and what goes with it."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from sparring.errors import UserError
+from sparring.policies.configs import CriticConfig, DenoisingConfig
+from sparring.policies.vla import parts
+from sparring.policies.vla.interface import check_interface, denoises
+from sparring.policies.vla.load import class_of, load_vla_model, takes_settings
+from sparring.policies.vla.memory import memory_told
+from sparring.policies.vla.observations import Observations
+from sparring.policies.vla_configs import VLAConfig
+
+# settings that only one kind of model reads
+_OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)
+_OF_DOCUMENTED = ("draws", "critic_parts")
+
+
+def model_class(config: VLAConfig) -> type:
+    cls = class_of(config.model_class)
+    check_interface(cls)
+    return cls
+
+
+def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observations) -> nn.Module:
+    """Loaded, with adapters, frozen, in its dtypes and places."""
+    cls = model_class(config)
+    _check_settings(config, denoises(cls))
+    _check_action_dim(config.action_dim, "policy.action_dim", spec, chunk)
+    model = load_vla_model(
+        config.model_path,
+        cls,
+        _settings(config, cls, spec, chunk, observations),
+        strict=config.strict,
+        frozen=config.frozen,
+    )
+    if config.lora_r:
+        from sparring.policies.lora import adapt
+
+        # a value head learns in full
+        saved = (*config.modules_to_save, *config.critic_parts)
+        adapt(model, config.model_copy(update={"modules_to_save": saved}))
+    parts.cast(model, config.dtype)
+    parts.place(model, config.device_map)
+    own = getattr(model, "action_dim", None)
+    if isinstance(own, int) and not denoises(cls):
+        _check_action_dim(own, f"{cls.__name__}.action_dim", spec, chunk)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def called(model: nn.Module, config: VLAConfig, doing: str, rows: int, setting: str):
+    """Around calls of the model, acting and scoring alike: its precision, and what to do where memory falls short."""
+    device = next(model.parameters()).device
+    with memory_told(doing, rows, setting, model):
+        if config.precision == "fp32":
+            yield
+        else:
+            with torch.autocast(device.type, torch.bfloat16):
+                yield
+
+
+def expected_actions(spec, chunk: int) -> int:
+    return chunk * (spec.action_dim - spec.action_padding)
+
+
+def mismatch(given: int | list[int], what: str, spec, chunk: int) -> UserError:
+    """An action of the wrong size, in words."""
+    expected, each = expected_actions(spec, chunk), spec.action_dim - spec.action_padding
+    of = f"{chunk} steps (rollout.action_steps) of the env's {each} action entries"
+    fix = f"make the model for it, e.g. policy.model_config.action_dim={expected}"
+    number = given if isinstance(given, int) else given[-1] if given else 0
+    if number and number % each == 0:
+        fix += f", or set rollout.action_steps={number // each}"
+    return UserError(f"{what}={given}, but a decision takes {expected} numbers: {of}; {fix}")
+
+
+def _check_action_dim(given: int | None, what: str, spec, chunk: int) -> None:
+    if given is not None and given != expected_actions(spec, chunk):
+        raise mismatch(given, what, spec, chunk)
+
+
+def _settings(config: VLAConfig, cls: type, spec, chunk: int, observations: Observations) -> dict:
+    """The config's, and what the env knows, where the constructor asks for it by name and the config is silent."""
+    sizes = {"action_dim": expected_actions(spec, chunk), "proprio_dim": observations.size_of("proprio")}
+    offered = {name: size for name, size in sizes.items() if size is not None and name in takes_settings(cls)}
+    return offered | config.model_settings
+
+
+def _check_settings(config: VLAConfig, flow: bool) -> None:
+    for name in _OF_DOCUMENTED if flow else _OF_FLOW:
+        value, default = getattr(config, name), VLAConfig.model_fields[name].default
+        if value != default:
+            why = "one with encode and denoise does not" if flow else "only one with encode and denoise does"
+            raise UserError(f"policy.{name}={value}: not every model reads it, {why}; leave it out")
+    if config.dtype == "bf16" and config.precision == "fp32":
+        raise UserError(
+            "policy.dtype=bf16 keeps frozen weights in bf16, which are computed with in bf16; set policy.precision=bf16 too"
+        )
