@@ -35,8 +35,8 @@ def load_vla_model(
 ) -> nn.Module:
     """A model with its weights.
 
-    `model_path`: .safetensors, a `.safetensors.index.json` with its shards, .pth/.pt/.bin (tensors only), or a folder in
-    Hugging Face format; None: fresh weights. `model_class`: "package.module:Class", dotted, or the class.
+    `model_path`: .safetensors, a `.safetensors.index.json` with its shards, .pth/.pt/.bin (tensors only), or a folder
+    in Hugging Face format; None: fresh weights. `model_class`: "package.module:Class", dotted, or the class.
     `model_config`: what it is constructed with. `strict`: every weight is there and none left over, or UserError with
     all names; else what fits is loaded, and a warning has the names. `dtype`: fp32 or bf16; None: the class's own.
     `device_map`: a device, or {pattern: device} of frozen parts. `frozen`: patterns of names that do not learn.

@@ -142,7 +142,7 @@ class VLAPolicy(Policy):
         scored = self.model.evaluate_actions(seen, self._scored(action))
         if not isinstance(scored, tuple) or len(scored) != 2:
             raise UserError(
-                f"{type(self.model).__name__}.evaluate_actions gave a {type(scored).__name__}; expected the two tensors "
+                f"{type(self.model).__name__}.evaluate_actions gave a {type(scored).__name__}; expected two tensors "
                 "(log_prob [B], entropy [B])"
             )
         return scored

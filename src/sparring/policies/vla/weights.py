@@ -109,7 +109,8 @@ def _read_pickled(file: Path) -> Weights:
     if not isinstance(inside, dict) or not inside or not all(isinstance(x, torch.Tensor) for x in inside.values()):
         holds = ", ".join(map(str, list(inside)[:8])) if isinstance(inside, dict) else f"a {type(inside).__name__}"
         raise UserError(
-            f"'{file}': holds {holds or 'nothing'}; expected names with tensors, at its top or under {', '.join(_INSIDE)}"
+            f"'{file}': holds {holds or 'nothing'}; expected names with tensors, at its top or under "
+            f"{', '.join(_INSIDE)}"
         )
     return inside
 

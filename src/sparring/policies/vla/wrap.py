@@ -43,6 +43,8 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
         # a value head learns in full
         saved = (*config.modules_to_save, *config.critic_parts)
         adapt(model, config.model_copy(update={"modules_to_save": saved}))
+        # adapters of frozen parts, too
+        parts.freeze(model, config.frozen)
     parts.cast(model, config.dtype)
     parts.place(model, config.device_map)
     own = getattr(model, "action_dim", None)
@@ -55,7 +57,7 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
 def called(model: nn.Module, config: VLAConfig, doing: str, rows: int, setting: str):
     """Around calls of the model, acting and scoring alike: its precision, and what to do where memory falls short."""
     device = next(model.parameters()).device
-    with memory_told(doing, rows, setting, model):
+    with memory_told(doing, rows, setting, model, config.precision):
         if config.precision == "fp32":
             yield
         else:
@@ -98,5 +100,5 @@ def _check_settings(config: VLAConfig, flow: bool) -> None:
             raise UserError(f"policy.{name}={value}: not every model reads it, {why}; leave it out")
     if config.dtype == "bf16" and config.precision == "fp32":
         raise UserError(
-            "policy.dtype=bf16 keeps frozen weights in bf16, which are computed with in bf16; set policy.precision=bf16 too"
+            "policy.dtype=bf16 keeps frozen weights in bf16, to be computed with in bf16; set policy.precision=bf16 too"
         )
