@@ -28,12 +28,15 @@ def model_class(config: VLAConfig) -> type:
 def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observations) -> nn.Module:
     """Loaded, with adapters, frozen, in its dtypes and places."""
     cls = model_class(config)
-    _check_settings(config, denoises(cls))
-    _check_action_dim(config.action_dim, "policy.action_dim", spec, chunk)
+    flow = denoises(cls)
+    _check_settings(config, flow)
+    # a flow head is told how long a chunk is, and its actions are those of one step
+    steps = 1 if flow else chunk
+    _check_action_dim(config.action_dim, "policy.action_dim", spec, steps)
     model = load_vla_model(
         config.model_path,
         cls,
-        _settings(config, cls, spec, chunk, observations),
+        _settings(config, cls, spec, steps, observations),
         strict=config.strict,
         frozen=config.frozen,
     )
@@ -48,21 +51,21 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
     parts.cast(model, config.dtype)
     parts.place(model, config.device_map)
     own = getattr(model, "action_dim", None)
-    if isinstance(own, int) and not denoises(cls):
-        _check_action_dim(own, f"{cls.__name__}.action_dim", spec, chunk)
+    if isinstance(own, int):
+        _check_action_dim(own, f"{cls.__name__}.action_dim", spec, steps)
     return model.eval()
 
 
 @contextlib.contextmanager
 def called(model: nn.Module, config: VLAConfig, doing: str, rows: int, setting: str):
     """Around calls of the model, acting and scoring alike: its precision, and what to do where memory falls short."""
-    device = next(model.parameters()).device
-    with memory_told(doing, rows, setting, model, config.precision):
-        if config.precision == "fp32":
-            yield
-        else:
-            with torch.autocast(device.type, torch.bfloat16):
-                yield
+    with contextlib.ExitStack() as around:
+        around.enter_context(memory_told(doing, rows, setting, model, config.precision))
+        if config.precision == "bf16":
+            # parts may be on several devices
+            for kind in {p.device.type for p in model.parameters()}:
+                around.enter_context(torch.autocast(kind, torch.bfloat16))
+        yield
 
 
 def expected_actions(spec, chunk: int) -> int:
@@ -80,14 +83,14 @@ def mismatch(given: int | list[int], what: str, spec, chunk: int) -> UserError:
     return UserError(f"{what}={given}, but a decision takes {expected} numbers: {of}; {fix}")
 
 
-def _check_action_dim(given: int | None, what: str, spec, chunk: int) -> None:
-    if given is not None and given != expected_actions(spec, chunk):
-        raise mismatch(given, what, spec, chunk)
+def _check_action_dim(given: int | None, what: str, spec, steps: int) -> None:
+    if given is not None and given != expected_actions(spec, steps):
+        raise mismatch(given, what, spec, steps)
 
 
-def _settings(config: VLAConfig, cls: type, spec, chunk: int, observations: Observations) -> dict:
+def _settings(config: VLAConfig, cls: type, spec, steps: int, observations: Observations) -> dict:
     """The config's, and what the env knows, where the constructor asks for it by name and the config is silent."""
-    sizes = {"action_dim": expected_actions(spec, chunk), "proprio_dim": observations.size_of("proprio")}
+    sizes = {"action_dim": expected_actions(spec, steps), "proprio_dim": observations.size_of("proprio")}
     offered = {name: size for name, size in sizes.items() if size is not None and name in takes_settings(cls)}
     return offered | config.model_settings
 
