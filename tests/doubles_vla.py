@@ -81,6 +81,14 @@ class Samples(Plain):
         return actions, distribution.log_prob(actions).sum(-1)
 
 
+class Sized(Samples):
+    """Says how many numbers its actions have."""
+
+    def __init__(self, action_dim: int):
+        super().__init__(action_dim)
+        self.action_dim = action_dim
+
+
 class Lies(Samples):
     """Draws from a wider normal than it scores."""
 

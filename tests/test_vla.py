@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doubles_vla import INSTRUCTIONS, Seeing, config
+from doubles_vla import INSTRUCTIONS, Seeing, Sized, config
 from parity_cases import DIMS, REPLAY, STATE, gate
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import nn
 
@@ -25,6 +25,7 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.make import make_policy
 from sparring.policies.vla.memory import OutOfMemory, memory_told
+from sparring.policies.vla.policy import VLAPolicy
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -223,6 +224,12 @@ def test_a_tokenizer_of_ones_own(tmp_path):
     assert policy.observations.mask.tolist() == [[True, False], [True, True]]
 
 
+def test_a_checkpoint_for_other_actions_is_told_so(tmp_path):
+    save_file(Sized(action_dim=5).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"action_dim": 5}')
+    assert sentence("Sized", model_path=str(tmp_path)).startswith("Sized.action_dim=5, but a decision takes 3 numbers")
+
+
 def test_constructors_are_offered_what_the_env_knows():
     assert made(chunk=3).model.mean.out_features == 3 * DIMS
     assert made("WholeConfig", model_settings={"action_dim": DIMS}).model.mean.out_features == DIMS
@@ -323,6 +330,8 @@ def test_action_dims_that_do_not_match():
     assert sentence(action_dim=9, chunk=2).endswith(", or set rollout.action_steps=3")
     with pytest.raises(UserError, match=r"OddActions gave actions of shape=\[6, 6\], but a decision takes 3 numbers"):
         made("OddActions").act(seen())
+    with pytest.raises(UserError, match="'doubles_vla:Flows' has a flow head; make_policy gives it a policy"):
+        VLAPolicy(config("Flows"), Seeing(1).spec, 1)
     told = sentence("Flows", model_settings={"action_dim": 5})
     assert "Flows.denoise cannot read chunks [1, 1, 3]" in told and "1 steps" in told
 

@@ -124,6 +124,10 @@ def test_from_pretrained_of_the_class_is_used_and_made_strict(tmp_path, monkeypa
     assert same(load_vla_model(tmp_path, Tiny), source)
     told = sentence(tmp_path, Wider, None)
     assert "2 missing from it:\n  extra.bias\n  extra.weight" in told
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"width": 5}))
+    assert "1 of another shape:\n  linear.weight: [1, 6] in it, [1, 5] in the model" in sentence(tmp_path, Tiny, None)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.warns(UserWarning, match="was loaded in part"):
         assert load_vla_model(tmp_path, Wider, strict=False).linear.in_features == 6
 

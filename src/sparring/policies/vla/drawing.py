@@ -36,7 +36,7 @@ class Drawing:
     def mode(self, model: nn.Module, seen: TensorDict) -> torch.Tensor:
         if self.told_mode:
             return model(seen, deterministic=True)
-        return model(seen) if self.samples else _seeded(lambda: model(seen), _STILL, seen)
+        return model(seen) if self.samples else _seeded(model, _STILL, lambda: model(seen))
 
     def draw(self, model: nn.Module, seen: TensorDict, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Actions, and their log-probs where the model tells them."""
@@ -48,16 +48,16 @@ class Drawing:
             self.is_tried = True
             self._try(model, seen[:1])
         if not self.by_rows:
-            return _seeded(lambda: self._forward(model, seen), _folded(seeds), seen), None
-        rows = [_seeded(lambda row=i: self._forward(model, seen[row : row + 1]), s, seen) for i, s in enumerate(seeds)]
+            return _seeded(model, _folded(seeds), lambda: self._forward(model, seen)), None
+        one = [seen[row : row + 1] for row in range(len(seen))]
+        rows = [_seeded(model, s, lambda o=o: self._forward(model, o)) for s, o in zip(seeds, one, strict=True)]
         return torch.cat(rows), None
 
     def _forward(self, model: nn.Module, seen: TensorDict) -> torch.Tensor:
         return model(seen, deterministic=False) if self.told_mode else model(seen)
 
     def _try(self, model: nn.Module, seen: TensorDict) -> None:
-        first = _seeded(lambda: self._forward(model, seen), 0, seen)
-        others = (_seeded(lambda: self._forward(model, seen), seed, seen) for seed in range(1, _TRIES))
+        first, *others = (_seeded(model, seed, lambda: self._forward(model, seen)) for seed in range(_TRIES))
         if all(torch.equal(first, other) for other in others):
             raise UserError(
                 f"{type(model).__name__}.forward gives the same action whatever torch's seed is, so nothing would be "
@@ -66,9 +66,9 @@ class Drawing:
             )
 
 
-def _seeded(call, seed: int, seen: TensorDict) -> torch.Tensor:
-    device = seen.device
-    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
+def _seeded(model: nn.Module, seed: int, call) -> torch.Tensor:
+    # torch keeps a generator for each device
+    with torch.random.fork_rng(devices={p.device for p in model.parameters() if p.device.type == "cuda"}):
         torch.manual_seed(seed)
         return call()
 

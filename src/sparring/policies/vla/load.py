@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import pickle
 import pkgutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,7 @@ def load_vla_model(
     dtype: str | None = None,
     device_map: str | Mapping[str, str] = "cpu",
     frozen: Iterable[str] = (),
+    usual: Mapping | None = None,
 ) -> nn.Module:
     """A model with its weights.
 
@@ -40,12 +42,12 @@ def load_vla_model(
     `model_config`: what it is constructed with. `strict`: every weight is there and none left over, or UserError with
     all names; else what fits is loaded, and a warning has the names. `dtype`: fp32 or bf16; None: the class's own.
     `device_map`: a device, or {pattern: device} of frozen parts. `frozen`: patterns of names that do not learn.
+    `usual`: settings that a constructor is given if it takes them, and neither `model_config` nor the folder has them.
     """
     cls = class_of(model_class)
     check_interface(cls)
-    settings = dict(model_config or {})
-    with memory_told(f"loading '{model_path}'", 1, "policy.model_path"):
-        model = _loaded(cls, model_path, settings, strict)
+    with memory_told(f"loading '{model_path}'", 0, "policy.model_path"):
+        model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
         parts.freeze(model, frozen)
         if dtype is not None:
             model.to(parts.dtype_of(dtype))
@@ -86,14 +88,15 @@ def _check_module(module: str, given: str) -> None:
         package = spec.submodule_search_locations
 
 
-def _loaded(cls: type, path: str | Path | None, settings: dict, strict: bool) -> nn.Module:
+def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, strict: bool) -> nn.Module:
+    taken = {name: value for name, value in usual.items() if name in inspect.signature(cls).parameters}
     if path is None:
-        return construct(cls, settings)
+        return construct(cls, taken | settings)
     folder = Path(path) if Path(path).is_dir() else None
     if folder is not None and hasattr(cls, "from_pretrained"):
         return _from_pretrained(cls, folder, settings, strict)
     file = weights_of(path)
-    model = construct(cls, (_settings_in(folder) if folder is not None else {}) | settings)
+    model = construct(cls, taken | (_settings_in(folder) if folder is not None else {}) | settings)
     fit = load_into(model, read_weights(file), str(file), strict)
     _warn(fit, file)
     return model
@@ -132,19 +135,15 @@ def construct(cls: type, settings: dict) -> nn.Module:
         raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
 
 
-def takes_settings(cls: type) -> set[str]:
-    """Names that its constructor takes one by one."""
-    return set(inspect.signature(cls).parameters)
-
-
 def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> nn.Module:
     """By the class itself. transformers is made to say what did not fit; it would only warn otherwise."""
     weights_of(folder)
     transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
-    more = {"local_files_only": True, "output_loading_info": True} if transformers else {}
+    more = dict.fromkeys(("local_files_only", "output_loading_info", "ignore_mismatched_sizes"), True)
+    more = more if transformers else {}
     try:
         loaded = cls.from_pretrained(folder, **settings, **more)
-    except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError, pickle.UnpicklingError) as error:
         where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
         raise UserError(f"{where}: from_pretrained('{folder}') failed: {describe_error(error)}") from error
     if not transformers:

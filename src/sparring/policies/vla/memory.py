@@ -46,7 +46,7 @@ def _advice(rows, setting, asked, free, activations, model, precision) -> str:
         # what decisions take grows with their number; at least what was asked for last did not fit
         fits = min(fits, int(rows * (activations + free) / (activations + asked)))
     ways = [f"{setting} from {rows} to at most {fits}"] if fits >= 1 else []
-    ways += ["policy.precision=bf16, about half of what decisions take"] if precision == "fp32" else []
+    ways += ["policy.precision=bf16, about half of what decisions take"] if rows and precision == "fp32" else []
     parameters = list(model.parameters()) if model is not None else []
     learning = sum(p.numel() for p in parameters if p.requires_grad)
     wide = sum(p.numel() for p in parameters if p.dtype == torch.float32 and not p.requires_grad)

@@ -15,8 +15,9 @@ from sparring.normalize import Normalizer, fit_all
 from sparring.policies.policy import Policy, executed_mask
 from sparring.policies.vla import parts
 from sparring.policies.vla.drawing import Drawing
+from sparring.policies.vla.interface import denoises
 from sparring.policies.vla.observations import STATE, Observations
-from sparring.policies.vla.wrap import called, expected_actions, mismatch, wrapped_model
+from sparring.policies.vla.wrap import called, expected_actions, mismatch, model_class, wrapped_model
 from sparring.policies.vla_configs import VLAConfig
 
 
@@ -25,6 +26,8 @@ class VLAPolicy(Policy):
 
     def __init__(self, config: VLAConfig, spec, chunk: int):
         super().__init__()
+        if denoises(model_class(config)):
+            raise UserError(f"policy.model_class '{config.model_class}' has a flow head; make_policy gives it a policy")
         self.config, self.spec, self.chunk, self.horizon = config, spec, chunk, chunk
         self.padding, self.each = spec.action_padding, spec.action_dim - spec.action_padding
         self.observations = Observations(config, spec)

@@ -9,7 +9,7 @@ from sparring.errors import UserError
 from sparring.policies.configs import CriticConfig, DenoisingConfig
 from sparring.policies.vla import parts
 from sparring.policies.vla.interface import check_interface, denoises
-from sparring.policies.vla.load import class_of, load_vla_model, takes_settings
+from sparring.policies.vla.load import class_of, load_vla_model
 from sparring.policies.vla.memory import memory_told
 from sparring.policies.vla.observations import Observations
 from sparring.policies.vla_configs import VLAConfig
@@ -36,9 +36,10 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
     model = load_vla_model(
         config.model_path,
         cls,
-        _settings(config, cls, spec, steps, observations),
+        config.model_settings,
         strict=config.strict,
         frozen=config.frozen,
+        usual=_sizes(spec, steps, observations),
     )
     if config.lora_r:
         from sparring.policies.lora import adapt
@@ -88,11 +89,10 @@ def _check_action_dim(given: int | None, what: str, spec, steps: int) -> None:
         raise mismatch(given, what, spec, steps)
 
 
-def _settings(config: VLAConfig, cls: type, spec, steps: int, observations: Observations) -> dict:
-    """The config's, and what the env knows, where the constructor asks for it by name and the config is silent."""
+def _sizes(spec, steps: int, observations: Observations) -> dict[str, int]:
+    """What the env knows and constructors ask for."""
     sizes = {"action_dim": expected_actions(spec, steps), "proprio_dim": observations.size_of("proprio")}
-    offered = {name: size for name, size in sizes.items() if size is not None and name in takes_settings(cls)}
-    return offered | config.model_settings
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _check_settings(config: VLAConfig, flow: bool) -> None:
