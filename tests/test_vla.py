@@ -70,9 +70,10 @@ def sentence(*arguments, **settings):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("chunk", "padding"), [(1, 0), (4, 2)])
-def test_every_kind_of_model_passes_the_gate(model, chunk, padding):
-    policy, buffer = rollout(model, chunk, padding=padding)
+@pytest.mark.parametrize(("chunk", "padding", "num_envs"), [(1, 0, 1), (4, 2, 8)])
+def test_every_kind_of_model_passes_the_gate(model, chunk, padding, num_envs):
+    # one robot: 8 rows are often computed bit for bit as 256 are, and one row is not
+    policy, buffer = rollout(model, chunk, num_envs, padding)
     gate(policy, buffer).check(1e-4)
     actions = buffer.get()["action"]
     assert actions.shape[1:] == (chunk, DIMS + padding) and (actions[..., DIMS:] == 0).all()
@@ -81,7 +82,7 @@ def test_every_kind_of_model_passes_the_gate(model, chunk, padding):
 @pytest.mark.parametrize("model", MODELS)
 def test_in_bf16_too_with_frozen_weights_in_bf16(model):
     frozen = {"frozen": ("trunk" if model == "Flows" else "vision",), "dtype": "bf16"}
-    policy, buffer = rollout(model, precision="bf16", **frozen)
+    policy, buffer = rollout(model, num_envs=1, precision="bf16", **frozen)
     dtypes = {p.requires_grad: p.dtype for p in policy.model.parameters()}
     assert dtypes == {False: torch.bfloat16, True: torch.float32}
     gate(policy, buffer).check(0.05)
@@ -92,6 +93,16 @@ def test_a_model_that_draws_otherwise_than_it_scores_is_refused():
         gate(*rollout("Lies")).check(1e-4)
     with pytest.raises(ParityError):
         gate(*rollout("DropsOut")).check(1e-4)
+
+
+@pytest.mark.parametrize("model", ["Plain", "Samples", "StepByStep"])
+def test_the_gate_sees_a_small_change_of_weights(model):
+    policy, buffer = rollout(model, 4)
+    gate(policy, buffer).check(1e-4)
+    with torch.no_grad():
+        policy.model.mean.bias += 1e-3
+    with pytest.raises(ParityError, match="drift"):
+        gate(policy, buffer).check(1e-4)
 
 
 def test_normalised_actions_and_states_pass_it():
@@ -275,6 +286,11 @@ def test_only_adapters_and_the_value_head_learn_with_lora():
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {n for n in before if ("lora_" in n and "vision" not in n) or "value_head" in n}
     assert len(changed) == 6
+    # fresh adapters add nothing: only now do they take part
+    buffer = RolloutBuffer(32)
+    Collector(Env(Seeing(8), "cpu"), policy, seed=1).collect(buffer)
+    assert policy.model.mean.lora_B["default"].weight.abs().max() > 0
+    gate(policy, buffer).check(0.05)
 
 
 @pytest.mark.parametrize("model", ["Samples", "StepByStep", "Flows"])
