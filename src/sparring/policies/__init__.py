@@ -3,8 +3,10 @@
 POLICIES = {
     "actor_critic": "sparring.policies.actor_critic:ActorCritic",
     "flow": "sparring.policies.flow:FlowPolicy",
+    "native_vla": "sparring.policies.native.policy:NativeVLA",
 }
 CONFIGS = {
     "actor_critic": "sparring.policies.configs:ActorCriticConfig",
     "flow": "sparring.policies.configs:FlowConfig",
+    "native_vla": "sparring.policies.native_configs:NativeVLAConfig",
 }
