@@ -55,21 +55,21 @@ def to_transformers(model: NativeModel):
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
     theirs = PI0(PI0Config(**_settings(model.sizes)))
     ours, weights = model.state_dict(), {}
+    heads, shared = (count * model.sizes.head_dim for count in (model.sizes.heads, model.sizes.kv_heads))
     for name, names in _names(model.sizes).items():
-        heads, shared, size = model.sizes.heads, model.sizes.kv_heads, model.sizes.head_dim
-        parts = len(names)
-        if name.endswith("qkv.weight") and not name.startswith("vision"):
-            split = ours[name].split([heads * size, shared * size, shared * size])
-        else:
-            split = ours[name].chunk(parts)
-        weights |= dict(zip(names, split, strict=True))
+        grouped = name.endswith("qkv.weight") and not name.startswith("vision.")
+        parts = ours[name].split([heads, shared, shared]) if grouped else ours[name].chunk(len(names))
+        weights |= dict(zip(names, parts, strict=True))
     # copies: no two of its weights may share memory, and none with ours
     weights = {name: value.detach().clone() for name, value in weights.items()}
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     left = [name for name in missing if not name.startswith("model.dit.embed_tokens")]
     if left or unexpected:
         raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *unexpected][:5])}")
-    return theirs.to(next(model.parameters()).dtype).eval()
+    # not its buffers: in bf16 the waves that tell the time would be others
+    for weight in theirs.parameters():
+        weight.data = weight.data.to(next(model.parameters()).dtype)
+    return theirs.eval()
 
 
 def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:

@@ -1,8 +1,8 @@
 """The network: images and words become a prefix, once a decision; an expert that attends to it denoises actions.
 
 The two are transformers of the same depth and heads but different widths. In each layer the expert's tokens attend to
-the prefix's keys and values of that layer beside their own. Who sees whom: images and words each other; state and memory
-these and each other; actions all. So only actions depend on noise and time, and the rest is cached.
+the prefix's keys and values of that layer beside their own. Who sees whom: images and words each other; state and
+memory these and each other; actions all. So only actions depend on noise and time, and the rest is cached.
 
 Letters: B rows, N cameras, T words, L tokens of the prefix, H steps of a chunk, A action dims, W width.
 """
