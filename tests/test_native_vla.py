@@ -190,7 +190,7 @@ def test_a_memory_may_be_new(tmp_path):
 
 
 def test_it_is_chosen_by_name():
-    config = load_config(None, ["policy.name=native_vla", "policy.layers=1"])
+    config = load_config({"policy": {"name": "native_vla", "layers": 1}})
     policy = make_policy(config.policy, Instructed(1).spec, 4)
     assert isinstance(policy, NativeVLA) and len(policy.model.trunk) == 1
 

@@ -71,9 +71,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
     """
     batch, tokens, heads, size = q.shape
     shared = k.shape[1]
-    # [B, T, kv * g, d] -> [B, kv, g * T, d]
-    q = q.unflatten(2, (shared, -1)).permute(0, 2, 3, 1, 4).reshape(batch, shared, -1, size)
+    # [B, T, kv * g, d] -> [B, kv, T * g, d]; a view where all heads share one
+    q = q.unflatten(2, (shared, -1)).transpose(1, 2).reshape(batch, shared, -1, size)
     scores = (q @ k.mT).float() * size**-0.5
     weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), -1).to(v.dtype)
-    # [B, kv, g * T, d] -> [B, T, kv * g * d]
-    return (weights @ v).unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads * size)
+    # [B, kv, T * g, d] -> [B, T, kv * g * d]
+    return (weights @ v).unflatten(2, (tokens, -1)).transpose(1, 2).reshape(batch, tokens, heads * size)

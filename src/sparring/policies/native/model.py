@@ -119,10 +119,8 @@ class NativeModel(nn.Module):
 
     def sample(self, inputs: Inputs, noise: torch.Tensor, steps: int) -> torch.Tensor:
         """Actions [B, H, A], from noise by the ODE."""
-        prefix, x = self.prefix(inputs, features=False), noise
-        for step in range(steps):
-            x = x - self.velocity(x, x.new_full((len(x),), 1 - step / steps), prefix) / steps
-        return x
+        prefix = self.prefix(inputs, features=False)
+        return denoised(noise, steps, lambda x, t: self.velocity(x, t, prefix))
 
     def _see(self, inputs: Inputs, features: bool):
         """Which tokens count [B, L], each layer's keys and values of images and words, and features [B, W]."""
@@ -151,6 +149,14 @@ class NativeModel(nn.Module):
     def _dtype(self) -> torch.dtype:
         device = self.words.weight.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.words.weight.dtype
+
+
+def denoised(noise: torch.Tensor, steps: int, velocity) -> torch.Tensor:
+    """By the ODE, in float32."""
+    x = noise.float()
+    for step in range(steps):
+        x = x - velocity(x, x.new_full((len(x),), 1 - step / steps)) / steps
+    return x
 
 
 def _padded(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:

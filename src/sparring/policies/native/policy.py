@@ -12,6 +12,7 @@ from sparring.policies.critic import Critic
 from sparring.policies.encoded import EncodedPolicy
 from sparring.policies.flow_chain import FlowChain
 from sparring.policies.native.checkpoint import TOKENIZER, is_own, load_into, read_model
+from sparring.policies.native.fast import Fast
 from sparring.policies.native.model import NativeModel, Prefix
 from sparring.policies.native.observations import Observations, check_actions
 from sparring.policies.native.presets import sizes_of, sizes_of_checkpoint
@@ -42,13 +43,37 @@ class NativeVLA(FlowChain, EncodedPolicy):
             _store_frozen_in_bf16(self.model)
         self.critic = Critic(config, spec, sizes.width, config.normalize_observations)
         self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys, *self.trace_keys]
+        # graphs of acting, those of the decision that is being made, and whether the weights learned since
+        self._fast: Fast | None = None
+        self._acting: Fast | None = None
+        self._learned = False
+
+    def act(self, td: TensorDict) -> TensorDict:
+        fast = self._graphs(td)
+        if fast is None:
+            return super().act(td)
+        if td.get("noise", None) is None:
+            return td.set("action", self._emitted(fast.sample(self.encoder(td), self._start(td))))
+        self._acting = fast
+        try:
+            return super().act(td)
+        finally:
+            self._acting = None
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
-        with self._precision():
-            prefix = self.model.prefix(self.encoder(td))
+        inputs = self.encoder(td)
+        if self._acting is not None:
+            prefix = self._acting.prefix(inputs)
+        else:
+            # what follows a gradient may be an update
+            self._learned |= torch.is_grad_enabled()
+            with self._precision():
+                prefix = self.model.prefix(inputs)
         return prefix.features, TensorDict(prefix._asdict(), td.batch_size, device=prefix.mask.device)
 
     def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: TensorDict) -> torch.Tensor:
+        if self._acting is not None:
+            return self._acting.velocity(x, t)
         with self._precision():
             return self.model.velocity(x, t, _cache(prefix))
 
@@ -66,6 +91,29 @@ class NativeVLA(FlowChain, EncodedPolicy):
 
     def fit_normalizers(self, statistics, state: str, action: str) -> None:
         self._fit(statistics, self.actions, state, action)
+
+    def _graphs(self, td: TensorDict) -> Fast | None:
+        """What acts fast, where it may and can: with the weights of now, and for a number of robots it knows."""
+        device, half = self.encoder.tokens.device, self.config.precision == "bf16"
+        wanted = half and device.type == "cuda" if self.config.fast is None else self.config.fast
+        if self.training or not wanted:
+            return None
+        if device.type != "cuda":
+            raise UserError(f"policy.fast=true needs a GPU, but the policy is on {device}; leave it out")
+        if self._fast is None or not self._fast.fits():
+            self._fast, self._learned = Fast(self.model, self.grid.steps, half), False
+        if not self._fast.admits(len(td)):
+            return None
+        self._fast.refresh(self._learned)
+        self._learned = False
+        return self._fast
+
+    def _start(self, td: TensorDict) -> torch.Tensor:
+        """The noise [B, H, A] that a greedy decision starts from."""
+        start = td.get("start", None)
+        if start is None:
+            start = torch.full((len(td), self.start_size), 0.5, device=self.encoder.tokens.device)
+        return torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
 
 
 def _cache(prefix: TensorDict) -> Prefix:
