@@ -1,6 +1,7 @@
 """Weights from transformers' pi0 and back (extra `vla`). What is one matrix here is several there."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -31,13 +32,14 @@ _BOTH = (".weight", ".bias")
 # what is fixed here: settings of transformers' text and action configs
 _FIXED = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "attention_bias": False}
 _FIXED_VISION = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "num_channels": 3}
+_FIXED_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
 _FIXED_TIME = {"min_period": 4e-3, "max_period": 4.0}
 
 
 def from_transformers(source) -> tuple[Weights, Sizes]:
     """Of a `PI0ForConditionalGeneration`, or of a folder that `save_pretrained` wrote one to."""
     model = _loaded(source) if isinstance(source, str | Path) else source
-    sizes, theirs = _sizes(model.config), model.state_dict()
+    sizes, theirs = _sizes(model.config), {_plain(name): value for name, value in model.state_dict().items()}
     weights = {}
     for ours, names in _names(sizes).items():
         weights[ours] = torch.cat([theirs.pop(name) for name in names]) if len(names) > 1 else theirs.pop(names[0])
@@ -53,19 +55,18 @@ def to_transformers(model: NativeModel):
     PI0Config, PI0 = _pi0()
     if model.sizes.memory_size:
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
-    theirs = PI0(PI0Config(**_settings(model.sizes)))
+    theirs = PI0(PI0Config(**settings_of(model.sizes)))
     ours, weights = model.state_dict(), {}
     heads, shared = (count * model.sizes.head_dim for count in (model.sizes.heads, model.sizes.kv_heads))
     for name, names in _names(model.sizes).items():
         grouped = name.endswith("qkv.weight") and not name.startswith("vision.")
         parts = ours[name].split([heads, shared, shared]) if grouped else ours[name].chunk(len(names))
         weights |= dict(zip(names, parts, strict=True))
-    # copies: no two of its weights may share memory, and none with ours
-    weights = {name: value.detach().clone() for name, value in weights.items()}
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    given = {name: weights.pop(_plain(name)) for name in theirs.state_dict() if _plain(name) in weights}
+    missing, _ = theirs.load_state_dict(given, strict=False)
     left = [name for name in missing if not name.startswith("model.dit.embed_tokens")]
-    if left or unexpected:
-        raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *unexpected][:5])}")
+    if left or weights:
+        raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *weights][:5])}")
     # not its buffers: in bf16 the waves that tell the time would be others
     for weight in theirs.parameters():
         weight.data = weight.data.to(next(model.parameters()).dtype)
@@ -100,6 +101,11 @@ def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
     return names
 
 
+def _plain(name: str) -> str:
+    """Some versions wrap the vision tower once more."""
+    return name.replace(".vision_model.", ".")
+
+
 def _layer(ours: str, theirs: str, parts: dict, ends: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     return {
         f"{ours}.{part}{end}": tuple(f"{theirs}.{name}{end}" for name in names)
@@ -115,7 +121,7 @@ def _sizes(config) -> Sizes:
     _require("dit_config", action, _FIXED)
     _require("config", config, _FIXED_TIME)
     for part in (text, action):
-        _require("rope_parameters", part, {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}})
+        _require("rope_parameters", SimpleNamespace(**part.rope_parameters), _FIXED_ROPE)
     alike = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     _require("dit_config", action, {name: getattr(text, name) for name in alike})
     return Sizes(
@@ -139,8 +145,8 @@ def _sizes(config) -> Sizes:
     )
 
 
-def _settings(sizes: Sizes) -> dict:
-    """The same for transformers."""
+def settings_of(sizes: Sizes) -> dict:
+    """Of transformers' `PI0Config`, for these sizes."""
     alike = {
         "model_type": "gemma",
         "num_hidden_layers": sizes.layers,

@@ -16,25 +16,33 @@ class VisionEncoder(nn.Module):
         self.count = (image_size // patch_size) ** 2
         self.places = nn.Parameter(torch.randn(self.count, width) * 0.02)
         self.blocks = nn.ModuleList(VisionBlock(width, heads, mlp) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, _EPSILON)
+        self.norm = LayerNorm(width, _EPSILON)
 
     def forward(self, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # [N, 3, S, S] -> [N, W, s, s] -> [N, P, W]
         x = self.patches(images.to(dtype)).flatten(2).mT + self.places.to(dtype)
         for block in self.blocks:
             x = block(x)
-        return self.norm(x).to(dtype)
+        return self.norm(x)
+
+
+class LayerNorm(nn.LayerNorm):
+    """In fp32, whatever the precision of the rest and of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 class VisionBlock(nn.Module):
     def __init__(self, width: int, heads: int, mlp: int):
         super().__init__()
         self.heads = heads
-        self.attention_norm = nn.LayerNorm(width, _EPSILON)
+        self.attention_norm = LayerNorm(width, _EPSILON)
         # queries, keys and values, one product instead of three
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width, _EPSILON)
+        self.mlp_norm = LayerNorm(width, _EPSILON)
         self.up = nn.Linear(width, mlp)
         self.down = nn.Linear(mlp, width)
 
