@@ -46,22 +46,38 @@ def test_the_prefix_knows_nothing_of_actions_and_actions_of_all():
         prefix = model.prefix(inputs)
         velocity = model.velocity(x, t, prefix)
         # the last layer's values: of 8 patches, 7 words, state, memory
-        last = prefix.values[:, -1, 0]
-        assert last.shape[1] == 8 + 7 + 2
-        for name, of_state in (("state", True), ("memory", True), ("images", True), ("tokens", True)):
+        last = prefix.values[:, -1, 0, : 8 + 7 + 2]
+        for name in ("state", "memory", "images", "tokens"):
             moved = inputs._replace(**{name: getattr(inputs, name) + 1})
             other = model.prefix(moved)
-            difference = (other.values[:, -1, 0] - last).abs().amax(-1)
+            difference = (other.values[:, -1, 0, : 8 + 7 + 2] - last).abs().amax(-1)
             expert_only = name in ("state", "memory")
             # images and words see neither state nor memory; state and memory see everything
             assert (difference[:, :8].max() == 0) == expert_only
-            assert difference[:, 15:].min() > 1e-6 and of_state
+            assert difference[:, 15:].min() > 1e-6
             assert (model.velocity(x, t, other) - velocity).abs().amax(2).min() > 1e-7
         # every action sees every other
         for step in range(4):
             nudged = x.clone()
             nudged[:, step] += 1
             assert (model.velocity(nudged, t, prefix) - velocity).abs().amax(2).min() > 1e-7
+
+
+def test_what_is_attended_to_is_filled_up_unseen():
+    model, inputs = make_model(), make_inputs()
+    with torch.no_grad():
+        prefix = model.prefix(inputs)
+        # 8 patches, 7 words, the state: 16; another word makes it 24
+        longer = inputs._replace(
+            tokens=torch.cat([inputs.tokens, inputs.tokens[:, :1]], 1), text=torch.ones(3, 8, dtype=torch.bool)
+        )
+        filled = model.prefix(longer)
+        assert prefix.mask.shape[1] == 16 and filled.mask.shape[1] == filled.keys.shape[3] == 24
+        assert filled.mask.tolist() == [[True] * 17 + [False] * 7] * 3 and filled.keys[:, :, :, 17:].eq(0).all()
+        x, t = torch.randn(3, 4, 8), torch.rand(3)
+        expected = model.velocity(x, t, filled)
+        filled.keys[:, :, :, 17:], filled.values[:, :, :, 17:] = 1.0, 1.0
+        torch.testing.assert_close(model.velocity(x, t, filled), expected)
 
 
 @pytest.mark.parametrize("more", [1, 5])

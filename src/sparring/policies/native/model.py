@@ -20,6 +20,8 @@ from sparring.policies.native.vision import VisionEncoder
 
 # shortest and longest period of the waves that tell the time
 _PERIODS = (4e-3, 4.0)
+# tokens that are attended to are so many: rows of 16 bytes in bf16
+_MULTIPLE = 8
 
 
 class Inputs(NamedTuple):
@@ -42,7 +44,7 @@ class Prefix(NamedTuple):
     # [B, layers, kv heads, L, d] each
     keys: torch.Tensor
     values: torch.Tensor
-    # [B, L] bool: false where a text is padded
+    # [B, L] bool: false where a text is padded, and where L is filled up
     mask: torch.Tensor
     # [B, W] float32: the mean of what became of the images and words; None where it was not asked for
     features: torch.Tensor | None
@@ -90,10 +92,10 @@ class NativeModel(nn.Module):
         # [B, 1 or 2, expert width]
         x = torch.stack(tokens, 1)
         turns = rotation(_following(seen, x.shape[1]), self.sizes.head_dim)
-        seen = F.pad(seen, (0, x.shape[1]), value=True)
+        seen = _seen_beside(seen, x.shape[1])
         for number, layer in enumerate(self.expert):
             q, k, v = layer.project(x, turns)
-            keys[number], values[number] = torch.cat([keys[number], k], 2), torch.cat([values[number], v], 2)
+            keys[number], values[number] = _beside(keys[number], k), _beside(values[number], v)
             # nobody reads what becomes of them after that
             if number < len(self.expert) - 1:
                 x = layer.finish(x, attend(q, keys[number], values[number], seen))
@@ -110,10 +112,10 @@ class NativeModel(nn.Module):
         time = _waves(t, self.sizes.expert_width).to(dtype)[:, None].expand_as(action)
         x = self.time_out(F.silu(self.time_in(torch.cat([action, time], -1))))
         turns = rotation(_following(prefix.mask, x.shape[1]), self.sizes.head_dim)
-        seen = F.pad(prefix.mask, (0, x.shape[1]), value=True)
+        seen = _seen_beside(prefix.mask, x.shape[1])
         for number, layer in enumerate(self.expert):
             q, k, v = layer.project(x, turns)
-            k, v = torch.cat([prefix.keys[:, number], k], 2), torch.cat([prefix.values[:, number], v], 2)
+            k, v = _beside(prefix.keys[:, number], k), _beside(prefix.values[:, number], v)
             x = layer.finish(x, attend(q, k, v, seen))
         return self.action_out(self.expert_norm(x))[..., :dims].float()
 
@@ -161,6 +163,23 @@ def denoised(noise: torch.Tensor, steps: int, velocity) -> torch.Tensor:
 
 def _padded(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     return F.pad(x.to(dtype), (0, size - x.shape[-1]))
+
+
+def _beside(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Keys or values of more tokens, filled up with zeros that nobody sees: matrix products of odd sizes are slow."""
+    # [B, kv heads, L, d]
+    empty = new.new_zeros(*new.shape[:2], _room(cached.shape[2] + new.shape[2]), new.shape[3])
+    return torch.cat([cached, new, empty], 2)
+
+
+def _seen_beside(seen: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, L]: the same for the mask."""
+    seen = F.pad(seen, (0, count), value=True)
+    return F.pad(seen, (0, _room(seen.shape[1])), value=False)
+
+
+def _room(length: int) -> int:
+    return -length % _MULTIPLE
 
 
 def _following(seen: torch.Tensor, count: int) -> torch.Tensor:
