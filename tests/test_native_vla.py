@@ -245,3 +245,24 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match="holds a model of type 'llama', expected 'pi0'"):
         load()
+
+
+# ---- adapters
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
+def test_with_adapters_only_they_and_the_critic_learn(precision, tolerance):
+    pytest.importorskip("peft")
+    pytest.importorskip("sparring.policies.lora")
+    policy, buffer = rollout_of_native(lora_r=2, precision=precision)
+    gate(policy, buffer).check(tolerance)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    PPO(PPOConfig(mini_batch_size=64, ppo_epochs=1, parity_tolerance=tolerance), policy).update(buffer.rollout())
+    changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    learned = {name for name in changed if name.startswith("model.")}
+    assert learned and all("lora_" in name for name in learned) and "critic.output.weight" in changed
+    adapted = {name.partition(".")[0] for name, _ in policy.model.named_parameters() if "lora_" in name}
+    assert {"vision", "trunk", "expert", "projector", "action_out"} <= adapted
+    if precision == "bf16":
+        types = {"lora_" in name: weight.dtype for name, weight in policy.model.named_parameters()}
+        assert types == {True: torch.float32, False: torch.bfloat16}
