@@ -55,6 +55,7 @@ PRESETS = {
         head_dim=32,
         expert_width=128,
         expert_mlp=256,
+        max_state_dim=128,
     ),
     "small": Sizes(
         image_size=128,
@@ -72,6 +73,7 @@ PRESETS = {
         head_dim=64,
         expert_width=256,
         expert_mlp=1024,
+        max_state_dim=128,
     ),
     "pi0": Sizes(
         image_size=224,
