@@ -6,6 +6,7 @@ from doubles_native import INSTRUCTIONS, SIZES, Instructed, make_inputs, make_mo
 
 from sparring.envs.env import Env
 from sparring.errors import UserError
+from sparring.policies.native.checkpoint import save_model
 from sparring.policies.native.convert import from_transformers, to_transformers
 from sparring.policies.native.gemma import attend
 from sparring.policies.native.model import NativeModel
@@ -237,3 +238,7 @@ def test_a_tokenizer_of_a_checkpoint_is_read(tmp_path):
     library.save(str(tmp_path / "tokenizer.json"))
     for tokenizer in (make_tokenizer(str(tmp_path), None), make_tokenizer(None, str(tmp_path))):
         assert tokenizer("push it") == [0, 1, 2, 3] and tokenizer.vocabulary == 5
+    # it travels with weights that are saved
+    save_model(make_model(), tmp_path / "saved", tokenizer=tmp_path)
+    policy = NativeVLA(NativeVLAConfig(model_path=str(tmp_path / "saved")), Instructed(1).spec, 4)
+    assert policy.encoder.tokens[1, :4].tolist() == [0, 1, 2, 3]
