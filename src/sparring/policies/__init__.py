@@ -4,9 +4,11 @@ POLICIES = {
     "actor_critic": "sparring.policies.actor_critic:ActorCritic",
     "flow": "sparring.policies.flow:FlowPolicy",
     "vla": "sparring.policies.vla.make:make_vla_policy",
+    "native_vla": "sparring.policies.native.policy:NativeVLA",
 }
 CONFIGS = {
     "actor_critic": "sparring.policies.configs:ActorCriticConfig",
     "flow": "sparring.policies.configs:FlowConfig",
     "vla": "sparring.policies.vla_configs:VLAConfig",
+    "native_vla": "sparring.policies.native_configs:NativeVLAConfig",
 }
