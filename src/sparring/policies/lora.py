@@ -147,6 +147,8 @@ def _inject(module: nn.Module, settings: dict, whole: list[str]) -> None:
     module.requires_grad_(False)
     config = peft.LoraConfig(**settings)
     peft.inject_adapter_in_model(config, module)
+    # adapters are made in training mode, where they drop out
+    module.train(module.training)
     # told afterwards: peft would keep a second copy of these parts in the module
     config.modules_to_save = whole or None
     for name in whole:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import nn
 
 from sparring.errors import UserError
@@ -31,7 +32,7 @@ def load_pi0(path: str | None, attention: str) -> nn.Module:
             output_loading_info=True,
         )
     # whatever is wrong with files of somebody else's making: a sentence
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"policy.model_path={path} cannot be loaded as pi0: {_first_line(error)}") from error
     reshaped = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
     wrong = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": reshaped}

@@ -43,12 +43,16 @@ class ImagePreparation(nn.Module):
         height, width = image.shape[-2:]
         wanted = self._wanted(height, width)
         image = image.float()
-        if wanted != (height, width):
-            image = nn.functional.interpolate(image, wanted, mode=self.mode, antialias=True, align_corners=False)
-            # an image processor keeps whole numbers in between
-            image = image.round_().clamp_(0, 255)
+        # one direction after the other, with whole numbers in between, as PIL and torchvision do
+        image = self._resized(self._resized(image, (height, wanted[1])), wanted)
         image = image * self.scale - self.shift
         return nn.functional.pad(image, (0, self.size - wanted[1], 0, self.size - wanted[0]))
+
+    def _resized(self, image: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        if size == image.shape[-2:]:
+            return image
+        image = nn.functional.interpolate(image, size, mode=self.mode, antialias=True, align_corners=False)
+        return image.add_(0.5).floor_().clamp_(0, 255)
 
     def _wanted(self, height: int, width: int) -> tuple[int, int]:
         if not self.keeps_proportions:
