@@ -284,7 +284,7 @@ MISTAKES = {
     ),
     "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, or your.module:Class",
     "policy.name=mlp": (
-        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, or your.module:Class"
+        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, pi0, or your.module:Class"
     ),
     "algorithm=ppu": (
         "algorithm = ppu (..): no algorithm is called 'ppu'; nearest: ppo; known: ppo, grpo, or your.module:Class"

@@ -177,7 +177,10 @@ def test_a_state_dict_loads_back_strictly(net, inputs):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"lora_r": 2, "lora_targets": ["linaer1"]}, "policy.lora_targets: 'linaer1' matches no part .* nearest: linear1"),
+        (
+            {"lora_r": 2, "lora_targets": ["linaer1"]},
+            "policy.lora_targets: 'linaer1' matches no part .* nearest: linear1",
+        ),
         ({"lora_r": 2, "modules_to_save": ["haed"]}, "policy.modules_to_save: 'haed' matches no part .* nearest: head"),
         ({"lora_r": 2, "modules_to_save": ["head.1"]}, "'head.1' has no weights"),
         ({"lora_r": 2, "lora_targets": ["self_attn"]}, "no layer that takes adapters"),

@@ -256,7 +256,9 @@ def test_one_ppo_update_changes_adapters_and_the_value_head_and_nothing_else(che
     # trunk and head: vision, language, action expert and its projections
     for part in ("vision_tower", "language_model", "model.dit.", "embed_action_time", "action_out_proj"):
         assert any(part in name for name in adapters), part
-    assert changed == {f"model.{name}" for name in adapters} | {f"critic.{name}" for name, _ in policy.critic.named_parameters()}
+    assert changed == {f"model.{name}" for name in adapters} | {
+        f"critic.{name}" for name, _ in policy.critic.named_parameters()
+    }
 
 
 def test_without_lora_all_that_is_read_learns_but_the_frozen_parts(checkpoint):

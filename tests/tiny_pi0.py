@@ -10,7 +10,7 @@ IMAGE_TOKENS, CHUNK, STEPS, ACTIONS, STATES = 4, 4, 3, 4, 8
 VOCABULARY = 300
 
 
-def make_model():
+def make_model(states: int = STATES, actions: int = ACTIONS):
     from transformers import PI0Config, PI0ForConditionalGeneration
 
     gemma = {
@@ -43,8 +43,8 @@ def make_model():
         vlm_config=vlm,
         dit_config=gemma | {"hidden_size": 16, "intermediate_size": 32},
         chunk_size=CHUNK,
-        max_state_dim=STATES,
-        max_action_dim=ACTIONS,
+        max_state_dim=states,
+        max_action_dim=actions,
         num_inference_steps=STEPS,
     )
     torch.manual_seed(0)
@@ -57,10 +57,9 @@ def make_model():
     return model
 
 
-def write(folder: Path, tokenizer: bool = True, **how) -> Path:
-    make_model().save_pretrained(folder, **how)
-    if tokenizer:
-        write_tokenizer(folder)
+def write(folder: Path, states: int = STATES, actions: int = ACTIONS, **how) -> Path:
+    make_model(states, actions).save_pretrained(folder, **how)
+    write_tokenizer(folder)
     return folder
 
 

@@ -46,5 +46,7 @@ def means(pattern: str, name: str) -> bool:
 def _nearest(pattern: str, parts: list[str]) -> str:
     # by whole names and by their ends: q_prj is near to q_proj
     ends = {part.rpartition(".")[2]: part for part in parts} | {part: part for part in parts}
-    close = difflib.get_close_matches(pattern, ends, n=1) or difflib.get_close_matches(pattern.split(".")[-1], ends, n=1)
+    close = difflib.get_close_matches(pattern, ends, n=1) or difflib.get_close_matches(
+        pattern.split(".")[-1], ends, n=1
+    )
     return f"; nearest: {close[0]}" if close else f"; it has {', '.join(p for p in parts if '.' not in p)}"

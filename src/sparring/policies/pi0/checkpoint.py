@@ -14,7 +14,9 @@ def transformers():
     try:
         import transformers
     except ImportError:
-        raise UserError("policy.name=pi0 needs transformers, which is not installed: pip install 'sparring[vla]'") from None
+        raise UserError(
+            "policy.name=pi0 needs transformers, which is not installed: pip install 'sparring[vla]'"
+        ) from None
     return transformers
 
 

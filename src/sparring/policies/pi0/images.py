@@ -24,7 +24,10 @@ class ImagePreparation(nn.Module):
         self.size = size
         shape = settings.get("size") or {}
         self.keeps_proportions = "height" not in shape
-        asked = (shape.get("height") or shape.get("max_height", size), shape.get("width") or shape.get("max_width", size))
+        asked = (
+            shape.get("height") or shape.get("max_height", size),
+            shape.get("width") or shape.get("max_width", size),
+        )
         if asked != (size, size):
             raise UserError(
                 f"'{folder}': its image processor makes images of {asked[0]}x{asked[1]}, its vision model reads "

@@ -188,7 +188,9 @@ def _unread(model: nn.Module) -> tuple[str, ...]:
 def _cameras(config: PI0PolicyConfig, spec) -> list[str]:
     shown = [name for name in spec.observation if name.startswith("image/")]
     if not shown:
-        raise UserError("policy.name=pi0 looks at images, but this env shows none; give it cameras, e.g. env.cameras=[head]")
+        raise UserError(
+            "policy.name=pi0 looks at images, but this env shows none; give it cameras, e.g. env.cameras=[head]"
+        )
     wanted = [f"image/{name.removeprefix('image/')}" for name in config.cameras] or shown
     unknown = [name.removeprefix("image/") for name in wanted if name not in shown]
     if unknown:
