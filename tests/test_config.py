@@ -331,8 +331,8 @@ def test_the_name_decides_which_keys_a_section_has():
 
 
 def test_a_key_of_another_kind_is_told_which_kind_has_it():
-    (line,) = mistakes("policy.method=flow_sde")
-    assert line == "policy.method (from command line): unknown key; it is a key of policy.name=flow"
+    (line,) = mistakes("policy.consistency=1")
+    assert line == "policy.consistency (from command line): unknown key; it is a key of policy.name=flow"
     (line,) = mistakes("policy.name=flow", "policy.init_std=0.1")
     assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
     (line,) = mistakes("env.kwargs.gravity=1")

@@ -232,7 +232,7 @@ def test_no_denoising_step_sees_what_another_left_behind(checkpoint):
         kept = prefix.clone()
         x, t = torch.randn(5, CHUNK, 3), torch.rand(5)
         assert torch.equal(policy.denoise(x, t, prefix), policy.denoise(x, t, prefix))
-    assert all(torch.equal(prefix[key], kept[key]) for key in kept.keys())
+    assert all(torch.equal(prefix[key], value) for key, value in kept.items())
 
 
 # ---- what learns

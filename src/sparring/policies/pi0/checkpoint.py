@@ -22,9 +22,11 @@ def transformers():
 
 def load_pi0(path: str | None, attention: str) -> nn.Module:
     """transformers' own PI0ForConditionalGeneration, in float32, with every weight of the folder and no other."""
-    folder = checkpoint_folder(path)
+    folder, library = checkpoint_folder(path), transformers()
+    # its bars would run into the progress of the run
+    library.utils.logging.disable_progress_bar()
     try:
-        model, info = transformers().PI0ForConditionalGeneration.from_pretrained(
+        model, info = library.PI0ForConditionalGeneration.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
