@@ -33,17 +33,14 @@ def adapt(module: nn.Module, config: LoraConfig) -> None:
         return
     whole = _whole_parts(module, config.modules_to_save)
     targets = _targets(module, config.lora_targets, whole)
-    _inject(
-        module,
-        {
-            "r": config.lora_r,
-            "lora_alpha": config.lora_alpha,
-            "lora_dropout": config.lora_dropout,
-            # exact names: the end of a name would mean other layers too
-            "target_modules": "|".join(re.escape(name) for name in targets),
-        },
-        whole,
+    adapters = _peft().LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        # exact names: the end of a name would mean other layers too
+        target_modules="|".join(re.escape(name) for name in targets),
     )
+    _inject(module, adapters, whole)
 
 
 def merge(module: nn.Module) -> None:
@@ -140,13 +137,12 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str]) -> 
 # ---- peft
 
 
-def _inject(module: nn.Module, settings: dict, whole: list[str]) -> None:
-    peft = _peft()
+def _inject(module: nn.Module, config, whole: list[str]) -> None:
+    """The adapters that peft's `config` describes, beside parts that learn in full."""
     if hasattr(module, "peft_config"):
         raise UserError("this network has LoRA adapters already; merge() them first")
     module.requires_grad_(False)
-    config = peft.LoraConfig(**settings)
-    peft.inject_adapter_in_model(config, module)
+    _peft().inject_adapter_in_model(config, module)
     # adapters are made in training mode, where they drop out
     module.train(module.training)
     # told afterwards: peft would keep a second copy of these parts in the module
@@ -165,14 +161,13 @@ def _inject(module: nn.Module, settings: dict, whole: list[str]) -> None:
 
 
 def _adapt_like(module: nn.Module, folder: Path) -> None:
-    _peft()
-    from peft import LoraConfig as PeftConfig
-
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' has no adapter_config.json; give a folder that save_adapters or peft wrote")
-    saved = PeftConfig.from_pretrained(folder)
-    settings = {name: getattr(saved, name) for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
-    _inject(module, settings, saved.modules_to_save or [])
+    saved = _peft().PeftConfig.from_pretrained(folder)
+    whole = _whole_parts(module, tuple(saved.modules_to_save or ()))
+    # peft writes down that they are no longer to learn
+    saved.modules_to_save, saved.inference_mode = None, False
+    _inject(module, saved, whole)
 
 
 def _adapters(module: nn.Module):
