@@ -284,7 +284,8 @@ MISTAKES = {
     ),
     "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, or your.module:Class",
     "policy.name=mlp": (
-        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, vla, or your.module:Class"
+        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
+        "your.module:Class"
     ),
     "algorithm=ppu": (
         "algorithm = ppu (..): no algorithm is called 'ppu'; nearest: ppo; known: ppo, grpo, or your.module:Class"
@@ -331,8 +332,8 @@ def test_the_name_decides_which_keys_a_section_has():
 
 
 def test_a_key_of_another_kind_is_told_which_kind_has_it():
-    (line,) = mistakes("policy.method=flow_sde")
-    assert line == "policy.method (from command line): unknown key; it is a key of policy.name=flow and policy.name=vla"
+    (line,) = mistakes("policy.consistency=1")
+    assert line == "policy.consistency (from command line): unknown key; it is a key of policy.name=flow"
     (line,) = mistakes("policy.name=flow", "policy.init_std=0.1")
     assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
     (line,) = mistakes("env.kwargs.gravity=1")
