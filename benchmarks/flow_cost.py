@@ -55,7 +55,7 @@ def head(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
     """Forward and backward of the action transformer over what is scored."""
     flat = td[0]
     with torch.no_grad():
-        _, about = policy._decide(flat)
+        _, about = policy.encode(flat)
     states, steps = flat["trace", "states"], policy._steps(flat["trace", "first"])
 
     def turn() -> None:

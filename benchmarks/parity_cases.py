@@ -113,7 +113,7 @@ class RedrawsNoise(FlowPolicy):
     """Denoises once more at the update, from new noise, and scores that: the commonest mistake."""
 
     def evaluate(self, td):
-        _, about = self._decide(td)
+        _, about = self.encode(td)
         noise = torch.rand(len(td), self.noise_size, device=about.device).clamp(1e-6, 1 - 1e-6)
         _, trace = self._sample(about.detach(), noise)
         td = td.clone()

@@ -284,7 +284,8 @@ MISTAKES = {
     ),
     "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, or your.module:Class",
     "policy.name=mlp": (
-        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, or your.module:Class"
+        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
+        "your.module:Class"
     ),
     "algorithm=ppu": (
         "algorithm = ppu (..): no algorithm is called 'ppu'; nearest: ppo; known: ppo, grpo, or your.module:Class"
@@ -331,8 +332,8 @@ def test_the_name_decides_which_keys_a_section_has():
 
 
 def test_a_key_of_another_kind_is_told_which_kind_has_it():
-    (line,) = mistakes("policy.method=flow_sde")
-    assert line == "policy.method (from command line): unknown key; it is a key of policy.name=flow"
+    (line,) = mistakes("policy.consistency=1")
+    assert line == "policy.consistency (from command line): unknown key; it is a key of policy.name=flow"
     (line,) = mistakes("policy.name=flow", "policy.init_std=0.1")
     assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
     (line,) = mistakes("env.kwargs.gravity=1")
@@ -405,8 +406,11 @@ def test_the_json_of_the_documents(tmp_path):
 
 
 def test_every_alias_leads_to_a_key():
-    keys = TREE.keys(TREE.classes())
-    assert {alias: key for alias, key in ALIASES.items() if key not in keys} == {}
+    keys = TREE.keys(TREE.classes()) | TREE.keys(TREE.classes([Setting("policy.name", "vla", "test")]))
+    # one that ends with a dot is how keys begin
+    beginnings = {f"{key}." for key in (*keys, *TREE.classes())}
+    assert {alias: key for alias, key in ALIASES.items() if key not in {*keys, *beginnings}} == {}
+    assert all(alias.endswith(".") == key.endswith(".") for alias, key in ALIASES.items())
     assert [alias for alias in ALIASES if alias in keys] == []
 
 

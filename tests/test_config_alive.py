@@ -7,6 +7,7 @@ import pytest
 
 from sparring.envs.configs import GymConfig
 from sparring.policies.configs import FlowConfig
+from sparring.policies.pi0_configs import PI0PolicyConfig
 from sparring.tree import TREE, Config
 
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
@@ -27,7 +28,7 @@ PACKAGE = {
 
 def fields() -> list[tuple[str, str]]:
     """(section or '' for the top level, field)."""
-    classes = [*TREE.classes().items(), ("env", GymConfig), ("policy", FlowConfig)]
+    classes = [*TREE.classes().items(), ("env", GymConfig), ("policy", FlowConfig), ("policy", PI0PolicyConfig)]
     found = [(section, field) for section, cls in classes for field in cls.model_fields]
     top = [field for field in Config.model_fields if field not in TREE.classes()]
     return sorted({*found, *(("", field) for field in top)})

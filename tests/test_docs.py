@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,11 @@ def trained(tmp_path_factory):
     """A run to point at, in a folder like a user's."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "configs").symlink_to(ROOT / "configs")
+    # a pretrained model, and the one that a page shows
+    (folder / "examples").symlink_to(ROOT / "examples")
+    subprocess.run([sys.executable, ROOT / "examples/gpt_vla.py", folder / "outputs/gpt_vla"], check=True)
+    page = (ROOT / "docs" / "vla.md").read_text()
+    (folder / "my_vla.py").write_text(re.search(r"```python\n(import torch\n.*?)```", page, re.S).group(1))
     output = str(folder / "outputs" / "finetune_rl")
     assert (
         main(

@@ -383,7 +383,7 @@ def distance_to_a_mode(x):
 
 def test_imitation_learns_both_of_two_modes():
     policy = imitated(sampling_steps=10)
-    x = drawn(policy, policy._decide(two_modes(torch.Generator(), 512))[1])
+    x = drawn(policy, policy.encode(two_modes(torch.Generator(), 512))[1])
     # near one of them, about as often, and both steps of a chunk at the same one
     assert distance_to_a_mode(x) < 0.12 and 0.3 < (x[:, 0, 0] > 0).float().mean() < 0.7
     assert ((x > 0) == (x[:, :1, :1] > 0)).float().mean() > 0.95
@@ -392,7 +392,7 @@ def test_imitation_learns_both_of_two_modes():
 def test_with_the_consistency_term_two_steps_suffice():
     policy = imitated(sampling_steps=2, consistency=1.0, target_decay=0.98)
     batch = two_modes(torch.Generator(), 512)
-    plain, consistent = (drawn(policy, about) for about in (policy._encode(batch)[1], policy._decide(batch)[1]))
+    plain, consistent = (drawn(policy, about) for about in (policy._encode(batch)[1], policy.encode(batch)[1]))
     assert distance_to_a_mode(consistent) < 0.1 and distance_to_a_mode(consistent) < 0.5 * distance_to_a_mode(plain)
 
 

@@ -13,6 +13,9 @@ _WHERE = {
     "load_config": "sparring.inherit",
     "make_env": "sparring.envs.make",
     "make_policy": "sparring.policies.make",
+    "VLAModelInterface": "sparring.policies.vla.interface",
+    "VLAPolicy": "sparring.policies.vla.policy",
+    "load_vla_model": "sparring.policies.vla.load",
     "PPO": "sparring.algorithms.ppo",
     "GRPO": "sparring.algorithms.grpo",
 }

@@ -37,6 +37,12 @@ ALIASES = {
     "n_epochs": "ppo.ppo_epochs",
     "environment.control_mode": "env.control_mode",
     "environment.task": "env.task",
+    # pydantic keeps the name `model_config` to itself; a dot at the end: and all below it
+    "policy.model_config": "policy.model_settings",
+    "policy.model_config.": "policy.model_settings.",
+    "policy.vla_config.model_config": "policy.model_settings",
+    "policy.vla_config.model_config.": "policy.model_settings.",
+    "policy.vla_config.": "policy.",
     **{
         f"{section}.{key}": f"ppo.{key}"
         for section in ("rl_training.ppo_trainer", "algorithm.cfg")

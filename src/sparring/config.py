@@ -61,9 +61,9 @@ SectionPicker = Callable[[Any], type[Section]]
 class Tree:
     """The shape of a config: a root class whose fields are values or sections of values.
 
-    `pickers` choose a section's class by the value of a key; `aliases` are other spellings of a dotted key;
-    `check` finds mistakes that span sections, each a key and what is wrong with it; `elsewhere` tells with which
-    settings an unknown key would be known, e.g. "policy.name=flow".
+    `pickers` choose a section's class by the value of a key; `aliases` are other spellings of a dotted key, or of how
+    keys begin (with a dot at the end); `check` finds mistakes that span sections, each a key and what is wrong with it;
+    `elsewhere` tells with which settings an unknown key would be known, e.g. "policy.name=flow".
     """
 
     root: type[Section]
@@ -103,12 +103,20 @@ class Tree:
         meanings = {key: info.description for key, info in self.keys(classes).items() if info.description}
         return meanings | {name: cls.__doc__.strip().splitlines()[0] for name, cls in classes.items() if cls.__doc__}
 
+    def spelled(self, key: str) -> str:
+        """The key that an alias stands for; any other as it is."""
+        if key in self.aliases:
+            return self.aliases[key]
+        beginnings = [alias for alias in self.aliases if alias.endswith(".") and key.startswith(alias)]
+        longest = max(beginnings, key=len, default="")
+        return self.aliases[longest] + key.removeprefix(longest) if longest else key
+
     def _is_section(self, name: str) -> bool:
         annotation = self.root.model_fields[name].annotation
         return name in self.pickers or (isinstance(annotation, type) and issubclass(annotation, Section))
 
     def _pick_classes(self, settings, mistakes):
-        last = {self.aliases.get(s.key, s.key): s for s in settings}
+        last = {self.spelled(s.key): s for s in settings}
         classes = {}
         for name in filter(self._is_section, self.root.model_fields):
             if name not in self.pickers:
@@ -128,7 +136,7 @@ class Tree:
         unknown = tuple(f"{name}." for name in self.pickers if name not in classes)
         placed: dict[str, Setting] = {}
         for setting in settings:
-            key = self.aliases.get(setting.key, setting.key)
+            key = self.spelled(setting.key)
             if unknown and key.startswith(unknown):
                 continue
             key = self._place(key, setting, keys, mistakes)

@@ -29,8 +29,8 @@ def load_config(
 
 def with_inherited(settings: list[Setting]) -> list[Setting]:
     """`settings`, and below them what comes with what they say it starts from."""
-    aliases = tree_of(settings).aliases
-    given = {aliases.get(setting.key, setting.key): setting.value for setting in settings}
+    tree = tree_of(settings)
+    given = {tree.spelled(setting.key): setting.value for setting in settings}
     inherited: list[Setting] = []
     phase = given.get("phase", "finetune")
     phase = ALIASES.get(phase, phase)

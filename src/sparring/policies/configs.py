@@ -64,10 +64,9 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     )
 
 
-class FlowConfig(EncoderConfig, CriticConfig):
-    """Action chunks by flow matching: a transformer denoises them in a few steps."""
+class DenoisingConfig(Section):
+    """How a policy that denoises draws its chunks, and scores them; part of the section of every such policy."""
 
-    name: str = Field("flow", description="which policy: actor_critic, flow, or your.module:Class")
     horizon: int | None = Field(
         None, gt=0, description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps"
     )
@@ -90,6 +89,12 @@ class FlowConfig(EncoderConfig, CriticConfig):
     reduction: Literal["sum", "mean"] = Field(
         "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"
     )
+
+
+class FlowConfig(DenoisingConfig, EncoderConfig, CriticConfig):
+    """Action chunks by flow matching: a transformer denoises them in a few steps."""
+
+    name: str = Field("flow", description="which policy: actor_critic, flow, or your.module:Class")
     width: int = Field(128, gt=0, description="of the action transformer")
     layers: int = Field(2, gt=0, description="of the action transformer")
     heads: int = Field(4, gt=0, description="attention heads of the action transformer")

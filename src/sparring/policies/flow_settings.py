@@ -1,19 +1,21 @@
 """Which settings of a flow policy go together. Torch-free."""
 
 from sparring.errors import UserError
-from sparring.policies.configs import OF_DENOISING_MDP, FlowConfig
+from sparring.policies.configs import OF_DENOISING_MDP, DenoisingConfig
 
 
-def check(config: FlowConfig, spec, chunk: int) -> None:
+def check(config: DenoisingConfig, spec, chunk: int) -> None:
     """Refuses what cannot be, and settings that the method does not read."""
     if spec.discrete_actions:
-        raise UserError("policy.name=flow draws continuous actions, but the env takes one of several; use actor_critic")
+        raise UserError(
+            f"policy.name={config.name} draws continuous actions, but the env takes one of several; use actor_critic"
+        )
     if config.horizon is not None and config.horizon < chunk:
         raise UserError(
             f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
         )
     if config.method != "denoising_mdp":
-        fields = FlowConfig.model_fields
+        fields = DenoisingConfig.model_fields
         unread = [name for name in OF_DENOISING_MDP if getattr(config, name) != fields[name].default]
         if unread:
             given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
@@ -27,16 +29,14 @@ def check(config: FlowConfig, spec, chunk: int) -> None:
             f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="
             f"{config.sampling_steps} that there are"
         )
-    if config.width % config.heads:
-        raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
 
 
-def _check_noise(config: FlowConfig) -> None:
+def _check_noise(config: DenoisingConfig) -> None:
     low, high = config.noise_range
     if not 0 < low < high:
         raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
     read, unread = ("noise_range", "noise_level") if learns_noise(config) else ("noise_level", "noise_range")
-    value, default = getattr(config, unread), FlowConfig.model_fields[unread].default
+    value, default = getattr(config, unread), DenoisingConfig.model_fields[unread].default
     if value != default:
         value, default = (list(each) if isinstance(each, tuple) else each for each in (value, default))
         method = f"policy.method={config.method}"
@@ -47,5 +47,5 @@ def _check_noise(config: FlowConfig) -> None:
         )
 
 
-def learns_noise(config: FlowConfig) -> bool:
+def learns_noise(config: DenoisingConfig) -> bool:
     return config.method == "flow_noise" or (config.method == "denoising_mdp" and config.kernel == "noise")

@@ -1,0 +1,200 @@
+"""LoRA through peft: low-rank adapters beside the weights of any network, which then stay as they are.
+
+A layer's output W x becomes W x + (lora_alpha / r) B A x; B starts at zero, so nothing changes until it learns.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sparring.errors import UserError
+from sparring.policies.lora_configs import LoraConfig
+from sparring.policies.patterns import matching, means
+
+_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# how peft names what is inside the model that it wraps
+_WRAPPED = "base_model.model."
+_WEIGHTS = "adapter_model.safetensors"
+# a weight of an adapter, and the adapter's name in it, which peft leaves out of files
+_ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
+
+
+def adapt(module: nn.Module, config: LoraConfig) -> None:
+    """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; nothing with lora_r=0.
+
+    Adapters and what learns in full are float32, whatever the frozen weights are.
+    """
+    if not config.lora_r:
+        _refuse_unread(config)
+        return
+    whole = _whole_parts(module, config.modules_to_save)
+    targets = _targets(module, config.lora_targets, whole)
+    adapters = _peft().LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        # exact names: the end of a name would mean other layers too
+        target_modules="|".join(re.escape(name) for name in targets),
+    )
+    _inject(module, adapters, whole)
+
+
+def merge(module: nn.Module) -> None:
+    """Folds the adapters into the weights they stand beside, in place: the network is a plain one again."""
+    from peft.tuners.lora import LoraLayer
+
+    _adapters(module)
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, LoraLayer):
+            layer.merge(safe_merge=True)
+            module.set_submodule(name, layer.get_base_layer())
+    del module.peft_config
+
+
+def adapter_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> tensor of all that LoRA lets learn: the adapters, and the parts that learn in full."""
+    whole = tuple(f"{name}." for name in _adapters(module).modules_to_save or ())
+    return {
+        _ADAPTER.sub(r"\1", key): tensor
+        for key, tensor in module.state_dict().items()
+        if _ADAPTER.search(key) or key.startswith(whole)
+    }
+
+
+def save_adapters(module: nn.Module, folder: str | Path) -> None:
+    """What learned, alone, as peft keeps it: `PeftModel.from_pretrained(base, folder)` opens it too."""
+    folder = Path(folder)
+    # cloned, because an optimiser's parameters are views of one vector
+    weights = {_WRAPPED + key: w.detach().cpu().clone().contiguous() for key, w in adapter_weights(module).items()}
+    _adapters(module).save_pretrained(folder)
+    save_file(weights, folder / _WEIGHTS)
+
+
+def load_adapters(module: nn.Module, folder: str | Path) -> None:
+    """Those that `save_adapters` or peft wrote, strictly; a module that has none yet is adapted as they were."""
+    if not hasattr(module, "peft_config"):
+        _adapt_like(module, Path(folder))
+    expected, given = adapter_weights(module), _read(Path(folder) / _WEIGHTS)
+    wrong = [f"{key} is missing" for key in expected if key not in given]
+    wrong += [f"{key} is unexpected" for key in given if key not in expected]
+    wrong += [
+        f"{key} is {list(given[key].shape)} instead of {list(w.shape)}"
+        for key, w in expected.items()
+        if key in given and given[key].shape != w.shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(
+            f"the adapters in '{folder}' do not fit: {', '.join(wrong[:3])}{more}; use the model, lora_r, "
+            "lora_targets and modules_to_save they were made with"
+        )
+    with torch.no_grad():
+        for key, tensor in expected.items():
+            tensor.copy_(given[key])
+
+
+# ---- which layers
+
+
+def _whole_parts(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Parts that learn in full, without those that are inside of another one of them."""
+    names = [name for name, _ in module.named_modules() if name]
+    found = matching(names, patterns, "policy.modules_to_save")
+    whole = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    for name in whole:
+        if not any(True for _ in module.get_submodule(name).parameters()):
+            raise UserError(f"policy.modules_to_save: '{name}' has no weights that could learn")
+    return whole
+
+
+def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str]) -> list[str]:
+    # a MultiheadAttention reads the weights of its layers without calling them: adapters there would do nothing
+    closed = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention))
+    closed += tuple(f"{name}." for name in whole)
+    kinds = {name: part for name, part in module.named_modules() if name and isinstance(part, _ADAPTABLE)}
+    if patterns:
+        wanted = matching([name for name, _ in module.named_modules() if name], patterns, "policy.lora_targets")
+        named = [name for name in wanted if name in kinds]
+        # a part that is meant as a whole means its linear layers
+        found = [n for n in named if isinstance(kinds[n], nn.Linear) or any(means(p, n) for p in patterns)]
+    else:
+        found = [name for name, part in kinds.items() if isinstance(part, nn.Linear)]
+    targets = [name for name in found if not f"{name}.".startswith(closed)]
+    if not targets:
+        given = f"policy.lora_targets={list(patterns)}" if patterns else "policy.lora_r"
+        raise UserError(
+            f"{given}: there is no layer that takes adapters among these (Linear, Embedding, Conv; not within a "
+            "MultiheadAttention or a part of modules_to_save); name others, or have parts learn in full: "
+            "policy.modules_to_save"
+        )
+    return targets
+
+
+# ---- peft
+
+
+def _inject(module: nn.Module, config, whole: list[str]) -> None:
+    """The adapters that peft's `config` describes, beside parts that learn in full."""
+    if hasattr(module, "peft_config"):
+        raise UserError("this network has LoRA adapters already; merge() them first")
+    module.requires_grad_(False)
+    _peft().inject_adapter_in_model(config, module)
+    # adapters are made in training mode, where they drop out
+    module.train(module.training)
+    # told afterwards: peft would keep a second copy of these parts in the module
+    config.modules_to_save = whole or None
+    for name in whole:
+        module.get_submodule(name).requires_grad_(True)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    # in eval mode torch's own encoder layers take a short cut past their linear layers, and so past the adapters
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
+
+
+def _adapt_like(module: nn.Module, folder: Path) -> None:
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"'{folder}' has no adapter_config.json; give a folder that save_adapters or peft wrote")
+    saved = _peft().PeftConfig.from_pretrained(folder)
+    whole = _whole_parts(module, tuple(saved.modules_to_save or ()))
+    # peft writes down that they are no longer to learn
+    saved.modules_to_save, saved.inference_mode = None, False
+    _inject(module, saved, whole)
+
+
+def _adapters(module: nn.Module):
+    """peft's config of the adapters in it."""
+    if not hasattr(module, "peft_config"):
+        raise UserError("this network has no LoRA adapters; adapt() it with lora_r > 0 first")
+    return module.peft_config["default"]
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return {key.removeprefix(_WRAPPED): w for key, w in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"'{file}' cannot be read as adapters: {error}") from None
+
+
+def _peft():
+    try:
+        import peft
+    except ImportError:
+        raise UserError("LoRA needs peft, which is not installed: pip install 'sparring[vla]'") from None
+    return peft
+
+
+def _refuse_unread(config: LoraConfig) -> None:
+    for name in ("lora_targets", "modules_to_save"):
+        if getattr(config, name):
+            raise UserError(
+                f"policy.{name}={list(getattr(config, name))} is not read without LoRA; set policy.lora_r, e.g. 16"
+            )

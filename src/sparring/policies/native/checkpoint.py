@@ -1,0 +1,76 @@
+"""A folder with a native VLA: its weights and its sizes. Also reads transformers' pi0."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors
+from safetensors.torch import load_file, save_file
+
+from sparring.errors import UserError
+from sparring.policies.native.convert import Weights, from_transformers
+from sparring.policies.native.model import NativeModel
+from sparring.policies.native.presets import Sizes
+
+_SIZES, _WEIGHTS, _THEIR_CONFIG, TOKENIZER = "native_vla.json", "model.safetensors", "config.json", "tokenizer.json"
+
+
+def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
+    """Weights and sizes, for policy.model_path; with the `tokenizer.json` of a folder, where the model has one."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / _WEIGHTS)
+    (folder / _SIZES).write_text(json.dumps(asdict(model.sizes), indent=2) + "\n")
+    if tokenizer is not None:
+        shutil.copyfile(Path(tokenizer) / TOKENIZER, folder / TOKENIZER)
+
+
+def read_model(folder: str | Path) -> tuple[Weights, Sizes]:
+    """Of a folder that `save_model` wrote, or that transformers saved a pi0 to."""
+    path = Path(folder).expanduser()
+    if (path / _SIZES).is_file():
+        return _read_own(path)
+    config = path / _THEIR_CONFIG
+    if config.is_file():
+        kind = json.loads(config.read_text()).get("model_type")
+        if kind != "pi0":
+            raise UserError(
+                f"policy.model_path={folder} holds a model of type {kind!r}, expected 'pi0'; for another one see "
+                "policy.name=vla"
+            )
+        return from_transformers(path)
+    found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else "no such folder"
+    raise UserError(
+        f"policy.model_path={folder}: neither {_SIZES} (a native VLA) nor {_THEIR_CONFIG} (transformers' pi0) is there "
+        f"({found}); give a folder with one of them"
+    )
+
+
+def is_own(folder: str | Path) -> bool:
+    return (Path(folder).expanduser() / _SIZES).is_file()
+
+
+def _read_own(path: Path) -> tuple[Weights, Sizes]:
+    try:
+        sizes = Sizes(**json.loads((path / _SIZES).read_text()))
+        return load_file(path / _WEIGHTS), sizes
+    except (json.JSONDecodeError, TypeError, OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} is no whole checkpoint of a native VLA: {error}") from error
+
+
+def load_into(model: NativeModel, weights: Weights, folder: str) -> None:
+    """Strictly; a memory may be new."""
+    own = model.state_dict()
+    missing = [name for name in own if name not in weights and not name.startswith("memory_in.")]
+    unexpected = [name for name in weights if name not in own]
+    reshaped = [
+        f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
+        for name, value in weights.items()
+        if name in own and value.shape != own[name].shape
+    ]
+    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    told = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names]
+    if told:
+        raise UserError(f"the weights in policy.model_path={folder} do not fit: {'; '.join(told)}")
+    model.load_state_dict(weights, strict=False)

@@ -1,0 +1,195 @@
+"""The network: images and words become a prefix, once a decision; an expert that attends to it denoises actions.
+
+The two are transformers of the same depth and heads but different widths. In each layer the expert's tokens attend to
+the prefix's keys and values of that layer beside their own. Who sees whom: images and words each other; state and
+memory these and each other; actions all. So only actions depend on noise and time, and the rest is cached.
+
+Letters: B rows, N cameras, T words, L tokens of the prefix, H steps of a chunk, A action dims, W width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparring.policies.native.gemma import Layer, RMSNorm, attend, rotation
+from sparring.policies.native.presets import Sizes
+from sparring.policies.native.vision import VisionEncoder
+
+# shortest and longest period of the waves that tell the time
+_PERIODS = (4e-3, 4.0)
+# tokens that are attended to are so many: rows of 16 bytes in bf16
+_MULTIPLE = 8
+
+
+class Inputs(NamedTuple):
+    """What a decision is made from."""
+
+    # [B, N, 3, S, S] in [-1, 1]
+    images: torch.Tensor
+    # [B, T] int64, and where it is text: [B, T] bool
+    tokens: torch.Tensor
+    text: torch.Tensor
+    # [B, at most max_state_dim]
+    state: torch.Tensor
+    # [B, memory_size]
+    memory: torch.Tensor | None = None
+
+
+class Prefix(NamedTuple):
+    """What denoising attends to."""
+
+    # [B, layers, kv heads, L, d] each
+    keys: torch.Tensor
+    values: torch.Tensor
+    # [B, L] bool: false where a text is padded, and where L is filled up
+    mask: torch.Tensor
+    # [B, W] float32: the mean of what became of the images and words; None where it was not asked for
+    features: torch.Tensor | None
+
+
+class NativeModel(nn.Module):
+    """Computes in autocast's precision where that is on, and otherwise in that of its weights."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.vision = VisionEncoder(
+            sizes.image_size,
+            sizes.patch_size,
+            sizes.vision_width,
+            sizes.vision_layers,
+            sizes.vision_heads,
+            sizes.vision_mlp,
+        )
+        self.projector = nn.Linear(sizes.vision_width, sizes.width)
+        self.words = nn.Embedding(sizes.vocabulary, sizes.width)
+        # unit size once it is scaled by sqrt(width)
+        nn.init.normal_(self.words.weight, std=sizes.width**-0.5)
+        shape = (sizes.heads, sizes.kv_heads, sizes.head_dim)
+        self.trunk = nn.ModuleList(Layer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
+        self.trunk_norm = RMSNorm(sizes.width)
+        self.expert = nn.ModuleList(Layer(sizes.expert_width, sizes.expert_mlp, *shape) for _ in range(sizes.layers))
+        self.expert_norm = RMSNorm(sizes.expert_width)
+        self.state_in = nn.Linear(sizes.max_state_dim, sizes.expert_width)
+        self.memory_in = nn.Linear(sizes.memory_size, sizes.expert_width) if sizes.memory_size else None
+        self.action_in = nn.Linear(sizes.max_action_dim, sizes.expert_width)
+        self.time_in = nn.Linear(2 * sizes.expert_width, sizes.expert_width)
+        self.time_out = nn.Linear(sizes.expert_width, sizes.expert_width)
+        self.action_out = nn.Linear(sizes.expert_width, sizes.max_action_dim)
+        # a fresh one stands still
+        nn.init.zeros_(self.action_out.weight)
+        nn.init.zeros_(self.action_out.bias)
+
+    def prefix(self, inputs: Inputs, features: bool = True) -> Prefix:
+        """All that does not depend on noise or time."""
+        seen, keys, values, told = self._see(inputs, features)
+        tokens = [self.state_in(_padded(inputs.state, self.sizes.max_state_dim, self._dtype()))]
+        if self.memory_in is not None and inputs.memory is not None:
+            tokens.append(self.memory_in(inputs.memory.to(tokens[0].dtype)))
+        # [B, 1 or 2, expert width]
+        x = torch.stack(tokens, 1)
+        turns = rotation(_following(seen, x.shape[1]), self.sizes.head_dim)
+        seen = _seen_beside(seen, x.shape[1])
+        for number, layer in enumerate(self.expert):
+            q, k, v = layer.project(x, turns)
+            keys[number], values[number] = _beside(keys[number], k), _beside(values[number], v)
+            # nobody reads what becomes of them after that
+            if number < len(self.expert) - 1:
+                x = layer.finish(x, attend(q, keys[number], values[number], seen))
+        return Prefix(torch.stack(keys, 1), torch.stack(values, 1), seen, told)
+
+    def features(self, inputs: Inputs) -> torch.Tensor:
+        """`prefix(inputs).features`, and nothing else of it."""
+        return self._see(inputs, features=True)[-1]
+
+    def velocity(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
+        """Of actions [B, H, A] at times [B], in float32; A may be less than max_action_dim."""
+        dims, dtype = x.shape[-1], self._dtype()
+        action = self.action_in(_padded(x, self.sizes.max_action_dim, dtype))
+        time = _waves(t, self.sizes.expert_width).to(dtype)[:, None].expand_as(action)
+        x = self.time_out(F.silu(self.time_in(torch.cat([action, time], -1))))
+        turns = rotation(_following(prefix.mask, x.shape[1]), self.sizes.head_dim)
+        seen = _seen_beside(prefix.mask, x.shape[1])
+        for number, layer in enumerate(self.expert):
+            q, k, v = layer.project(x, turns)
+            k, v = _beside(prefix.keys[:, number], k), _beside(prefix.values[:, number], v)
+            x = layer.finish(x, attend(q, k, v, seen))
+        return self.action_out(self.expert_norm(x))[..., :dims].float()
+
+    def sample(self, inputs: Inputs, noise: torch.Tensor, steps: int) -> torch.Tensor:
+        """Actions [B, H, A], from noise by the ODE."""
+        prefix = self.prefix(inputs, features=False)
+        return denoised(noise, steps, lambda x, t: self.velocity(x, t, prefix))
+
+    def _see(self, inputs: Inputs, features: bool):
+        """Which tokens count [B, L], each layer's keys and values of images and words, and features [B, W]."""
+        dtype = self._dtype()
+        cameras = inputs.images.shape[1]
+        x = self.words(inputs.tokens).to(dtype) * self.sizes.width**0.5
+        seen = inputs.text
+        if cameras:
+            # [B * N, P, W] -> [B, N * P, W]
+            patches = self.projector(self.vision(inputs.images.flatten(0, 1), dtype))
+            x = torch.cat([patches.view(len(x), -1, self.sizes.width), x], 1)
+            seen = F.pad(seen, (cameras * self.vision.count, 0), value=True)
+        turns = rotation(seen.cumsum(1) - 1, self.sizes.head_dim)
+        keys, values = [], []
+        for number, layer in enumerate(self.trunk):
+            q, k, v = layer.project(x, turns)
+            keys.append(k)
+            values.append(v)
+            if features or number < len(self.trunk) - 1:
+                x = layer.finish(x, attend(q, k, v, seen))
+        if not features:
+            return seen, keys, values, None
+        counted = seen[..., None].float()
+        return seen, keys, values, (self.trunk_norm(x).float() * counted).sum(1) / counted.sum(1)
+
+    def _dtype(self) -> torch.dtype:
+        device = self.words.weight.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.words.weight.dtype
+
+
+def denoised(noise: torch.Tensor, steps: int, velocity) -> torch.Tensor:
+    """By the ODE, in float32."""
+    x = noise.float()
+    for step in range(steps):
+        x = x - velocity(x, x.new_full((len(x),), 1 - step / steps)) / steps
+    return x
+
+
+def _padded(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return F.pad(x.to(dtype), (0, size - x.shape[-1]))
+
+
+def _beside(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Keys or values of more tokens, filled up with zeros that nobody sees: matrix products of odd sizes are slow."""
+    # [B, kv heads, L, d]
+    empty = new.new_zeros(*new.shape[:2], _room(cached.shape[2] + new.shape[2]), new.shape[3])
+    return torch.cat([cached, new, empty], 2)
+
+
+def _seen_beside(seen: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, L]: the same for the mask."""
+    seen = F.pad(seen, (0, count), value=True)
+    return F.pad(seen, (0, _room(seen.shape[1])), value=False)
+
+
+def _room(length: int) -> int:
+    return -length % _MULTIPLE
+
+
+def _following(seen: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, count]: positions of tokens after those that count of `seen` [B, L]."""
+    return seen.sum(1, keepdim=True) + torch.arange(count, device=seen.device)
+
+
+def _waves(t: torch.Tensor, width: int) -> torch.Tensor:
+    # [B] -> [B, width], in float32: the fastest waves turn 250 times from 0 to 1
+    shortest, longest = _PERIODS
+    fractions = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float32, device=t.device)
+    angles = 1.0 / (shortest * (longest / shortest) ** fractions) * 2 * math.pi * t[:, None].float()
+    return torch.cat([angles.sin(), angles.cos()], 1)

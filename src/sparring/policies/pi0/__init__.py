@@ -1,0 +1,1 @@
+"""pi0 checkpoints of Hugging Face's transformers behind the Policy interface."""

@@ -1,0 +1,174 @@
+"""load_vla_model: from a checkpoint and a class to a module that is ready to be trained, or a sentence why not."""
+
+import difflib
+import importlib.util
+import inspect
+import json
+import pickle
+import pkgutil
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from sparring.errors import UserError
+from sparring.policies.vla import parts
+from sparring.policies.vla.fit import Fit, load_into
+from sparring.policies.vla.interface import check_interface
+from sparring.policies.vla.memory import memory_told
+from sparring.policies.vla.weights import read_weights, weights_of
+from sparring.resolve import describe_error, import_path
+
+# of a Hugging Face config.json, not for constructors
+_NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
+
+
+def load_vla_model(
+    model_path: str | Path | None,
+    model_class: str | type,
+    model_config: Mapping | None = None,
+    *,
+    strict: bool = True,
+    dtype: str | None = None,
+    device_map: str | Mapping[str, str] = "cpu",
+    frozen: Iterable[str] = (),
+    usual: Mapping | None = None,
+) -> nn.Module:
+    """A model with its weights.
+
+    `model_path`: .safetensors, a `.safetensors.index.json` with its shards, .pth/.pt/.bin (tensors only), or a folder
+    in Hugging Face format; None: fresh weights. `model_class`: "package.module:Class", dotted, or the class.
+    `model_config`: what it is constructed with. `strict`: every weight is there and none left over, or UserError with
+    all names; else what fits is loaded, and a warning has the names. `dtype`: fp32 or bf16; None: the class's own.
+    `device_map`: a device, or {pattern: device} of frozen parts. `frozen`: patterns of names that do not learn.
+    `usual`: settings that a constructor is given if it takes them, and neither `model_config` nor the folder has them.
+    """
+    cls = class_of(model_class)
+    check_interface(cls)
+    with memory_told(f"loading '{model_path}'", 0, "policy.model_path"):
+        model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
+        parts.freeze(model, frozen)
+        if dtype is not None:
+            model.to(parts.dtype_of(dtype))
+        parts.place(model, device_map)
+    return model
+
+
+def class_of(model_class: str | type | None) -> type:
+    """'package.module:Class' or 'package.module.Class' -> Class."""
+    if isinstance(model_class, type):
+        return model_class
+    if not model_class:
+        raise UserError("policy.model_class is not given; expected your class, e.g. policy.model_class=my.models:MyVLA")
+    module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
+    if not module:
+        raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")
+    _check_module(module, model_class)
+    found = import_path(f"{module}:{name}", "policy.model_class")
+    if not isinstance(found, type):
+        raise UserError(f"policy.model_class '{model_class}': is a {type(found).__name__}, not a class")
+    return found
+
+
+def _check_module(module: str, given: str) -> None:
+    """That there is such a module; else its nearest neighbour is named. What goes wrong inside it is told by import."""
+    package = None
+    for depth, part in enumerate(module.split("."), 1):
+        name = ".".join(module.split(".")[:depth])
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            return
+        if spec is None:
+            near = difflib.get_close_matches(part, [m.name for m in pkgutil.iter_modules(package)], n=1)
+            prefix = ".".join(module.split(".")[: depth - 1] + near)
+            hint = f"nearest: {prefix}" if near else "is it in this folder or on PYTHONPATH?"
+            raise UserError(f"policy.model_class '{given}': no module '{name}'; {hint}")
+        package = spec.submodule_search_locations
+
+
+def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, strict: bool) -> nn.Module:
+    taken = {name: value for name, value in usual.items() if name in inspect.signature(cls).parameters}
+    if path is None:
+        return construct(cls, taken | settings)
+    folder = Path(path) if Path(path).is_dir() else None
+    if folder is not None and hasattr(cls, "from_pretrained"):
+        return _from_pretrained(cls, folder, settings, strict)
+    file = weights_of(path)
+    model = construct(cls, taken | (_settings_in(folder) if folder is not None else {}) | settings)
+    fit = load_into(model, read_weights(file), str(file), strict)
+    _warn(fit, file)
+    return model
+
+
+def construct(cls: type, settings: dict) -> nn.Module:
+    """`cls(**settings)`; of a class that takes `model_config` or `config` as a whole, `cls(settings)`."""
+    parameters = inspect.signature(cls).parameters
+    where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
+    whole = next((name for name in ("model_config", "config") if name in parameters and name not in settings), None)
+    given = {whole: settings} if whole else settings
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in given if name not in parameters and not open_ended]
+    needed = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in given
+    ]
+    if unknown:
+        near = [m for name in unknown for m in difflib.get_close_matches(name, parameters, n=1)]
+        hint = f"nearest: {', '.join(near)}" if near else f"it takes {', '.join(parameters) or 'nothing'}"
+        raise UserError(f"{where}: its constructor does not take policy.model_config.{', '.join(unknown)}; {hint}")
+    if needed:
+        raise UserError(
+            f"{where}: its constructor also needs {', '.join(needed)}; give policy.model_config.{needed[0]}"
+        )
+    try:
+        return cls(**given)
+    except (UserError, MemoryError):
+        raise
+    except RuntimeError as error:
+        if "allocate" in str(error):
+            raise
+        raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:
+        raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
+
+
+def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> nn.Module:
+    """By the class itself. transformers is made to say what did not fit; it would only warn otherwise."""
+    weights_of(folder)
+    transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
+    more = dict.fromkeys(("local_files_only", "output_loading_info", "ignore_mismatched_sizes"), True)
+    more = more if transformers else {}
+    try:
+        loaded = cls.from_pretrained(folder, **settings, **more)
+    except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError, pickle.UnpicklingError) as error:
+        where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
+        raise UserError(f"{where}: from_pretrained('{folder}') failed: {describe_error(error)}") from error
+    if not transformers:
+        return loaded
+    model, told = loaded
+    reshaped = tuple((name, tuple(given), tuple(here)) for name, given, here in told.get("mismatched_keys", ()))
+    fit = Fit(tuple(sorted(told["missing_keys"])), tuple(sorted(told["unexpected_keys"])), reshaped)
+    if strict and not fit.exact:
+        raise UserError(f"'{folder}' does not fit the model:\n{fit}\nload what fits with policy.strict=false")
+    _warn(fit, folder)
+    return model
+
+
+def _settings_in(folder: Path) -> dict:
+    """What config.json says of how the model was made."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"'{file}' cannot be read: {error}") from None
+    return {name: value for name, value in values.items() if name not in _NOT_SETTINGS and not name.startswith("_")}
+
+
+def _warn(fit: Fit, source: Path) -> None:
+    if not fit.exact:
+        warnings.warn(f"'{source}' was loaded in part:\n{fit}", stacklevel=3)

@@ -1,0 +1,107 @@
+"""What both kinds of VLA policies share: the model as their config wants it, and what goes with it."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from sparring.errors import UserError
+from sparring.policies.configs import CriticConfig, DenoisingConfig
+from sparring.policies.vla import parts
+from sparring.policies.vla.interface import check_interface, denoises
+from sparring.policies.vla.load import class_of, load_vla_model
+from sparring.policies.vla.memory import memory_told
+from sparring.policies.vla.observations import Observations
+from sparring.policies.vla_configs import VLAConfig
+
+# settings that only one kind of model reads
+_OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)
+_OF_DOCUMENTED = ("draws", "critic_parts")
+
+
+def model_class(config: VLAConfig) -> type:
+    cls = class_of(config.model_class)
+    check_interface(cls)
+    return cls
+
+
+def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observations) -> nn.Module:
+    """Loaded, with adapters, frozen, in its dtypes and places."""
+    cls = model_class(config)
+    flow = denoises(cls)
+    _check_settings(config, flow)
+    # a flow head is told how long a chunk is, and its actions are those of one step
+    steps = 1 if flow else chunk
+    _check_action_dim(config.action_dim, "policy.action_dim", spec, steps)
+    model = load_vla_model(
+        config.model_path,
+        cls,
+        config.model_settings,
+        strict=config.strict,
+        frozen=config.frozen,
+        usual=_sizes(spec, steps, observations),
+    )
+    if config.lora_r:
+        from sparring.policies.lora import adapt
+
+        # a value head learns in full
+        saved = (*config.modules_to_save, *config.critic_parts)
+        adapt(model, config.model_copy(update={"modules_to_save": saved}))
+        # adapters of frozen parts, too
+        parts.freeze(model, config.frozen)
+    parts.cast(model, config.dtype)
+    parts.place(model, config.device_map)
+    own = getattr(model, "action_dim", None)
+    if isinstance(own, int):
+        _check_action_dim(own, f"{cls.__name__}.action_dim", spec, steps)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def called(model: nn.Module, config: VLAConfig, doing: str, rows: int, setting: str):
+    """Around calls of the model, acting and scoring alike: its precision, and what to do where memory falls short."""
+    with contextlib.ExitStack() as around:
+        around.enter_context(memory_told(doing, rows, setting, model, config.precision))
+        if config.precision == "bf16":
+            # parts may be on several devices
+            for kind in {p.device.type for p in model.parameters()}:
+                around.enter_context(torch.autocast(kind, torch.bfloat16))
+        yield
+
+
+def expected_actions(spec, chunk: int) -> int:
+    return chunk * (spec.action_dim - spec.action_padding)
+
+
+def mismatch(given: int | list[int], what: str, spec, chunk: int) -> UserError:
+    """An action of the wrong size, in words."""
+    expected, each = expected_actions(spec, chunk), spec.action_dim - spec.action_padding
+    of = f"{chunk} steps (rollout.action_steps) of the env's {each} action entries"
+    fix = f"make the model for it, e.g. policy.model_config.action_dim={expected}"
+    number = given if isinstance(given, int) else given[-1] if given else 0
+    if number and number % each == 0:
+        fix += f", or set rollout.action_steps={number // each}"
+    return UserError(f"{what}={given}, but a decision takes {expected} numbers: {of}; {fix}")
+
+
+def _check_action_dim(given: int | None, what: str, spec, steps: int) -> None:
+    if given is not None and given != expected_actions(spec, steps):
+        raise mismatch(given, what, spec, steps)
+
+
+def _sizes(spec, steps: int, observations: Observations) -> dict[str, int]:
+    """What the env knows and constructors ask for."""
+    sizes = {"action_dim": expected_actions(spec, steps), "proprio_dim": observations.size_of("proprio")}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _check_settings(config: VLAConfig, flow: bool) -> None:
+    for name in _OF_DOCUMENTED if flow else _OF_FLOW:
+        value, default = getattr(config, name), VLAConfig.model_fields[name].default
+        if value != default:
+            why = "one with encode and denoise does not" if flow else "only one with encode and denoise does"
+            raise UserError(f"policy.{name}={value}: not every model reads it, {why}; leave it out")
+    if config.dtype == "bf16" and config.precision == "fp32":
+        raise UserError(
+            "policy.dtype=bf16 keeps frozen weights in bf16, to be computed with in bf16; set policy.precision=bf16 too"
+        )
