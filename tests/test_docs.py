@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_pi0
 
 import sparring.data
 from sparring.cli import main
@@ -37,6 +38,7 @@ def trained(tmp_path_factory):
     # a pretrained model, and the one that a page shows
     (folder / "examples").symlink_to(ROOT / "examples")
     subprocess.run([sys.executable, ROOT / "examples/gpt_vla.py", folder / "outputs/gpt_vla"], check=True)
+    tiny_pi0.write(folder / "checkpoints/pi0", states=64, actions=7)
     page = (ROOT / "docs" / "vla.md").read_text()
     (folder / "my_vla.py").write_text(re.search(r"```python\n(import torch\n.*?)```", page, re.S).group(1))
     output = str(folder / "outputs" / "finetune_rl")
@@ -59,6 +61,8 @@ def trained(tmp_path_factory):
     )
     # and a world model
     words = ["train", "teacher", *TINY, "training.iterations=1", "evaluation.episodes=2", "rollout.n_envs=2"]
+    # which has learned more than tokens
+    words.append("world_model.tokenizer_steps=1")
     assert main([*words, "--output", str(folder / "outputs/teacher_rl")]) == 0
     (folder / "outputs/reach_wm").symlink_to("teacher_rl")
     # and its explorer
