@@ -1,7 +1,11 @@
 import os
+import signal
 
 # the tests are about numbers on a CPU, also on a machine with GPUs; said before torch looks for them
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+# a job in the background is started with Ctrl-C ignored, and would hand that on to the processes that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
