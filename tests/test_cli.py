@@ -23,6 +23,7 @@ from sparring.envs.tabletop.tasks import TASKS
 from sparring.errors import UserError
 from sparring.folder import alone_in
 from sparring.phases import PHASES
+from sparring.policies import POLICIES
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -495,7 +496,7 @@ def test_the_flags_offered_are_the_flags_there_are():
         ("train finetune x=[1 ppo.gam", ["ppo.gamma="]),
         ("eval ", []),
         ("eval run --sto", ["--stochastic"]),
-        ("check ", ["tabletop", "actor_critic", "flow", *(f"sparring/{task}" for task in TASKS)]),
+        ("check ", ["tabletop", *POLICIES, *(f"sparring/{task}" for task in TASKS)]),
         ("tasks --", ["--sheet", "--help"]),
         ("nonsense ppo", []),
     ],
