@@ -622,3 +622,8 @@ def test_a_section_made_in_python_says_what_is_wrong_with_it():
 def test_sections_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         load_config().ppo.gamma = 0.5
+
+
+def test_a_memory_that_nobody_carries_is_refused():
+    (line,) = mistakes("policy.name=native_vla", "policy.memory_size=3")
+    assert "policy.memory_size = 3" in line and "nothing carries memory/policy" in line

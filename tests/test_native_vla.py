@@ -19,15 +19,6 @@ from sparring.policies.native.policy import NativeVLA
 from sparring.policies.native_configs import NativeVLAConfig
 from sparring.tree import load_config
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- what it scores is what it did
 
 
@@ -202,7 +193,8 @@ def test_it_is_chosen_by_name():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"frozen": ("eyes.*",)}, r"frozen=eyes.\*: no weight of the network has such a name; there are vision.\*, "),
+        ({"frozen": ("eyes.*",)}, r"policy.frozen: 'eyes.\*' matches no part of the model; it has vision, "),
+        ({"lora_targets": ("vision",)}, "policy.lora_targets=.* is not read without LoRA; set policy.lora_r"),
         ({"vision_heads": 3}, "vision_width=32 cannot be split into policy.vision_heads=3"),
         ({"patch_size": 10}, "image_size=32 cannot be split into policy.patch_size=10"),
         ({"kv_heads": 3}, "heads=4 cannot be split into policy.kv_heads=3"),

@@ -15,15 +15,6 @@ from sparring.policies.native.presets import PRESETS
 from sparring.policies.native.text import ByteTokenizer, make_tokenizer, token_table
 from sparring.policies.native_configs import NativeVLAConfig
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- who sees whom
 
 

@@ -391,7 +391,8 @@ def test_settings_that_would_not_be_read():
     )
     assert "policy.draws=batch: not every model reads it" in sentence("Flows", draws="batch")
     assert "set policy.precision=bf16 too" in sentence(dtype="bf16")
-    assert "policy.critic_parts: 'vale_head' matches nothing in the model; nearest: value_head" in sentence(
+    assert "is not read without LoRA" in sentence(modules_to_save=("value_head",))
+    assert "policy.critic_parts: 'vale_head' matches no part of the model; nearest: value_head" in sentence(
         critic_parts=("vale_head",)
     )
 

@@ -159,9 +159,9 @@ def test_dtype_and_frozen_parts(source, tmp_path):
     assert frozen == {n for n in weights(source) if n.startswith("vision.") or n.endswith(".bias")}
     assert "dtype 'int8' is not known; expected fp32 or bf16" in sentence(None, dtype="int8")
     assert sentence(None, frozen=["visoin"]) == (
-        "policy.frozen: 'visoin' matches nothing in the model; nearest: vision, vision.1"
+        "policy.frozen: 'visoin' matches no part of the model; nearest: vision"
     )
-    assert sentence(None, frozen=["*.weigth"]).startswith("policy.frozen: '*.weigth' matches nothing in the model; ")
+    assert sentence(None, frozen=["*.weigth"]).startswith("policy.frozen: '*.weigth' matches no part of the model; ")
 
 
 def test_a_part_on_a_device_of_its_own(source):

@@ -5,6 +5,8 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
+from torch import nn
+
 from sparring.errors import UserError
 
 
@@ -24,6 +26,13 @@ def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[st
             raise UserError(f"{key}: '{pattern}' matches no part of the model{_nearest(pattern, parts)}")
         meant |= found
     return [name for name in names if not meant.isdisjoint(_path(name))]
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """The weights that the patterns of policy.frozen mean stay as they are."""
+    weights = dict(model.named_parameters())
+    for name in matching(weights, patterns, "policy.frozen"):
+        weights[name].requires_grad_(False)
 
 
 def _path(name: str) -> list[str]:

@@ -1,6 +1,5 @@
 """The native VLA as a policy."""
 
-import fnmatch
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from sparring.errors import UserError
 from sparring.policies.critic import Critic
 from sparring.policies.encoded import EncodedPolicy
 from sparring.policies.flow_chain import FlowChain
+from sparring.policies.lora import adapt
 from sparring.policies.native.checkpoint import TOKENIZER, is_own, load_into, read_model
 from sparring.policies.native.fast import Fast
 from sparring.policies.native.model import NativeModel, Prefix
@@ -18,6 +18,7 @@ from sparring.policies.native.observations import Observations, check_actions
 from sparring.policies.native.presets import sizes_of, sizes_of_checkpoint
 from sparring.policies.native.text import BYTES, make_tokenizer
 from sparring.policies.native_configs import NativeVLAConfig
+from sparring.policies.patterns import freeze
 
 
 class NativeVLA(FlowChain, EncodedPolicy):
@@ -34,11 +35,8 @@ class NativeVLA(FlowChain, EncodedPolicy):
         self.model = NativeModel(sizes)
         if weights is not None:
             load_into(self.model, weights, config.model_path)
-        _freeze(self.model, config.frozen)
-        if config.lora_r > 0:
-            from sparring.policies.lora import adapt
-
-            adapt(self.model, config)
+        freeze(self.model, config.frozen)
+        adapt(self.model, config)
         if config.precision == "bf16":
             _store_frozen_in_bf16(self.model)
         self.critic = Critic(config, spec, sizes.width, config.normalize_observations)
@@ -126,16 +124,6 @@ def _tokenizer(config: NativeVLAConfig) -> tuple[str | None, str | None]:
         has_one = (Path(config.model_path).expanduser() / TOKENIZER).is_file()
         return (None if has_one else BYTES), config.model_path
     return config.tokenizer, config.model_path
-
-
-def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    for pattern in patterns:
-        matched = [weight for name, weight in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
-            parts = ", ".join(f"{name}.*" for name, _ in model.named_children())
-            raise UserError(f"policy.frozen={pattern}: no weight of the network has such a name; there are {parts}")
-        for weight in matched:
-            weight.requires_grad_(False)
 
 
 def _store_frozen_in_bf16(model: nn.Module) -> None:

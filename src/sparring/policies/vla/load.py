@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.policies.patterns import freeze
 from sparring.policies.vla import parts
 from sparring.policies.vla.fit import Fit, load_into
 from sparring.policies.vla.interface import check_interface
@@ -48,7 +49,7 @@ def load_vla_model(
     check_interface(cls)
     with memory_told(f"loading '{model_path}'", 0, "policy.model_path"):
         model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
-        parts.freeze(model, frozen)
+        freeze(model, frozen)
         if dtype is not None:
             model.to(parts.dtype_of(dtype))
         parts.place(model, device_map)

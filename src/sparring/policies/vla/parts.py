@@ -1,13 +1,12 @@
 """Parts of a model, told by patterns of their names: which learn, in what dtype, on which device."""
 
-import difflib
-import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.policies.patterns import matching
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -16,26 +15,6 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype '{name}' is not known; expected {' or '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
-    """The names that a pattern means: `vision` is all below it, `*.bias` all that end so. Each must mean some."""
-    names, found = list(names), {}
-    for pattern in patterns:
-        means = [n for n in names if n == pattern or n.startswith(f"{pattern}.") or fnmatch.fnmatchcase(n, pattern)]
-        if not means:
-            parts = sorted({".".join(n.split(".")[:depth]) for n in names for depth in range(1, n.count(".") + 2)})
-            near = difflib.get_close_matches(pattern.strip("*."), parts, n=3)
-            there = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(_tops(names))}"
-            raise UserError(f"policy.{key}: '{pattern}' matches nothing in the model; {there}")
-        found |= dict.fromkeys(means)
-    return list(found)
-
-
-def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    named = dict(model.named_parameters())
-    for name in matching(named, patterns, "frozen"):
-        named[name].requires_grad_(False)
 
 
 def cast(model: nn.Module, dtype: str) -> None:
@@ -60,7 +39,7 @@ def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:
     modules = dict(model.named_modules())
     for pattern, name in devices.items():
         device = _device(name)
-        means = matching([n for n in modules if n], [pattern], "device_map")
+        means = matching([n for n in modules if n], [pattern], "policy.device_map")
         # the outermost of them: what is below goes along
         for part in (n for n in means if not any(n.startswith(f"{other}.") for other in means)):
             _pin(modules[part], part, device)
@@ -115,7 +94,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"policy.device_map: '{name}', but torch sees {torch.cuda.device_count()} GPUs")
     return device
-
-
-def _tops(names: list[str]) -> list[str]:
-    return sorted({name.split(".")[0] for name in names})

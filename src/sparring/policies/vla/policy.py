@@ -12,6 +12,7 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, fit_all
+from sparring.policies.patterns import matching
 from sparring.policies.policy import Policy, executed_mask
 from sparring.policies.vla import parts
 from sparring.policies.vla.drawing import Drawing
@@ -40,7 +41,7 @@ class VLAPolicy(Policy):
         self.in_keys = self.observations.in_keys
         # by name: an algorithm may let them rest, and they are the critic's still
         learning = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.critic_names = parts.matching(learning, config.critic_parts, "critic_parts")
+        self.critic_names = matching(learning, config.critic_parts, "policy.critic_parts")
 
     # ---- Policy
 

@@ -7,6 +7,8 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.policies.configs import CriticConfig, DenoisingConfig
+from sparring.policies.lora import adapt
+from sparring.policies.patterns import freeze
 from sparring.policies.vla import parts
 from sparring.policies.vla.interface import check_interface, denoises
 from sparring.policies.vla.load import class_of, load_vla_model
@@ -41,14 +43,11 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
         frozen=config.frozen,
         usual=_sizes(spec, steps, observations),
     )
-    if config.lora_r:
-        from sparring.policies.lora import adapt
-
-        # a value head learns in full
-        saved = (*config.modules_to_save, *config.critic_parts)
-        adapt(model, config.model_copy(update={"modules_to_save": saved}))
-        # adapters of frozen parts, too
-        parts.freeze(model, config.frozen)
+    # a value head learns in full
+    whole = (*config.modules_to_save, *config.critic_parts) if config.lora_r else config.modules_to_save
+    adapt(model, config.model_copy(update={"modules_to_save": whole}))
+    # adapters of frozen parts, too
+    freeze(model, config.frozen)
     parts.cast(model, config.dtype)
     parts.place(model, config.device_map)
     own = getattr(model, "action_dim", None)
