@@ -159,7 +159,10 @@ def evaluate(
 def evaluate_config(config: Config, policy: Policy, device, greedy: bool = True, films: int = 0) -> Evaluation:
     """An evaluation as a run's config asks for it, in an env of its own."""
     episodes, rollout = config.evaluation.episodes, config.rollout
-    env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
+    # as many of each task
+    tasks = len(getattr(config.env, "task", ())) or 1
+    robots = -(-rollout.n_envs // tasks) * tasks
+    env = make_env(config.env, robots, rollout.max_episode_steps, device)
     try:
         baseline = config.evaluation.baseline
         return evaluate(policy, env, episodes, config.seed, rollout.action_steps, greedy, baseline, films)

@@ -28,7 +28,8 @@ def mistakes_of_settings(config: Any) -> list[tuple[str, str]]:
         holds = f"holds less than one decision of each of the {robots} robots"
         found.append(("buffer.size", f"{holds}; expected >= {robots}, or a smaller rollout.n_envs"))
     tasks = len(getattr(config.env, "task", ()))
-    if tasks > 1 and robots % tasks:
+    # where no robot acts, an evaluation takes as many as it needs
+    if tasks > 1 and robots % tasks and config.phase != "imitate":
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         found.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
     if getattr(config.policy, "memory_size", 0):

@@ -1,4 +1,4 @@
-"""Tasks with a cube: push it, lift it, put it on something."""
+"""Tasks with cubes: push one, lift it, put it on something."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from sparring.envs.tabletop.task import Sector, Situation, Start, Task, arm_near
 
 RED_CUBE = Block("red_cube", RED)
 BLUE_CUBE = Block("blue_cube", BLUE)
+COLOURS = {"red": RED_CUBE, "blue": BLUE_CUBE, "green": Block("green_cube", GREEN)}
 # as high as a third of the cube, which therefore cannot be pushed onto it
 BLUE_PLATE = Block("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)
 # where a hand that points down can touch the table, with a little room to spare
@@ -66,7 +67,7 @@ class Push(Task):
 
 @dataclass(frozen=True)
 class Lift(Task):
-    """Grasp the cube and hold it 6 cm or more above where it stood."""
+    """Grasp the first cube and hold it 6 cm or more above where it stood, whatever stands beside it."""
 
     name: str
     cube: Sector
@@ -82,12 +83,15 @@ class Lift(Task):
     max_episode_steps: int = 50
     hold: int = 5
     height: float = 0.06
+    # metres between cubes: the open fingers fit in
+    apart: float = 0.10
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
-        cube = resting(RED_CUBE, self.cube.draw(rng), rng, self.yaw)
+        points = points_apart(rng, self.cube, len(self.scene.objects), self.apart)
+        cubes = np.stack([resting(RED_CUBE, point, rng, self.yaw) for point in points])
         # a goal a little higher than asked for: being just there is enough
-        return Start(arm, cube[:3] + [0.0, 0.0, self.height + 0.02], cube[None])
+        return Start(arm, cubes[0, :3] + [0.0, 0.0, self.height + 0.02], cubes)
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         cube = now.objects[:, 0]
@@ -144,6 +148,20 @@ class PutOn(Task):
         return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), self.scene.objects[1].name: below}
 
 
+def pick(name: str, cubes: Sector, yaw: float, noise: float) -> Lift:
+    """Lift the cube whose colour the name says. All three are on the table whatever is asked: only words tell."""
+    colour = name.split("_")[1]
+    others = [cube for other, cube in COLOURS.items() if other != colour]
+    instructions = (
+        f"lift the {colour} cube",
+        f"pick up the {colour} cube",
+        f"grasp the {colour} block and raise it",
+        f"take the {colour} one off the table",
+    )
+    scene = Scene((COLOURS[colour], *others), marker=None)
+    return Lift(name, cubes, yaw, noise, scene, instructions)
+
+
 def place(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
     instructions = (
         "put the red cube on the blue plate",
@@ -171,6 +189,15 @@ def two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tupl
     while True:
         points = np.stack([one.draw(rng), other.draw(rng)])
         if apart[0] <= np.hypot(*(points[1] - points[0])) <= apart[1]:
+            return points
+
+
+def points_apart(rng: np.random.Generator, sector: Sector, count: int, apart: float) -> np.ndarray:
+    """`[count, 2]`: points of a sector, each at least so far from the others."""
+    while True:
+        points = np.stack([sector.draw(rng) for _ in range(count)])
+        gaps = np.linalg.norm(points[:, None] - points, axis=-1) + np.diag(np.full(count, np.inf))
+        if gaps.min() >= apart:
             return points
 
 

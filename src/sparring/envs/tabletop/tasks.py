@@ -12,12 +12,14 @@ from sparring.envs.tabletop.button import Button
 from sparring.envs.tabletop.drawer import Drawer
 from sparring.envs.tabletop.dual import Area, Handover, LiftTray
 from sparring.envs.tabletop.explore import Explore
-from sparring.envs.tabletop.manipulate import REACHABLE, Lift, Push, place, stack
+from sparring.envs.tabletop.manipulate import COLOURS, REACHABLE, Lift, Push, pick, place, stack
 from sparring.envs.tabletop.reach import Reach
 from sparring.envs.tabletop.task import WIDE, Sector, Task
 from sparring.errors import UserError
 
 NARROW, WIDER = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35)
+# room for three cubes
+ROW = Sector(0.25, 0.31, 30)
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -31,6 +33,9 @@ TASKS: dict[str, Task] = {
         Lift("lift_d0", NARROW, yaw=0, joint_noise=0.02),
         Lift("lift_d1", WIDER, yaw=20, joint_noise=0.05),
         Lift("lift_d2", WIDE, yaw=45, joint_noise=0.05),
+        *(pick(f"pick_{colour}_d0", ROW, yaw=0, noise=0.02) for colour in COLOURS),
+        *(pick(f"pick_{colour}_d1", WIDER, yaw=20, noise=0.05) for colour in COLOURS),
+        *(pick(f"pick_{colour}_d2", WIDE, yaw=45, noise=0.05) for colour in COLOURS),
         place("place_d0", NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, noise=0.02),
         place("place_d1", WIDER, WIDER, apart=(0.12, 0.25), yaw=20, noise=0.05),
         place("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, noise=0.05),

@@ -1,0 +1,180 @@
+"""Three stages that several benchmarks go through: experts record demonstrations, a policy imitates them, RL fine-tunes it.
+
+A benchmark says what its problems are and how a policy is judged; here is what they do alike. A run that is cut short
+goes on from its last checkpoint. Judging does not count as training.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RUNS = Path(__file__).parent / "runs"
+# of an update, what is printed
+TOLD = ("success_rate", "approx_kl", "explained_variance")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tasks, what their policy sees, how many demonstrations each has, and how long RL goes on."""
+
+    tasks: tuple[str, ...]
+    env: list[str]
+    demonstrations: int
+    steps: int
+    evaluate_every: int = 250_000
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One problem with one seed; `judge(policy, config)` gives what is kept of a policy."""
+
+    name: str
+    problem: Problem
+    # of the two stages that learn, in configs/
+    imitation: str
+    finetuning: str
+    judge: Callable
+    seed: int
+    folder: Path
+    minutes: float
+    threads: int
+    device: str
+    changes: list[str]
+
+    def run(self) -> dict:
+        import torch
+
+        torch.set_num_threads(1)
+        log = self.folder / "judged.json"
+        record = json.loads(log.read_text()) if log.is_file() else {"seconds": 0.0, "curve": []}
+        if "imitated" not in record:
+            self._imitate(record)
+            report.write_json(log, record)
+        about = {"problem": self.name, "seed": self.seed, "commit": report.commit()}
+        about |= {"hardware": report.device(self.device), "threads": self.threads}
+        done = self.minutes > 0 and self._fine_tune(record)
+        return about | {"demonstrations": self.problem.demonstrations, "done": done} | record
+
+    def _record(self) -> list[Path]:
+        """Demonstrations of a seed of their own, so that each run imitates others."""
+        return [self._demonstrate(task) for task in self.problem.tasks]
+
+    def _demonstrate(self, task: str) -> Path:
+        demos = self.folder / ("demos" if len(self.problem.tasks) == 1 else f"demos_{task}")
+        if not (demos / "meta" / "info.json").is_file():
+            command = [sys.executable, "-m", "sparring", "demos", task, "--output", str(demos), "--workers", "1"]
+            settings = ["env.control_mode=delta_ee_pos", "env.threads=1", *self.problem.env]
+            count = ["--episodes", str(self.problem.demonstrations), "--seed", str(self.seed)]
+            subprocess.run([*command, *count, *settings], check=True)
+        return demos
+
+    def _load(self, name: str, fixed: list[str], not_for: tuple[str, ...]):
+        from sparring.config_text import parse_overrides, read_settings
+        from sparring.inherit import with_inherited
+        from sparring.tree import load_config
+
+        machine = [f"seed={self.seed}", f"device={self.device}", "threads=1", f"env.threads={self.threads}"]
+        changes = [change for change in self.changes if not change.startswith(not_for)]
+        settings = read_settings(CONFIGS / name) + parse_overrides([*fixed, *machine, *changes])
+        return load_config(None, with_inherited(settings))
+
+    def _imitate(self, record: dict) -> None:
+        from sparring.run import Run
+
+        demos = ",".join(str(folder) for folder in self._record())
+        fixed = [f"imitate.demos=[{demos}]", f"output={self.folder / 'imitate'}"]
+        run = Run(self._load(self.imitation, fixed, ("ppo.", "rollout.n", "env.reward")), quiet=True)
+        started = time.perf_counter()
+        run.run()
+        record["imitation_seconds"] = round(time.perf_counter() - started, 1)
+        record["imitated"] = self.judge(run.phase.model, run.config)
+        self._tell(f"imitated: {record['imitated']}")
+
+    def _fine_tune(self, record: dict) -> bool:
+        """Until the last step or out of time; whether it is done."""
+        from sparring.run import Run
+
+        every = self.problem.evaluate_every
+        fixed = [f"pretrained={self.folder / 'imitate'}", f"output={self.folder / 'finetune'}"]
+        fixed.append(f"training.total_timesteps={self.problem.steps}")
+        run = Run(self._load(self.finetuning, fixed, ("imitate.",)), quiet=True)
+        progress, deadline = run.phase.progress, time.time() + 60 * self.minutes
+        while run.fraction < 1 and time.time() < deadline:
+            started = time.perf_counter()
+            metrics = run.phase.step(run.fraction)
+            record["seconds"] += time.perf_counter() - started
+            self._tell(f"{progress.env_steps:,} { {k: round(metrics[k], 4) for k in TOLD if k in metrics} }")
+            due = (record["curve"][-1]["steps"] if record["curve"] else 0) // every + 1
+            if progress.env_steps >= due * every or run.fraction >= 1:
+                point = {"steps": progress.env_steps, "seconds": round(record["seconds"], 1)}
+                record["curve"].append(point | self.judge(run.phase.policy, run.config))
+                self._tell(record["curve"][-1])
+                run.save()
+                report.write_json(self.folder / "judged.json", record)
+        run.save()
+        report.write_json(self.folder / "judged.json", record)
+        record["steps"] = progress.env_steps
+        return run.fraction >= 1
+
+    def _tell(self, what) -> None:
+        print(f"{self.name} seed {self.seed}: {what}", flush=True)
+
+
+def flags(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop RL after this long; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--threads", type=int, default=1, help="of the simulator; results do not depend on it")
+    parser.add_argument("--device", default="cpu", help="where the networks compute: cpu or cuda")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    return parser
+
+
+def go(args, kind: str, name: str, problem: Problem, configs: tuple[str, str], judge: Callable, results: Path) -> None:
+    """Run one problem as the flags say, and keep what came out if it is done and nothing was tried."""
+    folder = args.runs / "_".join([kind, name, f"seed{args.seed}", *args.set])
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = Stages(
+        name, problem, *configs, judge, args.seed, folder, args.minutes, args.threads, args.device, args.set
+    )
+    outcome = stages.run()
+    if not outcome["done"]:
+        print("not done yet, so not kept: the same call goes on (with more --minutes)")
+    elif not args.set:
+        report.keep_run(results, RUNS, outcome)
+
+
+def tell(results: Path, summary: Callable) -> None:
+    if not results.is_file():
+        print(f"nothing is known yet: {results.name} comes with the first run")
+    else:
+        print(summary(json.loads(results.read_text())["runs"]))
+
+
+def play(policy, config, episodes: int, greedy: bool) -> list:
+    """Held-out episodes, the same ones every time."""
+    from sparring.envs.make import make_env
+    from sparring.evaluate import play as play_in
+
+    # a multiple of 1, 2 and 3 tasks
+    env = make_env(config.env, num_envs=48, device=next(policy.parameters()).device)
+    played, _ = play_in(policy, env, episodes, config.seed, config.rollout.action_steps, greedy=greedy)
+    env.close()
+    return played
+
+
+def rate(episodes: list) -> dict:
+    from sparring.evaluate import wilson
+
+    found = wilson(sum(episode.success for episode in episodes), len(episodes))
+    return {"success": found.rate, "low": round(found.low, 4), "high": round(found.high, 4)}
