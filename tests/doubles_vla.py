@@ -81,6 +81,14 @@ class Samples(Plain):
         return actions, distribution.log_prob(actions).sum(-1)
 
 
+class OneCamera(Samples):
+    """Sees one camera of 32 pixels."""
+
+    def __init__(self, action_dim: int, proprio_dim: int):
+        super().__init__(action_dim, proprio_dim)
+        self.vision = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16))
+
+
 class Sized(Samples):
     """Says how many numbers its actions have."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparring.envs.configs import GymConfig
+from sparring.lora_configs import LoraConfig
 from sparring.policies.configs import FlowConfig
 from sparring.policies.pi0_configs import PI0PolicyConfig
 from sparring.tree import TREE, Config
@@ -54,6 +55,9 @@ READS = reads()
 
 
 def is_read(section: str, field: str) -> bool:
+    if section == "world_model" and field in LoraConfig.model_fields:
+        # policies.lora reads them for whoever has them
+        section = "policy"
     if not section:
         # the tree's own properties read them from self
         return any(attribute == field and owner == "config" for _, owner, attribute in READS) or (

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.lora_configs import LoraConfig
 from sparring.policies.lora import adapt, adapter_weights, load_adapters, merge, save_adapters
-from sparring.policies.lora_configs import LoraConfig
 
 
 class Net(nn.Module):

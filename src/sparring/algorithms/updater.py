@@ -53,7 +53,10 @@ class Updater:
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
     def state_dict(self) -> dict:
-        reference = None if self.reference is None else self.reference.state_dict()
+        reference = None
+        if self.reference is not None:
+            shared = {name for name, weight in self.policy.named_parameters() if not weight.requires_grad}
+            reference = {name: w for name, w in self.reference.state_dict().items() if name not in shared}
         return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "reference": reference}
 
     def load_state_dict(self, state: dict) -> None:
@@ -62,7 +65,7 @@ class Updater:
         # PPO had none in older checkpoints
         if state.get("reference") is not None:
             self.reference = _frozen(self.policy)
-            self.reference.load_state_dict(state["reference"])
+            self.reference.load_state_dict(self.policy.state_dict() | state["reference"])
 
     # ---- for subclasses
 
@@ -239,7 +242,9 @@ def valid_rows(flat: TensorDict) -> torch.Tensor:
 
 
 def _frozen(policy: Policy) -> Policy:
-    return copy.deepcopy(policy).requires_grad_(False).eval()
+    """As it is now. What does not learn is shared: beside a VLA with LoRA it takes the room of the adapters only."""
+    shared = {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
+    return copy.deepcopy(policy, shared).requires_grad_(False).eval()
 
 
 def gather(columns: dict, index: torch.Tensor) -> TensorDict:

@@ -80,6 +80,8 @@ def _differences(folder: Path, trained: dict, section: str, config, env: Env) ->
     if trained["phase"] not in phases:
         return [f"it was made by `sparring train {trained['phase']}`; {what} come of `sparring train {phases[0]}`"]
     now = {f"{section}.{key}": v for key, v in flatten(getattr(config, section).model_dump(mode="json")).items()}
+    # a key that there was not at that time is not held against it: weights are loaded strictly
+    now = {key: value for key, value in now.items() if key in trained}
     now["rollout.action_steps"] = config.rollout.action_steps
     now |= {f"env.{key}": getattr(env.config, key) for key in SAME_MEANING if hasattr(env.config, key)}
     found = [f"{key} was {trained.get(key)} and is {value}" for key, value in now.items() if trained.get(key) != value]

@@ -51,6 +51,8 @@ class Teacher:
         """`decisions` of each robot between two updates; episodes are kept under `folder`."""
         if not env.spec.max_episode_steps:
             raise UserError("teacher learns from whole episodes, and these have no end; set rollout.max_episode_steps")
+        # it foretells without dropout, from the first update on
+        model.eval()
         self.config, self.env, self.model, self.learner = config, env, model, learner
         self.distributed, self.seed = distributed, seed
         self.decisions, self.bptt_length = decisions, bptt_length

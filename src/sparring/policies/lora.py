@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.policies.lora_configs import LoraConfig
+from sparring.lora_configs import LoraConfig
 from sparring.policies.patterns import matching, means
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -23,16 +23,16 @@ _WEIGHTS = "adapter_model.safetensors"
 _ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
 
 
-def adapt(module: nn.Module, config: LoraConfig) -> None:
+def adapt(module: nn.Module, config: LoraConfig, section: str = "policy") -> None:
     """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; nothing with lora_r=0.
 
-    Adapters and what learns in full are float32, whatever the frozen weights are.
+    Adapters and what learns in full are float32, whatever the frozen weights are. `section`: where the config is.
     """
     if not config.lora_r:
-        _refuse_unread(config)
+        _refuse_unread(config, section)
         return
-    whole = _whole_parts(module, config.modules_to_save)
-    targets = _targets(module, config.lora_targets, whole)
+    whole = _whole_parts(module, config.modules_to_save, section)
+    targets = _targets(module, config.lora_targets, whole, section)
     adapters = _peft().LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -100,24 +100,24 @@ def load_adapters(module: nn.Module, folder: str | Path) -> None:
 # ---- which layers
 
 
-def _whole_parts(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+def _whole_parts(module: nn.Module, patterns: tuple[str, ...], section: str = "policy") -> list[str]:
     """Parts that learn in full, without those that are inside of another one of them."""
     names = [name for name, _ in module.named_modules() if name]
-    found = matching(names, patterns, "policy.modules_to_save")
+    found = matching(names, patterns, f"{section}.modules_to_save")
     whole = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     for name in whole:
         if not any(True for _ in module.get_submodule(name).parameters()):
-            raise UserError(f"policy.modules_to_save: '{name}' has no weights that could learn")
+            raise UserError(f"{section}.modules_to_save: '{name}' has no weights that could learn")
     return whole
 
 
-def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str]) -> list[str]:
+def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], section: str) -> list[str]:
     # a MultiheadAttention reads the weights of its layers without calling them: adapters there would do nothing
     closed = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention))
     closed += tuple(f"{name}." for name in whole)
     kinds = {name: part for name, part in module.named_modules() if name and isinstance(part, _ADAPTABLE)}
     if patterns:
-        wanted = matching([name for name, _ in module.named_modules() if name], patterns, "policy.lora_targets")
+        wanted = matching([name for name, _ in module.named_modules() if name], patterns, f"{section}.lora_targets")
         named = [name for name in wanted if name in kinds]
         # a part that is meant as a whole means its linear layers
         found = [n for n in named if isinstance(kinds[n], nn.Linear) or any(means(p, n) for p in patterns)]
@@ -125,11 +125,11 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str]) -> 
         found = [name for name, part in kinds.items() if isinstance(part, nn.Linear)]
     targets = [name for name in found if not f"{name}.".startswith(closed)]
     if not targets:
-        given = f"policy.lora_targets={list(patterns)}" if patterns else "policy.lora_r"
+        given = f"{section}.lora_targets={list(patterns)}" if patterns else f"{section}.lora_r"
         raise UserError(
             f"{given}: there is no layer that takes adapters among these (Linear, Embedding, Conv; not within a "
             "MultiheadAttention or a part of modules_to_save); name others, or have parts learn in full: "
-            "policy.modules_to_save"
+            f"{section}.modules_to_save"
         )
     return targets
 
@@ -192,9 +192,10 @@ def _peft():
     return peft
 
 
-def _refuse_unread(config: LoraConfig) -> None:
+def _refuse_unread(config: LoraConfig, section: str) -> None:
     for name in ("lora_targets", "modules_to_save"):
         if getattr(config, name):
             raise UserError(
-                f"policy.{name}={list(getattr(config, name))} is not read without LoRA; set policy.lora_r, e.g. 16"
+                f"{section}.{name}={list(getattr(config, name))} is not read without LoRA; set {section}.lora_r, "
+                "e.g. 16"
             )

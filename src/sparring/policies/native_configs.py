@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from sparring.lora_configs import LoraConfig
 from sparring.policies.configs import CriticConfig, DenoisingConfig
-from sparring.policies.lora_configs import LoraConfig
 
 
 class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):

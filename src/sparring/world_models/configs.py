@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from sparring.config import Section
+from sparring.lora_configs import LoraConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
@@ -16,7 +16,7 @@ PRESETS = {
 }
 
 
-class TokenWorldModelConfig(Section):
+class TokenWorldModelConfig(LoraConfig):
     """Frames as discrete tokens, foretold by an ensemble of transformers with a recurrent memory."""
 
     name: str = Field("token", description="which world model: token, or your.module:Class")
@@ -39,6 +39,11 @@ class TokenWorldModelConfig(Section):
     memory_channels: int | None = Field(
         None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
     )
+    trunk: str | None = Field(
+        None,
+        description="folder of a native VLA or of transformers' pi0, whose transformer takes the place of the block "
+        "that all members share; null: a block of its own; lora_* is for this one",
+    )
     remembers: bool = Field(
         True, description="false: every decision is met with an empty memory, to see what a memory is worth"
     )
@@ -50,6 +55,17 @@ class TokenWorldModelConfig(Section):
         ("head",), description="cameras that an explorer does without, so that the memory must at times as well"
     )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of the networks; losses are always fp32")
+
+    @field_validator("trunk")
+    @classmethod
+    def _adapted(cls, trunk: str | None, info: ValidationInfo) -> str | None:
+        given = [name for name in ("lora_r", "lora_targets", "modules_to_save") if info.data.get(name)]
+        if given and trunk is None:
+            raise ValueError(
+                f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none; give the folder "
+                "of one as world_model.trunk, or leave it out (of a policy it is policy.lora_r)"
+            )
+        return trunk
 
 
 def with_preset(config: TokenWorldModelConfig) -> TokenWorldModelConfig:

@@ -26,7 +26,8 @@ class Trunk(nn.Module):
         self.slots, self.memory_channels = patches + REGISTERS, memory_channels
         self.registers = nn.Parameter(torch.randn(REGISTERS, width) * 0.3)
         self.remembered = nn.Linear(memory_channels, width)
-        self.block = Attention(width, heads)
+        # or a VLA's transformer instead (vla_trunk.py)
+        self.block: nn.Module = Attention(width, heads)
         self.norm = nn.LayerNorm(width)
         self.gru = nn.GRUCell(width, memory_channels)
         with torch.no_grad():

@@ -18,6 +18,7 @@ from sparring.world_models.decisions import DecisionEncoder
 from sparring.world_models.dynamics import Member, Trunk
 from sparring.world_models.layers import PATCH, SIDE, merge_cells
 from sparring.world_models.tokenizers import make_tokenizer, picture_loss
+from sparring.world_models.vla_trunk import VLATrunk
 from sparring.world_models.world_model import WorldModel
 
 # of the windows, how many each member learns from: those it leaves out make it differ from the others
@@ -55,6 +56,8 @@ class TokenWorldModel(WorldModel):
         # what is seen of a camera that is masked
         self.unseen = nn.Parameter(torch.randn(width) * 0.3)
         self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
+        if config.trunk is not None:
+            self.trunk.block = VLATrunk(config, width)
         self.memory_size = self.trunk.memory_size
         outputs = self.tokenizer.quantizer.digits * self.tokenizer.quantizer.values
         # the state's change, the reward, and whether the episode ends or succeeds
@@ -83,7 +86,7 @@ class TokenWorldModel(WorldModel):
 
     def learning(self) -> list[nn.Parameter]:
         of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
-        return [p for p in self.parameters() if (id(p) in of_tokens) == self.learns_tokens]
+        return [p for p in self.parameters() if p.requires_grad and (id(p) in of_tokens) == self.learns_tokens]
 
     def eagerness(self) -> float:
         if not self.learns_tokens:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import safetensors
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from sparring.errors import UserError
 from sparring.policies.native.convert import Weights, from_transformers
@@ -26,8 +27,8 @@ def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | N
         shutil.copyfile(Path(tokenizer) / TOKENIZER, folder / TOKENIZER)
 
 
-def read_model(folder: str | Path) -> tuple[Weights, Sizes]:
-    """Of a folder that `save_model` wrote, or that transformers saved a pi0 to."""
+def read_model(folder: str | Path, key: str = "policy.model_path") -> tuple[Weights, Sizes]:
+    """Of a folder that `save_model` wrote, or that transformers saved a pi0 to. `key`: what it was given as."""
     path = Path(folder).expanduser()
     if (path / _SIZES).is_file():
         return _read_own(path)
@@ -36,13 +37,12 @@ def read_model(folder: str | Path) -> tuple[Weights, Sizes]:
         kind = json.loads(config.read_text()).get("model_type")
         if kind != "pi0":
             raise UserError(
-                f"policy.model_path={folder} holds a model of type {kind!r}, expected 'pi0'; for another one see "
-                "policy.name=vla"
+                f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'; for another one see policy.name=vla"
             )
         return from_transformers(path)
     found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else "no such folder"
     raise UserError(
-        f"policy.model_path={folder}: neither {_SIZES} (a native VLA) nor {_THEIR_CONFIG} (transformers' pi0) is there "
+        f"{key}={folder}: neither {_SIZES} (a native VLA) nor {_THEIR_CONFIG} (transformers' pi0) is there "
         f"({found}); give a folder with one of them"
     )
 
@@ -59,7 +59,7 @@ def _read_own(path: Path) -> tuple[Weights, Sizes]:
         raise UserError(f"{path} is no whole checkpoint of a native VLA: {error}") from error
 
 
-def load_into(model: NativeModel, weights: Weights, folder: str) -> None:
+def load_into(model: nn.Module, weights: Weights, folder: str, key: str = "policy.model_path") -> None:
     """Strictly; a memory may be new."""
     own = model.state_dict()
     missing = [name for name in own if name not in weights and not name.startswith("memory_in.")]
@@ -72,5 +72,5 @@ def load_into(model: NativeModel, weights: Weights, folder: str) -> None:
     wrong = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
     told = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names]
     if told:
-        raise UserError(f"the weights in policy.model_path={folder} do not fit: {'; '.join(told)}")
+        raise UserError(f"the weights in {key}={folder} do not fit: {'; '.join(told)}")
     model.load_state_dict(weights, strict=False)

@@ -187,7 +187,10 @@ def _require(section: str, config, expected: dict) -> None:
 
 def _loaded(folder: str | Path):
     _, PI0 = _pi0()
-    model, report = PI0.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    try:
+        model, report = PI0.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    except OSError as error:
+        raise UserError(f"the pi0 in {folder} cannot be read: {str(error).splitlines()[0]}") from error
     # dit.embed_tokens is not used by anything
     missing = [name for name in report["missing_keys"] if not name.startswith("model.dit.embed_tokens")]
     if missing:

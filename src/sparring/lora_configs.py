@@ -1,4 +1,4 @@
-"""LoRA's part of the `policy` section. Torch-free."""
+"""LoRA's part of the `policy` and `world_model` sections. Torch-free."""
 
 from pydantic import Field
 
@@ -6,11 +6,13 @@ from sparring.config import Section
 
 
 class LoraConfig(Section):
-    """Low-rank adapters beside weights that stay as they are; part of the section of every pretrained policy."""
+    """Low-rank adapters beside weights that stay as they are; part of the section of everything pretrained."""
 
     lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: none, all weights learn")
     lora_alpha: float = Field(16.0, gt=0, description="adapters count lora_alpha / lora_r times")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="before the adapters, while imitating only")
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="before the adapters; of a policy while it imitates, never in RL"
+    )
     lora_targets: tuple[str, ...] = Field(
         (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
     )
