@@ -1,4 +1,4 @@
-"""Three stages that several benchmarks go through: experts record demonstrations, a policy imitates them, RL fine-tunes it.
+"""Stages that several benchmarks go through: experts record demonstrations, a policy imitates them, RL fine-tunes it.
 
 A benchmark says what its problems are and how a policy is judged; here is what they do alike. A run that is cut short
 goes on from its last checkpoint. Judging does not count as training.

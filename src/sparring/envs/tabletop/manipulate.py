@@ -83,12 +83,13 @@ class Lift(Task):
     max_episode_steps: int = 50
     hold: int = 5
     height: float = 0.06
-    # metres between cubes: the open fingers fit in
+    # where the scene's other objects stand, and metres between them all: the open fingers fit in
+    others: tuple[Sector, ...] = ()
     apart: float = 0.10
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
-        points = points_apart(rng, self.cube, len(self.scene.objects), self.apart)
+        points = points_apart(rng, (self.cube, *self.others), self.apart)
         cubes = np.stack([resting(RED_CUBE, point, rng, self.yaw) for point in points])
         # a goal a little higher than asked for: being just there is enough
         return Start(arm, cubes[0, :3] + [0.0, 0.0, self.height + 0.02], cubes)
@@ -148,18 +149,22 @@ class PutOn(Task):
         return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), self.scene.objects[1].name: below}
 
 
-def pick(name: str, cubes: Sector, yaw: float, noise: float) -> Lift:
-    """Lift the cube whose colour the name says. All three are on the table whatever is asked: only words tell."""
+def pick(name: str, cubes: dict[str, Sector], yaw: float, noise: float) -> Lift:
+    """Lift the cube whose colour the name says. All are on the table whatever is asked: only words tell.
+
+    `cubes`: colour -> where that cube stands.
+    """
     colour = name.split("_")[1]
-    others = [cube for other, cube in COLOURS.items() if other != colour]
     instructions = (
         f"lift the {colour} cube",
         f"pick up the {colour} cube",
         f"grasp the {colour} block and raise it",
         f"take the {colour} one off the table",
     )
-    scene = Scene((COLOURS[colour], *others), marker=None)
-    return Lift(name, cubes, yaw, noise, scene, instructions)
+    others = [other for other in cubes if other != colour]
+    scene = Scene((COLOURS[colour], *(COLOURS[other] for other in others)), marker=None)
+    where = tuple(cubes[other] for other in others)
+    return Lift(name, cubes[colour], yaw, noise, scene, instructions, others=where)
 
 
 def place(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
@@ -192,11 +197,11 @@ def two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tupl
             return points
 
 
-def points_apart(rng: np.random.Generator, sector: Sector, count: int, apart: float) -> np.ndarray:
-    """`[count, 2]`: points of a sector, each at least so far from the others."""
+def points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: float) -> np.ndarray:
+    """`[k, 2]`: a point of each sector, at least so far from the others."""
     while True:
-        points = np.stack([sector.draw(rng) for _ in range(count)])
-        gaps = np.linalg.norm(points[:, None] - points, axis=-1) + np.diag(np.full(count, np.inf))
+        points = np.stack([sector.draw(rng) for sector in sectors])
+        gaps = np.linalg.norm(points[:, None] - points, axis=-1) + np.diag(np.full(len(points), np.inf))
         if gaps.min() >= apart:
             return points
 

@@ -79,24 +79,28 @@ class Task(Protocol):
 class Sector:
     """A part of a ring around an arm's base, on the table: where the arm reaches is such a ring."""
 
-    # metres from the axis of the base, and degrees to either side of straight ahead
+    # metres from the axis of the base, and degrees to either side of `ahead`, which is to the left of straight ahead
     near: float
     far: float
     degrees: float
     base: tuple[float, float, float] = ARM_BASE
+    ahead: float = 0.0
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """A point (x, y), uniform over the area."""
         radius = np.sqrt(rng.uniform(self.near**2, self.far**2))
-        angle = np.deg2rad(rng.uniform(-self.degrees, self.degrees))
+        angle = np.deg2rad(self.ahead + rng.uniform(-self.degrees, self.degrees))
         return np.array([self.base[0] + radius * np.cos(angle), self.base[1] + radius * np.sin(angle)])
 
     def holds(self, point: np.ndarray) -> bool:
         x, y = point[0] - self.base[0], point[1] - self.base[1]
-        return self.near <= np.hypot(x, y) <= self.far and abs(np.arctan2(y, x)) <= np.deg2rad(self.degrees)
+        return self.near <= np.hypot(x, y) <= self.far and abs(np.arctan2(y, x) - np.deg2rad(self.ahead)) <= np.deg2rad(
+            self.degrees
+        )
 
     def __str__(self) -> str:
-        return f"{self.near:.2f}..{self.far:.2f} m from the base, +-{self.degrees:g} deg"
+        where = f"{self.ahead:g}" if self.ahead else ""
+        return f"{self.near:.2f}..{self.far:.2f} m from the base, {where}+-{self.degrees:g} deg"
 
 
 # in reach, and neither off the table nor in the arm's base

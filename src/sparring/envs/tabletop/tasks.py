@@ -6,6 +6,7 @@ reach their handle of the tray, and 87 % of those, at any yaw, where the left ha
 not.
 """
 
+from dataclasses import replace
 from difflib import get_close_matches
 
 from sparring.envs.tabletop.button import Button
@@ -18,8 +19,9 @@ from sparring.envs.tabletop.task import WIDE, Sector, Task
 from sparring.errors import UserError
 
 NARROW, WIDER = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35)
-# room for three cubes
-ROW = Sector(0.25, 0.31, 30)
+# a place for each cube, or any for all
+ROW = {colour: replace(NARROW, ahead=ahead) for colour, ahead in zip(COLOURS, (25, 0, -25), strict=True)}
+ANY = {sector: dict.fromkeys(COLOURS, sector) for sector in (WIDER, WIDE)}
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -34,8 +36,8 @@ TASKS: dict[str, Task] = {
         Lift("lift_d1", WIDER, yaw=20, joint_noise=0.05),
         Lift("lift_d2", WIDE, yaw=45, joint_noise=0.05),
         *(pick(f"pick_{colour}_d0", ROW, yaw=0, noise=0.02) for colour in COLOURS),
-        *(pick(f"pick_{colour}_d1", WIDER, yaw=20, noise=0.05) for colour in COLOURS),
-        *(pick(f"pick_{colour}_d2", WIDE, yaw=45, noise=0.05) for colour in COLOURS),
+        *(pick(f"pick_{colour}_d1", ANY[WIDER], yaw=20, noise=0.05) for colour in COLOURS),
+        *(pick(f"pick_{colour}_d2", ANY[WIDE], yaw=45, noise=0.05) for colour in COLOURS),
         place("place_d0", NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, noise=0.02),
         place("place_d1", WIDER, WIDER, apart=(0.12, 0.25), yaw=20, noise=0.05),
         place("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, noise=0.05),
