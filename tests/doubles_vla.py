@@ -192,13 +192,6 @@ class Tied(Samples):
         self.readout.weight = self.words.weight
 
 
-class Hungry(Samples):
-    """Asks for more memory than there is."""
-
-    def evaluate_actions(self, observations, actions):
-        torch.empty(10**15)
-
-
 def config(model: str = "Samples", **settings) -> VLAConfig:
     keys = {"model_class": f"doubles_vla:{model}", "critic_parts": ("value_head",)}
     if model == "Flows":

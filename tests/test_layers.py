@@ -7,7 +7,18 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 LAYERS = [
-    {"contract", "config", "config_text", "errors", "resolve", "distributed", "normalize", "noise", "disk"},
+    {
+        "contract",
+        "config",
+        "config_text",
+        "errors",
+        "resolve",
+        "distributed",
+        "normalize",
+        "noise",
+        "disk",
+        "out_of_memory",
+    },
     {"envs", "policies", "data"},
     {"world_models"},
     {"rewards"},
