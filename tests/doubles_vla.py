@@ -1,64 +1,11 @@
 """VLA models small enough to know by heart, and an env that shows all they read."""
 
-from dataclasses import replace
-
-import numpy as np
 import torch
-from parity_cases import DIMS, STATE, Drifting
+from parity_cases import DIMS, STATE
 from torch import nn
+from vla_cases import INSTRUCTIONS, Flows, Plain, Samples, Seeing  # noqa: F401 (tests name them by this module)
 
 from sparring.policies.vla_configs import VLAConfig
-
-INSTRUCTIONS = ("push", "lift it")
-
-
-class Seeing(Drifting):
-    """Drifting, with two cameras, depth and instructions."""
-
-    def __init__(self, num_envs: int, padding: int = 0):
-        super().__init__(num_envs, padding)
-        more = {"image/head": ((3, 8, 8), "uint8"), "image/wrist": ((3, 8, 8), "uint8")}
-        more |= {"depth/head": ((1, 8, 8), "float32"), "task": ((), "int64")}
-        names = {"task_names": ("push", "lift"), "instructions": INSTRUCTIONS}
-        self.spec = replace(self.spec, observation=self.spec.observation | more, **names)
-
-    def _observe(self):
-        n, rng = self.num_envs, self.rng
-        images = {f"image/{name}": rng.integers(0, 256, (n, 3, 8, 8), np.uint8) for name in ("head", "wrist")}
-        depth = {"depth/head": rng.random((n, 1, 8, 8)).astype(np.float32)}
-        return super()._observe() | images | depth | {"task": rng.integers(0, 2, n)}
-
-
-class Plain(nn.Module):
-    """A normal around a linear function of all it is shown; draws inside forward."""
-
-    def __init__(self, action_dim: int = DIMS, proprio_dim: int = STATE, width: int = 16):
-        super().__init__()
-        self.vision = nn.Sequential(nn.Flatten(), nn.LazyLinear(width))
-        self.vision(torch.zeros(1, 2 * 3 * 8 * 8))
-        self.words = nn.Embedding(256, width)
-        self.joints = nn.Linear(proprio_dim, width)
-        self.mean = nn.Linear(width, action_dim)
-        self.log_std = nn.Parameter(torch.full((action_dim,), -0.5))
-        self.value_head = nn.Linear(width, 1)
-
-    def forward(self, observations):
-        return self.distribution(observations).sample()
-
-    def get_value(self, observations):
-        return self.value_head(self.features(observations).detach()).float()
-
-    def evaluate_actions(self, observations, actions):
-        distribution = self.distribution(observations)
-        return distribution.log_prob(actions).sum(-1), distribution.entropy().sum(-1)
-
-    def distribution(self, observations):
-        mean = self.mean(self.features(observations)).float()
-        return torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
-
-    def features(self, observations):
-        words = (self.words(observations["language"]) * observations["language_mask"][..., None]).sum(1)
-        return torch.tanh(self.vision(observations["rgb"]) + words + self.joints(observations["proprio"]))
 
 
 class Told(Plain):
@@ -67,18 +14,6 @@ class Told(Plain):
     def forward(self, observations, deterministic=False):
         distribution = self.distribution(observations)
         return distribution.mean if deterministic else distribution.sample()
-
-
-class Samples(Plain):
-    """Draws with the noise it is given, and gives the mean otherwise."""
-
-    def forward(self, observations):
-        return self.distribution(observations).mean
-
-    def sample(self, observations, noise):
-        distribution = self.distribution(observations)
-        actions = distribution.mean + distribution.stddev * torch.special.ndtri(noise)
-        return actions, distribution.log_prob(actions).sum(-1)
 
 
 class OneCamera(Samples):
@@ -124,25 +59,6 @@ class StepByStep(Samples):
 
     def sample(self, observations, noise):
         return super().sample(observations, noise)[0]
-
-
-class Flows(nn.Module):
-    """A flow head: the velocity is linear in the chunk, the time and the features."""
-
-    def __init__(self, action_dim: int, steps: int = 4, width: int = 16):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(STATE, width), nn.Tanh())
-        self.head = nn.Linear(width + action_dim + 1, action_dim)
-        self.steps = steps
-
-    def encode(self, observations):
-        features = self.trunk(observations["proprio"])
-        return features, features
-
-    def denoise(self, x, t, prefix):
-        steps = x.shape[1]
-        told = torch.cat([prefix, t[:, None]], -1)[:, None].expand(-1, steps, -1)
-        return self.head(torch.cat([x, told], -1))
 
 
 class Mute(Plain):
@@ -198,13 +114,6 @@ class Tied(Samples):
         super().__init__(action_dim, proprio_dim)
         self.readout = nn.Linear(16, 256, bias=False)
         self.readout.weight = self.words.weight
-
-
-class Hungry(Samples):
-    """Asks for more memory than there is."""
-
-    def evaluate_actions(self, observations, actions):
-        torch.empty(10**15)
 
 
 def config(model: str = "Samples", **settings) -> VLAConfig:

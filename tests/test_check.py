@@ -208,6 +208,25 @@ def test_a_broken_policy(capsys, name, said):
     assert list(wrong) == ["act and evaluate"] and wrong["act and evaluate"].startswith(said)
 
 
+def test_policies_that_a_name_does_not_make(capsys):
+    for name, words in (("vla", "policy.model_class=package.module:Class"), ("pi0", "policy.model_path=FOLDER")):
+        assert main(["check", name, *SMALL]) == 1
+        lines = lines_of(capsys)
+        assert list(lines) == ["policy"] and lines["policy"][0] == "FAIL"
+        assert f"'{name}' is not made by its name alone; write: sparring check {name} {words}" in lines["policy"][1]
+    assert main(["check", "vla", "policy.model_class=doubles_vla:Valueless", *SMALL]) == 1
+    wrong = failures(lines_of(capsys))
+    assert list(wrong) == ["policy"] and "does not have the interface of a VLA model" in wrong["policy"]
+
+
+def test_a_native_vla_has_fresh_weights_if_no_others_are_given(capsys):
+    assert main(["check", "native_vla", "env.cameras=[head]", "rollout.n_envs=2", "rollout.steps=4"]) == 0
+    lines = lines_of(capsys)
+    assert lines["policy"][1].startswith("native_vla: ") and lines["policy"][1].endswith(
+        " parameters, fresh weights (no policy.model_path)"
+    )
+
+
 def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
     assert main(["check", "tabletap"]) == 2
     error = capsys.readouterr().err

@@ -4,10 +4,18 @@ import ast
 from pathlib import Path
 
 import pytest
+import tiny_pi0
+import torch
+from parity_cases import METHODS
+from vla_cases import CHUNK, LORA, Seeing, flow, gaussian, native, pi0
 
+from sparring.collect.collector import Collector
+from sparring.data.rollout import RolloutBuffer
 from sparring.envs.configs import GymConfig
+from sparring.envs.env import Env
 from sparring.lora_configs import LoraConfig
 from sparring.policies.configs import FlowConfig
+from sparring.policies.make import make_policy
 from sparring.policies.pi0_configs import PI0PolicyConfig
 from sparring.tree import TREE, Config
 
@@ -82,3 +90,56 @@ def test_a_dead_field_is_noticed():
     assert not is_read("ppo", "image_size")
     assert not is_read("rollout", "clip_ratio")
     assert not is_read("", "clip_ratio_of_nobody")
+
+
+# ---- pretrained policies: three kinds with settings of the same names, so each is watched while it is used
+
+PRETRAINED = {"vla": (gaussian, flow), "pi0": (pi0,), "native_vla": (native,)}
+# some are read only where others say so
+USES = [METHODS["flow_sde"], METHODS["mdp_sde"], METHODS["flow_noise"], LORA]
+
+
+def watched(config, read: set[str]):
+    """The same settings; whichever of them is looked at is added to `read`."""
+
+    class Watched(type(config)):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    return Watched.model_construct(**dict(config))
+
+
+def use(config) -> None:
+    """Is made, acts, is scored, imitates."""
+    torch.manual_seed(0)
+    env, buffer = Env(Seeing(2)), RolloutBuffer(2)
+    policy = make_policy(config, env.spec, CHUNK).eval()
+    Collector(env, policy, seed=0, chunk=CHUNK).collect(buffer)
+    rows = buffer.get()
+    policy.evaluate(rows)
+    rows["action"] = rows["action"][:, :1].repeat(1, policy.horizon, 1)
+    rows["valid"] = torch.ones(len(rows), policy.horizon, dtype=torch.bool)
+    policy.train().imitation_loss(rows, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_pretrained_policy_reads_each_of_its_settings(name, tmp_path):
+    checkpoint, read = tiny_pi0.write(tmp_path), set()
+    for make in PRETRAINED[name]:
+        for settings in USES:
+            # a model without a flow head refuses the settings of one
+            if make is not gaussian or settings is LORA:
+                config = make(checkpoint, **settings)
+                use(watched(config, read))
+    assert config.name == name
+    dead = [field for field in type(config).model_fields if field not in read]
+    assert not dead, f"nothing reads policy.{', policy.'.join(dead)} of {name}; use it where it belongs or delete it"
+
+
+def test_a_dead_setting_of_a_pretrained_policy_is_noticed(tmp_path):
+    read = set()
+    use(watched(native(tmp_path), read))
+    assert {"vision_width", "text_tokens", "lora_r"} <= read
+    # only with LoRA, and only by another kind
+    assert "lora_dropout" not in read and "attention" not in read

@@ -18,6 +18,7 @@ LAYERS = [
         "noise",
         "disk",
         "lora_configs",
+        "out_of_memory",
     },
     {"envs", "policies", "data"},
     {"world_models"},

@@ -12,7 +12,6 @@ from doubles_vla import INSTRUCTIONS, Seeing, Sized, config
 from parity_cases import DIMS, REPLAY, STATE, gate
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
-from torch import nn
 
 from sparring import load_policy
 from sparring.algorithms.configs import PPOConfig
@@ -24,7 +23,6 @@ from sparring.data.rollout import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.make import make_policy
-from sparring.policies.vla.memory import OutOfMemory, memory_told
 from sparring.policies.vla.policy import VLAPolicy
 from sparring.tree import load_config
 
@@ -395,33 +393,6 @@ def test_settings_that_would_not_be_read():
     assert "policy.critic_parts: 'vale_head' matches no part of the model; nearest: value_head" in sentence(
         critic_parts=("vale_head",)
     )
-
-
-def test_out_of_memory_says_what_to_lower():
-    with pytest.raises(OutOfMemory) as caught:
-        policy = made("Hungry", frozen=("vision",))
-        policy.evaluate(seen().set("action", torch.zeros(6, 1, DIMS)))
-    told = str(caught.value)
-    assert told.startswith("out of memory while scoring: 3.64e+03 TiB more were asked for; the weights take ")
-    assert "Set ppo.micro_batch_size from 6 to at most 3; or policy.precision=bf16" in told
-    assert "policy.dtype=bf16, 12 KiB less of frozen weights" in told and "policy.lora_r=8 or policy.frozen" in told
-
-
-def test_how_much_less_follows_from_what_was_free():
-    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
-    message = (
-        "CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 100.00 MiB"
-        " is free. Of the allocated memory 104.00 MiB is allocated by PyTorch, and 1.00 MiB is reserved"
-    )
-    with pytest.raises(OutOfMemory) as caught, memory_told("acting", 64, "rollout.n_envs", model, "bf16"):
-        raise torch.OutOfMemoryError(message)
-    # 100 MiB of activations and 100 free of the 100 + 300 that 64 rows take at least
-    assert str(caught.value) == (
-        "out of memory while acting: 300 MiB more were asked for and 100 MiB were free; the weights take 4 MiB. "
-        "Set rollout.n_envs from 64 to at most 32; or policy.lora_r=8 or policy.frozen, up to 12 MiB less for learning"
-    )
-    with pytest.raises(RuntimeError, match="another"), memory_told("acting", 64, "rollout.n_envs", model):
-        raise RuntimeError("another")
 
 
 # ---- configs and the example

@@ -232,7 +232,7 @@ def test_the_command_it_names_converts(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(source, "whole.pth")
     told = sentence("whole.pth")
-    assert "pickled code (doubles_vla.Samples)" in told
+    assert "pickled code (vla_cases.Samples)" in told
     code = told.split('python -c "')[1].split('";')[0]
     exec(code, {})
     assert same(load_vla_model("whole.safetensors", Samples, SIZES), source)

@@ -108,9 +108,9 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     if phase in ("student", "adversarial"):
         # it has fewer cameras than its env shows
         spec = with_cameras(spec, config.student.cameras)
-    policy = make_policy(config.policy, spec, config.rollout.action_steps)
+    policy = make_policy(config.policy, spec, config.rollout.action_steps, device)
     load_weights(policy, checkpoint, "policy." if phase == "adversarial" else "")
-    return policy.to(device).eval()
+    return policy.eval()
 
 
 def load_world_model(path: str | Path, device: str = "cpu") -> WorldModel:

@@ -25,6 +25,11 @@ ROBOTS = 4
 PATIENCE = 1000
 # pictures that a contact sheet picks from
 FILM = 300
+# policies that a name alone does not make -> the setting they cannot do without, and words that would
+NEEDS = {
+    "vla": ("model_class", "policy.model_class=package.module:Class policy.model_path=WEIGHTS 'env.cameras=[head]'"),
+    "pi0": ("model_path", "policy.model_path=FOLDER 'env.cameras=[head,wrist]'"),
+}
 # (what was looked at, whether it is right, what was seen)
 Finding = tuple[str, bool, str]
 
@@ -104,19 +109,32 @@ def policy_findings(config: Config) -> Iterator[Finding]:
     """Acts, scores what it did alike, and survives one update."""
     from sparring.run import Run
 
-    run = None
+    if (needed := _needed(config.policy)) is not None:
+        yield "policy", False, needed
+        return
+    run, doing = None, "policy"
     try:
         run = Run(config, folder=False, quiet=True)
         parameters = sum(p.numel() for p in run.phase.model.parameters())
-        yield "policy", True, f"{config.policy.name}: {parameters:,} parameters"
+        fresh = ", fresh weights (no policy.model_path)" if getattr(config.policy, "model_path", "") is None else ""
+        yield "policy", True, f"{config.policy.name}: {parameters:,} parameters{fresh}"
+        doing = "act and evaluate"
         metrics = run.phase.step(0.0)
         yield "act and evaluate", True, f"parity {metrics['parity']:.3g} (limit {config.ppo.parity_tolerance:g})"
         yield "update", bool(np.isfinite(metrics["loss"])), f"loss {metrics['loss']:.4g}"
     except Exception as error:  # a policy is somebody else's code too
-        yield "act and evaluate", False, _in_words(error)
+        yield doing, False, _in_words(error)
     finally:
         if run is not None:
             run.phase.env.close()
+
+
+def _needed(policy) -> str | None:
+    """What more a policy has to be told, in words; None: nothing."""
+    key, words = NEEDS.get(policy.name, (None, ""))
+    if key is None or getattr(policy, key) is not None:
+        return None
+    return f"'{policy.name}' is not made by its name alone; write: sparring check {policy.name} {words} (docs/vla.md)"
 
 
 def _is_policy(name: str) -> bool:

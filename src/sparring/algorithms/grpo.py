@@ -26,6 +26,7 @@ class GRPO(Updater):
     """
 
     config: GRPOConfig
+    section = "grpo"
 
     def __init__(self, config: GRPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
         for parameter in policy.critic_parameters():

@@ -41,11 +41,13 @@ class Parity:
         """The terms that are over their limits; nothing where all is well."""
         # `not <=` also catches NaN
         return {
-            name: getattr(self, name) for name, limit in _limits(tolerance).items() if not getattr(self, name) <= limit
+            name: getattr(self, name)
+            for name, limit in limits_of(tolerance).items()
+            if not getattr(self, name) <= limit
         }
 
     def check(self, tolerance: float) -> None:
-        limits, wrong = _limits(tolerance), self.excesses(tolerance)
+        limits, wrong = limits_of(tolerance), self.excesses(tolerance)
         if wrong:
             told = ", ".join(f"{name} {value:.3g} > {limits[name]:g}" for name, value in wrong.items())
             raise ParityError(
@@ -54,7 +56,8 @@ class Parity:
             )
 
 
-def _limits(tolerance: float) -> dict[str, float]:
+def limits_of(tolerance: float) -> dict[str, float]:
+    """The largest that each term of a Parity may be."""
     # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
     return {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
 

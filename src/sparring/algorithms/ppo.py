@@ -21,6 +21,7 @@ class PPO(Updater):
     """Clipped PPO. `update` takes a rollout [T, N] and changes the policy in place."""
 
     config: PPOConfig
+    section = "ppo"
 
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
         if config.entropy_coef and not policy.learns_entropy:

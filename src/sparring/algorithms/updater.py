@@ -15,6 +15,7 @@ from sparring.algorithms.losses import LossTerms, approximate_kl, join_terms
 from sparring.algorithms.parity import Parity, measure_parity, worst
 from sparring.algorithms.schedules import scheduled, warmup
 from sparring.distributed import Distributed
+from sparring.out_of_memory import memory_told
 from sparring.policies.policy import Policy
 
 # decisions that are scored together without gradients, where memory does not limit them
@@ -30,12 +31,16 @@ class Updater:
     The reference of the optional KL is the policy as it is when the first update begins.
     """
 
+    # of the config, where its settings are
+    section = "algorithm_config"
+
     def __init__(self, config: UpdaterConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
         self.config, self.policy = config, policy
         self.distributed = distributed or Distributed("cpu")
-        # first of all: wrapping moves the module and makes all processes start from the same weights
-        self.model = self.distributed.wrap(policy)
-        self.flat = [(FlatParameters(parameters), lr) for parameters, lr in self._groups() if parameters]
+        with self._memory_told("making room for gradients"):
+            # first of all: wrapping moves the module and makes all processes start from the same weights
+            self.model = self.distributed.wrap(policy)
+            self.flat = [(FlatParameters(parameters), lr) for parameters, lr in self._groups() if parameters]
         self.optimizer = torch.optim.Adam(
             [{"params": [flat.vector], "lr": lr, "base_lr": lr} for flat, lr in self.flat],
             eps=config.adam_eps,
@@ -48,7 +53,7 @@ class Updater:
 
     def score(self, flat: TensorDict) -> TensorDict:
         """evaluate() of a whole rollout, in minibatches, without gradients."""
-        with torch.no_grad():
+        with torch.no_grad(), self._memory_told("scoring", min(self._at_once, len(flat))):
             parts = flat.select(*self._scoring_keys()).split(self._at_once)
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
@@ -77,7 +82,8 @@ class Updater:
         """An update begins; its learning rate."""
         config = self.config
         if config.kl_coef and self.reference is None:
-            self.reference = _frozen(self.policy)
+            with self._memory_told(f"copying the policy for {self.section}.kl_coef={config.kl_coef:g}"):
+                self.reference = _frozen(self.policy)
         for parameters, _ in self.flat:
             parameters.check()
         factor = scheduled(config.lr_schedule, progress) * warmup(self.updates, config.warmup_updates)
@@ -134,7 +140,8 @@ class Updater:
         log_prob = torch.zeros_like(flat["log_prob"])
         keys = self._scoring_keys()
         for index in rows.split(self._at_once):
-            log_prob[index] = self.reference.evaluate(flat.select(*keys)[index])["log_prob"]
+            with self._memory_told("scoring by the policy as it was", len(index)):
+                log_prob[index] = self.reference.evaluate(flat.select(*keys)[index])["log_prob"]
         flat["reference_log_prob"] = log_prob
         return ["reference_log_prob"]
 
@@ -167,6 +174,9 @@ class Updater:
         """Decisions that are scored together where no gradients are needed."""
         return self.config.micro_batch_size or SCORED_AT_ONCE
 
+    def _memory_told(self, doing: str, decisions: int = 0):
+        return memory_told(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
+
     # ---- one gradient step
 
     def _gradients(self, batch: TensorDict, loss: Loss, gated: bool) -> tuple[LossTerms, list[Parity]]:
@@ -177,7 +187,8 @@ class Updater:
         parts = batch.split(size) if size else [batch]
         terms, parities, shares = [], [], [len(part) / len(batch) for part in parts]
         for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
-            with nullcontext() if number == len(parts) - 1 else self._unsynchronised():
+            unsynchronised = nullcontext() if number == len(parts) - 1 else self._unsynchronised()
+            with unsynchronised, self._memory_told("working out gradients", len(part)):
                 scored = self.model(part)
                 if gated:
                     parities.append(self._parity(part, scored))
@@ -201,7 +212,8 @@ class Updater:
         resting = [(p.vector, p.vector.grad) for p, _ in self.flat if not any(p is q for q in learning)]
         for vector, _ in resting:
             vector.grad = None
-        self.optimizer.step()
+        with self._memory_told("taking a gradient step"):
+            self.optimizer.step()
         for vector, gradient in resting:
             vector.grad = gradient
         return norm

@@ -11,6 +11,7 @@ from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
+from sparring.out_of_memory import memory_told
 from sparring.policies.policy import Policy
 
 # evaluation noise never repeats training noise
@@ -66,10 +67,18 @@ class Collector:
     @torch.inference_mode()
     def decide(self) -> TensorDict:
         """One transition [N], for those who look on; its tensors are not fit for training."""
-        return self._decide(self._noise(1)[0])
+        with self._memory_told():
+            return self._decide(self._noise(1)[0])
 
     def collect(self, buffer: Buffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
+        with self._memory_told():
+            self._collect(buffer)
+
+    def _memory_told(self):
+        return memory_told("acting", self.policy, self.env.num_envs, "rollout.n_envs")
+
+    def _collect(self, buffer: Buffer) -> None:
         buffer.start()
         played = None
         # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own

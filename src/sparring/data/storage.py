@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sparring.errors import UserError
+from sparring.out_of_memory import free_ram
 
 Key = tuple[str, ...]
 # a cache line: what one process writes does not slow down what another reads beside it
@@ -121,14 +122,7 @@ def shared_memory_folder() -> Path:
 
 
 def half_of_free_ram() -> int:
-    page = os.sysconf("SC_PAGE_SIZE")
-    try:
-        # MemAvailable counts what the system would give up, such as its cache of files
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * page // 2
-    (available,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(available) * 1024 // 2
+    return free_ram() // 2
 
 
 def gigabytes(nbytes: int) -> str:

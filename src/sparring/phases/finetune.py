@@ -58,7 +58,7 @@ class Finetune:
         env = make_training_env(config, distributed)
         if rollout.imagined:
             env = imagine(env, config, distributed)
-        policy = make_policy(config.policy, cls.seen(config, env.spec), rollout.action_steps).to(distributed.device)
+        policy = make_policy(config.policy, cls.seen(config, env.spec), rollout.action_steps, distributed.device)
         algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
         return cls.of(config, env, policy, algorithm, distributed)
 

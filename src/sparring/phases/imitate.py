@@ -21,6 +21,7 @@ from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
+from sparring.out_of_memory import memory_told
 from sparring.phases.configs import ImitateConfig
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
@@ -43,9 +44,10 @@ class Imitate:
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
-        self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
-        # demonstrations teach a critic nothing, and weight decay must not change it
-        self.flat = FlatParameters(actor_parameters(policy))
+        with memory_told("making room for gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
+            self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
+            # demonstrations teach a critic nothing, and weight decay must not change it
+            self.flat = FlatParameters(actor_parameters(policy))
         self.optimizer = torch.optim.AdamW(
             [self.flat.vector], config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
@@ -57,7 +59,7 @@ class Imitate:
     @classmethod
     def from_config(cls, config, distributed: Distributed) -> "Imitate":
         env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
-        policy = make_policy(config.policy, env.spec, config.rollout.action_steps).to(distributed.device)
+        policy = make_policy(config.policy, env.spec, config.rollout.action_steps, distributed.device)
         demonstrations = [_open(folder, config.env, env.spec) for folder in config.imitate.demos]
         _check_padded_states(demonstrations, config.env)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
@@ -78,7 +80,9 @@ class Imitate:
         self.policy.train()
         sums: dict[str, torch.Tensor] = defaultdict(float)
         for _ in range(self.config.steps_per_update):
-            for name, value in self._gradient_step().items():
+            with memory_told("imitating", self.policy, self.config.batch_size, "imitate.batch_size"):
+                numbers = self._gradient_step()
+            for name, value in numbers.items():
                 sums[name] += value
         self.policy.eval()
         self.progress.updates += 1

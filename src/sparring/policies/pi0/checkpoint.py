@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.out_of_memory import shortage
 
 
 def transformers():
@@ -37,6 +38,8 @@ def load_pi0(path: str | None, attention: str) -> nn.Module:
         )
     # whatever is wrong with files of somebody else's making: a sentence
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        if shortage(error):
+            raise
         raise UserError(f"policy.model_path={path} cannot be loaded as pi0: {_first_line(error)}") from error
     reshaped = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
     wrong = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": reshaped}

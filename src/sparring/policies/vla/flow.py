@@ -9,6 +9,7 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import fit_all
+from sparring.out_of_memory import shortage
 from sparring.policies.critic import PRIVILEGED, Critic
 from sparring.policies.flow_chain import FlowChain
 from sparring.policies.vla import parts
@@ -30,14 +31,14 @@ class VLAFlowPolicy(FlowChain):
         self.in_keys = [*observations.in_keys, *self.critic.in_keys, *self.trace_keys]
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
-        with called(self.model, self.config, "encoding", len(td), "rollout.n_envs (acting), ppo.micro_batch_size"):
+        with called(self.model, self.config):
             features, prefix = self.model.encode(self.observations(td))
         features = features.float()
         both = {"features": features, "prefix": prefix}
         return features, TensorDict(both, td.batch_size, device=features.device)
 
     def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: TensorDict) -> torch.Tensor:
-        with called(self.model, self.config, "denoising", len(x), "rollout.n_envs (acting), ppo.micro_batch_size"):
+        with called(self.model, self.config):
             return self.model.denoise(x, t, prefix["prefix"]).float()
 
     def noise_condition(self, prefix: TensorDict) -> torch.Tensor:
@@ -78,7 +79,7 @@ def _tried(model: nn.Module, config: VLAConfig, observations: Observations, hori
     """How many features it gives, found by asking; and that it denoises chunks of this shape."""
     blank, name = observations.blank(1), type(model).__name__
     x = torch.zeros(1, horizon, action_dim)
-    with called(model, config, "trying the model", 1, "policy.horizon"):
+    with called(model, config):
         encoded = model.encode(observations(blank))
         if not (isinstance(encoded, tuple) and len(encoded) == 2 and encoded[0].ndim == 2):
             raise UserError(f"{name}.encode: expected (features [B, F], prefix), got {_shape(encoded)}")
@@ -86,6 +87,8 @@ def _tried(model: nn.Module, config: VLAConfig, observations: Observations, hori
         try:
             velocity = model.denoise(x, torch.ones(1), prefix)
         except RuntimeError as error:
+            if shortage(error):
+                raise
             raise UserError(
                 f"{name}.denoise cannot read chunks [1, {horizon}, {action_dim}] ({str(error).splitlines()[0]}); make "
                 f"the model for {horizon} steps (policy.horizon or rollout.action_steps) of {action_dim} action entries"

@@ -13,11 +13,11 @@ from pathlib import Path
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.out_of_memory import memory_told, shortage
 from sparring.policies.patterns import freeze
 from sparring.policies.vla import parts
 from sparring.policies.vla.fit import Fit, load_into
 from sparring.policies.vla.interface import check_interface
-from sparring.policies.vla.memory import memory_told
 from sparring.policies.vla.weights import read_weights, weights_of
 from sparring.resolve import describe_error, import_path
 
@@ -47,7 +47,7 @@ def load_vla_model(
     """
     cls = class_of(model_class)
     check_interface(cls)
-    with memory_told(f"loading '{model_path}'", 0, "policy.model_path"):
+    with memory_told(f"loading '{model_path}'"):
         model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
         freeze(model, frozen)
         if dtype is not None:
@@ -126,10 +126,10 @@ def construct(cls: type, settings: dict) -> nn.Module:
         )
     try:
         return cls(**given)
-    except (UserError, MemoryError):
+    except UserError:
         raise
     except RuntimeError as error:
-        if "allocate" in str(error):
+        if shortage(error):
             raise
         raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
     except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:

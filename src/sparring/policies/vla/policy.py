@@ -50,7 +50,7 @@ class VLAPolicy(Policy):
         return [("observation", STATE)] if self.observations.normalizer is not None else []
 
     def act(self, td: TensorDict) -> TensorDict:
-        with self._told("acting", len(td), "rollout.n_envs"):
+        with called(self.model, self.config):
             seen, noise = self.observations(td), td.get("noise", None)
             if noise is None:
                 return td.set("action", self._emitted(self.drawing.mode(self.model, seen), len(td)))
@@ -65,7 +65,7 @@ class VLAPolicy(Policy):
         return TensorDict({"log_prob": self._executed_sum(td["trace", "log_prob"], td)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
-        with self._told("scoring", len(td), "ppo.micro_batch_size"):
+        with called(self.model, self.config):
             seen = self.observations(td)
             log_prob, entropy = self._evaluated(seen, td["action"])
             value = self._judged(seen)
@@ -79,14 +79,14 @@ class VLAPolicy(Policy):
         return TensorDict(found, td.batch_size)
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        with self._told("judging", len(td), "rollout.n_envs"):
+        with called(self.model, self.config):
             return self._judged(self.observations(td))
 
     def imitation_loss(
         self, td: TensorDict, generator: torch.Generator
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         valid = td["valid"].float()
-        with self._told("imitating", len(td), "imitate.batch_size"):
+        with called(self.model, self.config):
             seen = self.observations(td)
             if hasattr(self.model, "imitation_loss"):
                 loss = self.model.imitation_loss(seen, self._scored(td["action"]), td["valid"])
@@ -115,10 +115,6 @@ class VLAPolicy(Policy):
         return self
 
     # ---- between the model's shapes and ours
-
-    def _told(self, doing: str, rows: int, setting: str):
-        """Around every call of the model: its precision, and what to do where memory does not suffice."""
-        return called(self.model, self.config, doing, rows, setting)
 
     def _emitted(self, actions: torch.Tensor, batch: int) -> torch.Tensor:
         # [B, C * A] -> [B, C, A with padding]

@@ -12,7 +12,6 @@ from sparring.policies.patterns import freeze
 from sparring.policies.vla import parts
 from sparring.policies.vla.interface import check_interface, denoises
 from sparring.policies.vla.load import class_of, load_vla_model
-from sparring.policies.vla.memory import memory_told
 from sparring.policies.vla.observations import Observations
 from sparring.policies.vla_configs import VLAConfig
 
@@ -57,10 +56,9 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
 
 
 @contextlib.contextmanager
-def called(model: nn.Module, config: VLAConfig, doing: str, rows: int, setting: str):
-    """Around calls of the model, acting and scoring alike: its precision, and what to do where memory falls short."""
+def called(model: nn.Module, config: VLAConfig):
+    """Around calls of the model, acting and scoring alike: its precision."""
     with contextlib.ExitStack() as around:
-        around.enter_context(memory_told(doing, rows, setting, model, config.precision))
         if config.precision == "bf16":
             # parts may be on several devices
             for kind in {p.device.type for p in model.parameters()}:
