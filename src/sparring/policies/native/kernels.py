@@ -7,9 +7,6 @@ Letters: B rows, T tokens of a step, M = B * T, K and N width before and after a
 d numbers of a head.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
@@ -17,104 +14,17 @@ _EPSILON = tl.constexpr(1e-6)
 _NOTHING = tl.constexpr(-1e30)
 
 
-# how each kernel cuts its work, for up to so many tokens (M) of a step
-TILES = {
-    64: {
-        "project": {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "NORM": True, "num_warps": 4, "num_stages": 4},
-        "attend": {"BLOCK_M": 16, "BLOCK_N": 64, "SPLITS": 5, "num_warps": 4, "num_stages": 2},
-        "out": {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "SPLITS": 2, "num_warps": 4, "num_stages": 4},
-        "gate": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "NORM": True, "num_warps": 4, "num_stages": 3},
-        "down": {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "SPLITS": 4, "num_warps": 4, "num_stages": 4},
-    },
-    math.inf: {
-        "project": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "NORM": False, "num_warps": 8, "num_stages": 3},
-        "attend": {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 1, "num_warps": 8, "num_stages": 2},
-        "out": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "SPLITS": 1, "num_warps": 4, "num_stages": 4},
-        "gate": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "NORM": False, "num_warps": 8, "num_stages": 3},
-        "down": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "SPLITS": 1, "num_warps": 4, "num_stages": 4},
-    },
-}
-# tiles of a product that several programs may share
-COUNTERS = 1 << 16
-
-
-def project(x, scale, weight, turns, q, keys, values, at: int) -> None:
-    """Queries, keys and values of tokens x [B, T, K], turned, where they belong: q [B, T, heads, d], and the cache
-    [B, kv heads, C, d] from token `at` on. Turns: cos and sin [B, at least T, d/2]."""
-    batch, tokens, width = x.shape
-    heads, size = q.shape[2:]
-    shared, room = keys.shape[1:3]
-    tile = _tile("project", batch * tokens, N=size // 2, K=width)
-    x = x if tile["NORM"] else _norm(x, scale)
-    grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), (heads + 2 * shared) * (size // 2 // tile["BLOCK_N"]))
-    _project[grid](
-        x, scale, weight, *turns, q, keys, values, batch * tokens, tokens, at, room, keys.stride(0) // size,
-        turns[0].shape[1],
-        K=width, HEADS=heads, KV=shared, D=size, **tile,
-    )  # fmt: skip
-
-
-def attend(q, keys, values, seen, told: int, at: int, counters) -> torch.Tensor:
-    """Queries [B, T, heads, d] over the cache's `at` tokens that are `seen` [B, C], and the T after them: [B, T, heads
-    * d]. The first `told` of the T see only the cache and each other."""
-    batch, tokens, heads, size = q.shape
-    shared, room = keys.shape[1:3]
-    tile = _tile("attend", batch * tokens)
-    splits, out = tile["SPLITS"], torch.empty_like(q)
-    parts, sums = (q.new_empty((splits, batch * tokens * heads, n), dtype=torch.float32) for n in (size, 2))
-    grid = (triton.cdiv(tokens * (heads // shared), tile["BLOCK_M"]), splits, batch * shared)
-    _attend[grid](
-        q, keys, values, seen, out, parts, sums, counters, tokens, told, at, room, keys.stride(0) // size,
-        size**-0.5,
-        HEADS=heads, KV=shared, D=size, BLOCKS=triton.cdiv(at + tokens, tile["BLOCK_N"] * splits), **tile,
-    )  # fmt: skip
-    return out.flatten(2)
-
-
-def gate(x, scale, weight) -> torch.Tensor:
-    """[B, T, K] -> [B, T, N], by weight [2 N, K]."""
-    batch, tokens, width = x.shape
-    wide = len(weight) // 2
-    tile = _tile("gate", batch * tokens, N=wide, K=width)
-    x = x if tile["NORM"] else _norm(x, scale)
-    out = x.new_empty(batch, tokens, wide)
-    grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), wide // tile["BLOCK_N"])
-    _gate[grid](x, scale, weight, out, batch * tokens, K=width, N=wide, **tile)
-    return out
-
-
-def add(name: str, x, y, weight, counters) -> torch.Tensor:
-    """x [B, T, N] + y [B, T, K] @ weight.T; `name` of the tile: out or down."""
-    rows, (wide, width) = x.shape[0] * x.shape[1], weight.shape
-    tile = _tile(name, rows, N=wide, K=width)
-    splits, out = tile["SPLITS"], torch.empty_like(x)
-    parts = x.new_empty((splits, rows, wide) if splits > 1 else 1, dtype=torch.float32)
-    grid = (triton.cdiv(rows, tile["BLOCK_M"]), wide // tile["BLOCK_N"], splits)
-    _add[grid](x, y, weight, out, parts, counters, rows, K=width, N=wide, **tile)
-    return out
-
-
-def _tile(name: str, rows: int, N: int = 0, K: int = 0) -> dict:
-    """Narrower where the sizes are no multiples."""
-    tile = dict(next(tiles for most, tiles in TILES.items() if rows <= most)[name])
-    if K:
-        if K % (16 * tile.get("SPLITS", 1)):
-            tile["SPLITS"] = 1
-        tile |= {
-            "BLOCK_N": math.gcd(N, tile["BLOCK_N"]),
-            "BLOCK_K": math.gcd(K // tile.get("SPLITS", 1), tile["BLOCK_K"]),
-        }
-    return tile
-
-
-def _norm(x, scale) -> torch.Tensor:
-    out = torch.empty_like(x)
-    _normed[(x.shape[0] * x.shape[1],)](x, scale, out, x.shape[2], BLOCK=triton.next_power_of_2(x.shape[2]))
-    return out
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Until what the kernel before has written is there; the next one may come and wait, too."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _normed(x, scale, out, K, BLOCK: tl.constexpr):
+def normed(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    _wait(EARLY)
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     value = tl.load(x + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
     factor = 1.0 + tl.load(scale + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -146,15 +56,16 @@ def _twice(x, scale, weight, rows, M, first, second, K: tl.constexpr, NORM: tl.c
 
 
 @triton.jit
-def _project(
+def project(
     x, scale, weight, cos, sin, q, keys, values, M, T, at, C, stride, turns,
     K: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Norm, product and turn; queries to q [M, HEADS, D], keys and values [B, KV, C, D] from token `at` on.
 
     Rows of the batch lie `stride` tokens apart there.
     """
+    _wait(EARLY)
     HALF: tl.constexpr = D // 2
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head, part = tl.program_id(1) // (HALF // BLOCK_N), tl.program_id(1) % (HALF // BLOCK_N)
@@ -183,12 +94,13 @@ def _project(
 
 
 @triton.jit
-def _gate(
+def gate(
     x, scale, weight, out, M,
     K: tl.constexpr, N: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Norm, product and gelu(first half) * second half: [M, K] -> [M, N]."""
+    _wait(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     gate, up = _twice(x, scale, weight, rows, M, columns, columns + N, K, NORM, BLOCK_K)
@@ -210,12 +122,13 @@ def _last(counter, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _add(
+def add(
     x, y, weight, out, parts, counters, M,
     K: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x [M, N] + y [M, K] @ weight.T; SPLITS programs share a tile, and the last one sums, always in the same order."""
+    _wait(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -242,12 +155,13 @@ def _add(
 
 
 @triton.jit
-def _attend(
+def attend(
     q, keys, values, seen, out, parts, sums, counters, T, told, at, C, stride, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    BLOCKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Heads that share keys are stacked as if they were more queries. The first `told` tokens do not see the rest."""
+    _wait(EARLY)
     GROUP: tl.constexpr = HEADS // KV
     batch, shared, split = tl.program_id(2) // KV, tl.program_id(2) % KV, tl.program_id(1)
     row, dims = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)

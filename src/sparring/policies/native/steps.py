@@ -41,15 +41,15 @@ def fits(model: NativeModel) -> bool:
 
 
 class Steps:
-    """What `NativeModel.prefix` and `velocity` do. Shapes as in `kernels`."""
+    """What `NativeModel.prefix` and `velocity` do. Shapes as in `launches`."""
 
     def __init__(self, model: NativeModel, room: int, compile_it: Callable):
         """`room`: the most tokens of a step (state, memory, a chunk). `compile_it(function)` makes it fast."""
-        from sparring.policies.native import kernels
+        from sparring.policies.native import launches
 
-        self.model, self.room, self._kernels = model, room, kernels
+        self.model, self.room, self._kernels = model, room, launches
         self.prefix, self._embed, self._emit = compile_it(self.prefix), compile_it(self._embed), compile_it(model.emit)
-        self._counters = torch.zeros(kernels.COUNTERS, dtype=torch.int32, device=model.words.weight.device)
+        self._counters = torch.zeros(launches.COUNTERS, dtype=torch.int32, device=model.words.weight.device)
 
     def prefix(self, inputs: Inputs, features: bool = True) -> Cache:
         seen, keys, values, mean = self.model.see(inputs, features)
