@@ -20,6 +20,13 @@ TILES = {
         "gate": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "NORM": True, "num_warps": 4, "num_stages": 3},
         "down": {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "SPLITS": 4, "num_warps": 4, "num_stages": 4},
     },
+    512: {
+        "project": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "NORM": True, "num_warps": 4, "num_stages": 3},
+        "attend": {"BLOCK_M": 32, "BLOCK_N": 64, "SPLITS": 2, "num_warps": 8, "num_stages": 2},
+        "out": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "SPLITS": 2, "num_warps": 4, "num_stages": 4},
+        "gate": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "NORM": True, "num_warps": 4, "num_stages": 4},
+        "down": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "SPLITS": 4, "num_warps": 4, "num_stages": 4},
+    },
     math.inf: {
         "project": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "NORM": False, "num_warps": 8, "num_stages": 3},
         "attend": {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 1, "num_warps": 8, "num_stages": 2},

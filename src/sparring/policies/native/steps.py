@@ -62,6 +62,8 @@ class Steps:
     def velocity(self, x: torch.Tensor, t: torch.Tensor, cache: Cache) -> torch.Tensor:
         dims, told = x.shape[-1], cache.told.shape[1]
         x = self._embed(x, t, cache.told)
+        if x.shape[1] > self.room:
+            raise ValueError(f"a step of {x.shape[1]} tokens, but the cache has room for {self.room}")
         for number in range(len(self.model.expert)):
             x = self.layer(number, x, cache)
         return self._emit(x[:, told:], dims)
