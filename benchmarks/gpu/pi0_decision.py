@@ -1,6 +1,6 @@
 """How long does pi0 take to decide on one GPU, here and in transformers?
 
-    python benchmarks/gpu/pi0_decision.py [--batch 1 16] [--steps 10] [--rounds 20] [--no-compile] [--autotune]
+    python benchmarks/gpu/pi0_decision.py [--batch 1 16] [--steps 10] [--rounds 20] [--no-compile] [--kernels]
     python benchmarks/gpu/pi0_decision.py --quick --device cpu --no-compile     # does it work here? Tiny, not kept
 
 Both have the same random weights of pi0's full size in bf16, and the same inputs: 2 cameras of 224 px, 32 text tokens,
@@ -127,7 +127,7 @@ def measure(pi0, native: NativeModel, batch: int, args) -> dict:
     their_actions = their()
     result = {"batch": batch, "transformers_ms": round(median_ms(their, max(rounds // 2, 1), device), 2)}
     record = CudaGraph if device != "cpu" else lambda function, tensors: function
-    fast = Fast(native, args.steps, True, not args.no_compile, args.autotune, record)
+    fast = Fast(native, args.steps, True, not args.no_compile, args.autotune, record, args.kernels)
     started = time.perf_counter()
     actions = fast.sample(inputs, noise)
     result["first_s"] = round(time.perf_counter() - started, 1)
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs of single kernels")
     parser.add_argument("--autotune", action="store_true", help="let the compiler try several kernels; minutes more")
+    parser.add_argument("--kernels", action="store_true", help="denoise by kernels of our own")
     parser.add_argument("--parts", action="store_true", help="time the prefix and a denoising step alone, too")
     parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, any device, results not kept")
     args = parser.parse_args()

@@ -13,6 +13,7 @@ from torch import nn
 
 from sparring.policies.native.gemma import RMSNorm
 from sparring.policies.native.model import Inputs, NativeModel, Prefix, denoised
+from sparring.policies.native.steps import Cache, Steps, fits
 
 # batch sizes for which graphs are kept: beyond that acting is as usual
 _SHAPES = 4
@@ -27,9 +28,21 @@ class Fast:
     """
 
     def __init__(
-        self, model: NativeModel, steps: int, half: bool, compiled: bool = True, autotune: bool = False, record=None
+        self,
+        model: NativeModel,
+        steps: int,
+        half: bool,
+        compiled: bool = True,
+        autotune: bool = False,
+        record=None,
+        kernels: bool = False,
+        room: int = 64,
     ):
-        """`autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it."""
+        """`autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
+
+        `kernels`: denoise by kernels of our own, where the network allows it; `room`: for chunks of at most so many
+        steps, with state and memory.
+        """
         self._own, self._steps = list(model.parameters()), steps
         self._model = _half(model) if half else model
         pairs = zip(self._model.parameters(), self._own, strict=True)
@@ -38,12 +51,16 @@ class Fast:
         # fused kernels round where single ones do: what is scored later is not fused
         options = {"emulate_precision_casts": True, "max_autotune": autotune}
         compile_it = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-        self._prefix, self._velocity = compile_it(self._model.prefix), compile_it(self._model.velocity)
+        if kernels and fits(self._model):
+            own = Steps(self._model, room, compile_it)
+            self._prefix, self._velocity = own.prefix, own.velocity
+        else:
+            self._prefix, self._velocity = compile_it(self._model.prefix), compile_it(self._model.velocity)
         self._record = record or CudaGraph
         # (what, shapes) -> its graph
         self._graphs: dict[tuple, Callable] = {}
         self._shapes: tuple = ()
-        self._cached: Prefix | None = None
+        self._cached: Prefix | Cache | None = None
 
     def __deepcopy__(self, memo) -> None:
         """The copy of a policy records graphs of its own."""
@@ -66,7 +83,7 @@ class Fast:
         return robots in known or len(known) < _SHAPES
 
     @torch.no_grad()
-    def prefix(self, inputs: Inputs) -> Prefix:
+    def prefix(self, inputs: Inputs) -> Prefix | Cache:
         """In buffers that the next call writes to."""
         tensors = _given(inputs)
         self._shapes = _shapes(tensors)
@@ -86,7 +103,7 @@ class Fast:
         self._shapes = _shapes(tensors)
         return self._replay("sample", self._decide, [*tensors, noise]).clone()
 
-    def _see(self, *tensors: torch.Tensor) -> Prefix:
+    def _see(self, *tensors: torch.Tensor) -> Prefix | Cache:
         return self._prefix(Inputs(*tensors))
 
     def _decide(self, *tensors: torch.Tensor) -> torch.Tensor:

@@ -85,12 +85,8 @@ class NativeModel(nn.Module):
 
     def prefix(self, inputs: Inputs, features: bool = True) -> Prefix:
         """All that does not depend on noise or time."""
-        seen, keys, values, told = self._see(inputs, features)
-        tokens = [self.state_in(_padded(inputs.state, self.sizes.max_state_dim, self._dtype()))]
-        if self.memory_in is not None and inputs.memory is not None:
-            tokens.append(self.memory_in(inputs.memory.to(tokens[0].dtype)))
-        # [B, 1 or 2, expert width]
-        x = torch.stack(tokens, 1)
+        seen, keys, values, mean = self.see(inputs, features)
+        x = self.told(inputs)
         turns = rotation(_following(seen, x.shape[1]), self.sizes.head_dim)
         seen = _seen_beside(seen, x.shape[1])
         for number, layer in enumerate(self.expert):
@@ -99,32 +95,31 @@ class NativeModel(nn.Module):
             # nobody reads what becomes of them after that
             if number < len(self.expert) - 1:
                 x = layer.finish(x, attend(q, keys[number], values[number], seen))
-        return Prefix(torch.stack(keys, 1), torch.stack(values, 1), seen, told)
+        return Prefix(torch.stack(keys, 1), torch.stack(values, 1), seen, mean)
 
     def features(self, inputs: Inputs) -> torch.Tensor:
         """`prefix(inputs).features`, and nothing else of it."""
-        return self._see(inputs, features=True)[-1]
+        return self.see(inputs, features=True)[-1]
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
         """Of actions [B, H, A] at times [B], in float32; A may be less than max_action_dim."""
-        dims, dtype = x.shape[-1], self._dtype()
-        action = self.action_in(_padded(x, self.sizes.max_action_dim, dtype))
-        time = _waves(t, self.sizes.expert_width).to(dtype)[:, None].expand_as(action)
-        x = self.time_out(F.silu(self.time_in(torch.cat([action, time], -1))))
+        dims, x = x.shape[-1], self.embed(x, t)
         turns = rotation(_following(prefix.mask, x.shape[1]), self.sizes.head_dim)
         seen = _seen_beside(prefix.mask, x.shape[1])
         for number, layer in enumerate(self.expert):
             q, k, v = layer.project(x, turns)
             k, v = _beside(prefix.keys[:, number], k), _beside(prefix.values[:, number], v)
             x = layer.finish(x, attend(q, k, v, seen))
-        return self.action_out(self.expert_norm(x))[..., :dims].float()
+        return self.emit(x, dims)
 
     def sample(self, inputs: Inputs, noise: torch.Tensor, steps: int) -> torch.Tensor:
         """Actions [B, H, A], from noise by the ODE."""
         prefix = self.prefix(inputs, features=False)
         return denoised(noise, steps, lambda x, t: self.velocity(x, t, prefix))
 
-    def _see(self, inputs: Inputs, features: bool):
+    # ---- the parts of `prefix` and `velocity`
+
+    def see(self, inputs: Inputs, features: bool):
         """Which tokens count [B, L], each layer's keys and values of images and words, and features [B, W]."""
         dtype = self._dtype()
         cameras = inputs.images.shape[1]
@@ -147,6 +142,24 @@ class NativeModel(nn.Module):
             return seen, keys, values, None
         counted = seen[..., None].float()
         return seen, keys, values, (self.trunk_norm(x).float() * counted).sum(1) / counted.sum(1)
+
+    def told(self, inputs: Inputs) -> torch.Tensor:
+        """State and memory as tokens, [B, 1 or 2, expert width]."""
+        tokens = [self.state_in(_padded(inputs.state, self.sizes.max_state_dim, self._dtype()))]
+        if self.memory_in is not None and inputs.memory is not None:
+            tokens.append(self.memory_in(inputs.memory.to(tokens[0].dtype)))
+        return torch.stack(tokens, 1)
+
+    def embed(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Actions [B, H, A] at times [B] as tokens [B, H, expert width]."""
+        dtype = self._dtype()
+        action = self.action_in(_padded(x, self.sizes.max_action_dim, dtype))
+        time = _waves(t, self.sizes.expert_width).to(dtype)[:, None].expand_as(action)
+        return self.time_out(F.silu(self.time_in(torch.cat([action, time], -1))))
+
+    def emit(self, x: torch.Tensor, dims: int) -> torch.Tensor:
+        """What became of them: a velocity [B, H, dims]."""
+        return self.action_out(self.expert_norm(x))[..., :dims].float()
 
     def _dtype(self) -> torch.dtype:
         device = self.words.weight.device.type

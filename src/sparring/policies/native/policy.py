@@ -99,7 +99,8 @@ class NativeVLA(FlowChain, EncodedPolicy):
         if device.type != "cuda":
             raise UserError(f"policy.fast=true needs a GPU, but the policy is on {device}; leave it out")
         if self._fast is None or not self._fast.fits():
-            self._fast, self._learned = Fast(self.model, self.grid.steps, half), False
+            # a step's tokens: a chunk's, state and memory
+            self._fast, self._learned = Fast(self.model, self.grid.steps, half, room=self.horizon + 2), False
         if not self._fast.admits(len(td)):
             return None
         self._fast.refresh(self._learned)
