@@ -18,10 +18,24 @@ from sparring.evaluate import Episode, score_by_task
 
 TABLE_TASKS = [name for name, task in TASKS.items() if hasattr(task, "cube")]
 MIXED = ("reach_d0", "lift_d2", "push_d2")
+PICKS = [f"pick_{colour}" for colour in ("red", "blue", "green")]
 
 
 def test_there_are_tasks_with_three_distributions_each():
-    names = ("reach", "push", "lift", "place", "stack", "drawer", "button", "handover", "lift_tray")
+    names = (
+        "reach",
+        "push",
+        "lift",
+        "pick_red",
+        "pick_blue",
+        "pick_green",
+        "place",
+        "stack",
+        "drawer",
+        "button",
+        "handover",
+        "lift_tray",
+    )
     assert list(TASKS) == [f"{name}_d{d}" for name in names for d in range(3)] + ["explore"]
     for task in TASKS.values():
         assert len(set(task.instructions)) >= 3
@@ -322,3 +336,32 @@ def test_a_fresh_process_continues_bit_identically(tmp_path):
     there, here = np.load(tmp_path / "out.npz"), [env.step(action) for action in actions[4:]]
     np.testing.assert_array_equal(there["state"], [step.observation["state"] for step in here])
     np.testing.assert_array_equal(there["task"], [step.observation["task"] for step in here])
+
+
+@pytest.mark.parametrize("d", range(3))
+def test_only_words_tell_which_cube_is_wanted(d):
+    tasks = [find(f"{pick}_d{d}") for pick in PICKS]
+    assert len({frozenset(task.scene.objects) for task in tasks}) == 1
+    assert [task.scene.objects[0].name for task in tasks] == ["red_cube", "blue_cube", "green_cube"]
+    assert not set(tasks[0].instructions) & set(tasks[1].instructions)
+    rng = np.random.default_rng(0)
+    # [100, 3 cubes, 2], whichever is asked for
+    points = np.stack([task.start(rng).objects[:, :2] for task in tasks for _ in range(100)])
+    gaps = [np.linalg.norm(points[:, i] - points[:, j], axis=1).min() for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert min(gaps) >= 0.10
+
+
+def test_narrow_picks_have_a_place_for_each_colour():
+    rng = np.random.default_rng(0)
+    y = {pick: np.array([find(f"{pick}_d0").start(rng).objects[0, 1] for _ in range(50)]) for pick in PICKS}
+    assert y["pick_red"].min() > 0.05 and np.abs(y["pick_blue"]).max() < 0.04 and y["pick_green"].max() < -0.05
+
+
+def test_another_cube_does_not_count():
+    env, _ = _tabletop(2, task="pick_red_d0", control_mode="delta_ee_pos")
+    objects, up = env.situation().objects.copy(), [0, 0, 0.1]
+    task, now = find("pick_red_d0"), env.situation()
+    wanted, other = objects.copy(), objects.copy()
+    wanted[:, 0] += up
+    other[:, 1] += up
+    assert task.score(now._replace(objects=wanted))[1].all() and not task.score(now._replace(objects=other))[1].any()

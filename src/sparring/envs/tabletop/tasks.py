@@ -35,9 +35,11 @@ TASKS: dict[str, Task] = {
         Lift("lift_d0", NARROW, yaw=0, joint_noise=0.02),
         Lift("lift_d1", WIDER, yaw=20, joint_noise=0.05),
         Lift("lift_d2", WIDE, yaw=45, joint_noise=0.05),
-        *(pick(f"pick_{colour}_d0", ROW, yaw=0, noise=0.02) for colour in COLOURS),
-        *(pick(f"pick_{colour}_d1", ANY[WIDER], yaw=20, noise=0.05) for colour in COLOURS),
-        *(pick(f"pick_{colour}_d2", ANY[WIDE], yaw=45, noise=0.05) for colour in COLOURS),
+        *(
+            pick(f"pick_{colour}_d{d}", cubes, yaw, noise)
+            for colour in COLOURS
+            for d, (cubes, yaw, noise) in enumerate([(ROW, 0, 0.02), (ANY[WIDER], 20, 0.05), (ANY[WIDE], 45, 0.05)])
+        ),
         place("place_d0", NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, noise=0.02),
         place("place_d1", WIDER, WIDER, apart=(0.12, 0.25), yaw=20, noise=0.05),
         place("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, noise=0.05),
