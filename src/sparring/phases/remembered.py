@@ -26,6 +26,7 @@ def remembered(policy: Policy, chunks: ActionChunks, device: torch.device) -> to
         if t:
             memory[steps] = after[steps - min(t, policy.chunk)]
         for part in steps.split(_AT_ONCE):
-            td = TensorDict({"observation": chunks.observation(part), "action": chunks.actions(part)}, [len(part)])
+            acted = chunks.actions(part)[:, : policy.chunk]
+            td = TensorDict({"observation": chunks.observation(part), "action": acted}, [len(part)])
             after[part] = policy.remember(td.to(device).set(POLICY_MEMORY, memory[part]))
     return memory

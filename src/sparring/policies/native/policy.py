@@ -37,6 +37,11 @@ class NativeVLA(FlowChain, EncodedPolicy):
             load_into(self.model, weights, config.model_path)
         freeze(self.model, config.frozen)
         adapt(self.model, config)
+        # processes that learn together wait for a gradient of all that learns
+        unread = _unread(sizes.layers - 1, bool(self.encoder.cameras), self.kernel.learns_noise)
+        for name, weight in self.model.named_parameters():
+            if name.startswith(unread):
+                weight.requires_grad_(False)
         if config.precision == "bf16":
             _store_frozen_in_bf16(self.model)
         self.memory_size = sizes.memory_size
@@ -121,6 +126,14 @@ class NativeVLA(FlowChain, EncodedPolicy):
 
 def _cache(prefix: TensorDict) -> Prefix:
     return Prefix(*(prefix[name] for name in Prefix._fields))
+
+
+def _unread(last: int, sees: bool, features_learn: bool) -> tuple[str, ...]:
+    """Parts that no action depends on: of the trunk's last layer only keys and values are read, beside the features."""
+    parts = () if sees else ("vision.", "projector.")
+    if features_learn:
+        return parts
+    return (*parts, "trunk_norm.", *(f"trunk.{last}.{part}." for part in ("out", "mlp_norm", "gate_up", "down")))
 
 
 def _tokenizer(config: NativeVLAConfig) -> tuple[str | None, str | None]:
