@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from doubles import LinearPolicy, counting_env
+from doubles_judge import JudgeConfig, JudgingWorldModel
 from doubles_memory import CountingPolicy, CueBackend
 from doubles_native import SMALL, Instructed, make_native, rollout_of_native
 from parity_cases import DIMS, Drifting, gate
@@ -19,12 +20,15 @@ from sparring.collect.collector import Collector
 from sparring.contract import POLICY_MEMORY, ContractError
 from sparring.data.ring import VLABuffer
 from sparring.data.rollout import RolloutBuffer
+from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.evaluate import play
 from sparring.policies.memory import LONGEST, Traces
 from sparring.policies.native.policy import NativeVLA
 from sparring.policies.native_configs import NativeVLAConfig
+from sparring.rewards.configs import RewardsConfig
+from sparring.rewards.reward_model import RewardModel
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -122,6 +126,19 @@ def test_a_ring_holds_it_like_a_rollout():
     _, ring = collected(VLABuffer(20, steps=6))
     for key in (POLICY_MEMORY, ("next", "value")):
         assert torch.equal(plain.rollout()[key], ring.rollout()[key])
+
+
+def test_a_world_models_memory_is_kept_apart_from_it():
+    env, buffer = counting_env((3, 5)), RolloutBuffer(4)
+    rewards = RewardModel(
+        RewardsConfig(), JudgingWorldModel(JudgeConfig(), env.spec, 2), env, 2, ("head",), Distributed("cpu")
+    )
+    Collector(env, CountingPolicy(2), seed=0, chunk=2).collect(buffer)
+    before = buffer.rollout()[POLICY_MEMORY].clone()
+    paid = rewards.pay(buffer)
+    assert "reward/memory_divergence" in paid and torch.equal(buffer.rollout()[POLICY_MEMORY], before)
+    # decisions, of 2 steps each
+    assert before[..., 0].tolist() == [[0, 0], [1, 1], [0, 2], [1, 0]]
 
 
 def test_a_collector_that_was_put_back_remembers():
