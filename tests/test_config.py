@@ -624,6 +624,7 @@ def test_sections_are_frozen():
         load_config().ppo.gamma = 0.5
 
 
-def test_a_memory_that_nobody_carries_is_refused():
-    (line,) = mistakes("policy.name=native_vla", "policy.memory_size=3")
-    assert "policy.memory_size = 3" in line and "nothing carries memory/policy" in line
+def test_a_memory_is_for_policies_that_have_one():
+    assert load_config({"policy": {"name": "native_vla", "memory_size": 3}}).policy.memory_size == 3
+    (line,) = mistakes("policy.name=flow", "policy.memory_size=3")
+    assert "policy.memory_size" in line and "unknown key; it is a key of policy.name=native_vla" in line

@@ -395,6 +395,43 @@ def test_two_processes_draw_their_own_and_learn_the_same(folder, tmp_path):
     assert not torch.equal(first["batch"], second["batch"])
 
 
+# ---- with a memory
+
+NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1, "memory_size": 7}
+
+
+def test_each_step_is_shown_with_what_the_policy_would_remember_there(folder, tmp_path):
+    """Decisions every 3 steps; the episodes of 7 and all their pictures, walked through one by one."""
+    more = {"env": SEEN, "policy": NATIVE, "rollout": {"action_steps": 3}}
+    phase, seen = watched(folder / "seen", tmp_path, **more)
+    phase.step(0.0)
+    for _, batch in seen:
+        for row, step in enumerate(batch["step"].tolist()):
+            start, t = step - step % LENGTH, step % LENGTH
+            decided = sorted({0, *range(t - 3, 0, -3)}) if t else []
+            memory = torch.zeros(1, 7)
+            for earlier in decided:
+                number = torch.tensor([start + earlier])
+                td = TensorDict({"observation": phase.chunks.observation(number)}, [1])
+                memory = phase.policy.remember(td.set(("memory", "policy"), memory))
+            torch.testing.assert_close(batch["memory", "policy"][row], memory[0])
+            assert memory[0, 0].item() == pytest.approx(len(decided) / (len(decided) + 1))
+    assert seen[0][1]["memory", "policy"].abs().max() > 0.1
+
+
+def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
+    more = {"policy": NATIVE, "rollout": {"action_steps": 3}}
+    straight = run_to_the_end(load_config(settings(folder / "state", tmp_path / "straight", **more)))
+    config = load_config(settings(folder / "state", tmp_path / "stopped", **more))
+    stopped = Run(config)
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    resumed = run_to_the_end(config)
+    one, other = straight.phase.model.state_dict(), resumed.phase.model.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 # ---- what is refused, before anything is written
 
 

@@ -10,6 +10,8 @@ from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
+from sparring.collect.collector import Collector
+from sparring.data.rollout import RolloutBuffer
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
@@ -54,6 +56,21 @@ def test_an_update_learns_and_leaves_what_is_frozen():
     assert not any(name.startswith(("model.vision.", "model.words.")) for name in changed)
     learned = ("model.trunk.0.qkv", "model.expert.1.down", "model.state_in", "model.action_out", "critic.output")
     assert all(f"{name}.weight" in changed for name in learned)
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
+@pytest.mark.parametrize("backend", [Instructed, Drifting])
+def test_all_that_learns_has_a_gradient(method, backend):
+    """Or processes that learn together would wait for it."""
+    env = Env(backend(2))
+    policy, buffer = make_native(env.spec, method=method, memory_size=3), RolloutBuffer(4)
+    Collector(env, policy, seed=0, chunk=4).collect(buffer)
+    scored = policy.evaluate(buffer.get())
+    (scored["log_prob"].sum() + scored["value"].sum()).backward()
+    for name, weight in policy.named_parameters():
+        assert (weight.grad is not None) == weight.requires_grad, name
+    last_layer_learns = policy.model.trunk[-1].down.weight.requires_grad
+    assert last_layer_learns == (method == "flow_noise") and policy.model.trunk[-1].qkv.weight.requires_grad
 
 
 def test_frozen_weights_are_kept_in_bf16_where_that_is_computed_in():

@@ -73,10 +73,11 @@ def test_greedy_without_a_start_it_starts_in_the_middle():
     )
 
 
+@pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.02)])
-def test_what_it_did_fast_is_scored_as_usual(precision, tolerance):
+def test_what_it_did_fast_is_scored_as_usual(precision, tolerance, memory):
     env = Env(Instructed(4))
-    policy = make_fast(make_native(env.spec, precision=precision))
+    policy = make_fast(make_native(env.spec, precision=precision, memory_size=memory))
     buffer = RolloutBuffer(64)
     Collector(env, policy, seed=0, chunk=4).collect(buffer)
     gate(policy, buffer).check(tolerance)

@@ -21,6 +21,7 @@ SMALL = {
     "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 5},
     "logging": {"console_level": "ERROR"},
 }
+NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1}
 WAYS = {
     "tabletop": {},
     "pendulum": {"env": {"name": "gym:Pendulum-v1"}},
@@ -40,6 +41,18 @@ WAYS = {
     },
     "flow by grpo": {
         "policy": {"name": "flow", "method": "denoising_mdp", "width": 16, "heads": 2, "layers": 1, "horizon": 4},
+        "algorithm": "grpo",
+        "ppo": {},
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
+    "memory": {
+        "policy": NATIVE | {"memory_size": 7},
+        "env": {"cameras": ["head"], "image_size": 40},
+        "rollout": SMALL["rollout"] | {"action_steps": 3, "steps": 5},
+    },
+    "memory by grpo": {
+        "policy": NATIVE | {"memory_size": 7},
         "algorithm": "grpo",
         "ppo": {},
         "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},

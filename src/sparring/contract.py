@@ -11,6 +11,8 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     observation/points           float32 [P, 6]       Env, on request; xyz in metres, rgb in 0..1
     observation/task             int64                Env; indexes env.tasks
     is_first                     bool                 Env
+    memory/policy                float32 [M]          Collector, for policies that have one: as it entered the decision,
+                                                      zeros where is_first, else what Policy.remember made of the last
     noise                        float32 [Z] in (0,1) Collector; the policy's randomness; absent: act greedily
     action                       float32 [C, A]       Policy; in [-1, 1] nominally, as sampled (discrete: A=1, an index)
     log_prob, value              float32              Policy (log_prob: of the executed part, see Collector; or [S], of
@@ -37,6 +39,8 @@ from sparring.errors import UserError
 
 # a ratio is the exponential of a small difference of large log-probs
 _SCORES = (torch.float32, torch.float64)
+# where what a policy remembers enters a decision
+POLICY_MEMORY = ("memory", "policy")
 STEP_KEYS = {
     ("next", "reward"): torch.float32,
     ("next", "executed"): torch.int64,
@@ -82,6 +86,11 @@ def check_step(td: TensorDict, spec, chunk: int, where: str) -> None:
 def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> None:
     """What `Policy.act` returns."""
     _check_written(td, "action", (chunk, action_dim), where)
+
+
+def check_memory(memory: torch.Tensor, robots: int, size: int, where: str) -> None:
+    """What `Policy.remember` returns."""
+    _check_tensor(memory, (robots, size), torch.float32, where)
 
 
 def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, where: str) -> None:

@@ -32,9 +32,6 @@ def mistakes_of_settings(config: Any) -> list[tuple[str, str]]:
     if tasks > 1 and robots % tasks and config.phase != "imitate":
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         found.append(("rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"))
-    if getattr(config.policy, "memory_size", 0):
-        why = "nothing carries memory/policy from one decision to the next yet"
-        found.append(("policy.memory_size", f"{why}; set it to 0"))
     return found + _unread(config) + _CHECKS.get(config.phase, rollout_mistakes)(config)
 
 

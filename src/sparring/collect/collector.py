@@ -6,7 +6,14 @@ from tensordict import TensorDict
 
 from sparring.collect.camera import Camera
 from sparring.collect.episodes import Episode, EpisodeTracker
-from sparring.contract import check_completed, check_decision, check_observation, check_step
+from sparring.contract import (
+    POLICY_MEMORY,
+    check_completed,
+    check_decision,
+    check_memory,
+    check_observation,
+    check_step,
+)
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
@@ -61,6 +68,9 @@ class Collector:
         """Reset all envs and look once, hard, at whether env and policy keep the contract."""
         self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
         check_observation(self.root, self.env.spec, "env.reset")
+        if self.policy.memory_size:
+            memory = torch.zeros(self.env.num_envs, self.policy.memory_size, device=self.env.device)
+            self.root.set(POLICY_MEMORY, memory)
         self.tracker = EpisodeTracker(self.env.num_envs)
         self.camera.all_began()
 
@@ -143,6 +153,8 @@ class Collector:
         after = self.env.step(td)
         if self.decision == 0:
             check_step(after, self.env.spec, self.chunk, "env.step")
+        if self.policy.memory_size:
+            after.set(POLICY_MEMORY, self._carried(td, after["is_first"]))
         td.set("next", after.pop("next"))
         self.root = after
         self.decision += 1
@@ -152,6 +164,13 @@ class Collector:
         self.camera.look(ended)
         self.episodes += ended
         return td
+
+    def _carried(self, td: TensorDict, is_first: torch.Tensor) -> torch.Tensor:
+        """The memory [N, M] that enters the decision after `td`."""
+        memory = self.policy.remember(td)
+        if self.decision == 0:
+            check_memory(memory, self.env.num_envs, self.policy.memory_size, "policy.remember")
+        return torch.where(is_first[:, None], 0.0, memory)
 
     def _complete(self, buffer: Buffer) -> None:
         buffer.close(self.root)
@@ -175,11 +194,17 @@ class Collector:
         """V of the true next observation: the following row's, except where the episode or the rollout ended."""
         following = torch.empty_like(rollout["value"])
         following[:-1] = rollout["value"][1:]
-        following[-1] = self.policy.value(buffer.last)
+        last, remembers = buffer.last, self.policy.memory_size
+        following[-1] = self.policy.value(last.set(POLICY_MEMORY, self.root[POLICY_MEMORY]) if remembers else last)
         ends = buffer.finals()
         if ends is not None:
             (step, env), final = ends
-            following[step, env] = self.policy.value(TensorDict({"observation": final}, final.batch_size))
+            true_last = TensorDict({"observation": final}, final.batch_size)
+            if remembers:
+                # the root is of the next episode by then
+                before = rollout.select(*self.policy.in_keys, "action")[step, env]
+                true_last.set(POLICY_MEMORY, self.policy.remember(before))
+            following[step, env] = self.policy.value(true_last)
         return following
 
     def _noise(self, decisions: int):

@@ -31,9 +31,10 @@ class ActionChunks:
         self.lengths = [demos.lengths[:episodes] for demos in self.demonstrations]
         # where each dataset begins among the F steps, and where the last one ends
         self._starts = np.cumsum([0] + [int(lengths.sum()) for lengths in self.lengths])
-        # [F]: where the episode of each step ends
-        lengths = np.concatenate(self.lengths)
-        self._ends = torch.from_numpy(np.repeat(np.cumsum(lengths), lengths))
+        # [E]: steps of each episode, and where among the F it begins; [F]: where the episode of each step ends
+        self.episode_lengths = torch.from_numpy(np.concatenate(self.lengths).astype(np.int64))
+        self.first_steps = self.episode_lengths.cumsum(0) - self.episode_lengths
+        self._ends = self.episode_lengths.cumsum(0).repeat_interleave(self.episode_lengths)
         self._cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
         shown = {name: spec.observation[name][0] for name in _NUMBERS if name in spec.observation}
         self._refuse_what_is_not_recorded(spec, shown)
@@ -50,15 +51,26 @@ class ActionChunks:
         return sum(len(lengths) for lengths in self.lengths)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
-        """`[B]`: `observation/*`, `action [B, H, A]`, and `valid [B, H]`, false past the episode's end."""
+        """`[B]`: `observation/*`, `action [B, H, A]`, and `valid [B, H]`, false past the episode's end.
+
+        And `step`, their numbers among the F.
+        """
         step = torch.randint(len(self), (batch_size,), generator=generator)
-        # [B, H]: past the end, the last action again
-        following, ends = step[:, None] + torch.arange(self.horizon), self._ends[step, None]
-        observation = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
+        valid = step[:, None] + torch.arange(self.horizon) < self._ends[step, None]
+        drawn = {"observation": self.observation(step), "action": self.actions(step), "valid": valid, "step": step}
+        return TensorDict(drawn, [batch_size])
+
+    def observation(self, step: torch.Tensor) -> dict:
+        """What was seen at the steps [B]."""
+        seen = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
         if self._cameras:
-            observation["image"] = {camera: self._pictures(camera, step.numpy()) for camera in self._cameras}
-        action = self._action[following.clamp(max=ends - 1)]
-        return TensorDict({"observation": observation, "action": action, "valid": following < ends}, [batch_size])
+            seen["image"] = {camera: self._pictures(camera, step.numpy()) for camera in self._cameras}
+        return seen
+
+    def actions(self, step: torch.Tensor) -> torch.Tensor:
+        """`[B, H, A]` from the steps [B] on; past the end, the last action again."""
+        following, ends = step[:, None] + torch.arange(self.horizon), self._ends[step, None]
+        return self._action[following.clamp(max=ends - 1)]
 
     def statistics(self) -> dict[str, dict[str, np.ndarray]]:
         """Of the steps that are used: "observation/state", "observation/privileged" and "action" (without padding)."""

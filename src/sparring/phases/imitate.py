@@ -13,6 +13,7 @@ from torch import nn
 from sparring.algorithms.flat import FlatParameters
 from sparring.algorithms.schedules import scheduled
 from sparring.algorithms.updater import actor_parameters
+from sparring.contract import POLICY_MEMORY
 from sparring.data.batches import BatchBuilder
 from sparring.data.chunks import ActionChunks
 from sparring.data.demonstrations import Demonstrations
@@ -24,6 +25,7 @@ from sparring.errors import UserError
 from sparring.out_of_memory import memory_told
 from sparring.phases.configs import ImitateConfig
 from sparring.phases.phase import Progress
+from sparring.phases.remembered import remembered
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
 
@@ -53,6 +55,8 @@ class Imitate:
         )
         # each process draws its own
         self.batches = BatchBuilder(chunks, config.batch_size, seed * 1009 + distributed.rank, distributed.device)
+        # [F, M]: of each demonstrated step, worked out when first needed
+        self._memory: torch.Tensor | None = None
         self.gradient_steps = 0
         self.progress = Progress()
 
@@ -123,7 +127,7 @@ class Imitate:
         # a function of (seed, process, step): nothing to save
         number = (self.seed * 1_000_003 + self.gradient_steps) * 1009 + self.distributed.rank
         generator = torch.Generator(self.distributed.device).manual_seed(number)
-        batch = self._augmented(next(self.batches), generator)
+        batch = self._augmented(self._remembered(next(self.batches)), generator)
         loss, numbers = self.policy.imitation_loss(batch, generator)
         self.flat.vector.grad.zero_()
         loss.backward()
@@ -145,6 +149,15 @@ class Imitate:
             average.lerp_(now, 1 - decay)
         for average, now in zip(self.model.buffers(), self.policy.buffers(), strict=True):
             average.copy_(now)
+
+    def _remembered(self, batch: TensorDict) -> TensorDict:
+        """With what a policy that has a memory would remember there."""
+        if not self.policy.memory_size:
+            return batch
+        if self._memory is None:
+            # normalisers are fitted by now, and stay as they are
+            self._memory = remembered(self.policy, self.chunks, self.distributed.device)
+        return batch.set(POLICY_MEMORY, self._memory[batch["step"]])
 
     def _augmented(self, batch: TensorDict, generator: torch.Generator) -> TensorDict:
         pixels, images = self.config.image_augmentation, batch["observation"].get("image", None)

@@ -34,7 +34,9 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
     )
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
-    memory_size: int = Field(0, ge=0, description="numbers of memory/policy, which becomes a token; 0: none")
+    memory_size: int = Field(
+        0, ge=0, description="numbers that a robot remembers of its episode, told as a token; 0: none"
+    )
     image_size: int | None = Field(
         None, gt=0, description="pixels that images of another size are resized to; null: the preset's"
     )

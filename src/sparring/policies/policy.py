@@ -23,7 +23,7 @@ class Policy(nn.Module):
     chunk: int = 1
     # steps it plans, of which the first `chunk` are executed; imitation shows it so many
     horizon: int = 1
-    # what evaluate reads beside the action, and minibatches therefore gather: observation/*, trace/*
+    # what evaluate reads beside the action, and minibatches therefore gather: observation/*, memory/policy, trace/*
     in_keys: list[tuple[str, ...]]
     # what update_normalizers reads of them; None: all
     normalized_keys: list[tuple[str, ...]] | None = None
@@ -31,6 +31,8 @@ class Policy(nn.Module):
     noise_size: int = 0
     # uniform random numbers a greedy decision starts from, found in `start`
     start_size: int = 0
+    # numbers of memory/policy, which it carries from one decision of an episode to the next (`remember`); 0: none
+    memory_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
     # parts that `pretrained` weights need not have, each with a dot at its end
@@ -74,8 +76,15 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        """V of `td/observation`, [B]."""
+        """V of `td/observation` (and memory/policy), [B]."""
         raise NotImplementedError
+
+    def remember(self, td: TensorDict) -> torch.Tensor:
+        """`memory/policy` [N, memory_size] of the decision after `td [N]`, from its `in_keys` and action alone.
+
+        An episode begins with zeros. No gradients pass through it: a decision is scored with the memory that it had.
+        """
+        raise UserError(f"{type(self).__name__} has memory_size={self.memory_size} and no remember()")
 
     def imitation_loss(
         self, td: TensorDict, generator: torch.Generator

@@ -7,16 +7,19 @@ from tensordict import TensorDict
 from torch import nn
 from torch.nn import functional as F
 
+from sparring.contract import POLICY_MEMORY
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.encoders import STATE
+from sparring.policies.memory import Traces
 from sparring.policies.native.model import Inputs
 from sparring.policies.native.presets import Sizes
 from sparring.policies.native.text import Tokenizer, token_table
 from sparring.policies.native_configs import NativeVLAConfig
 
-_MEMORY = ("memory", "policy")
 _TASK = ("observation", "task")
+# the memory keeps the colours of each picture on a grid of so many fields a side
+_GRID = 4
 
 
 class Observations(nn.Module):
@@ -46,22 +49,40 @@ class Observations(nn.Module):
         self.in_keys = [*self.cameras]
         self.in_keys += [STATE] if self.has_state else []
         self.in_keys += [_TASK] if self.has_task else []
-        self.in_keys += [_MEMORY] if self.memory_size else []
+        self.in_keys += [POLICY_MEMORY] if self.memory_size else []
+        glimpsed = state_size + 3 * _GRID**2 * len(self.cameras)
+        self.traces = Traces(glimpsed, self.memory_size) if self.memory_size else None
 
     def forward(self, td: TensorDict) -> Inputs:
         batch, device = len(td), self.tokens.device
         task = td[_TASK] if self.has_task else torch.zeros(batch, dtype=torch.int64, device=device)
-        state = td[STATE] if self.has_state else torch.zeros(batch, 1, device=device)
-        state = self.normalizer(state) if self.normalizer is not None else state
+        state = self._state(td) if self.has_state else torch.zeros(batch, 1, device=device)
         images = [self._scaled(td[camera]) for camera in self.cameras]
         # [B, N, 3, S, S]
         images = torch.stack(images, 1) if images else torch.zeros(batch, 0, 3, 1, 1, device=device)
-        memory = td.get(_MEMORY, None) if self.memory_size else None
-        return Inputs(images, self.tokens[task], self.text[task], state, memory)
+        return Inputs(images, self.tokens[task], self.text[task], state, self.memory(td))
+
+    def memory(self, td: TensorDict) -> torch.Tensor | None:
+        """As it entered the decisions [B, M]; where nobody carries one, as at the first of an episode."""
+        if not self.memory_size:
+            return None
+        memory = td.get(POLICY_MEMORY, None)
+        return self.tokens.new_zeros(len(td), self.memory_size, dtype=torch.float32) if memory is None else memory
+
+    def remember(self, td: TensorDict) -> torch.Tensor:
+        """As it enters the next ones [B, M]."""
+        seen = [self._state(td)] if self.has_state else []
+        # [B, 3, h, w] -> [B, 3 * G * G] in [-1, 1]
+        seen += [F.adaptive_avg_pool2d(td[camera].float(), _GRID).flatten(1) / 127.5 - 1.0 for camera in self.cameras]
+        memory = self.memory(td)
+        return self.traces(memory, torch.cat([memory[:, :0], *seen], 1))
 
     def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
         if self.normalizer is not None:
             self.normalizer.update(td[STATE], sum_over_processes)
+
+    def _state(self, td: TensorDict) -> torch.Tensor:
+        return td[STATE] if self.normalizer is None else self.normalizer(td[STATE])
 
     def _scaled(self, images: torch.Tensor) -> torch.Tensor:
         # uint8 [B, 3, h, w] -> [B, 3, S, S] in [-1, 1]

@@ -22,7 +22,7 @@ from sparring.policies.patterns import freeze
 
 
 class NativeVLA(FlowChain, EncodedPolicy):
-    """The network is `model`; the critic reads what became of images and words, and does not shape it."""
+    """The network is `model`; the critic reads what became of images and words, and the memory, and shapes neither."""
 
     def __init__(self, config: NativeVLAConfig, spec, chunk: int):
         weights, sizes = None, sizes_of(config)
@@ -37,9 +37,15 @@ class NativeVLA(FlowChain, EncodedPolicy):
             load_into(self.model, weights, config.model_path)
         freeze(self.model, config.frozen)
         adapt(self.model, config)
+        # processes that learn together wait for a gradient of all that learns
+        unread = _unread(sizes.layers - 1, bool(self.encoder.cameras), self.kernel.learns_noise)
+        for name, weight in self.model.named_parameters():
+            if name.startswith(unread):
+                weight.requires_grad_(False)
         if config.precision == "bf16":
             _store_frozen_in_bf16(self.model)
-        self.critic = Critic(config, spec, sizes.width, config.normalize_observations)
+        self.memory_size = sizes.memory_size
+        self.critic = Critic(config, spec, sizes.width + self.memory_size, config.normalize_observations)
         self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys, *self.trace_keys]
         # graphs of acting, those of the decision that is being made, and whether the weights learned since
         self._fast: Fast | None = None
@@ -76,10 +82,14 @@ class NativeVLA(FlowChain, EncodedPolicy):
             return self.model.velocity(x, t, _cache(prefix))
 
     def judge(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        return self.critic(features.detach(), td)
+        told = features.detach()
+        return self.critic(torch.cat([told, self.encoder.memory(td)], -1) if self.memory_size else told, td)
 
     def noise_condition(self, prefix: TensorDict) -> torch.Tensor:
         return prefix["features"]
+
+    def remember(self, td: TensorDict) -> torch.Tensor:
+        return self.encoder.remember(td)
 
     def value(self, td: TensorDict) -> torch.Tensor:
         # the critic does not shape the network
@@ -117,6 +127,14 @@ class NativeVLA(FlowChain, EncodedPolicy):
 
 def _cache(prefix: TensorDict) -> Prefix:
     return Prefix(*(prefix[name] for name in Prefix._fields))
+
+
+def _unread(last: int, sees: bool, features_learn: bool) -> tuple[str, ...]:
+    """Parts that no action depends on: of the trunk's last layer only keys and values are read, beside the features."""
+    parts = () if sees else ("vision.", "projector.")
+    if features_learn:
+        return parts
+    return (*parts, "trunk_norm.", *(f"trunk.{last}.{part}." for part in ("out", "mlp_norm", "gate_up", "down")))
 
 
 def _tokenizer(config: NativeVLAConfig) -> tuple[str | None, str | None]:

@@ -1,0 +1,65 @@
+"""A policy whose memory can be worked out by hand, and an env in which only a memory helps."""
+
+import numpy as np
+import torch
+from doubles import LinearPolicy
+
+from sparring.contract import POLICY_MEMORY
+from sparring.envs.backend import EnvSpec, Step
+
+DECISIONS = 4
+
+
+class CountingPolicy(LinearPolicy):
+    """Remembers how many decisions of the episode it took, and the sum of the steps it saw; its value adds 0.5 each."""
+
+    in_keys = [("observation", "state"), POLICY_MEMORY]
+    memory_size = 2
+
+    def remember(self, td):
+        step = td["observation", "state"][:, 2]
+        return td[POLICY_MEMORY] + torch.stack([torch.ones_like(step), step], 1)
+
+    def _value(self, td):
+        return super()._value(td) + 0.5 * td[POLICY_MEMORY][:, 0]
+
+
+class CueBackend:
+    """The state is -1 or 1 at first and 0 from then on. Later decisions are paid 1 - |action - what it was|.
+
+    So nobody who does not remember gets more than 0 for them, whatever they do.
+    """
+
+    def __init__(self, num_envs: int):
+        self.num_envs = num_envs
+        self.spec = EnvSpec({"state": ((1,), "float32")}, action_dim=1, max_episode_steps=DECISIONS)
+
+    def reset(self, seeds):
+        self.rng = np.random.default_rng(seeds(0, 0))
+        self.count = 0
+        return self._begin()
+
+    def step(self, action):
+        paid = 1 - np.abs(action[:, :, 0] - self.cue) if self.count else np.zeros((self.num_envs, 1))
+        self.count += 1
+        done = np.full(self.num_envs, self.count == DECISIONS)
+        none, ended = np.zeros(self.num_envs, bool), np.flatnonzero(done)
+        final = {"state": np.zeros((len(ended), 1), np.float32)}
+        seen = self._begin() if done.all() else {"state": np.zeros((self.num_envs, 1), np.float32)}
+        executed = np.ones(self.num_envs, np.int64)
+        return Step(seen, paid.astype(np.float32), executed, done, none, none, ended, final)
+
+    def record(self, envs): ...
+
+    def render(self, env): ...
+
+    def state(self):
+        return None
+
+    def close(self): ...
+
+    def _begin(self):
+        self.count = 0
+        # [N, 1]
+        self.cue = self.rng.choice([-1.0, 1.0], (self.num_envs, 1))
+        return {"state": self.cue.astype(np.float32)}
