@@ -4,8 +4,8 @@
     python benchmarks/vla_tasks.py --seed 0 --minutes 20              # again to go on
     python benchmarks/vla_tasks.py --summary
 
-Three cubes stand on the table, red, blue and green, in any order; the instruction says which to lift, in one of four
-ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two cameras, what the robot feels, and the
+Three cubes stand on the table, red to the left, blue, and green to the right, each within about 3 cm; the instruction
+says which to lift, in one of four ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two cameras, what the robot feels, and the
 instruction's bytes; it imitates demonstrations of all three tasks at once (configs/vla_tasks_imitate.yaml), then PPO
 fine-tunes it on all three at once, paid 1 for a success (configs/vla_tasks_finetune.yaml).
 
@@ -21,7 +21,7 @@ RESULTS = report.RESULTS / "vla_tasks.json"
 COLOURS = ("red", "blue", "green")
 EPISODES = 300
 TASKS = tuple(f"pick_{colour}_d0" for colour in COLOURS)
-PROBLEM = Problem(TASKS, ["env.cameras=[head,wrist]"], 60, 1_200_000, 300_000)
+PROBLEM = Problem(TASKS, ["env.cameras=[head,wrist]"], 100, 480_000, 240_000)
 WAYS = {"ode": True, "sde": False, "misled": True}
 
 
