@@ -5,8 +5,9 @@
 
 Both have the same random weights of pi0's full size in bf16, and the same inputs: 2 cameras of 224 px, 32 text tokens,
 chunks of 50 actions, 10 denoising steps. transformers runs its own `sample_actions`, eagerly; the native VLA runs
-`Fast.sample`: kernels of our own and compiled code, as one CUDA graph. Both are timed by CUDA events from inputs on the GPU to actions on the GPU,
-and medians are compared. Also told: how long the first one takes, which compiles, and (--parts) what its parts take.
+`Fast.sample`: kernels of our own (on GPUs of Hopper's generation) and compiled code, as one CUDA graph. Both are timed
+by CUDA events from inputs on the GPU to actions on the GPU, and medians are compared. Also told: how long the first one
+takes, which compiles, and (--parts) what its parts take.
 
 Are the outputs equal? bf16 rounds differently in every kernel, so both are held against the same weights in fp32:
 ours may be at most 1.5 times as far from it as transformers'.
