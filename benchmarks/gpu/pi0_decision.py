@@ -1,12 +1,13 @@
 """How long does pi0 take to decide on one GPU, here and in transformers?
 
-    python benchmarks/gpu/pi0_decision.py [--batch 1 16] [--steps 10] [--rounds 20] [--no-compile] [--kernels]
+    python benchmarks/gpu/pi0_decision.py [--batch 1 16] [--steps 10] [--rounds 20] [--no-compile] [--no-kernels]
     python benchmarks/gpu/pi0_decision.py --quick --device cpu --no-compile     # does it work here? Tiny, not kept
 
 Both have the same random weights of pi0's full size in bf16, and the same inputs: 2 cameras of 224 px, 32 text tokens,
 chunks of 50 actions, 10 denoising steps. transformers runs its own `sample_actions`, eagerly; the native VLA runs
-`Fast.sample`: compiled, as one CUDA graph. Both are timed by CUDA events from inputs on the GPU to actions on the GPU,
-and medians are compared. Also told: how long the first one takes, which compiles, and (--parts) what its parts take.
+`Fast.sample`: kernels of our own (on GPUs of Hopper's generation) and compiled code, as one CUDA graph. Both are timed
+by CUDA events from inputs on the GPU to actions on the GPU, and medians are compared. Also told: how long the first one
+takes, which compiles, and (--parts) what its parts take.
 
 Are the outputs equal? bf16 rounds differently in every kernel, so both are held against the same weights in fp32:
 ours may be at most 1.5 times as far from it as transformers'.
@@ -127,7 +128,7 @@ def measure(pi0, native: NativeModel, batch: int, args) -> dict:
     their_actions = their()
     result = {"batch": batch, "transformers_ms": round(median_ms(their, max(rounds // 2, 1), device), 2)}
     record = CudaGraph if device != "cpu" else lambda function, tensors: function
-    fast = Fast(native, args.steps, True, not args.no_compile, args.autotune, record, args.kernels)
+    fast = Fast(native, args.steps, True, not args.no_compile, args.autotune, record, not args.no_kernels)
     started = time.perf_counter()
     actions = fast.sample(inputs, noise)
     result["first_s"] = round(time.perf_counter() - started, 1)
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs of single kernels")
     parser.add_argument("--autotune", action="store_true", help="let the compiler try several kernels; minutes more")
-    parser.add_argument("--kernels", action="store_true", help="denoise by kernels of our own")
+    parser.add_argument("--no-kernels", action="store_true", help="compiled code alone, as on other GPUs")
     parser.add_argument("--parts", action="store_true", help="time the prefix and a denoising step alone, too")
     parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, any device, results not kept")
     args = parser.parse_args()

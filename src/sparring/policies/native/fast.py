@@ -40,7 +40,7 @@ class Fast:
     ):
         """`autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
 
-        `kernels`: denoise by kernels of our own, where the network allows it; `room`: for chunks of at most so many
+        `kernels`: by kernels of our own, where the network and the GPU allow it; `room`: for chunks of at most so many
         steps, with state and memory.
         """
         self._own, self._steps = list(model.parameters()), steps

@@ -1,10 +1,11 @@
-"""A denoising step's layer as five kernels of Triton's, for GPUs; compiled code takes a dozen, and copies the cache.
+"""Kernels of Triton's for acting on GPUs of Hopper's generation; `launches` says what each does, to which shapes.
 
-A small batch is bound by how many kernels there are and by reading weights: norms, turns, sums and the activation ride
-on the products. Importing this needs triton, which torch brings where there are GPUs.
+For few tokens a layer is bound by how many kernels there are and by reading weights: turns, sums and the activation
+ride on products of our own. For many the GPU's library multiplies faster, and only what lies between its products is
+here. Importing this needs triton, which torch brings where there are GPUs.
 
-Letters: B rows, T tokens of a step, M = B * T, K and N width before and after a product, C tokens that the cache holds,
-d numbers of a head.
+Letters: B rows, T tokens, M = B * T, K and N width before and after a product, C tokens that the cache holds, d numbers
+of a head.
 """
 
 import triton
@@ -33,23 +34,15 @@ def normed(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def _twice(x, scale, weight, rows, M, first, second, K: tl.constexpr, NORM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Two products with rows of x [M, K]: weight's rows `first` and `second`. NORM: of normed x, scaled at the end."""
+def _twice(x, weight, rows, M, first, second, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Two products with rows of x [M, K]: weight's rows `first` and `second`."""
     left = tl.zeros([rows.shape[0], first.shape[0]], tl.float32)
     right = tl.zeros([rows.shape[0], first.shape[0]], tl.float32)
-    squares = tl.zeros([rows.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
         value = tl.load(x + rows[:, None] * K + inner[None, :], mask=rows[:, None] < M, other=0.0)
-        if NORM:
-            exact = value.to(tl.float32)
-            squares += tl.sum(exact * exact, 1)
-            value = (exact * (1.0 + tl.load(scale + inner).to(tl.float32))[None, :]).to(weight.dtype.element_ty)
         left = tl.dot(value, tl.load(weight + first[None, :] * K + inner[:, None]), left, input_precision="ieee")
         right = tl.dot(value, tl.load(weight + second[None, :] * K + inner[:, None]), right, input_precision="ieee")
-    if NORM:
-        size = tl.rsqrt(squares / K + _EPSILON)[:, None]
-        left, right = left * size, right * size
     # rounded as if it had been stored
     kind = weight.dtype.element_ty
     return left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
@@ -57,11 +50,11 @@ def _twice(x, scale, weight, rows, M, first, second, K: tl.constexpr, NORM: tl.c
 
 @triton.jit
 def project(
-    x, scale, weight, cos, sin, q, keys, values, M, T, at, C, stride, turns,
+    x, weight, cos, sin, q, keys, values, M, T, at, C, stride, turns,
     K: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Norm, product and turn; queries to q [M, HEADS, D], keys and values [B, KV, C, D] from token `at` on.
+    """Product and turn; queries to q [M, HEADS, D], keys and values [B, KV, C, D] from token `at` on.
 
     Rows of the batch lie `stride` tokens apart there.
     """
@@ -72,7 +65,7 @@ def project(
     # number i and i + d/2 of a head are turned together
     number = part * BLOCK_N + tl.arange(0, BLOCK_N)
     first = head * D + number
-    left, right = _twice(x, scale, weight, rows, M, first, first + HALF, K, NORM, BLOCK_K)
+    left, right = _twice(x, weight, rows, M, first, first + HALF, K, BLOCK_K)
     batch, token, there = rows // T, rows % T, (rows < M)[:, None]
     angle = (batch * turns + token)[:, None] * HALF + number[None, :]
     if head < HEADS + KV:
@@ -94,21 +87,48 @@ def project(
 
 
 @triton.jit
+def _open(gate, up, kind: tl.constexpr):
+    # 0.5 (1 + tanh(z)) = sigmoid(2 z)
+    gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    return (gate.to(kind).to(tl.float32) * up).to(kind)
+
+
+@triton.jit
 def gate(
-    x, scale, weight, out, M,
+    x, weight, out, M,
     K: tl.constexpr, N: tl.constexpr,
-    NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Norm, product and gelu(first half) * second half: [M, K] -> [M, N]."""
+    """Product and gelu(first half) * second half: [M, K] -> [M, N]."""
     _wait(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate, up = _twice(x, scale, weight, rows, M, columns, columns + N, K, NORM, BLOCK_K)
-    # 0.5 (1 + tanh(z)) = sigmoid(2 z)
-    open_ = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    kind = out.dtype.element_ty
-    product = open_.to(kind).to(tl.float32) * up
-    tl.store(out + rows[:, None] * N + columns[None, :], product.to(kind), mask=(rows < M)[:, None])
+    gate, up = _twice(x, weight, rows, M, columns, columns + N, K, BLOCK_K)
+    product = _open(gate, up, out.dtype.element_ty)
+    tl.store(out + rows[:, None] * N + columns[None, :], product, mask=(rows < M)[:, None])
+
+
+@triton.jit
+def gated(
+    x, weight, out, M,
+    K: tl.constexpr, N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """The same for many tokens. x, weight and out are descriptors: the GPU's own engine copies tiles as they say."""
+    # tiles of a band of rows run side by side: they share weights
+    tile, down, across = tl.program_id(0), tl.cdiv(M, BLOCK_M), N // BLOCK_N
+    first = tile // (BAND * across) * BAND
+    height = tl.minimum(down - first, BAND)
+    row = (first + tile % (BAND * across) % height) * BLOCK_M
+    column = tile % (BAND * across) // height * BLOCK_N
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        value = x.load([row, start])
+        gate = tl.dot(value, weight.load([column, start]).T, gate)
+        up = tl.dot(value, weight.load([N + column, start]).T, up)
+    kind = out.dtype
+    out.store([row, column], _open(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind))
 
 
 @triton.jit
@@ -213,3 +233,51 @@ def attend(
     if finishes:
         mixed = mixed / tl.where(there, total, 1.0)[:, None]
         tl.store(out + place[:, None] * D + dims[None, :], mixed.to(out.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def turn(
+    qkv, cos, sin, q, keys, values, T, at, C, stride, turns,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token's heads [HEADS + 2 KV, D]: turned queries to q [B, KV, T, HEADS / KV, D], the rest as `project`."""
+    HALF: tl.constexpr = D // 2
+    GROUP: tl.constexpr = HEADS // KV
+    batch, token = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
+    head, number = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF)[None, :]
+    place = qkv + tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV) * D + head * D + number
+    there = head < HEADS + 2 * KV
+    left = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(place + HALF, mask=there, other=0.0).to(tl.float32)
+    angle = (batch * turns + token) * HALF + number
+    along = tl.where(head < HEADS + KV, tl.load(cos + angle), 1.0)
+    across = tl.where(head < HEADS + KV, tl.load(sin + angle), 0.0)
+    kind = q.dtype.element_ty
+    first, second = (left * along - right * across).to(kind), (right * along + left * across).to(kind)
+    place = q + (((batch * KV + head // GROUP) * T + token) * GROUP + head % GROUP) * D + number
+    tl.store(place, first, mask=head < HEADS)
+    tl.store(place + HALF, second, mask=head < HEADS)
+    place = keys + (batch * stride + (head - HEADS) * C + at + token) * D + number
+    tl.store(place, first, mask=(head >= HEADS) & (head < HEADS + KV))
+    tl.store(place + HALF, second, mask=(head >= HEADS) & (head < HEADS + KV))
+    place = values + (batch * stride + (head - HEADS - KV) * C + at + token) * D + number
+    tl.store(place, first, mask=(head >= HEADS + KV) & there)
+    tl.store(place + HALF, second, mask=(head >= HEADS + KV) & there)
+
+
+@triton.jit
+def weigh(
+    scores, seen, rows, width, length, told, at, C, scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scores [B * KV, rows, width] become weights, where they are; who sees whom is as in `attend`."""
+    row, index = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    place = scores + (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * width + index[None, :]
+    there = (row < rows)[:, None] & (index < width)[None, :]
+    inside = index < length
+    shown = (tl.load(seen + tl.program_id(1) // KV * C + index, mask=inside, other=0) != 0) & inside
+    shown = shown[None, :] & ((row // GROUP >= told)[:, None] | (index < at + told)[None, :])
+    score = tl.where(shown, tl.load(place, mask=there, other=0.0).to(tl.float32) * scale, _NOTHING)
+    weight = tl.where(shown, tl.exp(score - tl.max(score, 1)[:, None]), 0.0)
+    weight = weight / tl.sum(weight, 1)[:, None]
+    tl.store(place, weight.to(scores.dtype.element_ty), mask=there)

@@ -121,16 +121,7 @@ class NativeModel(nn.Module):
 
     def see(self, inputs: Inputs, features: bool):
         """Which tokens count [B, L], each layer's keys and values of images and words, and features [B, W]."""
-        dtype = self._dtype()
-        cameras = inputs.images.shape[1]
-        x = self.words(inputs.tokens).to(dtype) * self.sizes.width**0.5
-        seen = inputs.text
-        if cameras:
-            # [B * N, P, W] -> [B, N * P, W]
-            patches = self.projector(self.vision(inputs.images.flatten(0, 1), dtype))
-            x = torch.cat([patches.view(len(x), -1, self.sizes.width), x], 1)
-            seen = F.pad(seen, (cameras * self.vision.count, 0), value=True)
-        turns = rotation(seen.cumsum(1) - 1, self.sizes.head_dim)
+        x, seen, turns = self.shown(inputs, self.vision)
         keys, values = [], []
         for number, layer in enumerate(self.trunk):
             q, k, v = layer.project(x, turns)
@@ -140,8 +131,28 @@ class NativeModel(nn.Module):
                 x = layer.finish(x, attend(q, k, v, seen))
         if not features:
             return seen, keys, values, None
+        return seen, keys, values, self.mean(x, seen)
+
+    def shown(self, inputs: Inputs, vision):
+        """Images and words as tokens [B, L, W], which of them count [B, L], and what they are turned by.
+
+        `vision(images, dtype)` does what `self.vision` does.
+        """
+        dtype = self._dtype()
+        cameras = inputs.images.shape[1]
+        x = self.words(inputs.tokens).to(dtype) * self.sizes.width**0.5
+        seen = inputs.text
+        if cameras:
+            # [B * N, P, W] -> [B, N * P, W]
+            patches = self.projector(vision(inputs.images.flatten(0, 1), dtype))
+            x = torch.cat([patches.view(len(x), -1, self.sizes.width), x], 1)
+            seen = F.pad(seen, (cameras * self.vision.count, 0), value=True)
+        return x, seen, rotation(seen.cumsum(1) - 1, self.sizes.head_dim)
+
+    def mean(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Of what became of tokens that count: features [B, W]."""
         counted = seen[..., None].float()
-        return seen, keys, values, (self.trunk_norm(x).float() * counted).sum(1) / counted.sum(1)
+        return (self.trunk_norm(x).float() * counted).sum(1) / counted.sum(1)
 
     def told(self, inputs: Inputs) -> torch.Tensor:
         """State and memory as tokens, [B, 1 or 2, expert width]."""

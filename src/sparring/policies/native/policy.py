@@ -110,7 +110,8 @@ class NativeVLA(FlowChain, EncodedPolicy):
             raise UserError(f"policy.fast=true needs a GPU, but the policy is on {device}; leave it out")
         if self._fast is None or not self._fast.fits():
             # a step's tokens: a chunk's, state and memory
-            self._fast, self._learned = Fast(self.model, self.grid.steps, half, room=self.horizon + 2), False
+            room = self.horizon + 2
+            self._fast, self._learned = Fast(self.model, self.grid.steps, half, kernels=half, room=room), False
         if not self._fast.admits(len(td)):
             return None
         self._fast.refresh(self._learned)

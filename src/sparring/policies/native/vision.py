@@ -47,10 +47,13 @@ class VisionBlock(nn.Module):
         self.down = nn.Linear(mlp, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
         # [N, P, 3W] -> 3 x [N, heads, P, d]
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(_attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        return x + self.out(_attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
