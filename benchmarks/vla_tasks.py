@@ -73,7 +73,22 @@ def summary(runs: dict[str, dict]) -> str:
                 told = {True: "met", False: "MISSED", None: ""}[met.get(way)]
                 row = (report.rate_in_words(rates[way][task]) for rates in (first, last))
                 rows.append((run["seed"], task, way, *row, told))
+    for task in TASKS:
+        for way in WAYS:
+            rows.append(("all", task, way, *_pooled(runs, way, task), ""))
     return report.table(rows)
+
+
+def _pooled(runs: dict[str, dict], way: str, task: str) -> list[str]:
+    """Before and after RL, over all seeds."""
+    from sparring.evaluate import wilson
+
+    each = EPISODES // len(TASKS)
+    told = []
+    for rates in ([run["imitated"] for run in runs.values()], [run["curve"][-1] for run in runs.values()]):
+        found = wilson(round(sum(each * rate[way][task]["success"] for rate in rates)), each * len(rates))
+        told.append(report.rate_in_words({"success": found.rate, "low": found.low, "high": found.high}))
+    return told
 
 
 def main() -> None:
