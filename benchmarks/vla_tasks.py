@@ -5,9 +5,10 @@
     python benchmarks/vla_tasks.py --summary
 
 Three cubes stand on the table, red to the left, blue, and green to the right, each within about 3 cm; the instruction
-says which to lift, in one of four ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two cameras, what the robot feels, and the
-instruction's bytes; it imitates demonstrations of all three tasks at once (configs/vla_tasks_imitate.yaml), then PPO
-fine-tunes it on all three at once, paid 1 for a success (configs/vla_tasks_finetune.yaml).
+says which to lift, in one of four ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two cameras,
+what the robot feels, and the instruction's bytes; it imitates demonstrations of all three tasks at once
+(configs/vla_tasks_imitate.yaml), then PPO fine-tunes it on all three at once, paid 1 for a success
+(configs/vla_tasks_finetune.yaml).
 
 The ODE policy (greedy) and the SDE policy (sampled, what RL trains) play 100 held-out episodes of each task after
 imitation, now and then, and at the end; the ODE policy plays the same ones once more with the words of the next task
