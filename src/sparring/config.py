@@ -171,7 +171,7 @@ class Tree:
             mistakes.append(f"{given}: could be any of {', '.join(homes)}; write one of them")
         elif is_section:
             mistakes.append(f"{given}: is a section, not a value; its keys are {', '.join(_below(key, keys))}")
-        elif owner:
+        elif owner and not any(alias.startswith(f"{owner}.") for alias in self.aliases):
             mistakes.append(f"{given}: {owner} has no keys below it; expected {accepted(keys[owner])}")
         else:
             said = self.explain(key, setting) or f"unknown key; {self._nearest(key, keys)}"

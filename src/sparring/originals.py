@@ -41,6 +41,7 @@ ALIASES = {
     "buffer_type": "buffer.type",
     "batch_size": "ppo.mini_batch_size",
     "learning_rate": "ppo.policy_lr",
+    "sequential_training": "teacher.sequential",
     "steps_per_episode": "rollout.max_episode_steps",
     "n_epochs": "ppo.ppo_epochs",
     "training.device": "device",
@@ -49,6 +50,7 @@ ALIASES = {
     "training.learning_rate": "ppo.policy_lr",
     "training.max_grad_norm": "ppo.max_grad_norm",
     "training.scheduler.type": "ppo.lr_schedule",
+    "training.sequential_training": "teacher.sequential",
     "training.steps_per_episode": "rollout.max_episode_steps",
     "training.action_dim": "env.pad_action",
     "training.state_dim": "env.pad_state",
@@ -119,7 +121,6 @@ PHASE_ALIASES["adversarial"] |= {
     "student_checkpoint": "adversarial.student",
     "student_path": "adversarial.student",
 }
-PHASE_ALIASES["teacher"] |= {f"{prefix}sequential_training": "teacher.sequential" for prefix in ("", "training.")}
 # what learns there is the world model
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
 
