@@ -95,8 +95,8 @@ def _options(before: list[str], word: str) -> list[str]:
         return flags[last] if isinstance(flags[last], list) else []
     if not given and not word.startswith("-"):
         return _first_arguments(command)
-    if given[:1] == ["import"] and command == "config" and not word.startswith("-"):
-        return [] if len(given) == 1 else [*phases.PHASES, "all"]
+    if given[:1] == ["import"] and command == "config":
+        return [*flags, "--help"] if word.startswith("-") else [] if len(given) == 1 else [*phases.PHASES, "all"]
     if command not in TAKES_OVERRIDES:
         return [*flags, "--help"]
     keys = _keys(given)
