@@ -554,7 +554,7 @@ def test_numeric_fields_were_found():
 @example("1e-5")
 @example("null")
 @example("a: b # c")
-@given(st.text(max_size=20))
+@given(st.text(max_size=20).filter(lambda text: text != "list"))  # the other key
 def test_any_text_survives_printing_and_loading_on_one_line(text):
     printed = to_yaml({"a": {text or "x": text, "list": [text, 1, None]}}, {"a": "meaning"})
     assert len(printed.splitlines()) == 3
