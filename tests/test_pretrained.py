@@ -107,7 +107,8 @@ def test_what_is_given_stands_above_being_careful(trained, capsys):
     ppo = yaml.safe_load(printed.out)["ppo"]
     keys = ("policy_lr", "critic_lr", "target_kl", "critic_warmup_updates")
     assert [ppo[key] for key in keys] == [3e-5, 2e-3, None, 0]
-    assert "ppo." not in printed.err
+    renamed, inherited = printed.err.splitlines()
+    assert renamed == "read as: learning_rate -> ppo.policy_lr" and "ppo." not in inherited
 
 
 @pytest.mark.parametrize("phase", ["imitate", "student", "adversarial", "teacher"])

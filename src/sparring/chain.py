@@ -10,12 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from sparring.config_text import Setting, value_text
 from sparring.errors import UserError
 from sparring.phases import CHAIN
-from sparring.tree import Config, load_config, tree_of
+from sparring.reading import Reading
+from sparring.tree import Config, load_config, reading_of, tree_of
 
 # what each starts from: key -> phase
 STARTS_FROM = {
@@ -33,6 +35,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
     # mistakes are told before hours are spent
     _refuse_own_starts(given)
     for phase, settings in shares.items():
+        _refuse_own_folder(settings, folder_of(phase, output))
         _refuse_what_cannot_be_made(load_config(None, settings, phase))
     record = output / "all.json"
     done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
@@ -45,6 +48,9 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
             print(f"{what}, done before", flush=True)
             continue
         print(what, flush=True)
+        # what is for the other phases is read there
+        for line in replace(_reading(phase, given), other_phases=[]).told():
+            print(line, file=sys.stderr, flush=True)
         how = "never" if phase in anew else "auto"
         anew = [other for other in anew if other != phase]
         _write(record, done, anew)
@@ -67,6 +73,15 @@ def _refuse_own_starts(given: list[Setting]) -> None:
             raise UserError(
                 f"{setting.key} ({setting.where}): `train all` begins with a teacher of its own; leave it out, or name "
                 "the phase to start from that one"
+            )
+
+
+def _refuse_own_folder(settings: list[Setting], folder: Path) -> None:
+    for setting in settings:
+        if setting.key == "output" and setting.value is not None and Path(str(setting.value)) != folder:
+            raise UserError(
+                f"{setting.as_written} = {setting.value} (from {setting.where}): this phase of `train all` writes to "
+                f"'{folder}'; leave it out, and say with --output where all of them go"
             )
 
 
@@ -95,17 +110,14 @@ def settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]
 
     `teacher.coloured` is a setting like any other; `teacher.training.iterations` is `training.iterations` for it alone.
     """
-    common, own = [], []
-    for setting in given:
-        owner, _, key = setting.key.partition(".")
-        if owner not in CHAIN or key.partition(".")[0] in Config.model_fields[owner].annotation.model_fields:
-            common.append(setting)
-        elif owner == phase:
-            own.append(Setting(key, setting.value, f"{setting.where}, for {phase}"))
     added = {key: str(folder_of(other, output)) for key, other in STARTS_FROM[phase].items()}
     added["output"] = str(folder_of(phase, output))
     # later ones win
-    return common + own + [Setting(key, value, "train all") for key, value in added.items()]
+    return _reading(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
+
+
+def _reading(phase: str, given: list[Setting]) -> Reading:
+    return reading_of([*given, Setting("phase", phase, "train all")])
 
 
 def folder_of(phase: str, output: Path) -> Path:

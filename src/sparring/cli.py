@@ -22,6 +22,7 @@ examples:
   sparring train all --envs 8 student.training.iterations=20 the three, one after the other; goes on where it stopped
   sparring eval outputs/teacher_rl --world-model             how well it foretells, beside copying the last frame
   sparring config finetune                                   every setting with its meaning
+  sparring config import rl_config.yaml --output mine.yaml   a config of the originals, in our words
   sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
   sparring tasks                                             what the built-in arm can be asked to do
   sparring train finetune --dry-run rollout                  only the rollout
@@ -100,9 +101,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_demos(commands)
 
-    config = commands.add_parser("config", help="print the resolved config, each key with its meaning", **_OPTIONS)
-    config.add_argument("phase", metavar="PHASE", nargs="?", default="finetune")
+    config = commands.add_parser(
+        "config",
+        help="print the resolved config, each key with its meaning; or put a config of the originals into our words",
+        **_OPTIONS,
+    )
+    config.add_argument(
+        "what",
+        metavar="PHASE | import FILE",
+        nargs="*",
+        help="phase to print (default: finetune), or a file, and the phase it is for if it does not say",
+    )
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
+    config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
     config.set_defaults(command=_config)
 
     completion = commands.add_parser("completion", help="print a shell completion script", **_OPTIONS)
@@ -205,7 +216,7 @@ def _load(arguments, overrides, to_run: bool = True):
     """The config of a command: its file, its overrides, its flags."""
     from sparring.config_text import Setting
     from sparring.inherit import told, with_inherited
-    from sparring.tree import build_config
+    from sparring.tree import build_config, reading_of
 
     given = _given(arguments, overrides)
     given += _flag_settings(arguments, {"output": "output", "resume": "resume"})
@@ -213,8 +224,9 @@ def _load(arguments, overrides, to_run: bool = True):
     settings = with_inherited(given)
     config = build_config(settings, to_run)
     # once: not in the processes that this command starts
-    for line in told(settings[: len(settings) - len(given)], config) if "RANK" not in os.environ else ():
-        print(line, file=sys.stderr)
+    if "RANK" not in os.environ:
+        for line in [*reading_of(given).told(), *told(settings[: len(settings) - len(given)], config)]:
+            print(line, file=sys.stderr)
     return config
 
 
@@ -366,7 +378,31 @@ def _show_demos(arguments, overrides) -> int:
 
 
 def _config(arguments, overrides) -> int:
+    if arguments.what[:1] == ["import"]:
+        return _import_config(arguments, overrides)
+    if len(arguments.what) > 1 or arguments.output:
+        raise UserError("expected `sparring config PHASE`, or `sparring config import FILE [PHASE] [--output YAML]`")
+    arguments.phase = (arguments.what or ["finetune"])[0]
     print(_load(arguments, overrides, to_run=False).to_yaml(), end="")
+    return 0
+
+
+def _import_config(arguments, overrides) -> int:
+    from sparring.config_import import import_config
+
+    if not 2 <= len(arguments.what) <= 3 or overrides or arguments.config:
+        raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]`, and nothing else")
+    text, told = import_config(*arguments.what[1:])
+    for line in told:
+        print(line, file=sys.stderr)
+    if not arguments.output:
+        print(text, end="")
+        return 0
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {arguments.output}: cannot write there ({error.strerror})") from None
+    print(arguments.output)
     return 0
 
 

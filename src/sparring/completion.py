@@ -69,7 +69,7 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--config": FILE,
         "--sheet": FILE,
     },
-    "config": {"--config": FILE},
+    "config": {"--config": FILE, "--output": FILE},
     "completion": {},
 }
 
@@ -95,6 +95,8 @@ def _options(before: list[str], word: str) -> list[str]:
         return flags[last] if isinstance(flags[last], list) else []
     if not given and not word.startswith("-"):
         return _first_arguments(command)
+    if given[:1] == ["import"] and command == "config":
+        return [*flags, "--help"] if word.startswith("-") else [] if len(given) == 1 else [*phases.PHASES, "all"]
     if command not in TAKES_OVERRIDES:
         return [*flags, "--help"]
     keys = _keys(given)
@@ -113,7 +115,7 @@ def _first_arguments(command: str) -> list[str]:
     if command == "completion":
         return list(SCRIPTS)
     if command in ("train", "config"):
-        return [*phases.PHASES, *(["all"] if command == "train" else [])]
+        return [*phases.PHASES, "all" if command == "train" else "import"]
     if command == "demos":
         return ["show", *_names("env.task")]
     if command == "check":
@@ -134,7 +136,7 @@ def _keys(given: list[str]) -> "dict[str, FieldInfo]":
 
 def _values(name: str, keys: "dict[str, FieldInfo]") -> list[str]:
     """What may follow `key=` or `--key`."""
-    from sparring.aliases import ALIASES
+    from sparring.originals import ALIASES
 
     key = ALIASES.get(name.removeprefix("--"), name.removeprefix("--"))
     annotation = keys[key].annotation if key in keys else None

@@ -63,7 +63,7 @@ class Tree:
 
     `pickers` choose a section's class by the value of a key; `aliases` are other spellings of a dotted key, or of how
     keys begin (with a dot at the end); `check` finds mistakes that span sections, each a key and what is wrong with it;
-    `elsewhere` tells with which settings an unknown key would be known, e.g. "policy.name=flow".
+    `explain` says more of an unknown setting (its key as it is spelled here) than which key is nearest, if it can.
     """
 
     root: type[Section]
@@ -71,13 +71,13 @@ class Tree:
     pickers: dict[str, tuple[str, SectionPicker]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     check: Callable[[Any], list[tuple[str, str]]] = lambda config: []
-    elsewhere: Callable[[str], list[str]] = lambda key: []
+    explain: Callable[[str, Setting], str | None] = lambda key, setting: None
 
     def build(self, settings: list[Setting]) -> Any:
         """The config that these settings describe, later ones winning; raises ConfigError with all mistakes."""
         mistakes: list[str] = []
         classes = self._pick_classes(settings, mistakes)
-        placed = self._place_all(settings, classes, mistakes)
+        placed = self.place_all(settings, classes, mistakes)
         values = self._validate(classes, placed, mistakes)
         config = None if mistakes else self.root.model_construct(**values)
         if config is not None:
@@ -129,7 +129,7 @@ class Tree:
                 mistakes.append(f"{_given(key, last)}: {error}")
         return classes
 
-    def _place_all(self, settings, classes, mistakes):
+    def place_all(self, settings, classes, mistakes):
         """Dotted key -> the last setting of it."""
         keys = self.keys(classes)
         # of a section whose class is not known, no key can be judged
@@ -141,10 +141,12 @@ class Tree:
                 continue
             key = self._place(key, setting, keys, mistakes)
             earlier = placed.get(key)
-            if earlier and earlier.line and earlier.source == setting.source:
+            # two keys of theirs may be one here, e.g. the widths of actor and critic
+            agree = earlier and earlier.as_written != setting.as_written and earlier.value == setting.value
+            if earlier and earlier.line and earlier.source == setting.source and not agree:
                 mistakes.append(f"{_given(key, {key: setting})}: was given before, in line {earlier.line}; keep one")
             elif earlier and _contradict(earlier, setting):
-                before = f"{earlier.key} = {value_text(earlier.value)}"
+                before = f"{earlier.as_written} = {value_text(earlier.value)}"
                 mistakes.append(f"{_given(key, {key: setting})}: {before} was given too and is the same key; keep one")
             if key:
                 placed.pop(key, None)  # so that it moves to the end
@@ -164,22 +166,20 @@ class Tree:
         is_section = key in self.root.model_fields
         if is_section and setting.value in (None, {}):
             return None  # an empty section asks for nothing
-        given = f"{setting.key} (from {setting.where})"
+        given = f"{setting.as_written} (from {setting.where})"
         if homes:
             mistakes.append(f"{given}: could be any of {', '.join(homes)}; write one of them")
         elif is_section:
             mistakes.append(f"{given}: is a section, not a value; its keys are {', '.join(_below(key, keys))}")
-        elif owner:
+        elif owner and not any(alias.startswith(f"{owner}.") for alias in self.aliases):
             mistakes.append(f"{given}: {owner} has no keys below it; expected {accepted(keys[owner])}")
         else:
-            mistakes.append(f"{given}: unknown key; {self._nearest(key, keys)}")
+            said = self.explain(key, setting) or f"unknown key; {self._nearest(key, keys)}"
+            mistakes.append(f"{given}: {said}")
         return None
 
     def _nearest(self, key, keys):
         """Nearest by the whole dotted key, or by its last word when the section is what was mistaken."""
-        others = self.elsewhere(key)
-        if others:
-            return f"it is a key of {' and '.join(others)}"
         spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
         words = {k.rpartition(".")[2]: k for k in keys}
         whole = difflib.get_close_matches(key, spellings, n=1)
@@ -195,7 +195,7 @@ class Tree:
         given: dict[str, dict] = {name: {} for name in ("", *classes)}
         for key, setting in placed.items():
             section, _, leaf = key.partition(".")
-            _insert(*((given[section], leaf) if section in classes else (given[""], key)), setting.value)
+            insert(*((given[section], leaf) if section in classes else (given[""], key)), setting.value)
         values = {n: _validated(cls, given[n], f"{n}.", placed, mistakes) for n, cls in classes.items()}
         top = _validated(self._top(), given[""], "", placed, mistakes)
         return values | dict(top or {})
@@ -244,16 +244,16 @@ def _given(key: str, placed: dict[str, Setting]) -> str:
     setting = placed.get(key) or next((s for k, s in placed.items() if k.startswith(f"{key}.")), None)
     if setting is None:
         return key
-    spelled = "" if setting.key == key else f", given as {setting.key}"
+    spelled = "" if setting.as_written == key else f", given as {setting.as_written}"
     return f"{key} = {value_text(setting.value)} (from {setting.where}{spelled})"
 
 
 def _contradict(earlier: Setting, later: Setting) -> bool:
     """Two spellings of one key in one place; the same spelling again is how somebody changes their mind."""
-    return earlier.source == later.source and earlier.key != later.key and earlier.value != later.value
+    return earlier.source == later.source and earlier.as_written != later.as_written and earlier.value != later.value
 
 
-def _insert(values: dict, dotted: str, value: Any) -> None:
+def insert(values: dict, dotted: str, value: Any) -> None:
     """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; what was given before gives way."""
     leaf, _, rest = dotted.partition(".")
     if not rest:
@@ -261,7 +261,7 @@ def _insert(values: dict, dotted: str, value: Any) -> None:
         return
     inner = values.get(leaf)
     values[leaf] = dict(inner) if isinstance(inner, dict) else {}
-    _insert(values[leaf], rest, value)
+    insert(values[leaf], rest, value)
 
 
 def _validated(cls, values, prefix, placed, mistakes):

@@ -25,6 +25,12 @@ class Setting:
     source: str
     # of a file
     line: int | None = None
+    # the key that somebody wrote, where it is not `key`
+    written: str | None = None
+
+    @property
+    def as_written(self) -> str:
+        return self.written or self.key
 
     @property
     def where(self) -> str:

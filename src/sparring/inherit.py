@@ -14,7 +14,7 @@ from sparring.config_text import Setting, read_settings
 from sparring.phases import ALIASES
 from sparring.phases.defaults import OF_PRETRAINED
 from sparring.policies.configs import OF_A_METHOD
-from sparring.tree import USUAL, Config, build_config, given_settings, run_folder, tree_of
+from sparring.tree import USUAL, Config, build_config, given_settings, reading_of, run_folder
 
 # of an env: these say how a run is made, not what a policy sees and does
 OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
@@ -29,8 +29,7 @@ def load_config(
 
 def with_inherited(settings: list[Setting]) -> list[Setting]:
     """`settings`, and below them what comes with what they say it starts from."""
-    tree = tree_of(settings)
-    given = {tree.spelled(setting.key): setting.value for setting in settings}
+    given = {setting.key: setting.value for setting in reading_of(settings).settings}
     inherited: list[Setting] = []
     phase = given.get("phase", "finetune")
     phase = ALIASES.get(phase, phase)

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
 from sparring import algorithms, envs, phases, policies, rewards, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
-from sparring.aliases import ALIASES, GRPO_ALIASES, PHASE_ALIASES
 from sparring.collect.configs import RolloutConfig
 from sparring.config import Section, Tree
 from sparring.config_text import Setting, flatten, read_settings, to_yaml
@@ -17,6 +16,7 @@ from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 from sparring.mistakes import mistakes, mistakes_of_settings
+from sparring.originals import ALIASES, GRPO_ALIASES, PHASE_ALIASES
 from sparring.phases.configs import (
     AdversarialConfig,
     EvaluationConfig,
@@ -26,6 +26,7 @@ from sparring.phases.configs import (
     TrainingConfig,
 )
 from sparring.phases.defaults import DEFAULTS
+from sparring.reading import Reading, read_as_ours, why_not
 from sparring.record.configs import LoggingConfig
 from sparring.resolve import config_class, import_module, import_path, path_of
 
@@ -138,16 +139,24 @@ def given_settings(
 
 def build_config(settings: list[Setting], to_run: bool = True) -> Config:
     """`to_run=False`: what is only to be looked at need not say what it starts from."""
+    settings = reading_of(settings).settings
     tree = tree_of(settings)
     tree = tree if to_run else replace(tree, check=mistakes_of_settings)
     return tree.build(_phase_defaults(settings) + settings)
 
 
+def reading_of(settings: list[Setting]) -> Reading:
+    """These settings in our words, as the phase they name means them."""
+    return read_as_ours(settings, tree_of(settings), _phase_of(settings) or "finetune")
+
+
 def tree_of(settings: list[Setting]) -> Tree:
     """The tree as these settings mean it: what `batch_size` is short for depends on the phase and the algorithm."""
-    algorithm = next((s.value for s in reversed(settings) if s.key in ("algorithm", "algorithm.name")), None)
+    phase = _phase_of(settings)
+    named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
+    algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
     more = GRPO_ALIASES if algorithm == "grpo" else {}
-    more = more | PHASE_ALIASES.get(_phase_of(settings), {})
+    more = more | PHASE_ALIASES.get(phase, {})
     return replace(TREE, aliases=ALIASES | more) if more else TREE
 
 
@@ -216,6 +225,13 @@ def _check_gym_id(name: str) -> None:
         raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())})") from None
 
 
+def _explained(key: str, setting: Setting) -> str | None:
+    """What is to be said of a key that is unknown here: it is one of the originals, or of another env, policy, ..."""
+    others = _elsewhere(key)
+    known = f"unknown key; it is a key of {' and '.join(others)}" if others else None
+    return why_not(setting.as_written, setting.value) or known
+
+
 def _elsewhere(key: str) -> list[str]:
     """The names of built-in envs, policies, ... whose config has this key."""
     section, _, leaf = key.partition(".")
@@ -263,5 +279,5 @@ TREE = Tree(
     },
     aliases=ALIASES,
     check=mistakes,
-    elsewhere=_elsewhere,
+    explain=_explained,
 )

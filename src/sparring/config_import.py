@@ -1,0 +1,93 @@
+"""`sparring config import FILE`: a config that is written as in the originals, in our words. Torch-free."""
+
+from pathlib import Path
+from typing import Any
+
+from sparring.config import insert
+from sparring.config_text import ConfigTextError, Setting, read_settings, to_yaml, value_text
+from sparring.phases import ALIASES as PHASE_NAMES
+from sparring.phases import CHAIN, PHASES
+from sparring.reading import without_meaning
+from sparring.tree import build_config, reading_of, tree_of
+
+
+def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list[str]]:
+    """A YAML file that loads as the original does, and what became of its keys, a line each.
+
+    `phase` is what it is for, as words such as batch_size mean something else in another one; `all`: for the chain of
+    teacher, student and adversarial, and for each of them. Without it, what the file says or is about.
+    """
+    given = read_settings(file)
+    if not given:
+        raise ConfigTextError(f"config file '{file}': says nothing, so there is nothing to import")
+    asked = phase or next((setting.value for setting in reversed(given) if setting.key == "phase"), None)
+    phase = _known(asked or _about(given))
+    unwritten = [(setting, why) for setting in given if (why := without_meaning(setting))]
+    kept = [setting for setting in given if setting.key != "phase" and not without_meaning(setting)]
+    unwritten += _unread(kept, phase)
+    settings = _merged({each: _placed(kept, each) for each in _phases(phase)})
+    if asked and phase != "all":
+        settings = {"phase": Setting("phase", phase, "command line")} | settings
+    renamed = {key: s.as_written for key, s in settings.items() if s.as_written != key}
+    told = [f"read as: {', '.join(f'{theirs} -> {key}' for key, theirs in renamed.items())}"] if renamed else []
+    told += [f"{setting.key} (from {setting.where}) is a comment now: {why}" for setting, why in unwritten]
+    header = f"# {Path(file).name} for {phase}, by `sparring config import`\n"
+    return header + _text(settings, renamed) + _comments(unwritten), told
+
+
+def _about(given: list[Setting]) -> str:
+    return "all" if any(setting.key.partition(".")[0] in CHAIN for setting in given) else "finetune"
+
+
+def _known(phase: Any) -> str:
+    name = PHASE_NAMES.get(str(phase), phase)
+    if name not in (*PHASES, "all"):
+        raise ConfigTextError(f"phase = {value_text(phase)}: this phase is unknown; one of: {', '.join(PHASES)}, all")
+    return name
+
+
+def _phases(phase: str) -> tuple[str, ...]:
+    return CHAIN if phase == "all" else (phase,)
+
+
+def _unread(kept: list[Setting], phase: str) -> list[tuple[Setting, str]]:
+    """What asks for what is so anyway, or is for a phase that the file is not imported for."""
+    reading = reading_of(_with_phase(kept, _phases(phase)[0]))
+    # the chain has a phase for each of them
+    others = [] if phase == "all" else reading.other_phases
+    return [(s, "it is so here anyway") for s in reading.so_anyway] + [(s, "it is for another phase") for s in others]
+
+
+def _placed(kept: list[Setting], phase: str) -> dict[str, Setting]:
+    """Our keys and what was given for them, all checked."""
+    settings = _with_phase(kept, phase)
+    build_config(settings, to_run=False)
+    ours, tree = reading_of(settings).settings, tree_of(settings)
+    placed = tree.place_all(ours, tree.classes(ours), [])
+    return {key: setting for key, setting in placed.items() if key != "phase"}
+
+
+def _with_phase(kept: list[Setting], phase: str) -> list[Setting]:
+    return [*kept, Setting("phase", phase, "command line")]
+
+
+def _merged(placed: dict[str, dict[str, Setting]]) -> dict[str, Setting]:
+    """What all phases agree on stands alone, the rest as `<phase>.<key>`, but for keys of the phase's own section."""
+    merged: dict[str, Setting] = {}
+    for phase, settings in placed.items():
+        for key, setting in settings.items():
+            agreed = all(key in other and other[key].value == setting.value for other in placed.values())
+            merged[key if agreed or key.startswith(f"{phase}.") else f"{phase}.{key}"] = setting
+    return merged
+
+
+def _text(settings: dict[str, Setting], renamed: dict[str, str]) -> str:
+    values: dict[str, Any] = {}
+    for key, setting in settings.items():
+        insert(values, key, setting.value)
+    return to_yaml(values, {key: f"was {theirs}" for key, theirs in renamed.items()}) if values else ""
+
+
+def _comments(unwritten: list[tuple[Setting, str]]) -> str:
+    lines = [f"#   {value_text(s.key)}: {value_text(s.value)}  ({why})\n" for s, why in unwritten]
+    return "".join(["# not written, and why:\n", *lines] if lines else [])

@@ -1,0 +1,222 @@
+"""What the documents this system comes from call things: their dotted keys and values, and ours. Torch-free.
+
+A key that ends with a dot stands for all below it. reading.py applies these tables; docs/from-the-originals.md says
+where each key is from.
+"""
+
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
+from sparring.collect.configs import RolloutConfig
+from sparring.phases import CHAIN
+
+# words of other PPO trainers
+_PPO_WORDS = {
+    "learning_rate": "policy_lr",
+    "value_lr": "critic_lr",
+    "n_epochs": "ppo_epochs",
+    "batch_size": "mini_batch_size",
+    "clip_coef": "clip_ratio",
+    "clip_epsilon": "clip_ratio",
+    "clip_range": "clip_ratio",
+    "ent_coef": "entropy_coef",
+    "vf_coef": "value_loss_coef",
+    "value_coef": "value_loss_coef",
+    "critic_warmup_rollouts": "critic_warmup_updates",
+}
+_PPO_NAMES = {name: name for name in PPOConfig.model_fields} | _PPO_WORDS
+_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_targets"}
+_LORA |= {"modules_to_save": "modules_to_save"}
+
+# theirs -> ours
+ALIASES = {
+    "task_name": "env.task",
+    "cameras": "env.cameras",
+    "pretrained_policy_path": "pretrained",
+    "output_dir": "output",
+    "teacher_checkpoint": "student.teacher",
+    "teacher_path": "student.teacher",
+    # `rewards=original` is a preset
+    "rewards": "rewards.name",
+    "num_envs": "rollout.n_envs",
+    "buffer_size": "buffer.size",
+    "buffer_type": "buffer.type",
+    "batch_size": "ppo.mini_batch_size",
+    "learning_rate": "ppo.policy_lr",
+    "sequential_training": "teacher.sequential",
+    "steps_per_episode": "rollout.max_episode_steps",
+    "n_epochs": "ppo.ppo_epochs",
+    "training.device": "device",
+    "training.seed": "seed",
+    "training.batch_size": "ppo.mini_batch_size",
+    "training.learning_rate": "ppo.policy_lr",
+    "training.max_grad_norm": "ppo.max_grad_norm",
+    "training.scheduler.type": "ppo.lr_schedule",
+    "training.sequential_training": "teacher.sequential",
+    "training.steps_per_episode": "rollout.max_episode_steps",
+    "training.action_dim": "env.pad_action",
+    "training.state_dim": "env.pad_state",
+    "training.action_scale": "env.action_scale",
+    "environment.task_name": "env.task",
+    "environment.data_type.collect_depth": "env.depth",
+    "environment.": "env.",
+    "trainer.iterations": "training.iterations",
+    "trainer.total_timesteps": "training.total_timesteps",
+    "trainer.buffer_size": "buffer.size",
+    "trainer.buffer_type": "buffer.type",
+    "trainer.batch_size": "ppo.mini_batch_size",
+    "trainer.num_envs": "rollout.n_envs",
+    "trainer.rollout_steps": "rollout.steps",
+    "trainer.num_eval_episodes": "evaluation.episodes",
+    "trainer.seed": "seed",
+    "trainer.device": "device",
+    "algorithm.name": "algorithm",
+    "rl_training.num_epochs": "training.iterations",
+    "rl_training.total_timesteps": "training.total_timesteps",
+    "rl_training.num_envs": "rollout.n_envs",
+    # pydantic keeps the name `model_config` to itself
+    "policy.model_config": "policy.model_settings",
+    "policy.model_config.": "policy.model_settings.",
+    "policy.vla_config.model_config": "policy.model_settings",
+    "policy.vla_config.model_config.": "policy.model_settings.",
+    "policy.vla_config.": "policy.",
+    # both have the same shape here
+    **{
+        f"policy.{network}.network_cfg.{theirs}": f"policy.{ours}"
+        for network in ("actor", "critic")
+        for theirs, ours in (("hidden_sizes", "hidden"), ("activation", "activation"))
+    },
+    **{f"model.lora.{theirs}": f"policy.{ours}" for theirs, ours in _LORA.items()},
+    **{
+        f"{section}.{theirs}": f"ppo.{ours}"
+        for section in ("rl_training.ppo_trainer", "rl_training", "algorithm.cfg")
+        for theirs, ours in _PPO_NAMES.items()
+    },
+    **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
+    # `<phase>.<any of our keys>` is for that phase alone, and wins over what is for all
+    **{f"{phase}.output_dir": f"{phase}.output" for phase in CHAIN},
+    **{f"{phase}.ppo.{theirs}": f"{phase}.ppo.{ours}" for phase in CHAIN for theirs, ours in _PPO_WORDS.items()},
+    "student.rewards.memory_divergence_weight": "student.rewards.memory_divergence",
+    "student.rewards.wm_uncertainty_weight": "student.rewards.prediction_error",
+    "adversarial.total_iterations": "adversarial.training.iterations",
+    "adversarial.wm_lr": "adversarial.adversarial.learning_rate",
+    "adversarial.explorer_lr": "adversarial.ppo.policy_lr",
+    "adversarial.entropy_weight": "adversarial.ppo.entropy_coef",
+}
+# words that mean something else with grpo
+_GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
+GRPO_ALIASES = {
+    alias: _GRPO_NAMES[key]
+    for alias, key in ALIASES.items()
+    if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
+}
+# words that mean something else where there is no RL
+PHASE_ALIASES = {
+    phase: {
+        f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+    }
+    for phase in ("imitate", "teacher", "adversarial")
+}
+PHASE_ALIASES["adversarial"] |= {
+    "teacher_checkpoint": "adversarial.teacher",
+    "teacher_path": "adversarial.teacher",
+    "student_checkpoint": "adversarial.student",
+    "student_path": "adversarial.student",
+}
+# what learns there is the world model
+PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
+
+# our key -> their value -> ours
+VALUES = {"env.task": {"random_exploration": "explore"}}
+# theirs, true or false -> our key, whose list has this word where it is true
+LISTED = {
+    "environment.camera.collect_head_camera": ("env.cameras", "head"),
+    "environment.camera.collect_wrist_camera": ("env.cameras", "wrist"),
+    "environment.domain_randomization.random_appearance": ("env.domain_randomization", "appearance"),
+    "environment.domain_randomization.random_background": ("env.domain_randomization", "background"),
+    "environment.domain_randomization.random_light": ("env.domain_randomization", "light"),
+    "environment.domain_randomization.cluttered_table": ("env.domain_randomization", "clutter"),
+}
+
+_NO_LOGGER = "there is no external logger: all numbers are files of the run folder; leave it out"
+_NO_PLANNER = "no planner is ever loaded; leave it out"
+_BY_PHASE = "the phase decides what learns and who acts; leave it out"
+_SCENES = "env.task decides what is on the table, anew in each episode; leave it out"
+_SCHEDULE = "learning rates fall to 0 over the whole run; leave it out"
+# theirs -> why it means nothing here, and what to do
+WITHOUT_MEANING = {
+    "debug": "say logging.console_level=DEBUG instead",
+    "model.config_file": "describes F1's network; say policy.name and policy.model_path, or world_model.trunk",
+    "model.lora.bias": "adapters leave biases as they are; leave it out",
+    "model.lora.task_type": "adapters are the same for every task; leave it out",
+    "environment.need_plan": _NO_PLANNER,
+    "environment.need_planner": _NO_PLANNER,
+    "environment.need_topp": _NO_PLANNER,
+    "environment.embodiment": "env.task decides which robot there is; leave it out",
+    "environment.single_arm": "env.task decides how many arms there are; leave it out",
+    "environment.scene_reset_interval": _SCENES,
+    "environment.randomize_robot_init": _SCENES,
+    "environment.num_objects": _SCENES,
+    "environment.delta_qpos_scale": "steps are scaled by env.action_scale, which multiplies the robot's own; say that",
+    "environment.render_mode": "cameras are drawn in one way; leave it out",
+    "environment.camera.": "cameras are named in env.cameras and have env.image_size pixels a side; say that",
+    "environment.data_type.": "states and pictures are always there; leave it out",
+    "training.weight_decay": "only imitate.weight_decay exists; leave it out",
+    "training.gradient_accumulation_steps": "say ppo.micro_batch_size, how many decisions fit into memory at once",
+    "training.scheduler.": _SCHEDULE,
+    "training.n_pred_img_steps": "a world model foretells the next frame; leave it out",
+    "training.memory_backprop": "gradients always pass through training.bptt_length decisions; leave it out",
+    "training.action_bounds.": "actions are within -1 and 1; scale them by env.action_scale",
+    "training.video_save_every": "videos come with checkpoints: say training.save_every",
+    "training.sample_save_every": "samples come with metrics: say training.log_every",
+    **{
+        f"{phase}.{key}": _BY_PHASE
+        for phase in CHAIN
+        for key in ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
+    },
+    "adversarial.buffer_size": "episodes are kept on disk: say adversarial.max_gb",
+    "adversarial.adversarial_weight": "what the explorer is paid for has weights of its own: say rewards.*",
+    "adversarial.explorer.": "the explorer is the policy: say policy.*",
+    "trainer.exp_name": "a run is called what its folder is called: say output",
+    "trainer.gym_config": "an env is described by env.*: say env.name and what it takes",
+    "trainer.headless": "nothing opens a window; leave it out",
+    "trainer.enable_rt": "there is no ray tracing; leave it out",
+    "trainer.gpu_id": "say device=cuda:<index>",
+    "trainer.enable_eval": "every run ends with an evaluation; say evaluation.every for more of them",
+    "trainer.num_eval_envs": "how many robots evaluate is not a setting; leave it out",
+    "trainer.eval_freq": "say evaluation.every, in updates",
+    "trainer.save_freq": "say training.save_every, in updates",
+    "trainer.model_type": "say policy.name",
+    "trainer.events.": "videos are recorded by rollout.render_episodes; say that",
+    "algorithm.cfg.rollout_time_first": "the order of a rollout is not a setting; leave it out",
+    "policy.actor.": "actor and critic are MLPs: say policy.hidden and policy.activation",
+    "policy.critic.": "actor and critic are MLPs: say policy.hidden and policy.activation",
+    "rl_training.warmup_steps": "say ppo.warmup_updates, in updates",
+    "rl_training.eval_interval": "say evaluation.every, in updates",
+    "rl_training.log_interval": "say training.log_every, in updates",
+    "rl_training.save_interval": "say training.save_every, in updates",
+    **{f"{section}.use_{name}": _NO_LOGGER for section in ("trainer", "logging") for name in ("wandb", "swanlab")},
+    **{f"trainer.{name}_project_name": _NO_LOGGER for name in ("wandb", "swanlab")},
+    **{f"{name}.": _NO_LOGGER for name in ("wandb", "swanlab", "logging.wandb", "logging.swanlab")},
+    **{f"logging.{key}": _NO_LOGGER for key in ("project", "name", "entity", "tags", "id", "group", "resume")},
+}
+# keys without a meaning that ask for what is so anyway; with any other value they are refused
+SO_ANYWAY = {
+    "debug": False,
+    "model.lora.bias": "none",
+    "model.lora.task_type": "CAUSAL_LM",
+    **{f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")},
+    **{f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")},
+    "training.n_pred_img_steps": 1,
+    "training.memory_backprop": True,
+    "training.action_bounds.low": -1,
+    "training.action_bounds.high": 1,
+    "teacher.exploration_type": "random",
+    "student.exploration_type": "policy",
+    **{f"{phase}.train_world_model": phase != "student" for phase in CHAIN},
+    **{f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN},
+    "trainer.headless": True,
+    "trainer.enable_rt": False,
+    "trainer.enable_eval": True,
+    **{f"{section}.use_{name}": False for section in ("trainer", "logging") for name in ("wandb", "swanlab")},
+    "policy.actor.type": "mlp",
+    "policy.critic.type": "mlp",
+}
