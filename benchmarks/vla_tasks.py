@@ -5,8 +5,8 @@
     python benchmarks/vla_tasks.py --summary
 
 Three cubes stand on the table, red to the left, blue, and green to the right, each within about 3 cm; the instruction
-says which to lift, in one of four ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two cameras,
-what the robot feels, and the instruction's bytes; it imitates demonstrations of all three tasks at once
+says which to lift, in one of four ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two
+cameras, what the robot feels, and the instruction's bytes; it imitates demonstrations of all three tasks at once
 (configs/vla_tasks_imitate.yaml), then PPO fine-tunes it on all three at once, paid 1 for a success
 (configs/vla_tasks_finetune.yaml).
 
