@@ -214,3 +214,30 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
         adapt(other, CONFIG)
     with pytest.raises(UserError, match="no LoRA adapters"):
         adapter_weights(Net())
+
+
+def test_weights_of_a_plain_run_go_beside_new_adapters(tmp_path):
+    from safetensors.torch import save_file
+
+    from sparring.checkpoint import CheckpointError, load_weights
+
+    def net():
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    plain, adapted = net(), net()
+    file = tmp_path / "model.safetensors"
+    save_file(plain.state_dict(), file)
+    adapt(adapted, LoraConfig(lora_r=2))
+    with pytest.raises(CheckpointError, match="missing: 0.base_layer.weight"):
+        load_weights(adapted, file)
+    loaded = load_weights(adapted, file, of_plain=True)
+    assert loaded.tensors == 4 and len(loaded.new) == 4 and all("lora_" in name for name in loaded.new)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(adapted(x), plain(x))
+    # one with adapters of its own brings them along, strictly
+    both = {name: w.clone() for name, w in adapted.state_dict().items()}
+    del both["0.lora_A.default.weight"]
+    save_file(both, file)
+    with pytest.raises(CheckpointError, match="1 missing: 0.lora_A"):
+        load_weights(adapted, file, of_plain=True)

@@ -64,6 +64,17 @@ def sentence(*arguments, **settings):
     return str(caught.value)
 
 
+def test_a_model_that_is_not_made_for_what_it_is_shown_says_what_that_was():
+    torch.manual_seed(0)
+    env = Env(Seeing(2), "cpu")
+    policy = make_policy(config(observation_keys={"rgb": None}), env.spec, 1)
+    with pytest.raises(UserError) as caught:
+        Collector(env, policy, 0).decide()
+    told = str(caught.value)
+    assert told.startswith("Samples failed when it was shown ") and f"proprio [2, {STATE}]" in told
+    assert "vla_cases.py, line " in told and "policy.observation_keys" in told
+
+
 # ---- the parity gate
 
 

@@ -96,6 +96,10 @@ def weights_file(path: Path) -> Path | None:
     return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
 
 
+# in the names of LoRA's weights
+_ADAPTER = ".lora_"
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What came of loading weights."""
@@ -105,18 +109,28 @@ class Loaded:
     new: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.tensors} tensors, all that there are" + (f"; new: {', '.join(self.new)}" if self.new else "")
+        return f"{self.tensors} tensors, all that there are" + (f"; new: {_some(list(self.new))}" if self.new else "")
 
 
-def load_weights(model: nn.Module, path: str | Path, prefix: str = "", may_be_new: tuple[str, ...] = ()) -> Loaded:
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    prefix: str = "",
+    may_be_new: tuple[str, ...] = (),
+    of_plain: bool = False,
+) -> Loaded:
     """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
 
     A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
-    `prefix`: of a checkpoint that holds several models, whose keys begin so.
+    `prefix`: of a checkpoint that holds several models, whose keys begin so. `of_plain`: a model with LoRA adapters
+    also takes weights of one without, and its adapters are new then.
     """
     file = weights_file(find_checkpoint(path))
-    given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
     expected = model.state_dict()
+    given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
+    if of_plain and not any(_ADAPTER in key for key in given):
+        given = _beside_adapters(given, expected)
+        may_be_new += tuple(key for key in expected if _ADAPTER in key)
     absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
     new = tuple(key for key in expected if absent and key.startswith(absent))
     missing = [key for key in expected if key not in given and key not in new]
@@ -135,6 +149,12 @@ def load_weights(model: nn.Module, path: str | Path, prefix: str = "", may_be_ne
     # what is not in `given` may be new
     model.load_state_dict(given, strict=not new)
     return Loaded(len(given), new)
+
+
+def _beside_adapters(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a plain network, by the names they have in one with LoRA adapters: those are new then."""
+    plain = {key.replace(".base_layer.", "."): key for key in expected}
+    return {plain.get(key, key): weight for key, weight in given.items()}
 
 
 def load_pretrained(model: nn.Module, path: str | Path, env) -> Loaded:
@@ -158,7 +178,7 @@ def load_pretrained(model: nn.Module, path: str | Path, env) -> Loaded:
                 + differences
             )
         )
-    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()))
+    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()), of_plain=True)
 
 
 def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:

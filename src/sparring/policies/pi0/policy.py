@@ -218,8 +218,9 @@ def _completed(config: PI0PolicyConfig, spec, chunk: int, known) -> PI0PolicyCon
     dims = spec.action_dim - spec.action_padding
     for what, has, most in (("state", state, known.max_state_dim), ("action", dims, known.max_action_dim)):
         if has > most:
+            hint = "env.object_state=hidden leaves out where goal and objects are; or " if what == "state" else ""
             raise UserError(
-                f"this env's {what} has {has} numbers, the checkpoint takes {most} at most (max_{what}_dim); use "
+                f"this env's {what} has {has} numbers, the checkpoint takes {most} at most (max_{what}_dim); {hint}use "
                 "another env or checkpoint"
             )
     steps = config.sampling_steps or known.num_inference_steps

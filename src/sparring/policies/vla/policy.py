@@ -18,7 +18,7 @@ from sparring.policies.vla import parts
 from sparring.policies.vla.drawing import Drawing
 from sparring.policies.vla.interface import denoises
 from sparring.policies.vla.observations import STATE, Observations
-from sparring.policies.vla.wrap import called, expected_actions, mismatch, model_class, wrapped_model
+from sparring.policies.vla.wrap import called, expected_actions, first_call, mismatch, model_class, wrapped_model
 from sparring.policies.vla_configs import VLAConfig
 
 
@@ -38,6 +38,7 @@ class VLAPolicy(Policy):
             self.model, expected_actions(spec, chunk), config.draws == "rows", bool(spec.discrete_actions)
         )
         self.noise_size = self.drawing.noise_size
+        self._is_tried = False
         self.in_keys = self.observations.in_keys
         # by name: an algorithm may let them rest, and they are the critic's still
         learning = [name for name, p in self.model.named_parameters() if p.requires_grad]
@@ -51,7 +52,7 @@ class VLAPolicy(Policy):
 
     def act(self, td: TensorDict) -> TensorDict:
         with called(self.model, self.config):
-            seen, noise = self.observations(td), td.get("noise", None)
+            seen, noise = self._seen(td), td.get("noise", None)
             if noise is None:
                 return td.set("action", self._emitted(self.drawing.mode(self.model, seen), len(td)))
             actions, log_prob = self.drawing.draw(self.model, seen, noise)
@@ -87,7 +88,7 @@ class VLAPolicy(Policy):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         valid = td["valid"].float()
         with called(self.model, self.config):
-            seen = self.observations(td)
+            seen = self._seen(td)
             if hasattr(self.model, "imitation_loss"):
                 loss = self.model.imitation_loss(seen, self._scored(td["action"]), td["valid"])
                 return loss, {"imitation": loss.detach()}
@@ -115,6 +116,19 @@ class VLAPolicy(Policy):
         return self
 
     # ---- between the model's shapes and ours
+
+    def _seen(self, td: TensorDict) -> TensorDict:
+        """What the model is shown; at first it is tried on it."""
+        seen = self.observations(td)
+        if not self._is_tried:
+            # in evaluation mode: a try must not use up random numbers
+            training = self.training
+            self.eval()
+            with torch.no_grad(), first_call(self.model, seen):
+                self._emitted(self.drawing.mode(self.model, seen), len(td))
+            self.train(training)
+            self._is_tried = True
+        return seen
 
     def _emitted(self, actions: torch.Tensor, batch: int) -> torch.Tensor:
         # [B, C * A] -> [B, C, A with padding]

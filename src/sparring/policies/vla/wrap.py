@@ -1,11 +1,16 @@
 """What both kinds of VLA policies share: the model as their config wants it, and what goes with it."""
 
 import contextlib
+import inspect
+import traceback
+from pathlib import Path
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.out_of_memory import shortage
 from sparring.policies.configs import CriticConfig, DenoisingConfig
 from sparring.policies.lora import adapt
 from sparring.policies.patterns import freeze
@@ -64,6 +69,29 @@ def called(model: nn.Module, config: VLAConfig):
             for kind in {p.device.type for p in model.parameters()}:
                 around.enter_context(torch.autocast(kind, torch.bfloat16))
         yield
+
+
+# what a model that is not made for what it is shown may raise
+_FAILURES = (RuntimeError, KeyError, TypeError, ValueError, IndexError, AttributeError)
+
+
+@contextlib.contextmanager
+def first_call(model: nn.Module, seen: TensorDict):
+    """Around the first call of a model: if it fails, in words, with what it was shown."""
+    try:
+        yield
+    except _FAILURES as error:
+        if isinstance(error, UserError) or shortage(error) is not None:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        # the last one in the model's own file
+        own = [frame for frame in frames if frame.filename == inspect.getfile(type(model))] or frames
+        shown = ", ".join(f"{key} {list(value.shape)}" for key, value in seen.items())
+        raise UserError(
+            f"{type(model).__name__} failed when it was shown {shown}: {type(error).__name__}: {error} "
+            f"({Path(own[-1].filename).name}, line {own[-1].lineno}); env.cameras, env.image_size, "
+            "policy.observation_keys and policy.tokenizer change what it is shown (docs/vla.md, 'What it is told')"
+        ) from error
 
 
 def expected_actions(spec, chunk: int) -> int:
