@@ -32,6 +32,14 @@ class Sized(Samples):
         self.action_dim = action_dim
 
 
+class Spare(Samples):
+    """Has a layer that nothing reads."""
+
+    def __init__(self, action_dim: int = DIMS, proprio_dim: int = STATE):
+        super().__init__(action_dim, proprio_dim)
+        self.spare = nn.Linear(16, 16)
+
+
 class Lies(Samples):
     """Draws from a wider normal than it scores."""
 

@@ -61,7 +61,7 @@ def test_an_update_learns_and_leaves_what_is_frozen():
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
 @pytest.mark.parametrize("backend", [Instructed, Drifting])
 def test_all_that_learns_has_a_gradient(method, backend):
-    """Or processes that learn together would wait for it."""
+    """What has none would be moved by the weight decay of imitation alone."""
     env = Env(backend(2))
     policy, buffer = make_native(env.spec, method=method, memory_size=3), RolloutBuffer(4)
     Collector(env, policy, seed=0, chunk=4).collect(buffer)

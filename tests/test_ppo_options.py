@@ -65,8 +65,14 @@ def test_micro_batches_add_up_to_their_minibatch():
     # 512 decisions in minibatches of 171, 171 and 170, of at most 48 at once
     options = {"mini_batch_size": 200, "entropy_coef": 0.01, "value_clip": 0.3, "policy_lr": 1e-3, "ppo_epochs": 1}
     whole, parts = Lesson(**options), Lesson(**options, micro_batch_size=48)
-    sizes, forward = [], parts.policy.forward
-    parts.policy.forward = lambda td: sizes.append(len(td)) or forward(td)
+    sizes, evaluate = [], parts.policy.evaluate
+
+    def watched(td):
+        if torch.is_grad_enabled():
+            sizes.append(len(td))
+        return evaluate(td)
+
+    parts.policy.evaluate = watched
     whole.learn(2), parts.learn(2)
     assert sizes[:12] == [48, 48, 48, 27] * 2 + [48, 48, 48, 26]
     assert parts.metrics["gradient_steps"] == whole.metrics["gradient_steps"] == 3

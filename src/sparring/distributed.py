@@ -1,10 +1,11 @@
 """Several processes as one: rank, device, sums and waits. The only file that imports accelerate.
 
-Alone (the usual case on a laptop) everything here is free: no process group, no wrapper, no import.
+Alone (the usual case on a laptop) everything here is free: no process group, no import.
 """
 
 import os
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -32,9 +33,25 @@ class Distributed:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """A module whose backward averages gradients over the processes; the module itself when alone."""
-        return self.accelerator.prepare_model(module) if self.accelerator else module
+    @torch.no_grad()
+    def unite(self, module: nn.Module) -> None:
+        """All processes go on from the main one's weights and buffers; the same of them must learn everywhere."""
+        if not self.accelerator:
+            return
+        self._check_alike(module)
+        for tensor in (held.detach() for held in [*module.parameters(), *module.buffers()]):
+            # bytes, which all kinds of numbers are; where they are already here, these are the module's own
+            shared = tensor.to(self.device).contiguous()
+            torch.distributed.broadcast(shared.view(-1).view(torch.uint8), src=0)
+            tensor.copy_(shared)
+
+    def average_(self, gradient: torch.Tensor) -> None:
+        """In place, over the processes. Called once per gradient step: what no loss reads has zeros in it, not None."""
+        if not self.accelerator:
+            return
+        shared = gradient.to(self.device)
+        torch.distributed.all_reduce(shared)
+        gradient.copy_(shared.div_(self.world_size))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, "sum") if self.accelerator else tensor
@@ -62,6 +79,20 @@ class Distributed:
     def barrier(self) -> None:
         if self.accelerator:
             self.accelerator.wait_for_everyone()
+
+    def _check_alike(self, module: nn.Module) -> None:
+        held = [
+            f"{name} {list(tensor.shape)} ({tensor.dtype}, {'learns' if tensor.requires_grad else 'does not learn'})"
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        ]
+        main, *others = self.gather_objects([held])
+        for rank, other in enumerate(others, 1):
+            for ours, theirs in zip_longest(main, other, fillvalue="nothing"):
+                if ours != theirs:
+                    raise UserError(
+                        f"the processes do not hold the same {type(module).__name__}: process 0 has {ours} where "
+                        f"process {rank} has {theirs}; make it alike in all of them, from the same config and files"
+                    )
 
 
 def pick_device(name: str) -> str:

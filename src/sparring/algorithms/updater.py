@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import astuple
 
 import torch
@@ -37,9 +36,8 @@ class Updater:
     def __init__(self, config: UpdaterConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
         self.config, self.policy = config, policy
         self.distributed = distributed or Distributed("cpu")
+        self.distributed.unite(policy)
         with self._memory_told("making room for gradients"):
-            # first of all: wrapping moves the module and makes all processes start from the same weights
-            self.model = self.distributed.wrap(policy)
             self.flat = [(FlatParameters(parameters), lr) for parameters, lr in self._groups() if parameters]
         self.optimizer = torch.optim.Adam(
             [{"params": [flat.vector], "lr": lr, "base_lr": lr} for flat, lr in self.flat],
@@ -186,10 +184,9 @@ class Updater:
         size = self.config.micro_batch_size
         parts = batch.split(size) if size else [batch]
         terms, parities, shares = [], [], [len(part) / len(batch) for part in parts]
-        for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
-            unsynchronised = nullcontext() if number == len(parts) - 1 else self._unsynchronised()
-            with unsynchronised, self._memory_told("working out gradients", len(part)):
-                scored = self.model(part)
+        for part, share in zip(parts, shares, strict=True):
+            with self._memory_told("working out gradients", len(part)):
+                scored = self.policy.evaluate(part)
                 if gated:
                     parities.append(self._parity(part, scored))
                 cost, term = loss(part, scored)
@@ -197,13 +194,11 @@ class Updater:
             terms.append(term)
         return join_terms(terms, shares), parities
 
-    def _unsynchronised(self):
-        """Processes average their gradients once per minibatch, with its last micro-batch."""
-        return self.model.no_sync() if self.model is not self.policy else nullcontext()
-
     def _step(self, learning: list[FlatParameters]) -> torch.Tensor:
-        """A step of the optimiser; the norm of the gradients before they are clipped."""
+        """A step of the optimiser, with gradients of all processes; their norm before they are clipped."""
         gradients = [parameters.vector.grad for parameters in learning]
+        for gradient in gradients:
+            self.distributed.average_(gradient)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         shrink = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
         for gradient in gradients:

@@ -30,7 +30,7 @@ class WorldModelLearner:
     def update(self, batches: Iterable[TensorDict], count: int, fraction: float) -> dict[str, float]:
         """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Means of metrics."""
         if self.gradient_steps == 0:
-            self._begin()
+            self.distributed.unite(self.model)
         self.flat.check()
         self.model.train()
         values: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -63,11 +63,6 @@ class WorldModelLearner:
         )
         self.began = self.gradient_steps
 
-    def _begin(self) -> None:
-        """All processes start from the same weights."""
-        for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
-            tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
-
     def _gradient_step(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
         rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.eagerness()
         rate *= warmup(self.gradient_steps - self.began, WARMUP_STEPS)
@@ -76,7 +71,7 @@ class WorldModelLearner:
         gradient = self.flat.vector.grad
         gradient.zero_()
         loss.backward()
-        gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
+        self.distributed.average_(gradient)
         norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()

@@ -118,10 +118,10 @@ class Imitate:
         # only now that pretrained weights are there: those that imitated before bring their own statistics
         config = self.config
         self.model.fit_normalizers(self.chunks.statistics(), config.state_normalization, config.normalization)
-        for tensor in filter(torch.is_floating_point, self.model.state_dict().values()):
-            tensor.copy_(self.distributed.sum(tensor if self.distributed.is_main else torch.zeros_like(tensor)))
         if self.model is not self.policy:
             self.policy.load_state_dict(self.model.state_dict())
+            self.distributed.unite(self.model)
+        self.distributed.unite(self.policy)
 
     def _gradient_step(self) -> dict[str, torch.Tensor]:
         # a function of (seed, process, step): nothing to save
@@ -131,8 +131,7 @@ class Imitate:
         loss, numbers = self.policy.imitation_loss(batch, generator)
         self.flat.vector.grad.zero_()
         loss.backward()
-        gradient = self.flat.vector.grad
-        gradient.copy_(self.distributed.sum(gradient) / self.distributed.world_size)
+        self.distributed.average_(self.flat.vector.grad)
         norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
         self.optimizer.step()
         self.gradient_steps += 1

@@ -108,10 +108,6 @@ class Policy(nn.Module):
         """Those that learn with critic_lr."""
         return []
 
-    def forward(self, td: TensorDict) -> TensorDict:
-        """The update's forward: through here a wrapped (distributed) module synchronises its gradients."""
-        return self.evaluate(td)
-
 
 def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
     """`[B, C]` float: 1 for the steps of the chunk that were executed."""

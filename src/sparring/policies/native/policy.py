@@ -37,7 +37,7 @@ class NativeVLA(FlowChain, EncodedPolicy):
             load_into(self.model, weights, config.model_path)
         freeze(self.model, config.frozen)
         adapt(self.model, config)
-        # processes that learn together wait for a gradient of all that learns
+        # no loss reads them: weight decay alone would move them, and the features that the critic is told with them
         unread = _unread(sizes.layers - 1, bool(self.encoder.cameras), self.kernel.learns_noise)
         for name, weight in self.model.named_parameters():
             if name.startswith(unread):

@@ -169,6 +169,7 @@ class PI0Policy(FlowChain):
             )
         frozen = set(matching((name for name, _ in model.named_parameters()), config.frozen, "policy.frozen"))
         adapt(model, config)
+        # weight decay alone would move them, and the features that the critic is told with them
         unread = _unread(model)
         for name, parameter in model.named_parameters():
             if name in frozen or name.startswith(unread):
