@@ -46,7 +46,8 @@ class Scorer:
             f"{self.section}.correction={self.config.correction}: {type(self.policy).__name__} scores only some of its "
             "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are), and a "
             "ratio of such scores is not that of two policies: what older weights decided cannot be corrected. Set "
-            f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {self.section}.correction=none"
+            f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {self.section}.correction=none. "
+            "In a loop of your own, collector.version must count the updates, or fresh data looks stale"
         )
 
     # ---- stale decisions
