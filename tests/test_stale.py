@@ -107,16 +107,16 @@ def test_without_correction_the_ratio_is_to_those_who_acted():
 
 def test_the_interpolated_proximal_by_hand():
     """present / acted = 16 = w r; of age 3, alpha = 3/4: w = 8, r = 2; of age 1: w = 4, r = 4; fresh: w = 1, r = 16."""
-    batch, scored, present = stale_batch([-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [16.0, 16.0, 16.0])
-    batch["age"] = torch.tensor([3, 1, 0])
+    batch, scored, present = stale_batch([-1.0, -1.0, -1.0, 1.0], [1.0] * 4, [16.0] * 4)
+    batch["age"] = torch.tensor([3, 1, 0, 1])
     config = PPOConfig(proximal="interpolated", weight_cap=5.0)
     loss, terms = ppo_loss(config, 0.2, batch.exclude("proximal_log_prob"), scored)
-    assert terms.weight.tolist() == pytest.approx([8.0, 4.0, 1.0], rel=1e-5)
-    assert terms.log_ratio.exp().tolist() == pytest.approx([2.0, 4.0, 16.0], rel=1e-5)
-    # the first is masked
-    assert loss.item() == pytest.approx((4 * 4 + 16) / 3, rel=1e-5)
+    assert terms.weight.tolist() == pytest.approx([8.0, 4.0, 1.0, 4.0], rel=1e-5)
+    assert terms.log_ratio.exp().tolist() == pytest.approx([2.0, 4.0, 16.0, 4.0], rel=1e-5)
+    # the first is masked; the last is clipped, so that only its weight could have a gradient
+    assert loss.item() == pytest.approx((4 * 4 + 16 - 4 * 1.2) / 4, rel=1e-5)
     loss.backward()
-    assert present.grad.tolist() == pytest.approx([0.0, 16 / 3, 16 / 3], rel=1e-5)
+    assert present.grad.tolist() == pytest.approx([0.0, 4.0, 4.0, 0.0], rel=1e-5)
 
 
 def test_each_denoising_step_has_a_weight_of_its_own_but_vtrace_judges_the_decision():
@@ -206,7 +206,8 @@ def test_with_weights_of_one_vtrace_is_gae():
     shape = (12, 3)
     terminated, truncated = torch.rand(shape) < 0.15, torch.rand(shape) < 0.15
     executed = torch.randint(1, 3, shape)
-    td = rollout(torch.randn(*shape, 2), torch.randn(shape), torch.zeros(shape), terminated, truncated, executed)
+    columns = torch.randn(*shape, 2), torch.randn(shape), torch.zeros(shape), terminated, truncated, executed
+    td = rollout(*(column.tolist() for column in columns))
     td["next", "value"][:-1] = td["value"][1:]
     for one, other in zip(vtrace(td, 0.9, 0.8, torch.ones(shape), 1.0, 1.0), gae(td, 0.9, 0.8), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
