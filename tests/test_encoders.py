@@ -190,6 +190,7 @@ def trained(updates=1, **config):
     for _ in range(updates):
         collector.collect(buffer)
         metrics = ppo.update(buffer.get(flatten=False))
+        collector.version += 1
     moved = {name for name, value in policy.named_parameters() if not torch.equal(value, before[name])}
     env.backend.close()
     return policy, buffer, moved, metrics

@@ -334,6 +334,7 @@ def test_each_method_finds_a_known_optimum(method):
     for _ in range(20):
         collector.collect(buffer)
         ppo.update(buffer.rollout())
+        collector.version += 1
         errors.append(_ode_error(policy, env))
     assert errors[0] > 0.4 and np.mean(errors[-5:]) < 0.08
 

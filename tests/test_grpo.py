@@ -130,6 +130,7 @@ class Lesson:
 
     def learn(self, updates) -> float:
         for _ in range(updates):
+            self.collector.version = self.grpo.updates
             self.collector.collect(self.buffer)
             rollout = self.buffer.rollout()
             self.metrics = self.grpo.update(rollout)

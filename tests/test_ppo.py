@@ -95,6 +95,7 @@ class Lesson:
     def learn(self, updates=25) -> float:
         """Mean reward per env step of the last rollout."""
         for _ in range(updates):
+            self.collector.version = self.ppo.updates
             self.collector.collect(self.buffer)
             rollout = self.buffer.get(flatten=False)
             self.metrics = self.ppo.update(rollout)
@@ -197,6 +198,7 @@ def test_images_are_learned_from():
     learner = PPO(PPOConfig(mini_batch_size=128, policy_lr=3e-3, gamma=0.0), policy)
     collector, buffer = Collector(env, policy, 0), RolloutBuffer(16)
     for _ in range(12):
+        collector.version = learner.updates
         collector.collect(buffer)
         rollout = buffer.get(flatten=False)
         assert rollout["observation", "image", "head"].dtype == torch.uint8

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from sparring.config import Section
 
@@ -26,11 +26,25 @@ class UpdaterConfig(Section):
     parity_tolerance: float = Field(
         1e-4, gt=0, description="largest drift between acting and scoring, in sigmas, before training is refused"
     )
+    correction: Literal["none", "truncated", "decoupled"] = Field(
+        "decoupled", description="what makes up for older weights having acted; fresh data is learned from as ever"
+    )
+    weight_cap: float = Field(
+        2.0, ge=1, description="largest weight of a stale decision: decoupled drops one past it, truncated cuts it down"
+    )
+    proximal: Literal["exact", "interpolated"] = Field(
+        "exact", description="log-probs as an update begins: scored once more where stale, or guessed from versions"
+    )
 
 
 class PPOConfig(UpdaterConfig):
     """Clipped PPO."""
 
+    correction: Literal["none", "truncated", "decoupled", "vtrace"] = Field(
+        "decoupled", description="what makes up for older weights having acted; fresh data is learned from as ever"
+    )
+    rho_bar: float = Field(1.0, ge=1, description="of vtrace: largest weight of a stale decision")
+    c_bar: float = Field(1.0, gt=0, description="of vtrace: most that what follows a stale decision counts for it")
     clip_ratio: float = Field(0.2, gt=0, lt=1, description="how far the probability ratio may leave 1")
     clip_schedule: Literal["constant", "linear"] = Field("constant", description="linear: clip_ratio falls to 0")
     dual_clip: float | None = Field(
@@ -45,6 +59,13 @@ class PPOConfig(UpdaterConfig):
     value_loss_coef: float = Field(0.5, ge=0, description="weight of the critic's loss")
     value_clip: float | None = Field(None, gt=0, description="clips the critic's change per update; null: off")
     normalize_advantage: bool = Field(True, description="advantages of a minibatch get mean 0 and std 1")
+
+    @field_validator("proximal")
+    @classmethod
+    def _known_in_time(cls, proximal: str, info: ValidationInfo) -> str:
+        if proximal == "interpolated" and info.data.get("correction") == "vtrace":
+            raise ValueError("vtrace needs its weights before the first gradient step; expected exact")
+        return proximal
 
 
 class GRPOConfig(UpdaterConfig):

@@ -8,7 +8,9 @@ from tensordict import TensorDict
 
 from sparring.algorithms.configs import GRPOConfig
 from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl
-from sparring.algorithms.updater import Updater, valid_rows
+from sparring.algorithms.scorer import valid_rows
+from sparring.algorithms.stale import counted, ratio_and_weight
+from sparring.algorithms.updater import Updater
 from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
@@ -33,10 +35,11 @@ class GRPO(Updater):
             parameter.requires_grad_(False)
         super().__init__(config, policy, distributed, seed)
 
-    def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
-        """One update from fresh episodes; `progress` in [0, 1] of the run drives the schedules."""
+    def update(self, rollout: TensorDict, progress: float = 0.0, behaviour: Policy | None = None) -> dict[str, float]:
+        """One update; `progress` and `behaviour` as PPO's."""
         config = self.config
         lr = self._begin(progress)
+        stale = self._look_back(rollout)
         groups = compare_groups(rollout, config.advantage_eps)
         rollout["advantage"] = groups.advantage
         flat = rollout.flatten(0, 1)
@@ -44,18 +47,21 @@ class GRPO(Updater):
         counts = {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(flat)}
         rows = valid[groups.kept.flatten()[valid]]
         if self.distributed.max(len(rows)) == 0:
-            return self._skip(flat, valid, counts) | {"lr": lr}
+            aged = self._stale_metrics(flat, valid, [], None)
+            return self._skip(flat, valid, counts) | {"lr": lr} | aged
         # the others wait for a process all of whose groups were dropped: its decisions take part with advantages of 0
         rows = rows if len(rows) else valid
-        keys = LEARNED_FROM + self._score_by_reference(flat, rows)
+        keys = LEARNED_FROM + self._score_by_reference(flat, rows) + stale
 
         def loss(batch, scored):
             return grpo_loss(config, batch, scored, self.policy.step_weights)
 
-        terms, parity = self._learn(flat, rows, keys, config.epochs, loss)
+        terms, parity = self._learn(flat, rows, keys, config.epochs, loss, behaviour=behaviour)
+        aged = self._stale_metrics(flat, rows, terms, behaviour)
         self._end(flat, valid)
         means = mean_terms(terms, config.clip_low, config.clip_high) | counts | {"gradient_steps": float(len(terms))}
-        return self.distributed.mean(means) | {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
+        told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
+        return self.distributed.mean(means) | told | aged
 
     def _skip(self, flat: TensorDict, valid: torch.Tensor, counts: dict[str, float]) -> dict[str, float]:
         """No group tells good from bad: nothing is learned, though the gate looks on."""
@@ -111,14 +117,14 @@ def grpo_loss(
     config: GRPOConfig, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, LossTerms]:
     """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
-    # in float64 where the policy scores so; their difference is small
-    log_ratio = (scored["log_prob"] - batch["log_prob"]).float()
+    log_ratio, weight = ratio_and_weight(config, batch, scored)
+    used = None if weight is None else counted(config, weight)
     loss = policy_loss = clipped_policy_loss(
-        log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights
+        log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights, weight=used
     )
     scalars = {"policy_loss": policy_loss, "entropy": scored["entropy"].mean()}
     if config.kl_coef:
         scalars["reference_kl"] = reference_kl(batch, scored)
         loss = loss + config.kl_coef * scalars["reference_kl"]
     scalars = {"loss": loss} | scalars
-    return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach())
+    return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach(), weight)

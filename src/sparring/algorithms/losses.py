@@ -17,6 +17,8 @@ class LossTerms:
     scalars: dict[str, torch.Tensor]
     # [B], or [B, S] where denoising steps count one by one
     log_ratio: torch.Tensor
+    # of stale decisions, before any cap: [B], [B, S] or [B, 1]; None where none was weighed
+    weight: torch.Tensor | None = None
 
 
 def clipped_policy_loss(
@@ -26,11 +28,13 @@ def clipped_policy_loss(
     high: float,
     step_weights: torch.Tensor | None = None,
     dual_clip: float | None = None,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`-mean min(r A, clip(r, 1 - low, 1 + high) A)`, A the advantage [B].
 
     Where `log_ratio` is [B, S], each pair (decision, step) is clipped by itself and has the advantage A * weight of the
-    step. With `dual_clip` c the gain of a bad decision is never below c A, however large its ratio is.
+    step. With `dual_clip` c the gain of a bad decision is never below c A, however large its ratio is. What is clipped
+    counts `weight` times, where there is one.
     """
     # [B], or [B, 1] * [S]
     cost = -advantage if step_weights is None else -advantage[:, None] * step_weights
@@ -38,7 +42,7 @@ def clipped_policy_loss(
     loss = torch.max(ratio * cost, ratio.clamp(1 - low, 1 + high) * cost)
     if dual_clip is not None:
         loss = torch.where(cost > 0, torch.min(loss, dual_clip * cost), loss)
-    return loss.mean()
+    return loss.mean() if weight is None else (weight * loss).mean()
 
 
 def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,8 @@ def join_terms(parts: list[LossTerms], shares: list[float]) -> LossTerms:
         name: sum(part.scalars[name] * share for part, share in zip(parts, shares, strict=True))
         for name in parts[0].scalars
     }
-    return LossTerms(scalars, torch.cat([part.log_ratio for part in parts]))
+    weight = None if parts[0].weight is None else torch.cat([part.weight for part in parts])
+    return LossTerms(scalars, torch.cat([part.log_ratio for part in parts]), weight)
 
 
 def mean_terms(terms: list[LossTerms], low: float, high: float) -> dict[str, float]:

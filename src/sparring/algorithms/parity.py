@@ -84,7 +84,11 @@ def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False
     return Parity(*terms, float(score.max()), float(ratio.max()))
 
 
+# where there was nothing to compare
+NOTHING = Parity(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def worst(parities: list[Parity]) -> Parity:
     # a tensor's max passes NaN on, Python's does not
-    table = torch.tensor([astuple(p) for p in parities], dtype=torch.float64)
+    table = torch.tensor([astuple(p) for p in (NOTHING, *parities)], dtype=torch.float64)
     return Parity(*table.amax(0).tolist())

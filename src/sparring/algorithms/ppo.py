@@ -6,9 +6,11 @@ from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl
-from sparring.algorithms.returns import gae
+from sparring.algorithms.returns import gae, vtrace
 from sparring.algorithms.schedules import scheduled
-from sparring.algorithms.updater import Updater, actor_parameters, valid_rows
+from sparring.algorithms.scorer import valid_rows
+from sparring.algorithms.stale import counted, present_values, ratio_and_weight, weight_of
+from sparring.algorithms.updater import Updater, actor_parameters
 from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
@@ -34,28 +36,51 @@ class PPO(Updater):
             parameter.requires_grad_(True)
         super().__init__(config, policy, distributed, seed)
 
-    def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
-        """One update from fresh experience; `progress` in [0, 1] of the run drives the schedules."""
+    def update(self, rollout: TensorDict, progress: float = 0.0, behaviour: Policy | None = None) -> dict[str, float]:
+        """One update; `progress` in [0, 1] of the run drives the schedules.
+
+        Where the rollout is stale, `behaviour` is the snapshot that acted last, if it is still there: for the gate.
+        """
         config = self.config
         lr = self._begin(progress)
         clip = config.clip_ratio * scheduled(config.clip_schedule, progress)
-        rollout["advantage"], rollout["return"] = gae(rollout, config.gamma, config.gae_lambda)
+        stale = self._look_back(rollout)
+        rollout = self._judge(rollout, corrected=bool(stale))
         flat = rollout.flatten(0, 1)
         rows = valid_rows(flat)
 
         def loss(batch, scored):
             return ppo_loss(config, clip, batch, scored, self.policy.step_weights)
 
-        keys = LEARNED_FROM + self._score_by_reference(flat, rows)
+        keys = LEARNED_FROM + self._score_by_reference(flat, rows) + stale
         terms, parity = self._learn(
-            flat, rows, keys, config.ppo_epochs, loss, self._learning(), config.normalize_advantage
+            flat, rows, keys, config.ppo_epochs, loss, self._learning(), config.normalize_advantage, behaviour
         )
+        aged = self._stale_metrics(flat, rows, terms, behaviour)
         self._end(flat, rows)
         means = mean_terms(terms, clip, clip) | {"explained_variance": _explained_variance(flat, rows)}
         means["gradient_steps"] = float(len(terms))
         if flat.get("valid", None) is not None:
             means["valid_fraction"] = len(rows) / len(flat)
-        return self.distributed.mean(means) | {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
+        told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
+        return self.distributed.mean(means) | told | aged
+
+    def _judge(self, rollout: TensorDict, corrected: bool) -> TensorDict:
+        """With `advantage` and `return`.
+
+        V-trace, where the rollout is to be `corrected`, tells what the present policy is worth, so that its values are
+        the present critic's. GAE takes all of them from the critic of those who acted: they belong together.
+        """
+        config = self.config
+        if corrected and config.correction == "vtrace":
+            flat = rollout.flatten(0, 1)
+            weight = weight_of(config, flat["log_prob"], flat["proximal_log_prob"]).view(rollout.batch_size)
+            rollout = present_values(rollout, rollout["proximal_value"])
+            judged = vtrace(rollout, config.gamma, config.gae_lambda, weight, config.rho_bar, config.c_bar)
+        else:
+            judged = gae(rollout, config.gamma, config.gae_lambda)
+        rollout["advantage"], rollout["return"] = judged
+        return rollout
 
     def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
         config, critic = self.config, self.policy.critic_parameters()
@@ -78,9 +103,9 @@ def ppo_loss(
     config: PPOConfig, clip: float, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, LossTerms]:
     """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
-    # in float64 where the policy scores so; their difference is small
-    log_ratio = (scored["log_prob"] - batch["log_prob"]).float()
-    policy_loss = clipped_policy_loss(log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip)
+    log_ratio, weight = ratio_and_weight(config, batch, scored)
+    used = None if weight is None else counted(config, weight)
+    policy_loss = clipped_policy_loss(log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip, used)
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()
     loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef)
@@ -91,7 +116,7 @@ def ppo_loss(
         scalars["reference_kl"] = reference_kl(batch, scored)
         loss = loss + config.kl_coef * scalars["reference_kl"]
     scalars = {"loss": loss} | scalars
-    return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach())
+    return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach(), weight)
 
 
 def _value_loss(value_clip: float | None, batch: TensorDict, value: torch.Tensor) -> torch.Tensor:

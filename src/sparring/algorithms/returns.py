@@ -19,6 +19,33 @@ def gae(rollout: TensorDict, gamma: float, gae_lambda: float) -> tuple[torch.Ten
     Returns (advantage, return), both [T, N]. Decisions that are not `valid` have advantage 0, and nothing passes
     through them.
     """
+    delta, discount, same_episode = _deltas(rollout, gamma)
+    advantage = _backwards(delta, discount * gae_lambda * same_episode)
+    return advantage, advantage + rollout["value"]
+
+
+@torch.no_grad()
+def vtrace(
+    rollout: TensorDict, gamma: float, gae_lambda: float, weight: torch.Tensor, rho_bar: float, c_bar: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V-trace over decisions, `weight` [T, N] the likelihood of each by present weights over that by those that acted.
+
+    rho_k = min(rho_bar, weight_k), c_k = lambda min(c_bar, weight_k), delta_k as in `gae`
+    vs_k - V_k = rho_k delta_k + gamma^{n_k} c_k (1 - done_k) (vs_{k+1} - V_{k+1})
+    A_k        = delta_k + gamma^{n_k} lambda (1 - done_k) (vs_{k+1} - V_{k+1})
+    Returns (A, vs). A is not weighted by rho: whoever learns from it does that. With lambda = 1 it is the
+    `r + gamma vs_{k+1} - V_k` of the paper; with this lambda, weights of 1 give what `gae` does.
+    """
+    delta, discount, same_episode = _deltas(rollout, gamma)
+    carry = discount * gae_lambda * same_episode
+    off = _backwards(weight.clamp_max(rho_bar) * delta, weight.clamp_max(c_bar) * carry)
+    advantage = delta.clone()
+    advantage[:-1] += carry[:-1] * off[1:]
+    return advantage, rollout["value"] + off
+
+
+def _deltas(rollout: TensorDict, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """delta_k, gamma^{n_k} and 1 - done_k, all [T, N]."""
     following = rollout["next"]
     discount = gamma ** following["executed"].float()
     alive = (~following["terminated"]).float()
@@ -27,10 +54,14 @@ def gae(rollout: TensorDict, gamma: float, gae_lambda: float) -> tuple[torch.Ten
     valid = rollout.get("valid", None)
     if valid is not None:
         delta = torch.where(valid, delta, 0.0)
-    carry = discount * gae_lambda * same_episode
-    advantage = torch.empty_like(delta)
-    running = torch.zeros_like(delta[0])
-    for t in reversed(range(len(delta))):
-        running = delta[t] + carry[t] * running
-        advantage[t] = running
-    return advantage, advantage + rollout["value"]
+    return delta, discount, same_episode
+
+
+def _backwards(gain: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
+    """`x_k = gain_k + carry_k x_{k+1}`, [T, N]."""
+    total = torch.empty_like(gain)
+    running = torch.zeros_like(gain[0])
+    for t in reversed(range(len(gain))):
+        running = gain[t] + carry[t] * running
+        total[t] = running
+    return total

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import astuple
 
 import torch
 from tensordict import TensorDict
@@ -11,31 +10,24 @@ from torch import nn
 from sparring.algorithms.configs import UpdaterConfig
 from sparring.algorithms.flat import FlatParameters
 from sparring.algorithms.losses import LossTerms, approximate_kl, join_terms
-from sparring.algorithms.parity import Parity, measure_parity, worst
+from sparring.algorithms.parity import Parity, worst
 from sparring.algorithms.schedules import scheduled, warmup
+from sparring.algorithms.scorer import Scorer
 from sparring.distributed import Distributed
-from sparring.out_of_memory import memory_told
 from sparring.policies.policy import Policy
-
-# decisions that are scored together without gradients, where memory does not limit them
-SCORED_AT_ONCE = 4096
 
 Loss = Callable[[TensorDict, TensorDict], tuple[torch.Tensor, LossTerms]]
 
 
-class Updater:
+class Updater(Scorer):
     """A policy's parameters, their optimiser, and the walk over minibatches.
 
     A subclass brings its parameter groups, its advantages and its loss, and has `update(rollout, progress) -> metrics`.
     The reference of the optional KL is the policy as it is when the first update begins.
     """
 
-    # of the config, where its settings are
-    section = "algorithm_config"
-
     def __init__(self, config: UpdaterConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
-        self.config, self.policy = config, policy
-        self.distributed = distributed or Distributed("cpu")
+        super().__init__(config, policy, distributed or Distributed("cpu"))
         self.distributed.unite(policy)
         with self._memory_told("making room for gradients"):
             self.flat = [(FlatParameters(parameters), lr) for parameters, lr in self._groups() if parameters]
@@ -45,15 +37,6 @@ class Updater:
             fused=True,
         )
         self.seed = seed
-        self.updates = 0
-        self.reference: Policy | None = None
-        self.checked_whole_rollout = False
-
-    def score(self, flat: TensorDict) -> TensorDict:
-        """evaluate() of a whole rollout, in minibatches, without gradients."""
-        with torch.no_grad(), self._memory_told("scoring", min(self._at_once, len(flat))):
-            parts = flat.select(*self._scoring_keys()).split(self._at_once)
-            return torch.cat([self.policy.evaluate(part) for part in parts])
 
     def state_dict(self) -> dict:
         reference = None
@@ -98,11 +81,14 @@ class Updater:
         loss: Loss,
         learning: list[FlatParameters] | None = None,
         normalize_advantage: bool = False,
+        behaviour: Policy | None = None,
     ) -> tuple[list[LossTerms], Parity]:
         """`epochs` times over `rows` of the decisions `flat [T*N]`, in minibatches; stops past the target KL.
 
         `keys`: what the loss needs beside the observations. `learning`: the parameters that change; None: all.
+        `behaviour`: who took the newest of the stale decisions.
         """
+        past = self._past_parity(flat, rows, behaviour)
         parity = None if self.checked_whole_rollout else self._whole_parity(flat, rows)
         columns = {key: flat.get(key) for key in [*self.policy.in_keys, *keys]}
         learning = learning or [parameters for parameters, _ in self.flat]
@@ -128,20 +114,7 @@ class Updater:
                 terms.append(term)
             if self._past_target_kl(terms[first_of_epoch:]):
                 break
-        return terms, parity
-
-    @torch.no_grad()
-    def _score_by_reference(self, flat: TensorDict, rows: torch.Tensor) -> list[str]:
-        """Adds `reference_log_prob` of these decisions, where a KL is asked for; the keys that it added."""
-        if not self.config.kl_coef:
-            return []
-        log_prob = torch.zeros_like(flat["log_prob"])
-        keys = self._scoring_keys()
-        for index in rows.split(self._at_once):
-            with self._memory_told("scoring by the policy as it was", len(index)):
-                log_prob[index] = self.reference.evaluate(flat.select(*keys)[index])["log_prob"]
-        flat["reference_log_prob"] = log_prob
-        return ["reference_log_prob"]
+        return terms, worst([past, parity])
 
     def _end(self, flat: TensorDict, rows: torch.Tensor) -> None:
         """The normalisers see the observations of `rows`, and the update is over."""
@@ -151,29 +124,6 @@ class Updater:
             seen = gather({key: flat.get(key) for key in (self.policy.in_keys if keys is None else keys)}, rows)
         self.policy.update_normalizers(seen, self.distributed.sum)
         self.updates += 1
-
-    def _scoring_keys(self) -> list:
-        """What evaluate() reads, with the whole trace: to select an entry of it as well would leave only that one."""
-        read = [key for key in self.policy.in_keys if key[0] != "trace"]
-        return [*read, "action", "trace", ("next", "executed")]
-
-    def _whole_parity(self, flat: TensorDict, rows: torch.Tensor) -> Parity:
-        """The gate over every stored decision, once per process; later updates check their first minibatch for free."""
-        self.checked_whole_rollout = True
-        keys = [*self._scoring_keys(), "log_prob"]
-        parts = (flat.select(*keys)[index] for index in rows.split(self._at_once))
-        return self._gate(worst([self._parity(acted, self.score(acted)) for acted in parts]))
-
-    def _parity(self, acted: TensorDict, scored: TensorDict) -> Parity:
-        return measure_parity(acted, scored, self.policy.averages_log_prob)
-
-    @property
-    def _at_once(self) -> int:
-        """Decisions that are scored together where no gradients are needed."""
-        return self.config.micro_batch_size or SCORED_AT_ONCE
-
-    def _memory_told(self, doing: str, decisions: int = 0):
-        return memory_told(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
 
     # ---- one gradient step
 
@@ -228,24 +178,11 @@ class Updater:
         kl = approximate_kl(torch.cat([term.log_ratio for term in epoch]))
         return self.distributed.mean({"kl": float(kl)})["kl"] > self.config.target_kl
 
-    def _gate(self, parity: Parity) -> Parity:
-        # all processes must stop together, whichever of them found the fault
-        parity = Parity(*(self.distributed.max(value) for value in astuple(parity)))
-        parity.check(self.config.parity_tolerance)
-        return parity
-
 
 def actor_parameters(policy: Policy) -> list[nn.Parameter]:
     """Those that learn and are not the critic's."""
     critic = {id(p) for p in policy.critic_parameters()}
     return [p for p in policy.parameters() if p.requires_grad and id(p) not in critic]
-
-
-def valid_rows(flat: TensorDict) -> torch.Tensor:
-    """Numbers of the decisions `[T*N]` that count: all, or those of whole episodes (`valid`)."""
-    valid = flat.get("valid", None)
-    device = flat["action"].device
-    return torch.arange(len(flat), device=device) if valid is None else valid.nonzero()[:, 0]
 
 
 def _frozen(policy: Policy) -> Policy:

@@ -45,6 +45,7 @@ class FlowChain(Policy):
         # imitation knows no noise net, nor do other methods
         self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
         self.scored = _scored_steps(config)
+        self.scores_all = self.scored.scored == config.sampling_steps
         if config.method == "denoising_mdp":
             self.register_buffer("_step_weights", self.scored.weights, persistent=False)
         self.actions = Normalizer(self.action_dim) if normalize_actions else None

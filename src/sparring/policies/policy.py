@@ -41,6 +41,9 @@ class Policy(nn.Module):
     learns_entropy: bool = True
     # whether `log_prob` is a mean over what was scored instead of a sum
     averages_log_prob: bool = False
+    # whether it scores all that was drawn, so that two scores of a decision tell two policies apart; else only fresh
+    # data can be learned from
+    scores_all: bool = True
 
     @property
     def step_weights(self) -> torch.Tensor | None:
