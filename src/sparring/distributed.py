@@ -21,9 +21,7 @@ class Distributed:
 
     def __init__(self, device: str = "auto"):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        # TF32 convolutions drift by up to the parity gate's whole tolerance
-        torch.backends.cudnn.allow_tf32 = False
-        torch.set_float32_matmul_precision("highest")
+        exact_float32()
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
@@ -62,6 +60,12 @@ class Distributed:
     def barrier(self) -> None:
         if self.accelerator:
             self.accelerator.wait_for_everyone()
+
+
+def exact_float32() -> None:
+    """TF32 convolutions drift by up to the parity gate's whole tolerance."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def pick_device(name: str) -> str:

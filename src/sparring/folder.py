@@ -22,7 +22,7 @@ from sparring.record.log import LOGGER
 from sparring.tree import Config
 
 # these say where and how loudly, not what is trained
-FREE_TO_DIFFER = ("resume", "output", "logging.")
+FREE_TO_DIFFER = ("resume", "output", "logging.", "rollout.watchdog_s")
 # nor do settings of what the phase does not have; a world model is none the worse for another explorer to come
 NOT_READ = {
     "teacher": ("policy.", "ppo.", "grpo.", "algorithm", "imitate.", "student.", "adversarial.", "rewards.", "buffer.")

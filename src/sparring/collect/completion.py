@@ -1,0 +1,36 @@
+"""What is worked out of a whole rollout once it is there: log-probs, values, `next/value`."""
+
+import torch
+from tensordict import TensorDict
+
+from sparring.contract import check_completed
+from sparring.data.buffer import Buffer
+from sparring.policies.policy import Policy
+
+
+@torch.no_grad()
+def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: int, check: bool) -> None:
+    """By the weights that acted, whose `version` every row carries. `root`: where the next rollout starts."""
+    buffer.close(root)
+    rollout = buffer.rollout()
+    # [T, N] -> [T*N] -> [T, N]
+    completed = policy.complete(rollout.flatten(0, 1)).unflatten(0, rollout.batch_size)
+    for key, column in completed.items(True, True):
+        buffer.set(key, column)
+    rollout = buffer.rollout()
+    if check:
+        check_completed(rollout, policy.step_weights, "policy.complete")
+    buffer.set("version", torch.full_like(rollout["next", "executed"], version))
+    buffer.set(("next", "value"), _next_values(policy, buffer, rollout))
+
+
+def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict) -> torch.Tensor:
+    """V of the true next observation: the following row's, except where the episode or the rollout ended."""
+    following = torch.empty_like(rollout["value"])
+    following[:-1] = rollout["value"][1:]
+    following[-1] = policy.value(buffer.last)
+    ends = buffer.finals()
+    if ends is not None:
+        (step, env), final = ends
+        following[step, env] = policy.value(TensorDict({"observation": final}, final.batch_size))
+    return following
