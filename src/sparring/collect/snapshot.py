@@ -13,6 +13,8 @@ from torch import nn
 from sparring.collect.shared import SharedHandle, SharedTensors
 from sparring.data.storage import Column
 
+# bytes: what memory for tensors begins at a multiple of
+_ALIGNMENT = 64
 # number of the version that is being written or was last; number of the last that is complete
 _WRITING, _WRITTEN = range(2)
 # two words, as no name of a weight is
@@ -25,6 +27,8 @@ class SnapshotHandle:
 
     whole: SharedHandle
     changing: SharedHandle
+    # parameters that learn -> how far beyond a multiple of _ALIGNMENT bytes they lie
+    offsets: dict[str, int]
 
 
 class SnapshotWriter:
@@ -44,7 +48,9 @@ class SnapshotWriter:
         self.write(version)
 
     def handle(self) -> SnapshotHandle:
-        return SnapshotHandle(self.whole.handle(), self.shared.handle())
+        learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        offsets = {name: parameter.data_ptr() % _ALIGNMENT for name, parameter in learning.items()}
+        return SnapshotHandle(self.whole.handle(), self.shared.handle(), offsets)
 
     def arrived(self) -> None:
         """The weights to begin with are needed no more."""
@@ -64,6 +70,9 @@ class SnapshotReader:
     """The collector's end."""
 
     def __init__(self, handle: SnapshotHandle, model: nn.Module):
+        parameters = dict(model.named_parameters())
+        for name, offset in handle.offsets.items():
+            _place(parameters[name], offset)
         whole = SharedTensors.attach(handle.whole)
         model.load_state_dict({name: weight for (name,), weight in whole.tensors.items()})
         self.shared = SharedTensors.attach(handle.changing)
@@ -83,6 +92,16 @@ class SnapshotReader:
             if control[_WRITING] < newest + 2:
                 self.version = newest
         return self.version
+
+
+@torch.no_grad()
+def _place(parameter: nn.Parameter, offset: int) -> None:
+    """Where the learner's lies in its vector of all: products of matrices round by where their operands begin."""
+    if parameter.data_ptr() % _ALIGNMENT != offset:
+        size = parameter.element_size()
+        room = parameter.new_empty(parameter.numel() + _ALIGNMENT // size)
+        first = (offset - room.data_ptr()) % _ALIGNMENT // size
+        parameter.data = room[first : first + parameter.numel()].view_as(parameter).copy_(parameter)
 
 
 def _column(weight: torch.Tensor, places: int | None = None) -> Column:
