@@ -1,4 +1,4 @@
-"""Whatever goes wrong in the collecting process ends the run soon, with a reason, a checkpoint and nothing left over."""
+"""Whatever goes wrong in the collecting process ends the run soon, with a reason, a checkpoint and nothing left."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SOON = 10.0
 def settings_in(folder, **rollout) -> dict:
     env = SMALL["env"] | {"file": str(folder / "word"), "slow": 0.002}
     training = {"iterations": 100_000, "save_every": 100_000}
-    rollout = ROLLOUT | {"mode": "async", "watchdog_s": 0.5} | rollout
+    rollout = ROLLOUT | {"mode": "async"} | rollout
     return SMALL | NO_GATE | {"env": env, "training": training, "rollout": rollout, "output": str(folder / "run")}
 
 
@@ -93,7 +93,7 @@ def test_an_exception_in_the_env(tmp_path, groups):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_hang_of_the_env(tmp_path, groups):
-    error, seconds = fails_in_update_3(tmp_path, say("hang"), groups=groups)
+    error, seconds = fails_in_update_3(tmp_path, say("hang"), groups=groups, watchdog_s=1.5)
     assert str(error).startswith("the collecting process failed: simulating (a step of the env) has not come to an end")
     assert seconds < SOON
     assert_it_goes_on(tmp_path, groups=groups)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparring.collect.messages import FIRST_TIME, WATCHED, Failure, Made, Report, Start
+from sparring.collect.messages import FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
 from sparring.collect.shared import SharedTensors, receive, send
 from sparring.data.storage import Column
 from sparring.errors import StageFailed, UserError
@@ -42,7 +42,7 @@ class ActorProcess:
         self.watchdog_s = rollout.watchdog_s
         table = SharedTensors.make({("deadlines",): Column((rollout.groups, len(WATCHED)), torch.float64)})
         self._deadlines = table.tensors["deadlines",].numpy()
-        self._deadlines[0, WATCHED.index("make")] = time.monotonic() + self.watchdog_s * FIRST_TIME
+        self._deadlines[0, WATCHED.index("make")] = time.monotonic() + MAKING_S
         self.connection, theirs = Pipe()
         self.process = subprocess.Popen(
             # a fresh interpreter, as for workers of envs: scripts need no `if __name__ == "__main__"`
@@ -109,9 +109,11 @@ class ActorProcess:
         now = time.monotonic()
         for group, stage in np.argwhere((self._deadlines > 0) & (self._deadlines < now)):
             self.close()
+            given = f"rollout.watchdog_s={self.watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
+            given = f"{MAKING_S:g} seconds" if WATCHED[stage] == "make" else given
             raise StageFailed(
-                f"the collecting process failed: {_DOING[WATCHED[stage]]} has not come to an end, in group {group}; it "
-                f"is given rollout.watchdog_s={self.watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
+                f"the collecting process failed: {_DOING[WATCHED[stage]]} has not come to an end, in group {group}; "
+                f"it is given {given}"
             )
 
     def _failed(self, failure: Failure) -> UserError:

@@ -17,8 +17,10 @@ from sparring.envs.backend import EnvSpec
 
 # stages that can hang, in the order of their columns in the shared table of deadlines
 WATCHED = ("make", "reset", "simulate", "infer", "complete", "share")
-# how much longer they may take the first time: things are compiled and loaded
+# how much longer they may take the first time: things are compiled
 FIRST_TIME = 10
+# seconds to make the env and the policy: weights of gigabytes are read
+MAKING_S = 1800.0
 
 
 @dataclass(frozen=True)
