@@ -125,7 +125,8 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 def _start(folder: Path, config: Config) -> None:
     try:
         # lines of a run that was stopped before its first checkpoint; they will be written again
-        (folder / "episode_metrics.jsonl").unlink(missing_ok=True)
+        for name in ("episode_metrics.jsonl", "timeline.jsonl"):
+            (folder / name).unlink(missing_ok=True)
         (folder / "config.yaml").write_text(config.to_yaml())
     except OSError as error:
         raise ConfigError([f"output = '{folder}': cannot write there ({error.strerror})"]) from None

@@ -192,7 +192,7 @@ def serve(line: Line) -> None:
         while not isinstance(message := receive(line.connection), Begin):
             method, arguments = message
             send(line.connection, getattr(actor, method)(*arguments))
-        line.version = message.number
+        line.version, line.films = message.number, message.films
         line.listen(actor.collector.env.close)
         actor.act(message)
     except (HungUp, EOFError, BrokenPipeError, ConnectionResetError):

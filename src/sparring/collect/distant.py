@@ -67,9 +67,9 @@ class DistantCollector:
         self._weights: SnapshotWriter | None = None
         self._places: SharedTensors | None = None
         self._finished: deque[Report] = deque()
-        self._taken: Report | None = None
         self._episodes: list[Episode] = []
         self._films: list[Film] = []
+        # asked for before it began
         self._to_film = 0
         # of the newest rollout
         self._figures: dict[str, float] = {}
@@ -99,8 +99,7 @@ class DistantCollector:
 
     def _begin(self) -> None:
         self._weights = SnapshotWriter(self.policy, self.version)
-        self.actor.say(Begin(self.version, self._weights.handle()))
-        self._film()
+        self.actor.say(Begin(self.version, self._weights.handle(), self._to_film))
 
     def _next_report(self) -> Report:
         """What there is is heard first, so that a failure is known although rollouts are waiting."""
@@ -135,10 +134,7 @@ class DistantCollector:
         """Of the first so many robots, the next episode that begins after the rollout that is being collected."""
         self._to_film = robots
         if self._weights is not None:
-            self._film()
-
-    def _film(self) -> None:
-        self.actor.say(FilmNext(self._to_film))
+            self.actor.say(FilmNext(robots))
 
     def drain_films(self) -> list[Film]:
         films, self._films = self._films, []

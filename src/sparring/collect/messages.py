@@ -48,6 +48,7 @@ class Begin:
 
     number: int
     weights: SnapshotHandle
+    films: int
 
 
 @dataclass(frozen=True)
