@@ -158,8 +158,8 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     assert run.run()
     run.phase.env.close()
     assert max(behind) <= staleness and min(behind) >= 0
-    # tiny robots are faster than their learner: nothing would be behind only if it waited for each update
-    assert max(behind) == staleness
+    # nothing would be behind only if the robots waited for each update
+    assert max(behind) >= 1
     written = all_lines(tmp_path)
     assert [row["staleness"] for row in written] == behind
     assert all(row[f"behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
