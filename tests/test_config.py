@@ -533,6 +533,8 @@ def test_any_number_within_its_bounds_survives_override_printing_and_loading(tmp
         "buffer.size": ["rollout.n_envs=1"],
         "rollout.n_episodes_per_batch": ["rollout.n_envs=1"],
         "world_model.lora_r": ["world_model.trunk=x"],
+        "rollout.staleness": ["rollout.mode=async"],
+        "rollout.groups": [f"rollout.n_envs={value!r}"],
         "rollout.group_size": [f"rollout.n_envs={value!r}", f"rollout.n_episodes_per_batch={value!r}"],
     }
     needed = GRPO if key.startswith("grpo.") else needs.get(key, [])

@@ -19,6 +19,7 @@ LAYERS = [
         "disk",
         "lora_configs",
         "out_of_memory",
+        "random_state",
     },
     {"envs", "policies", "data"},
     {"world_models"},

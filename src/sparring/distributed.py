@@ -22,9 +22,7 @@ class Distributed:
 
     def __init__(self, device: str = "auto"):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        # TF32 convolutions drift by up to the parity gate's whole tolerance
-        torch.backends.cudnn.allow_tf32 = False
-        torch.set_float32_matmul_precision("highest")
+        exact_float32()
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
@@ -93,6 +91,12 @@ class Distributed:
                         f"the processes do not hold the same {type(module).__name__}: process 0 has {ours} where "
                         f"process {rank} has {theirs}; make it alike in all of them, from the same config and files"
                     )
+
+
+def exact_float32() -> None:
+    """TF32 convolutions drift by up to the parity gate's whole tolerance."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def pick_device(name: str) -> str:

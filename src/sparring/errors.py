@@ -6,3 +6,9 @@ class UserError(ValueError):
 
     # of the process, when nothing catches it
     exit_code = 2
+
+
+class StageFailed(UserError):
+    """A part of a run that has a process of its own failed, hung or died. What was learned so far can be saved."""
+
+    exit_code = 1

@@ -22,7 +22,7 @@ from sparring.record.log import LOGGER
 from sparring.tree import Config
 
 # these say where and how loudly, not what is trained
-FREE_TO_DIFFER = ("resume", "output", "logging.")
+FREE_TO_DIFFER = ("resume", "output", "logging.", "rollout.watchdog_s")
 # nor do settings of what the phase does not have; a world model is none the worse for another explorer to come
 NOT_READ = {
     "teacher": ("policy.", "ppo.", "grpo.", "algorithm", "imitate.", "student.", "adversarial.", "rewards.", "buffer.")
@@ -125,7 +125,8 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 def _start(folder: Path, config: Config) -> None:
     try:
         # lines of a run that was stopped before its first checkpoint; they will be written again
-        (folder / "episode_metrics.jsonl").unlink(missing_ok=True)
+        for name in ("episode_metrics.jsonl", "timeline.jsonl"):
+            (folder / name).unlink(missing_ok=True)
         (folder / "config.yaml").write_text(config.to_yaml())
     except OSError as error:
         raise ConfigError([f"output = '{folder}': cannot write there ({error.strerror})"]) from None

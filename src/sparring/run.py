@@ -1,7 +1,6 @@
 """Run: THE loop. It owns the run folder, the seeds and going on after a stop; it never knows what a phase does."""
 
 import logging
-import random
 import signal
 import time
 from collections import defaultdict
@@ -21,12 +20,14 @@ from sparring.checkpoint import (
 )
 from sparring.collect.camera import Film
 from sparring.distributed import Distributed
+from sparring.errors import StageFailed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
 from sparring.phases import PHASES
-from sparring.phases.phase import Filmed, Phase, ShowsPictures
+from sparring.phases.phase import Filmed, Phase, ShowsPictures, Timed
+from sparring.random_state import random_state, seed_everything, set_random_state
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, set_up_logging
 from sparring.record.pictures import NoVideoEncoder
@@ -54,7 +55,7 @@ class Run:
         # one thread while networks are made: their first weights must not depend on how many cores there are
         threads = torch.get_num_threads()
         torch.set_num_threads(config.threads or 1)
-        _seed_everything(config.seed + self.distributed.rank)
+        seed_everything(config.seed + self.distributed.rank)
         self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
         if not config.threads and not _is_small(self.phase):
             torch.set_num_threads(threads)
@@ -126,7 +127,7 @@ class Run:
 
     def save(self) -> None:
         """Every process brings its own state, the main one writes."""
-        own = self.phase.process_state() | {"random": _random_state(self.distributed.device)}
+        own = self.phase.process_state() | {"random": random_state(self.distributed.device)}
         processes = self.distributed.gather_objects([own])
         if self.folder is not None:
             state = {"phase": self.phase.state_dict(), "processes": processes, "pending": dict(self.pending)}
@@ -150,7 +151,7 @@ class Run:
         with _Interrupt() as interrupt:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
-                metrics = self.phase.step(self.fraction)
+                metrics = self._step()
                 speed = (progress.env_steps - steps_before) / (time.perf_counter() - started)
                 for name, value in (metrics | {"steps_per_second": speed}).items():
                     self.pending[name].append(value)
@@ -158,6 +159,8 @@ class Run:
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
                 self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
                 self._write_films()
+                if isinstance(self.phase, Timed):
+                    self.recorder.timeline(self.phase.drain_spans())
                 if progress.updates % training.log_every == 0 or self.fraction >= 1:
                     self._write_line()
                     self._write_pictures()
@@ -174,6 +177,13 @@ class Run:
         if self.saved_at != progress.updates:
             self.save()
         return True
+
+    def _step(self) -> dict[str, float]:
+        try:
+            return self.phase.step(self.fraction)
+        except StageFailed:
+            self._stop_early()
+            raise
 
     def _evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         evaluation = None
@@ -281,7 +291,7 @@ class Run:
             )
         own = state["processes"][self.distributed.rank]
         lost = self.phase.load_state_dict(state["phase"], own)
-        _set_random_state(own["random"], self.distributed.device)
+        set_random_state(own["random"], self.distributed.device)
         self.recorder.load_state_dict(state["recorder"])
         self.pending.update(state["pending"])
         self.saved_at = self.phase.progress.updates
@@ -327,32 +337,3 @@ class _Interrupt:
             raise KeyboardInterrupt
         self.asked = True
         log.warning("\nstopping after this update, then saving; once more gives up without saving")
-
-
-def _seed_everything(seed: int) -> None:
-    """Weights of fresh networks and whatever a user's env or model draws from the global generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _random_state(device: torch.device) -> dict:
-    """In tensors and plain values, so that reading it back never runs code."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def _set_random_state(state: dict, device: torch.device) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -102,6 +102,10 @@ class Config(Section):
     def run_folder(self) -> Path:
         return run_folder(self.output, self.phase)
 
+    def __reduce__(self):
+        # by its values, for other processes: sections of your own classes are made here and known nowhere else
+        return load_config, (self.dump(),)
+
     def dump(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 

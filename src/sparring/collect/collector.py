@@ -4,16 +4,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.collect.camera import Camera
+from sparring.collect.camera import Camera, Film
+from sparring.collect.completion import complete_rollout
 from sparring.collect.episodes import Episode, EpisodeTracker
-from sparring.contract import (
-    POLICY_MEMORY,
-    check_completed,
-    check_decision,
-    check_memory,
-    check_observation,
-    check_step,
-)
+from sparring.collect.stages import Span, Stages, busy_seconds
+from sparring.contract import POLICY_MEMORY, check_decision, check_memory, check_observation, check_step
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
@@ -28,8 +23,8 @@ _EVAL_NOISE = 1 << 40
 class Collector:
     """Lets a policy act in an env, decision by decision.
 
-    `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode. `version`
-    is written by whoever updates the weights, `camera` told what to film by whoever wants to see it.
+    `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode.
+    Whoever updates the weights tells it (`weights_changed`), and so does who wants to see something (`film`).
     With `episodes` a rollout holds so many whole episodes of every robot, all from fresh starts; without, as many
     decisions as the buffer takes, and episodes go on in the next one.
     """
@@ -62,11 +57,15 @@ class Collector:
         self.episodes: list[Episode] = []
         self.tracker = EpisodeTracker(env.num_envs)
         self.camera = Camera(env)
+        self.stages = Stages("collector")
         self.root: TensorDict | None = None
+        # what the policy asked of the env last
+        self._asked: TensorDict | None = None
 
     def start(self) -> None:
         """Reset all envs and look once, hard, at whether env and policy keep the contract."""
-        self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
+        with self.stages.at("reset", self.version):
+            self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
         check_observation(self.root, self.env.spec, "env.reset")
         if self.policy.memory_size:
             memory = torch.zeros(self.env.num_envs, self.policy.memory_size, device=self.env.device)
@@ -78,11 +77,11 @@ class Collector:
     def decide(self) -> TensorDict:
         """One transition [N], for those who look on; its tensors are not fit for training."""
         with self._memory_told():
-            return self._decide(self._noise(1)[0])
+            return self._decide(self.noise(1)[0])
 
     def collect(self, buffer: Buffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
-        with self._memory_told():
+        with self._memory_told(), self.stages.at("collect", self.version):
             self._collect(buffer)
 
     def _memory_told(self):
@@ -94,12 +93,12 @@ class Collector:
         # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
         with torch.inference_mode():
             if self.episodes_each is None:
-                for noise in self._noise(buffer.steps):
+                for noise in self.noise(buffer.steps):
                     buffer.add(self._decide(noise))
             else:
                 played = self._play_episodes(buffer)
-        with torch.no_grad():
-            self._complete(buffer)
+        with self.stages.at("complete", self.version):
+            complete_rollout(self.policy, buffer, self.root, self.version, check=self.decision == buffer.steps)
             if played is not None:
                 self._tell_episodes(buffer, played)
 
@@ -110,7 +109,7 @@ class Collector:
         """
         self.start()
         ended, rows, clock = np.zeros(self.env.num_envs, np.int64), [], self.decision
-        for noise in self._noise(buffer.steps):
+        for noise in self.noise(buffer.steps):
             rows.append(ended.copy())
             buffer.add(self._decide(noise, ended < self.episodes_each))
             ended[self.env.last.ended] += 1
@@ -142,27 +141,40 @@ class Collector:
 
         `counted` [N]: whose steps and episodes count; None: all.
         """
+        return self.simulate(self.infer(noise), counted)
+
+    def infer(self, noise: torch.Tensor | None) -> TensorDict:
+        """The first half of a decision: what the policy wants, `[N]` with `action`."""
         if self.root is None:
             self.start()
-        td = self.root
-        if noise is not None:
-            td.set(self.noise_name, noise)
-        td = self.policy.act(td)
-        if self.decision == 0:
-            check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
-        after = self.env.step(td)
-        if self.decision == 0:
-            check_step(after, self.env.spec, self.chunk, "env.step")
-        if self.policy.memory_size:
-            after.set(POLICY_MEMORY, self._carried(td, after["is_first"]))
-        td.set("next", after.pop("next"))
-        self.root = after
-        self.decision += 1
-        executed = self.env.last.executed
-        self.env_steps += int(executed.sum() if counted is None else executed[counted].sum())
-        ended = [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
-        self.camera.look(ended)
-        self.episodes += ended
+        with self.stages.at("infer", self.version):
+            td = self.root
+            if noise is not None:
+                td.set(self.noise_name, noise)
+            td = self.policy.act(td)
+            if self.decision == 0:
+                check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
+            # fetched here, where only the policy is waited for: later there may be more in the device's queue
+            on_cpu = td["action"].device.type == "cpu"
+            self._asked = td if on_cpu else TensorDict({"action": td["action"].cpu()}, td.batch_size)
+        return td
+
+    def simulate(self, td: TensorDict, counted: np.ndarray | None = None) -> TensorDict:
+        """The other half: what came of it, in `next/*`. Of several groups, in a thread of its own."""
+        with torch.inference_mode(), self.stages.at("simulate", self.version):
+            after = self.env.step(self._asked)
+            if self.decision == 0:
+                check_step(after, self.env.spec, self.chunk, "env.step")
+            if self.policy.memory_size:
+                after.set(POLICY_MEMORY, self._carried(td, after["is_first"]))
+            td.set("next", after.pop("next"))
+            self.root = after
+            self.decision += 1
+            executed = self.env.last.executed
+            self.env_steps += int(executed.sum() if counted is None else executed[counted].sum())
+            ended = [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
+            self.camera.look(ended)
+            self.episodes += ended
         return td
 
     def _carried(self, td: TensorDict, is_first: torch.Tensor) -> torch.Tensor:
@@ -172,42 +184,30 @@ class Collector:
             check_memory(memory, self.env.num_envs, self.policy.memory_size, "policy.remember")
         return torch.where(is_first[:, None], 0.0, memory)
 
-    def _complete(self, buffer: Buffer) -> None:
-        buffer.close(self.root)
-        rollout = buffer.rollout()
-        # [T, N] -> [T*N] -> [T, N]
-        completed = self.policy.complete(rollout.flatten(0, 1)).unflatten(0, rollout.batch_size)
-        for key, column in completed.items(True, True):
-            buffer.set(key, column)
-        rollout = buffer.rollout()
-        if self.decision == buffer.steps:
-            check_completed(rollout, self.policy.step_weights, "policy.complete")
-        buffer.set("version", torch.full_like(rollout["next", "executed"], self.version))
-        buffer.set(("next", "value"), self._next_values(buffer, rollout))
+    def weights_changed(self) -> None:
+        self.version += 1
+
+    def reseed(self, more: int) -> None:
+        """Other episodes and noise than so far."""
+        self.seed += more
+
+    def film(self, robots: int) -> None:
+        self.camera.film(robots)
+
+    def drain_films(self) -> list[Film]:
+        return self.camera.drain()
+
+    def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
+        """Seconds of each stage, as metrics, and its turns, since the last call."""
+        seconds, spans = self.stages.drain()
+        return busy_seconds(seconds), spans
 
     def drain_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""
         episodes, self.episodes = self.episodes, []
         return episodes
 
-    def _next_values(self, buffer: Buffer, rollout: TensorDict) -> torch.Tensor:
-        """V of the true next observation: the following row's, except where the episode or the rollout ended."""
-        following = torch.empty_like(rollout["value"])
-        following[:-1] = rollout["value"][1:]
-        last, remembers = buffer.last, self.policy.memory_size
-        following[-1] = self.policy.value(last.set(POLICY_MEMORY, self.root[POLICY_MEMORY]) if remembers else last)
-        ends = buffer.finals()
-        if ends is not None:
-            (step, env), final = ends
-            true_last = TensorDict({"observation": final}, final.batch_size)
-            if remembers:
-                # the root is of the next episode by then
-                before = rollout.select(*self.policy.in_keys, "action")[step, env]
-                true_last.set(POLICY_MEMORY, self.policy.remember(before))
-            following[step, env] = self.policy.value(true_last)
-        return following
-
-    def _noise(self, decisions: int):
+    def noise(self, decisions: int):
         """`[N, Z]` for each of the next decisions, drawn at once; None when acting takes none."""
         if not self.noise_size:
             return [None] * decisions

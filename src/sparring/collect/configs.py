@@ -1,5 +1,7 @@
 """The `rollout` section. Torch-free."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from sparring.config import Section
@@ -20,6 +22,14 @@ class RolloutConfig(Section):
         None, description="run of a world model: robots act in what it predicts (finetune); null: in the env"
     )
     imagined_decisions: int = Field(16, gt=0, description="time limit of an imagined episode; predictions fade")
+    mode: Literal["sync", "async"] = Field(
+        "sync", description="sync: collect and learn in turns; async: at the same time, in two processes"
+    )
+    staleness: int = Field(1, ge=0, description="updates that a rollout may be behind (async); 0: as sync, bit for bit")
+    groups: int = Field(1, gt=0, description="robots in so many groups: while one simulates, another is decided for")
+    watchdog_s: float = Field(
+        60.0, gt=0, description="seconds without a sign of life of the collecting process that end a run (async)"
+    )
     render_episodes: int = Field(
         2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"
     )
@@ -45,4 +55,29 @@ def rollout_mistakes(config) -> list[tuple[str, str]]:
         mistakes.append(("rollout.group_size", "robots of a group start alike, so env.task must be a single task"))
     if config.algorithm == "grpo" and (not episodes or group < 2):
         mistakes.append(("algorithm", "grpo needs rollout.n_episodes_per_batch, and rollout.group_size of 2 or more"))
+    return mistakes + _async_mistakes(config) + _group_mistakes(config)
+
+
+def _async_mistakes(config) -> list[tuple[str, str]]:
+    rollout, mistakes = config.rollout, []
+    if rollout.mode == "async" and config.phase != "finetune":
+        mistakes.append(("rollout.mode", f"async goes with finetune only, not with {config.phase}; use sync"))
+    if rollout.mode == "sync" and rollout.staleness != RolloutConfig.model_fields["staleness"].default:
+        mistakes.append(("rollout.staleness", "is read with rollout.mode=async only; set that too, or leave it out"))
+    return mistakes
+
+
+def _group_mistakes(config) -> list[tuple[str, str]]:
+    rollout, mistakes = config.rollout, []
+    groups, tasks = rollout.groups, len(getattr(config.env, "task", ())) or 1
+    if groups == 1:
+        return []
+    if config.phase != "finetune":
+        mistakes.append(("rollout.groups", f"{config.phase} has one group of robots; leave it out"))
+    if rollout.imagined or rollout.n_episodes_per_batch:
+        other = "rollout.imagined" if rollout.imagined else "rollout.n_episodes_per_batch"
+        mistakes.append(("rollout.groups", f"does not go with {other}; leave one of them out"))
+    if rollout.n_envs % (groups * tasks):
+        each = f", each with a multiple of {tasks} for env.task" if tasks > 1 else ""
+        mistakes.append(("rollout.groups", f"{rollout.n_envs} robots cannot be put into {groups} groups{each}"))
     return mistakes

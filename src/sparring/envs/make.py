@@ -41,15 +41,16 @@ def make_env(
     return env
 
 
-def make_training_env(config, distributed) -> Env:
-    """This process's share of the robots that a run's config asks for."""
+def make_training_env(config, distributed, group: int = 0) -> Env:
+    """This process's share of the robots that a run's config asks for, or one of its `rollout.groups`."""
     rollout = config.rollout
+    robots = rollout.n_envs // rollout.groups
     return make_env(
         config.env,
-        rollout.n_envs,
+        robots,
         rollout.max_episode_steps,
         distributed.device,
-        first_env=distributed.rank * rollout.n_envs,
+        first_env=distributed.rank * rollout.n_envs + group * robots,
         total_envs=distributed.world_size * rollout.n_envs,
         group_size=rollout.group_size,
     )

@@ -10,15 +10,14 @@ from sparring.algorithms.make import make_algorithm
 from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
+from sparring.collect.stages import Span, Stages
 from sparring.config import Section
 from sparring.data.buffer import Buffer
-from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.envs.make import make_training_env
-from sparring.errors import UserError
-from sparring.phases.imagination import imagine
+from sparring.errors import StageFailed
+from sparring.phases.acting import act_apart, make_collector, make_robots, make_rollout_buffer
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
@@ -31,6 +30,8 @@ class Finetune:
 
     default_limit = ("total_timesteps", 150_000)
     explores = False
+    # rollouts of a run of which every turn of every stage is told; of later ones only the outlines
+    told_in_full = 20
 
     def __init__(
         self,
@@ -43,37 +44,35 @@ class Finetune:
         chunk: int = 1,
         episodes: int | None = None,
         rewards: RewardModel | None = None,
+        collector=None,
     ):
-        """`episodes` of each robot between two updates; None: as many decisions as the buffer holds."""
+        """`episodes` of each robot between two updates; None: as many decisions as the buffer holds.
+
+        `collector`: another than a `Collector` of this env: of groups, or of a process of its own.
+        """
         # what acts and what is scored must be the same: no dropout
         policy.eval()
         self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
         self.buffer, self.rewards = buffer, rewards
-        self.collector = Collector(env, policy, seed, chunk=chunk, episodes=episodes)
+        self.collector = collector or Collector(env, policy, seed, chunk=chunk, episodes=episodes)
+        self.stages = Stages("learner")
+        self.spans: list[Span] = []
         self.progress = Progress()
 
     @classmethod
     def from_config(cls, config, distributed: Distributed) -> "Finetune":
-        rollout = config.rollout
-        env = make_training_env(config, distributed)
-        if rollout.imagined:
-            env = imagine(env, config, distributed)
-        policy = make_policy(config.policy, cls.seen(config, env.spec), rollout.action_steps, distributed.device)
+        apart = config.rollout.mode == "async"
+        env = act_apart(config, distributed) if apart else make_robots(config, distributed)
+        policy = make_policy(config.policy, cls.seen(config, env.spec), config.rollout.action_steps, distributed.device)
         algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
         return cls.of(config, env, policy, algorithm, distributed)
 
     @classmethod
     def of(cls, config, env: Env, policy: Policy, algorithm, distributed: Distributed) -> "Finetune":
         """Of parts that are there already; the config says how rollouts are made of them."""
-        rollout, episodes, steps = config.rollout, None, config.rollout_steps
-        if rollout.n_episodes_per_batch:
-            episodes = rollout.n_episodes_per_batch // rollout.n_envs
-            steps = episodes * (
-                rollout.imagined_decisions if rollout.imagined else _decisions_of_an_episode(env, rollout.action_steps)
-            )
-        buffer = make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder)
+        buffer, collector = make_rollout_buffer(config, env), make_collector(config, env, policy)
         rewards = cls.make_rewards(config, env, distributed)
-        return cls(env, policy, algorithm, buffer, distributed, config.seed, rollout.action_steps, episodes, rewards)
+        return cls(env, policy, algorithm, buffer, distributed, rewards=rewards, collector=collector)
 
     @staticmethod
     def seen(config, spec: EnvSpec) -> EnvSpec:
@@ -106,7 +105,7 @@ class Finetune:
     def collect(self) -> dict[str, float]:
         """A rollout in the buffer, paid for; what it and the episodes that ended were like."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
-        self.collector.collect(self.buffer)
+        self._take_rollout()
         paid = self.pay()
         seconds = time.perf_counter() - started
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
@@ -114,7 +113,19 @@ class Finetune:
         steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
         self.progress.env_steps += round(steps * self.distributed.world_size)
         self.progress.episodes += len(episodes)
-        return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds}
+        figures, spans = self.collector.drain_stages()
+        self.spans += spans
+        return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds} | figures
+
+    def _take_rollout(self) -> None:
+        """All processes stop together where one of them has lost its robots, and can then save together."""
+        failure = None
+        try:
+            self.collector.collect(self.buffer)
+        except StageFailed as error:
+            failure = error
+        if self.distributed.max(float(failure is not None)):
+            raise failure or StageFailed("another process of this run has failed to collect")
 
     def pay(self) -> dict[str, float]:
         return self.rewards.pay(self.buffer) if self.rewards else {}
@@ -122,16 +133,23 @@ class Finetune:
     def learn(self, fraction: float) -> dict[str, float]:
         """An update from the rollout in the buffer."""
         started = time.perf_counter()
-        metrics = self.algorithm.update(self.buffer.rollout(), fraction)
-        self.collector.version += 1
+        with self.stages.at("learn", self.progress.updates):
+            metrics = self.algorithm.update(self.buffer.rollout(), fraction)
+        self.spans += self.stages.drain()[1]
+        self.collector.weights_changed()
         self.progress.updates += 1
         return metrics | {"update_seconds": time.perf_counter() - started}
 
     def film(self, episodes: int) -> None:
-        self.collector.camera.film(episodes)
+        self.collector.film(episodes)
 
     def drain_films(self) -> list[Film]:
-        return self.collector.camera.drain()
+        return self.collector.drain_films()
+
+    def drain_spans(self) -> list[Span]:
+        spans, self.spans = self.spans, []
+        in_full = self.progress.updates <= self.told_in_full
+        return spans if in_full else [span for span in spans if span.stage in ("collect", "wait", "learn")]
 
     def state_dict(self) -> dict:
         state = {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}
@@ -149,7 +167,7 @@ class Finetune:
         if self.collector.load_state_dict(process_state["collector"]):
             return []
         # new seeds for the new episodes: the old ones were used
-        self.collector.seed += self.progress.updates
+        self.collector.reseed(self.progress.updates)
         return ["the env cannot be put back to where it was; its robots start new episodes"]
 
     def episode_metrics(self, episodes: list[Episode]) -> dict[str, float]:
@@ -159,13 +177,3 @@ class Finetune:
         names = {"episode_reward": "reward", "episode_length": "steps"}
         names |= {"success_rate": "success"} if self.env.spec.reports_success else {}
         return {name: fmean(getattr(episode, field) for episode in episodes) for name, field in names.items()}
-
-
-def _decisions_of_an_episode(env: Env, chunk: int) -> int:
-    limit = env.spec.max_episode_steps
-    if not limit:
-        raise UserError(
-            "rollout.n_episodes_per_batch: this env does not say how long its episodes may last; "
-            "set rollout.max_episode_steps"
-        )
-    return -(-limit // chunk)

@@ -7,6 +7,7 @@ import numpy as np
 from torch import nn
 
 from sparring.collect.camera import Film
+from sparring.collect.stages import Span
 from sparring.envs.env import Env
 
 
@@ -55,6 +56,14 @@ class Filmed(Protocol):
 
     def drain_films(self) -> list[Film]:
         """Those that ended since the last call."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A phase that can tell what it did when."""
+
+    def drain_spans(self) -> list[Span]:
+        """Since the last call."""
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,20 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from sparring.collect.stages import Span
 from sparring.record.pictures import filmstrip, write_png, write_video
 
 
 class Recorder:
-    """Writes `episode_metrics.jsonl`, `samples/*.png` and `videos/*.mp4` under a folder; without one, nothing."""
+    """Writes `episode_metrics.jsonl`, `timeline.jsonl`, `samples/*.png` and `videos/*.mp4` under a folder.
+
+    Without one, nothing.
+    """
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -28,6 +33,12 @@ class Recorder:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(clean | {"timestamp": time.time()}) + "\n")
+
+    def timeline(self, spans: list[Span]) -> None:
+        """Who was at which stage, from when to when: lines of timeline.jsonl."""
+        if self.folder is not None and spans:
+            with (self.folder / "timeline.jsonl").open("a") as file:
+                file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
 
     def image(self, name: str, picture: np.ndarray) -> Path | None:
         """`[H, W, 3]` uint8 as samples/<name>.png."""

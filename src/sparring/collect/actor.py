@@ -1,0 +1,225 @@
+"""The collecting process of rollout.mode=async: it owns the robots and a copy of the policy, and fills rollouts.
+
+Run as `python -m sparring.collect.actor <fd>`, where fd is its end of a pipe to the learner. Rollout k begins when the
+weights are of version k - staleness or newer, with the newest there are; k's place is k modulo (staleness + 1), which
+the learner is then done with. It ends when the pipe is closed, as it also is when the learner dies.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
+from sparring.collect.shared import SharedTensors, receive, send
+from sparring.collect.snapshot import SnapshotReader
+from sparring.collect.stages import Stages
+from sparring.data.row_writer import leaves
+from sparring.data.storage import Column
+from sparring.distributed import exact_float32
+from sparring.errors import UserError
+from sparring.random_state import random_state, seed_everything, set_random_state
+
+# what is left of a hung process to end in peace, after the learner hung up
+LEAVE_S = 2.0
+
+
+class HungUp(Exception):
+    """The learner is not there any more."""
+
+
+class Line:
+    """The pipe to the learner. A thread listens: what the learner says, and above all when it says nothing any more."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.version, self.films, self.hung_up = -1, 0, False
+        self._news = threading.Condition()
+        self._at_hang_up: Callable | None = None
+
+    def listen(self, at_hang_up: Callable[[], None]) -> None:
+        self._at_hang_up = at_hang_up
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = receive(self.connection)
+                with self._news:
+                    if isinstance(message, NewVersion):
+                        self.version = message.version
+                    else:
+                        self.films = message.robots
+                    self._news.notify()
+        except (EOFError, OSError):
+            with self._news:
+                self.hung_up = True
+                self._news.notify()
+        # whatever the robots are at: whoever waits for this process does not wait for them
+        time.sleep(LEAVE_S)
+        self._at_hang_up()
+        os._exit(1)
+
+    def wait_for_version(self, version: int) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self.hung_up or self.version >= version)
+        self.check()
+
+    def check(self) -> None:
+        if self.hung_up:
+            raise HungUp
+
+    def take_films(self) -> int:
+        with self._news:
+            films, self.films = self.films, 0
+        return films
+
+
+class WatchedStages(Stages):
+    """Tells by when each stage has to be over, and ends where the learner has gone."""
+
+    def __init__(self, who: str, deadlines: np.ndarray, watchdog_s: float, line: Line):
+        super().__init__(who)
+        self.deadlines, self.watchdog_s, self.line = deadlines, watchdog_s, line
+        self.known: set[str] = set()
+
+    def entered(self, stage: str) -> None:
+        self.line.check()
+        if stage in WATCHED:
+            patience = self.watchdog_s * (1 if stage in self.known else FIRST_TIME)
+            self.deadlines[WATCHED.index(stage)] = time.monotonic() + patience
+
+    def left(self, stage: str) -> None:
+        if stage in WATCHED:
+            self.deadlines[WATCHED.index(stage)] = 0
+            self.known.add(stage)
+
+
+class Actor:
+    def __init__(self, line: Line, start: Start):
+        self.line, self.start = line, start
+        self.deadlines = SharedTensors.attach(start.deadlines).tensors["deadlines",].numpy()
+        self.collector, self.buffer = start.acting()
+        self.device = self.collector.env.device
+        # groups have stages of their own
+        self.stages = self._watched("collector", 0)
+        for lane, part in enumerate(getattr(self.collector, "collectors", ())):
+            part.stages = self._watched(f"collector {lane}", lane)
+        self.collector.stages = self.stages
+        self.places: SharedTensors | None = None
+        self.deadlines[0, WATCHED.index("make")] = 0
+
+    def _watched(self, who: str, lane: int) -> WatchedStages:
+        return WatchedStages(who, self.deadlines[lane], self.start.watchdog_s, self.line)
+
+    def failed_at(self) -> str:
+        parts = getattr(self.collector, "collectors", [self.collector])
+        return next((part.stages.failed for part in parts if part.stages.failed), None) or self.stages.failed or "wait"
+
+    def load_state_dict(self, state: dict) -> bool:
+        """Go on from the state of a report; of a run that collected in the learner's process it is the same but one."""
+        if "random" in state:
+            set_random_state(state["random"], self.device)
+        return self.collector.load_state_dict(state)
+
+    def reseed(self, more: int) -> None:
+        self.collector.reseed(more)
+
+    def act(self, begin: Begin) -> None:
+        """For ever."""
+        policy = self.collector.policy
+        snapshot, number, staleness = SnapshotReader(begin.weights, policy), begin.number, self.start.staleness
+        while True:
+            with self.stages.at("wait", self.collector.version):
+                self.line.wait_for_version(number - staleness)
+            self.collector.version = snapshot.load()
+            if films := self.line.take_films():
+                self.collector.film(films)
+            self.collector.collect(self.buffer)
+            send(self.line.connection, self._report(number))
+            number += 1
+
+    def _report(self, number: int) -> Report:
+        collector, rollout = self.collector, self.buffer.rollout()
+        with self.stages.at("share", collector.version):
+            first = self.places is None
+            if first:
+                self.places = self._make_places(rollout)
+            place = number % (self.start.staleness + 1)
+            for key, value in leaves(rollout):
+                self.places.tensors[key][place, : len(rollout)].copy_(value)
+        seconds = {f"{stage}_seconds": s for stage, s in self.stages.seconds.items() if stage in ("collect", "wait")}
+        figures, spans = collector.drain_stages()
+        return Report(
+            number,
+            collector.version,
+            len(rollout),
+            collector.env_steps,
+            collector.env.spec,
+            collector.state_dict() | {"random": random_state(self.device)},
+            figures | seconds,
+            collector.drain_episodes(),
+            collector.drain_films(),
+            spans,
+            self.places.handle() if first else None,
+        )
+
+    def _make_places(self, rollout) -> SharedTensors:
+        # [places, T, N, ...]
+        shape = (self.start.staleness + 1, self.buffer.steps)
+        columns = {key: Column((*shape, *value.shape[1:]), value.dtype) for key, value in leaves(rollout)}
+        return SharedTensors.make(columns, self.start.folder)
+
+
+def serve(line: Line) -> None:
+    """Make the robots, do what is asked once, then collect until hung up on; the last word is what went wrong."""
+    actor = None
+    try:
+        start = receive(line.connection)
+        exact_float32()
+        torch.set_num_threads(start.threads)
+        seed_everything(start.acting.random_seed)
+        actor = Actor(line, start)
+        send(line.connection, Made(actor.collector.env.spec))
+        while not isinstance(message := receive(line.connection), Begin):
+            method, arguments = message
+            send(line.connection, getattr(actor, method)(*arguments))
+        line.version, line.films = message.number, message.films
+        line.listen(actor.collector.env.close)
+        actor.act(message)
+    except (HungUp, EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is told
+        told = " ".join([*_in_words(error), *getattr(error, "__notes__", ())])
+        stage = actor.failed_at() if actor else "make"
+        failure = Failure(told, stage, None if isinstance(error, UserError) else traceback.format_exc())
+        with suppress(BrokenPipeError, ConnectionResetError):
+            send(line.connection, failure)
+    finally:
+        if actor:
+            actor.collector.env.close()
+
+
+def _in_words(error: Exception) -> list[str]:
+    return [str(error)] if isinstance(error, UserError) else [f"{type(error).__name__}: {error}"]
+
+
+def main() -> None:
+    # Ctrl-C is for the learner, which then hangs up
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(Line(Connection(int(sys.argv[1]))))
+    # threads that simulate may still be at it
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

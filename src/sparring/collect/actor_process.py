@@ -1,0 +1,146 @@
+"""The collecting process as its learner sees it: started, listened to, watched, ended."""
+
+import os
+import subprocess
+import sys
+import time
+import weakref
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparring.collect.messages import FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
+from sparring.collect.shared import SharedTensors, receive, send
+from sparring.data.storage import Column
+from sparring.errors import StageFailed, UserError
+
+# how often a learner that waits looks whether the other still lives, and is not late
+LOOK_S = 0.2
+# what it gets to close its envs before it is killed
+CLOSE_S = 5.0
+# of the learner's rank; the collecting process belongs to no group of processes
+_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DOING = {
+    "make": "making the env and the policy",
+    "reset": "resetting the env",
+    "simulate": "simulating (a step of the env)",
+    "infer": "deciding (the policy's act)",
+    "complete": "completing a rollout (the policy's complete and value)",
+    "share": "handing over a rollout",
+    "wait": "waiting for weights",
+}
+
+
+class ActorProcess:
+    """Whatever ends it other than `close` is raised, as a StageFailed, in who listens next."""
+
+    def __init__(self, acting, config):
+        rollout = config.rollout
+        self.watchdog_s = rollout.watchdog_s
+        table = SharedTensors.make({("deadlines",): Column((rollout.groups, len(WATCHED)), torch.float64)})
+        self._deadlines = table.tensors["deadlines",].numpy()
+        self._deadlines[0, WATCHED.index("make")] = time.monotonic() + MAKING_S
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            # a fresh interpreter, as for workers of envs: scripts need no `if __name__ == "__main__"`
+            [sys.executable, "-P", "-m", "sparring.collect.actor", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+            # out of the terminal's foreground group: Ctrl-C reaches the learner only
+            process_group=0,
+        )
+        theirs.close()
+        # also runs when this is garbage, and when the interpreter ends
+        self._finalizer = weakref.finalize(self, _end, self.connection, self.process)
+        folder = Path(config.buffer.folder) if config.buffer.folder else None
+        threads = config.threads or 1
+        self.say(Start(acting, threads, rollout.staleness, self.watchdog_s, folder, table.handle()))
+        # kept until the other has opened it
+        self._table = table
+
+    def made(self) -> Made:
+        """When it has made its robots."""
+        return self._answer()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the actor's, before it collects."""
+        self.say((method, arguments))
+        return self._answer()
+
+    def say(self, message: Any) -> None:
+        try:
+            send(self.connection, message)
+        except (BrokenPipeError, ConnectionResetError):
+            # whoever listens next is told how it died
+            pass
+
+    def heard(self, wait: bool) -> list[Report]:
+        """Reports that have come; with `wait`, at least one message is waited for."""
+        reports = [self._answer()] if wait else []
+        while self.connection.poll():
+            reports.append(self._answer())
+        self._check_alive()
+        return reports
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _answer(self) -> Any:
+        while not self.connection.poll(LOOK_S):
+            self._check_alive()
+            self._check_in_time()
+        try:
+            message = receive(self.connection)
+        except (EOFError, ConnectionResetError):
+            raise self._death() from None
+        if isinstance(message, Failure):
+            raise self._failed(message)
+        return message
+
+    def _check_alive(self) -> None:
+        if self.process.poll() is not None and not self.connection.poll():
+            raise self._death()
+
+    def _check_in_time(self) -> None:
+        now = time.monotonic()
+        for group, stage in np.argwhere((self._deadlines > 0) & (self._deadlines < now)):
+            self.close()
+            given = f"rollout.watchdog_s={self.watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
+            given = f"{MAKING_S:g} seconds" if WATCHED[stage] == "make" else given
+            raise StageFailed(
+                f"the collecting process failed: {_DOING[WATCHED[stage]]} has not come to an end, in group {group}; "
+                f"it is given {given}"
+            )
+
+    def _failed(self, failure: Failure) -> UserError:
+        self.close()
+        if failure.stage == "make" and failure.traceback is None:
+            return UserError(failure.told)
+        trace = f"\n\nTraceback of the collecting process:\n{failure.traceback}" if failure.traceback else ""
+        return StageFailed(f"the collecting process failed: {_DOING[failure.stage]}: {failure.told}{trace}")
+
+    def _death(self) -> StageFailed:
+        self.close()
+        code = self.process.returncode
+        hint = "; killed by the system: often out of memory, try fewer envs" if code == -9 else ""
+        return StageFailed(f"the collecting process failed: it died with exit code {code}{hint}")
+
+
+def _end(connection, process: subprocess.Popen) -> None:
+    connection.close()
+    try:
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """It imports what the learner can."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    return kept | {"PYTHONPATH": path}

@@ -1,0 +1,135 @@
+"""Robots in groups: while one group simulates, in a thread of its own, the policy decides for another.
+
+Simulators release Python's lock (mujoco, numba, worker processes), so both go on at the same time. Groups are served in
+turn, always in the same order: the same batches meet the same weights, whatever the timing.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from tensordict import TensorDict
+
+from sparring.collect.camera import Film
+from sparring.collect.collector import Collector
+from sparring.collect.completion import complete_rollout
+from sparring.collect.episodes import Episode
+from sparring.collect.stages import Span, Stages, busy_seconds
+from sparring.data.buffer import Buffer
+from sparring.envs.backend import EnvSpec
+from sparring.envs.env import Env
+from sparring.out_of_memory import memory_told
+
+
+class GroupedEnv:
+    """The envs of all groups, to those who ask what there is and do not step them."""
+
+    def __init__(self, envs: list[Env]):
+        self.envs = envs
+        self.num_envs = sum(env.num_envs for env in envs)
+        self.device, self.config = envs[0].device, envs[0].config
+
+    @property
+    def spec(self) -> EnvSpec:
+        """An env may find out on the way that it reports success."""
+        return next((env.spec for env in self.envs if env.spec.reports_success), self.envs[0].spec)
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+class GroupedCollector:
+    """One collector for each group, in the place of a single one: they fill one rollout [T, N] together."""
+
+    def __init__(self, env: GroupedEnv, collectors: list[Collector]):
+        self.env, self.collectors, self.policy = env, collectors, collectors[0].policy
+        # a thread for each: some renderers want to be called from one thread only
+        self.threads = [ThreadPoolExecutor(1, f"group {g}") for g in range(len(collectors))]
+        self.stages = Stages("collector")
+        for g, collector in enumerate(collectors):
+            collector.stages = Stages(f"collector {g}")
+
+    @property
+    def version(self) -> int:
+        return self.collectors[0].version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for collector in self.collectors:
+            collector.version = version
+
+    @property
+    def env_steps(self) -> int:
+        return sum(collector.env_steps for collector in self.collectors)
+
+    def collect(self, buffer: Buffer) -> None:
+        robots = self.collectors[0].env.num_envs
+        told = memory_told("acting", self.policy, robots, "rollout.n_envs")
+        with told, self.stages.at("collect", self.version):
+            buffer.start()
+            with torch.inference_mode():
+                self._act(buffer)
+            with self.stages.at("complete", self.version):
+                first = self.collectors[0].decision == buffer.steps
+                root = torch.cat([collector.root for collector in self.collectors])
+                complete_rollout(self.policy, buffer, root, self.version, check=first)
+
+    def _act(self, buffer: Buffer) -> None:
+        self._start()
+        noise = [collector.noise(buffer.steps) for collector in self.collectors]
+        simulating: list[Future[TensorDict]] = []
+        for step in range(buffer.steps):
+            before, simulating, transitions = simulating, [], []
+            for g, collector in enumerate(self.collectors):
+                if before:
+                    transitions.append(before[g].result())
+                td = collector.infer(noise[g][step])
+                simulating.append(self.threads[g].submit(collector.simulate, td))
+            if before:
+                # all groups simulate meanwhile
+                buffer.add(torch.cat(transitions))
+        buffer.add(torch.cat([future.result() for future in simulating]))
+
+    def _start(self) -> None:
+        for thread, collector in zip(self.threads, self.collectors, strict=True):
+            if collector.root is None:
+                thread.submit(collector.start).result()
+
+    def weights_changed(self) -> None:
+        self.version += 1
+
+    def reseed(self, more: int) -> None:
+        for collector in self.collectors:
+            collector.reseed(more)
+
+    def film(self, robots: int) -> None:
+        """Of the first group: of each of the first so many robots, the next episode that begins."""
+        self.collectors[0].film(robots)
+
+    def drain_films(self) -> list[Film]:
+        return self.collectors[0].drain_films()
+
+    def drain_episodes(self) -> list[Episode]:
+        """Numbered as if there were one group."""
+        episodes, first = [], 0
+        for collector in self.collectors:
+            episodes += [replace(e, env=e.env + first) for e in collector.drain_episodes()]
+            first += collector.env.num_envs
+        return episodes
+
+    def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
+        """Of simulating, the mean over the groups, which simulate at the same time; of deciding, the sum."""
+        told = [collector.stages.drain() for collector in self.collectors]
+        seconds = {"infer": sum(seconds.get("infer", 0.0) for seconds, _ in told)}
+        seconds["simulate"] = sum(seconds.get("simulate", 0.0) for seconds, _ in told) / len(told)
+        return busy_seconds(seconds), [*self.stages.drain()[1], *(span for _, spans in told for span in spans)]
+
+    def state_dict(self) -> dict:
+        groups = [collector.state_dict() for collector in self.collectors]
+        return {"groups": groups, "env_steps": self.env_steps, "version": self.version}
+
+    def load_state_dict(self, state: dict) -> bool:
+        loaded = [c.load_state_dict(group) for c, group in zip(self.collectors, state["groups"], strict=True)]
+        self.version = state["version"]
+        return all(loaded)

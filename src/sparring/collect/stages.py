@@ -1,0 +1,65 @@
+"""Which stage of collecting or learning was at work when, and for how long."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# spans that are kept when nobody asks for them: a few rollouts
+_KEPT = 8192
+
+
+@dataclass(frozen=True)
+class Span:
+    """One turn of a stage, in seconds since the epoch. `who`: learner, collector, or collector 0, 1, ... of groups."""
+
+    who: str
+    stage: str
+    begin: float
+    end: float
+    # of the weights that acted, or that an update started from
+    version: int
+
+
+class Stages:
+    """A stopwatch with a hand for every stage. One thread at a time."""
+
+    def __init__(self, who: str):
+        self.who = who
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.spans: deque[Span] = deque(maxlen=_KEPT)
+        # where it was when an exception came through
+        self.failed: str | None = None
+
+    @contextmanager
+    def at(self, stage: str, version: int) -> Iterator[None]:
+        began = time.time()
+        self.entered(stage)
+        try:
+            yield
+        except BaseException:
+            self.failed = self.failed or stage
+            raise
+        self.left(stage)
+        ended = time.time()
+        self.seconds[stage] += ended - began
+        self.spans.append(Span(self.who, stage, began, ended, version))
+
+    def entered(self, stage: str) -> None:
+        """For those who watch."""
+
+    def left(self, stage: str) -> None:
+        """For those who watch."""
+
+    def drain(self) -> tuple[dict[str, float], list[Span]]:
+        """Seconds of each stage, and its turns, since the last call."""
+        told = dict(self.seconds), list(self.spans)
+        self.seconds.clear()
+        self.spans.clear()
+        return told
+
+
+def busy_seconds(seconds: dict[str, float]) -> dict[str, float]:
+    """As metrics."""
+    return {f"{stage}_seconds": seconds.get(stage, 0.0) for stage in ("simulate", "infer")}

@@ -1,0 +1,104 @@
+"""What acts in a run that learns from robots: here, in groups, or in a process of its own."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparring.collect.collector import Collector
+from sparring.collect.distant import DistantCollector, DistantEnv, ReceivedRollout
+from sparring.collect.groups import GroupedCollector, GroupedEnv
+from sparring.data.buffer import Buffer
+from sparring.data.make import make_buffer
+from sparring.distributed import Distributed
+from sparring.envs.env import Env
+from sparring.envs.make import make_training_env
+from sparring.errors import UserError
+from sparring.phases.imagination import imagine
+from sparring.policies.make import make_policy
+from sparring.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which of the processes of a run; travels to another one, where `Distributed` cannot be."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Acting:
+    """All that the collecting process is told: called there, it makes what acts."""
+
+    config: object
+    seat: Seat
+
+    @property
+    def random_seed(self) -> int:
+        return self.config.seed + self.seat.rank
+
+    def __call__(self) -> tuple[Collector | GroupedCollector, Buffer]:
+        config = self.config
+        env = make_robots(config, self.seat)
+        policy = make_policy(config.policy, env.spec, config.rollout.action_steps, self.seat.device).eval()
+        return make_collector(config, env, policy), make_rollout_buffer(config, env)
+
+
+def make_robots(config, seat: Distributed | Seat) -> Env | GroupedEnv:
+    """As many robots as the config asks for, in this process."""
+    rollout = config.rollout
+    if rollout.groups > 1:
+        return GroupedEnv([make_training_env(config, seat, group) for group in range(rollout.groups)])
+    env = make_training_env(config, seat)
+    return imagine(env, config, seat) if rollout.imagined else env
+
+
+def act_apart(config, distributed: Distributed) -> DistantEnv:
+    """As many robots in a process of their own, which this one hears of."""
+    for key in ("env", "policy"):
+        name = getattr(config, key).name
+        if name.startswith("__main__:"):
+            raise UserError(
+                f"{key}.name={name!r} is defined in the script or notebook itself, which the collecting process cannot "
+                "import; move the class to a module, or use rollout.mode=sync"
+            )
+    acting = Acting(config, Seat(distributed.device, distributed.rank, distributed.world_size))
+    return DistantEnv(acting, config)
+
+
+def make_collector(config, env: Env | GroupedEnv | DistantEnv, policy: Policy):
+    if isinstance(env, DistantEnv):
+        return DistantCollector(env, policy, config.rollout.staleness)
+    envs = env.envs if isinstance(env, GroupedEnv) else [env]
+    chunk, (_, episodes) = config.rollout.action_steps, rollout_length(config, env)
+    collectors = [Collector(env, policy, config.seed, chunk=chunk, episodes=episodes) for env in envs]
+    return GroupedCollector(env, collectors) if isinstance(env, GroupedEnv) else collectors[0]
+
+
+def make_rollout_buffer(config, env: Env | GroupedEnv | DistantEnv) -> Buffer | ReceivedRollout:
+    if isinstance(env, DistantEnv):
+        return ReceivedRollout(env.device)
+    steps, _ = rollout_length(config, env)
+    return make_buffer(config.buffer, steps, config.rollout.n_envs, config.run_folder)
+
+
+def rollout_length(config, env) -> tuple[int, int | None]:
+    """Decisions of a rollout, at most; episodes of each robot in it, where it goes by episodes."""
+    rollout = config.rollout
+    if not rollout.n_episodes_per_batch:
+        return config.rollout_steps, None
+    episodes = rollout.n_episodes_per_batch // rollout.n_envs
+    if rollout.imagined:
+        return episodes * rollout.imagined_decisions, episodes
+    return episodes * _decisions_of_an_episode(env, rollout.action_steps), episodes
+
+
+def _decisions_of_an_episode(env, chunk: int) -> int:
+    limit = env.spec.max_episode_steps
+    if not limit:
+        raise UserError(
+            "rollout.n_episodes_per_batch: this env does not say how long its episodes may last; "
+            "set rollout.max_episode_steps"
+        )
+    return -(-limit // chunk)

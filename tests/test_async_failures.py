@@ -1,0 +1,203 @@
+"""Whatever goes wrong in the collecting process ends the run soon, with a reason, a checkpoint and nothing left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from test_async import NO_GATE, ROLLOUT, SMALL, trained
+
+from sparring.checkpoint import checkpoints
+from sparring.errors import StageFailed, UserError
+from sparring.run import Run
+from sparring.tree import load_config
+
+# of the promise, which is 10 s; machines that run tests are busy
+SOON = 10.0
+
+
+def settings_in(folder, **rollout) -> dict:
+    env = SMALL["env"] | {"file": str(folder / "word"), "slow": 0.002}
+    training = {"iterations": 100_000, "save_every": 100_000}
+    rollout = ROLLOUT | {"mode": "async"} | rollout
+    return SMALL | NO_GATE | {"env": env, "training": training, "rollout": rollout, "output": str(folder / "run")}
+
+
+def fails_in_update_3(folder, fail, **rollout) -> tuple[StageFailed, float]:
+    """What is raised, and how long it takes."""
+    run, began = Run(load_config(settings_in(folder, **rollout))), []
+    update = run.phase.algorithm.update
+
+    def update_and_fail(rollout, fraction):
+        if run.phase.progress.updates == 3:
+            began.append(time.monotonic())
+            fail(folder, run)
+        return update(rollout, fraction)
+
+    run.phase.algorithm.update = update_and_fail
+    with pytest.raises(StageFailed) as raised:
+        run.run()
+    seconds = time.monotonic() - began[0]
+    assert run.phase.env.actor.process.returncode is not None
+    return raised.value, seconds
+
+
+def say(word):
+    return lambda folder, run: (folder / "word").write_text(word)
+
+
+def kill(folder, run):
+    os.kill(int((folder / "word.pid").read_text()), signal.SIGKILL)
+
+
+def assert_it_goes_on(folder, **rollout):
+    """From the checkpoint that was saved when it failed, with all updates until then."""
+    (folder / "word").unlink(missing_ok=True)
+    (last,) = checkpoints(folder / "run")
+    updates = int(last.name.rpartition("-")[2])
+    assert updates >= 4
+    settings = settings_in(folder, **rollout)
+    config = load_config(settings)
+    run = Run(config)
+    assert run.phase.progress.updates == updates
+    run.phase.step(0.1)
+    assert run.phase.progress.updates == updates + 1
+    run.phase.env.close()
+
+
+@pytest.mark.parametrize("repetition", range(10))
+def test_killed(tmp_path, repetition):
+    # at another moment of its rollouts each time
+    error, seconds = fails_in_update_3(tmp_path, lambda *a: (time.sleep(0.003 * repetition), kill(*a)))
+    assert str(error).startswith("the collecting process failed: it died with exit code -9; killed by the system")
+    assert seconds < SOON
+    assert checkpoints(tmp_path / "run")
+    if repetition == 0:
+        assert_it_goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_exception_in_the_env(tmp_path, groups):
+    error, seconds = fails_in_update_3(tmp_path, say("raise"), groups=groups)
+    assert str(error).startswith(
+        "the collecting process failed: simulating (a step of the env): ZeroDivisionError: the"
+    )
+    assert "Traceback of the collecting process:" in str(error) and "doubles_failing.py" in str(error)
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path, groups=groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_hang_of_the_env(tmp_path, groups):
+    error, seconds = fails_in_update_3(tmp_path, say("hang"), groups=groups, watchdog_s=1.5)
+    assert str(error).startswith("the collecting process failed: simulating (a step of the env) has not come to an end")
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path, groups=groups)
+
+
+@pytest.fixture
+def gym_doubles(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "envs")
+
+
+def test_a_worker_of_the_env_that_dies(tmp_path, gym_doubles):
+    env = {"name": "gym_doubles:Breaks", "vectorize": "process", "workers": 1}
+    env["kwargs"] = {"how": "kill", "length": 30}
+    settings = settings_in(tmp_path) | {"env": env}
+    with pytest.raises(
+        StageFailed, match=r"simulating \(a step of the env\): WorkerError: worker 0 .* died with exit code"
+    ):
+        Run(load_config(settings)).run()
+    assert [c.name for c in checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+
+
+def test_what_a_person_can_mend_is_a_sentence(tmp_path, gym_doubles):
+    # it wants to be told how
+    settings = SMALL | {"env": {"name": "gym_doubles:Breaks"}, "rollout": ROLLOUT | {"mode": "async"}}
+    with pytest.raises(UserError) as sync:
+        Run(load_config(settings | {"rollout": ROLLOUT, "output": str(tmp_path)}))
+    with pytest.raises(UserError) as apart:
+        Run(load_config(settings | {"output": str(tmp_path)}))
+    assert str(apart.value) == str(sync.value) and "Traceback" not in str(sync.value)
+
+
+def test_a_class_of_the_script_itself_is_refused(tmp_path):
+    sys.modules["__main__"].MyEnv = sys.modules["doubles_failing"].Failing
+    settings = SMALL | {"env": {"name": "__main__:MyEnv"}, "rollout": ROLLOUT | {"mode": "async"}}
+    with pytest.raises(UserError, match="which the collecting process cannot import; move the class to a module"):
+        Run(load_config(settings | {"output": str(tmp_path)}))
+
+
+CHILD = textwrap.dedent("""
+    import json, sys
+    import torch
+    torch.set_num_threads(1)
+    from sparring.run import Run
+    from sparring.tree import load_config
+    run = Run(load_config(json.loads(sys.argv[1])))
+    step = run.phase.step
+    def step_and_tell(fraction):
+        metrics = step(fraction)
+        if run.phase.progress.updates == 3:
+            print(run.phase.env.actor.process.pid, flush=True)
+        return metrics
+    run.phase.step = step_and_tell
+    sys.exit(0 if run.run() else 130)
+""")
+
+
+def learning(folder) -> tuple[subprocess.Popen, int]:
+    """A learner that has made 3 updates, and the number of its collecting process."""
+    path = os.pathsep.join(sys.path)
+    words = [sys.executable, "-c", CHILD, json.dumps(settings_in(folder))]
+    learner = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
+    return learner, int(learner.stdout.readline())
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there")
+
+
+def test_ctrl_c_saves_and_leaves_nothing(tmp_path):
+    learner, actor = learning(tmp_path)
+    learner.send_signal(signal.SIGINT)
+    assert learner.wait(SOON) == 130
+    assert_gone(actor)
+    learner.stdout.close()
+    assert_it_goes_on_from_a_stop(tmp_path)
+
+
+def assert_it_goes_on_from_a_stop(folder):
+    (last,) = checkpoints(folder / "run")
+    updates = int(last.name.rpartition("-")[2])
+    settings = settings_in(folder)
+    run = Run(load_config(settings))
+    run.phase.step(0.1)
+    assert run.phase.progress.updates == updates + 1 >= 4
+    run.phase.env.close()
+
+
+def test_a_learner_that_is_killed_takes_the_collecting_process_with_it(tmp_path):
+    learner, actor = learning(tmp_path)
+    learner.kill()
+    learner.wait()
+    assert_gone(actor)
+    learner.stdout.close()
+
+
+def test_evaluations_between_disturb_nothing(tmp_path):
+    more = {"evaluation": {"every": 2, "episodes": 3}, "training": SMALL["training"]}
+    settings = SMALL | {"rollout": ROLLOUT | {"mode": "async", "staleness": 0}, "output": str(tmp_path)} | more
+    assert trained(load_config(settings)).phase.progress.updates == 5
