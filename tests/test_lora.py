@@ -89,6 +89,31 @@ def test_a_part_learns_in_full_beside_adapters_in_float32(net):
     assert kinds == {torch.float32} and net.trunk.layers[0].linear1.base_layer.weight.dtype == torch.bfloat16
 
 
+def test_weights_alone_learn_in_full_too(net, inputs, tmp_path):
+    settings = LoraConfig(lora_r=2, lora_targets=["head"], modules_to_save=["see.bias", "head.0.bias", "head.2.weight"])
+    base = copy.deepcopy(net)
+    adapt(net, settings)
+    adapters = {f"head.0.lora_{side}.default.weight" for side in "AB"}
+    assert learning(net) == adapters | {"see.bias", "head.0.base_layer.bias", "head.2.weight"}
+    save_adapters(stirred(net), tmp_path)
+    load_adapters(base, tmp_path)
+    assert torch.equal(base(*inputs), net(*inputs)) and learning(base) == learning(net)
+
+
+@pytest.mark.parametrize("frozen", ["head.0", "head.0.weight", "head.0.*"])
+def test_what_is_frozen_learns_in_no_way(net, frozen):
+    adapt(
+        net, LoraConfig(lora_r=2, lora_targets=["head.0", "linear1"], modules_to_save=["see"]), frozen=[frozen, "see"]
+    )
+    layers = {name.partition(".lora_")[0] for name in learning(net)}
+    assert layers == {"trunk.layers.0.linear1", "trunk.layers.1.linear1"}
+
+
+def test_a_frozen_bias_leaves_adapters_alone(net):
+    adapt(net, LoraConfig(lora_r=2, lora_targets=["head.0"]), frozen=["head.0.bias"])
+    assert learning(net) == {f"head.0.lora_{side}.default.weight" for side in "AB"}
+
+
 def test_one_step_changes_adapters_and_nothing_else(net, inputs):
     adapt(net, LoraConfig(lora_r=2, modules_to_save=["head.2"]))
     stirred(net)

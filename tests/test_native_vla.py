@@ -262,7 +262,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
 def test_with_adapters_only_they_and_the_critic_learn(precision, tolerance):
     pytest.importorskip("peft")
-    pytest.importorskip("sparring.policies.lora")
     policy, buffer = rollout_of_native(lora_r=2, precision=precision)
     gate(policy, buffer).check(tolerance)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -275,3 +274,12 @@ def test_with_adapters_only_they_and_the_critic_learn(precision, tolerance):
     if precision == "bf16":
         types = {"lora_" in name: weight.dtype for name, weight in policy.model.named_parameters()}
         assert types == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_with_adapters_what_is_frozen_stays():
+    pytest.importorskip("peft")
+    policy = make_native(lora_r=2, frozen=("vision", "projector.weight", "memory_in"), memory_size=3,
+                         modules_to_save=("memory_in", "state_in"))  # fmt: skip
+    learning = {name.partition(".")[0] for name, weight in policy.model.named_parameters() if weight.requires_grad}
+    assert "state_in" in learning and "trunk" in learning
+    assert learning.isdisjoint({"vision", "projector", "memory_in"})

@@ -275,7 +275,6 @@ def test_frozen_parts_rest_while_others_are_in_training():
 
 def test_only_adapters_and_the_value_head_learn_with_lora():
     pytest.importorskip("peft")
-    pytest.importorskip("sparring.policies.lora")
     policy, buffer = rollout(lora_r=2, lora_targets=("mean", "joints", "vision.1"), frozen=("vision",), dtype="bf16",
                              precision="bf16")  # fmt: skip
     gate(policy, buffer).check(0.05)
@@ -289,6 +288,22 @@ def test_only_adapters_and_the_value_head_learn_with_lora():
     Collector(Env(Seeing(8), "cpu"), policy, seed=1).collect(buffer)
     assert policy.model.mean.lora_B["default"].weight.abs().max() > 0
     gate(policy, buffer).check(0.05)
+
+
+def test_parts_are_named_as_in_the_model_itself_with_lora():
+    pytest.importorskip("peft")
+    policy = made(lora_r=2, frozen=("vision.1.weight",), critic_parts=("value_head.weight", "value_head.bias"),
+                  modules_to_save=("log_std",))  # fmt: skip
+    learning = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    adapters = {f"{layer}.lora_{side}.default.weight" for layer in ("joints", "mean") for side in "AB"}
+    assert learning == adapters | {"log_std", "value_head.weight", "value_head.bias"}
+    assert policy.critic_parameters() == list(policy.model.value_head.parameters())
+    # a weight beside an adapter: its name is another then
+    policy = made(lora_r=2, critic_parts=("value_head.bias",))
+    assert policy.critic_names == ["value_head.base_layer.bias"]
+    assert sentence(lora_r=2, critic_parts=("vale_head",)).startswith(
+        "policy.critic_parts: 'vale_head' matches no part"
+    )
 
 
 @pytest.mark.parametrize("model", ["Samples", "StepByStep", "Flows"])

@@ -17,5 +17,5 @@ class LoraConfig(Section):
         (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
     )
     modules_to_save: tuple[str, ...] = Field(
-        (), description="parts that learn in full beside the adapters; named as lora_targets are"
+        (), description="parts, or weights alone, that learn in full beside the adapters; named as lora_targets are"
     )

@@ -18,7 +18,6 @@ from sparring.policies.native.observations import Observations, check_actions
 from sparring.policies.native.presets import sizes_of, sizes_of_checkpoint
 from sparring.policies.native.text import BYTES, make_tokenizer
 from sparring.policies.native_configs import NativeVLAConfig
-from sparring.policies.patterns import freeze
 
 
 class NativeVLA(FlowChain, EncodedPolicy):
@@ -35,8 +34,7 @@ class NativeVLA(FlowChain, EncodedPolicy):
         self.model = NativeModel(sizes)
         if weights is not None:
             load_into(self.model, weights, config.model_path)
-        freeze(self.model, config.frozen)
-        adapt(self.model, config)
+        adapt(self.model, config, frozen=config.frozen)
         # processes that learn together wait for a gradient of all that learns
         unread = _unread(sizes.layers - 1, bool(self.encoder.cameras), self.kernel.learns_noise)
         for name, weight in self.model.named_parameters():
