@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from doubles_vla import DIMS, STATE, Fussy, Samples, Tied
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring import VLAModelInterface, load_vla_model
@@ -130,6 +130,35 @@ def test_from_pretrained_of_the_class_is_used_and_made_strict(tmp_path, monkeypa
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.warns(UserWarning, match="was loaded in part"):
         assert load_vla_model(tmp_path, Wider, strict=False).linear.in_features == 6
+
+
+class OfItsOwn(Samples):
+    """Loads whatever fits and says nothing, as huggingface_hub's mixin does; or torch's strict way."""
+
+    strict = False
+
+    @classmethod
+    def from_pretrained(cls, folder, **settings):
+        model = cls(**settings)
+        model.load_state_dict(load_file(folder / "model.safetensors"), strict=cls.strict)
+        return model
+
+
+class OfItsOwnStrictly(OfItsOwn):
+    strict = True
+
+
+def test_from_pretrained_of_any_class_is_made_strict(source, tmp_path):
+    save_file(weights(source), tmp_path / "model.safetensors")
+    assert same(load_vla_model(tmp_path, OfItsOwn, SIZES), source)
+    given = weights(source) | {"value_heed.weight": torch.zeros(1)}
+    del given["value_head.weight"]
+    save_file(given, tmp_path / "model.safetensors")
+    told = sentence(tmp_path, OfItsOwn)
+    assert "1 missing from it:\n  value_head.weight" in told and "1 unknown to the model:\n  value_heed.weight" in told
+    with pytest.warns(UserWarning, match="was loaded in part"):
+        assert torch.equal(load_vla_model(tmp_path, OfItsOwn, SIZES, strict=False).mean.weight, source.mean.weight)
+    assert f"from_pretrained('{tmp_path}') failed: RuntimeError" in sentence(tmp_path, OfItsOwnStrictly)
 
 
 def test_shared_weights_may_be_saved_once(tmp_path):
