@@ -152,7 +152,10 @@ def test_folders_that_hold_no_vla(native, pi0, tmp_path):
         make(tmp_path)
     (tmp_path / "pi0").mkdir()
     (tmp_path / "pi0/config.json").write_text((pi0 / "config.json").read_text())
-    with pytest.raises(UserError, match="the pi0 in .* cannot be read: .*no file named"):
+    with pytest.raises(UserError, match="world_model.trunk=.* cannot be loaded as pi0: .*no file named"):
+        make(tmp_path / "pi0")
+    (tmp_path / "pi0/config.json").write_text("[]")
+    with pytest.raises(UserError, match="config.json' holds a list, expected names with values"):
         make(tmp_path / "pi0")
     (tmp_path / "pi0/config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="world_model.trunk=.* holds a model of type 'gpt2', expected 'pi0'"):
