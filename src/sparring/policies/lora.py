@@ -73,6 +73,15 @@ def merge(module: nn.Module) -> None:
     del module.peft_config
 
 
+def refuse_adapters(module: nn.Module, doing: str) -> None:
+    """Where only a plain network can be written."""
+    if hasattr(module, "peft_config"):
+        raise UserError(
+            f"{doing}: this network has LoRA adapters, fold them in first (sparring.policies.lora.merge), or write "
+            "them alone (save_adapters)"
+        )
+
+
 def adapter_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Name -> tensor of all that LoRA lets learn: the adapters, and the parts that learn in full."""
     whole = _adapters(module).modules_to_save or ()

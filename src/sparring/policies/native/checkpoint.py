@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.policies.lora import refuse_adapters
 from sparring.policies.native.convert import Weights, from_transformers
 from sparring.policies.native.model import NativeModel
 from sparring.policies.native.presets import Sizes
@@ -21,6 +22,7 @@ _SIZES, _WEIGHTS, _THEIR_CONFIG, TOKENIZER = "native_vla.json", "model.safetenso
 
 def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
     """Weights and sizes, for policy.model_path; with the `tokenizer.json` of a folder, where the model has one."""
+    refuse_adapters(model, "save_model")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / _WEIGHTS)

@@ -1,11 +1,13 @@
 """Weights from transformers' pi0 and back (extra `vla`). What is one matrix here is several there."""
 
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from sparring.errors import UserError
+from sparring.policies.lora import refuse_adapters
 from sparring.policies.native.model import NativeModel
 from sparring.policies.native.presets import Sizes
 from sparring.policies.pi0.checkpoint import load_pi0, transformers
@@ -52,7 +54,8 @@ def from_transformers(source) -> tuple[Weights, Sizes]:
 
 
 def to_transformers(model: NativeModel):
-    """A `PI0ForConditionalGeneration` that does the same, in the same precision."""
+    """A `PI0ForConditionalGeneration` that does the same, in the widest precision of the weights."""
+    refuse_adapters(model, "to_transformers")
     library = transformers()
     if model.sizes.memory_size:
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
@@ -69,8 +72,9 @@ def to_transformers(model: NativeModel):
     if left or weights:
         raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *weights][:5])}")
     # not its buffers: in bf16 the waves that tell the time would be others
+    widest = reduce(torch.promote_types, (weight.dtype for weight in model.parameters()))
     for weight in theirs.parameters():
-        weight.data = weight.data.to(next(model.parameters()).dtype)
+        weight.data = weight.data.to(widest)
     return theirs.eval()
 
 
