@@ -101,7 +101,7 @@ def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, 
         return _from_pretrained(cls, folder, settings, strict)
     file = weights_of(path)
     model = construct(cls, taken | (_settings_in(folder) if folder is not None else {}) | settings)
-    fit = load_into(model, read_weights(file), str(file), strict)
+    fit = load_into(model, read_weights(file, model.state_dict()), str(file), strict)
     _warn(fit, file)
     return model
 
@@ -152,7 +152,10 @@ def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> n
             raise
         where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
         raise UserError(f"{where}: from_pretrained('{folder}') failed: {describe_error(error)}") from error
-    model, fit = (loaded[0], _told_fit(loaded[1])) if transformers else (loaded, fit_of(loaded, read_weights(folder)))
+    if transformers:
+        model, fit = loaded[0], _told_fit(loaded[1])
+    else:
+        model, fit = loaded, fit_of(loaded, read_weights(folder, loaded.state_dict()))
     if strict and not fit.exact:
         raise UserError(f"'{folder}' does not fit the model:\n{fit}\nload what fits with policy.strict=false")
     _warn(fit, folder)
