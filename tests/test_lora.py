@@ -212,6 +212,8 @@ def test_a_state_dict_loads_back_strictly(net, inputs):
         ({"lora_r": 2, "lora_targets": ["head"], "modules_to_save": ["head"]}, "no layer that takes adapters"),
         ({"lora_targets": ["head"]}, "policy.lora_targets=.* is not read without LoRA; set policy.lora_r"),
         ({"modules_to_save": ["head"]}, "policy.modules_to_save=.* is not read without LoRA"),
+        ({"lora_alpha": 8.0}, "policy.lora_alpha=8.0 is not read without LoRA"),
+        ({"lora_dropout": 0.1}, "policy.lora_dropout=0.1 is not read without LoRA"),
         ({"lora_r": -1}, "lora_r=-1"),
         ({"lora_alpha": 0}, "lora_alpha=0"),
         ({"lora_dropout": 1.0}, "lora_dropout=1.0"),
@@ -235,6 +237,15 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
         load_adapters(Net(), tmp_path / "elsewhere")
     with pytest.raises(UserError, match="cannot be read as adapters"):
         load_adapters(other, tmp_path / "elsewhere")
+    for config, said in (
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"peft_type": "NEW"}', "cannot be read"),
+        ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "is of .*PREFIX_TUNING, expected LORA"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(UserError, match=f"the adapter_config.json in '{tmp_path}' {said}"):
+            load_adapters(Net(), tmp_path)
     with pytest.raises(UserError, match="has LoRA adapters already"):
         adapt(other, CONFIG)
     with pytest.raises(UserError, match="no LoRA adapters"):

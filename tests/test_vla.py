@@ -382,6 +382,11 @@ def test_constructors_that_cannot_be_called():
     assert "doubles_vla:Fussy': constructing it failed: ValueError: no" in sentence("Fussy")
 
 
+def test_a_constructor_may_name_settings_beside_its_config():
+    model = made("ConfigAndMore", model_settings={"width": 24}).model
+    assert (model.mean.in_features, model.mean.out_features) == (24, DIMS)
+
+
 def test_observations_that_there_are_not():
     assert sentence(observation_keys={"rgb": "image/haed"}) == (
         "policy.observation_keys.rgb: the env shows no 'image/haed'; nearest: image/head"
@@ -424,8 +429,10 @@ def test_the_documents_keys_are_accepted():
     }
     with pytest.raises(UserError, match="policy.vla_config.model_pth .*nearest: policy.model_path"):
         load_config({"policy": {"name": "vla", "vla_config": {"model_pth": "x"}}})
-    with pytest.raises(UserError, match="expected names of observations"):
-        load_config({"policy": {"name": "vla", "observation_keys": {"rgb": 3}}})
+    for wrong in (3, [None], ["image/head", None], []):
+        with pytest.raises(UserError, match="expected names of observations"):
+            load_config({"policy": {"name": "vla", "observation_keys": {"rgb": wrong}}})
+    assert load_config({"policy": {"name": "vla", "observation_keys": {"rgb": None}}}).policy.observation_keys
 
 
 def test_the_example_trains_and_comes_back(tmp_path, monkeypatch, capsys):

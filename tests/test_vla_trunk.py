@@ -122,7 +122,10 @@ def test_weights_come_back(native):
     assert (other.predict(td) == model.predict(td)).all() and (other.score(td) == model.score(td)).all()
 
 
-@pytest.mark.parametrize("given", [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}])
+@pytest.mark.parametrize(
+    "given",
+    [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}, {"lora_alpha": 8.0}],
+)
 def test_lora_without_a_vla(given):
     with pytest.raises(ConfigError, match="is for the transformer of a VLA and there is none; give the folder of one"):
         TokenWorldModelConfig(**given)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.lora_configs import LoraConfig
+from sparring.lora_configs import LoraConfig, set_without_lora
 from sparring.policies.patterns import matching, means, weights_meant
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -209,7 +209,13 @@ def _hold(module: nn.Module, weights: list[nn.Parameter]) -> None:
 def _adapt_like(module: nn.Module, folder: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' has no adapter_config.json; give a folder that save_adapters or peft wrote")
-    saved = _peft().PeftConfig.from_pretrained(folder)
+    peft = _peft()
+    try:
+        saved = peft.PeftConfig.from_pretrained(folder)
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise UserError(f"the adapter_config.json in '{folder}' cannot be read: {error!r}") from error
+    if not isinstance(saved, peft.LoraConfig):
+        raise UserError(f"the adapter_config.json in '{folder}' is of {saved.peft_type}, expected LORA")
     whole = _whole_parts(module, saved.modules_to_save or (), "modules_to_save")
     # peft writes down that they are no longer to learn
     saved.modules_to_save, saved.inference_mode = None, False
@@ -239,9 +245,7 @@ def _peft():
 
 
 def _refuse_unread(config: LoraConfig, section: str) -> None:
-    for name in ("lora_targets", "modules_to_save"):
-        if getattr(config, name):
-            raise UserError(
-                f"{section}.{name}={list(getattr(config, name))} is not read without LoRA; set {section}.lora_r, "
-                "e.g. 16"
-            )
+    for name in set_without_lora(dict(config)):
+        value = getattr(config, name)
+        value = list(value) if isinstance(value, tuple) else value
+        raise UserError(f"{section}.{name}={value} is not read without LoRA; set {section}.lora_r, e.g. 16")

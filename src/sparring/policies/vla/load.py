@@ -107,11 +107,15 @@ def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, 
 
 
 def construct(cls: type, settings: dict) -> nn.Module:
-    """`cls(**settings)`; of a class that takes `model_config` or `config` as a whole, `cls(settings)`."""
+    """`cls(**settings)`; of a class that takes `model_config` or `config` as a whole, `cls(settings)`.
+
+    What such a class names beside it is taken out of the whole.
+    """
     parameters = inspect.signature(cls).parameters
     where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
     whole = next((name for name in ("model_config", "config") if name in parameters and name not in settings), None)
-    given = {whole: settings} if whole else settings
+    named = {name: value for name, value in settings.items() if name in parameters}
+    given = {whole: {n: v for n, v in settings.items() if n not in named}, **named} if whole else settings
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [name for name in given if name not in parameters and not open_ended]
     needed = [
