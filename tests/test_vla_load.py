@@ -271,7 +271,7 @@ def test_only_floating_numbers_are_cast():
     model = nn.Linear(2, 2).requires_grad_(False)
     model.table = nn.Parameter(torch.arange(300), requires_grad=False)
     cast(model, "bf16")
-    assert model.weight.dtype == torch.bfloat16 and torch.equal(model.table, torch.arange(300))
+    assert model.weight.dtype == torch.bfloat16 and model.table.dtype == torch.int64
 
 
 # ---- what does not fit
