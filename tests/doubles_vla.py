@@ -95,6 +95,13 @@ class WholeConfig(Samples):
         super().__init__(**model_config)
 
 
+class ConfigAndMore(Samples):
+    """Takes some settings as one dict, and others beside it."""
+
+    def __init__(self, config, action_dim: int):
+        super().__init__(action_dim, **config)
+
+
 class Fussy(Samples):
     def __init__(self, action_dim: int):
         raise ValueError("no")

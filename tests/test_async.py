@@ -23,8 +23,6 @@ SMALL = {
     "training": {"save_every": 2, "keep_checkpoints": 10, "iterations": 5},
     "logging": {"console_level": "ERROR"},
 }
-# an actor that is behind its learner is not what the gate compares with
-NO_GATE = {"ppo": SMALL["ppo"] | {"parity_tolerance": 1e9}}
 APART = {"mode": "async", "staleness": 0}
 
 
@@ -144,7 +142,7 @@ def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups):
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
-    more = NO_GATE | {"training": SMALL["training"] | {"iterations": 12}}
+    more = {"training": SMALL["training"] | {"iterations": 12}}
     run = Run(config_in(tmp_path, more, mode="async", staleness=staleness))
     update, behind = run.phase.algorithm.update, []
 
@@ -170,7 +168,7 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
 
 
 def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
-    config = config_in(tmp_path, NO_GATE, mode="async", staleness=2)
+    config = config_in(tmp_path, mode="async", staleness=2)
     stopped = Run(config)
     for _ in range(3):
         stopped.phase.step(stopped.fraction)
@@ -184,9 +182,7 @@ def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
 
 def test_the_timeline_shows_collecting_while_learning(tmp_path):
     env = {"env": SMALL["env"] | {"slow": 0.01}}
-    more = (
-        NO_GATE | env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": NO_GATE["ppo"] | {"ppo_epochs": 20}}
-    )
+    more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
     spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
     stages = {"wait", "reset", "infer", "simulate", "complete", "collect", "share", "learn"}

@@ -536,6 +536,7 @@ def test_any_number_within_its_bounds_survives_override_printing_and_loading(tmp
         "rollout.staleness": ["rollout.mode=async"],
         "rollout.groups": [f"rollout.n_envs={value!r}"],
         "rollout.group_size": [f"rollout.n_envs={value!r}", f"rollout.n_episodes_per_batch={value!r}"],
+        **{f"world_model.lora_{name}": ["world_model.trunk=vla"] for name in ("r", "alpha", "dropout")},
     }
     needed = GRPO if key.startswith("grpo.") else needs.get(key, [])
     config = load_config(source, parse_overrides([f"{key}={value!r}", *needed]))

@@ -89,6 +89,31 @@ def test_a_part_learns_in_full_beside_adapters_in_float32(net):
     assert kinds == {torch.float32} and net.trunk.layers[0].linear1.base_layer.weight.dtype == torch.bfloat16
 
 
+def test_weights_alone_learn_in_full_too(net, inputs, tmp_path):
+    settings = LoraConfig(lora_r=2, lora_targets=["head"], modules_to_save=["see.bias", "head.0.bias", "head.2.weight"])
+    base = copy.deepcopy(net)
+    adapt(net, settings)
+    adapters = {f"head.0.lora_{side}.default.weight" for side in "AB"}
+    assert learning(net) == adapters | {"see.bias", "head.0.base_layer.bias", "head.2.weight"}
+    save_adapters(stirred(net), tmp_path)
+    load_adapters(base, tmp_path)
+    assert torch.equal(base(*inputs), net(*inputs)) and learning(base) == learning(net)
+
+
+@pytest.mark.parametrize("frozen", ["head.0", "head.0.weight", "head.0.*"])
+def test_what_is_frozen_learns_in_no_way(net, frozen):
+    adapt(
+        net, LoraConfig(lora_r=2, lora_targets=["head.0", "linear1"], modules_to_save=["see"]), frozen=[frozen, "see"]
+    )
+    layers = {name.partition(".lora_")[0] for name in learning(net)}
+    assert layers == {"trunk.layers.0.linear1", "trunk.layers.1.linear1"}
+
+
+def test_a_frozen_bias_leaves_adapters_alone(net):
+    adapt(net, LoraConfig(lora_r=2, lora_targets=["head.0"]), frozen=["head.0.bias"])
+    assert learning(net) == {f"head.0.lora_{side}.default.weight" for side in "AB"}
+
+
 def test_one_step_changes_adapters_and_nothing_else(net, inputs):
     adapt(net, LoraConfig(lora_r=2, modules_to_save=["head.2"]))
     stirred(net)
@@ -187,6 +212,8 @@ def test_a_state_dict_loads_back_strictly(net, inputs):
         ({"lora_r": 2, "lora_targets": ["head"], "modules_to_save": ["head"]}, "no layer that takes adapters"),
         ({"lora_targets": ["head"]}, "policy.lora_targets=.* is not read without LoRA; set policy.lora_r"),
         ({"modules_to_save": ["head"]}, "policy.modules_to_save=.* is not read without LoRA"),
+        ({"lora_alpha": 8.0}, "policy.lora_alpha=8.0 is not read without LoRA"),
+        ({"lora_dropout": 0.1}, "policy.lora_dropout=0.1 is not read without LoRA"),
         ({"lora_r": -1}, "lora_r=-1"),
         ({"lora_alpha": 0}, "lora_alpha=0"),
         ({"lora_dropout": 1.0}, "lora_dropout=1.0"),
@@ -210,6 +237,15 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
         load_adapters(Net(), tmp_path / "elsewhere")
     with pytest.raises(UserError, match="cannot be read as adapters"):
         load_adapters(other, tmp_path / "elsewhere")
+    for config, said in (
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"peft_type": "NEW"}', "cannot be read"),
+        ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "is of .*PREFIX_TUNING, expected LORA"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(UserError, match=f"the adapter_config.json in '{tmp_path}' {said}"):
+            load_adapters(Net(), tmp_path)
     with pytest.raises(UserError, match="has LoRA adapters already"):
         adapt(other, CONFIG)
     with pytest.raises(UserError, match="no LoRA adapters"):

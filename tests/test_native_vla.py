@@ -256,13 +256,42 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         load()
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"patch_size": 0}, "policy.patch_size=0: expected a whole number above 0"),
+        ({"width": "a"}, "policy.width='a': expected a whole number above 0"),
+        ({"head_dim": 15}, "policy.head_dim=15: expected an even number"),
+        ({"depth": 3}, "unexpected keyword argument 'depth'"),
+        ([], "holds a list, expected names with values"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told_with_their_folder(tmp_path, change, said):
+    save_model(make_native().model, tmp_path)
+    file = tmp_path / "native_vla.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change if change else change))
+    with pytest.raises(UserError, match=f"{tmp_path} is no whole checkpoint of a native VLA: .*{said}"):
+        NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), Instructed(1).spec, 4)
+
+
+def test_files_that_are_damaged(tmp_path):
+    pytest.importorskip("tokenizers")
+    save_model(make_native().model, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UserError, match="tokenizer.json' cannot be read as a tokenizer"):
+        NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), Instructed(1).spec, 4)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is no whole checkpoint of a native VLA"):
+        NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), Instructed(1).spec, 4)
+
+
 # ---- adapters
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
 def test_with_adapters_only_they_and_the_critic_learn(precision, tolerance):
     pytest.importorskip("peft")
-    pytest.importorskip("sparring.policies.lora")
     policy, buffer = rollout_of_native(lora_r=2, precision=precision)
     gate(policy, buffer).check(tolerance)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -275,3 +304,12 @@ def test_with_adapters_only_they_and_the_critic_learn(precision, tolerance):
     if precision == "bf16":
         types = {"lora_" in name: weight.dtype for name, weight in policy.model.named_parameters()}
         assert types == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_with_adapters_what_is_frozen_stays():
+    pytest.importorskip("peft")
+    policy = make_native(lora_r=2, frozen=("vision", "projector.weight", "memory_in"), memory_size=3,
+                         modules_to_save=("memory_in", "state_in"))  # fmt: skip
+    learning = {name.partition(".")[0] for name, weight in policy.model.named_parameters() if weight.requires_grad}
+    assert "state_in" in learning and "trunk" in learning
+    assert learning.isdisjoint({"vision", "projector", "memory_in"})

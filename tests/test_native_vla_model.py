@@ -6,7 +6,9 @@ from doubles_native import INSTRUCTIONS, SIZES, Instructed, make_inputs, make_mo
 
 from sparring.envs.env import Env
 from sparring.errors import UserError
-from sparring.policies.native.checkpoint import save_model
+from sparring.lora_configs import LoraConfig
+from sparring.policies.lora import adapt, merge
+from sparring.policies.native.checkpoint import load_into, read_model, save_model
 from sparring.policies.native.convert import from_transformers, to_transformers
 from sparring.policies.native.gemma import attend
 from sparring.policies.native.model import NativeModel
@@ -189,6 +191,30 @@ def test_there_and_back_nothing_is_lost(tmp_path):
         weights, sizes = from_transformers(source)
         assert sizes == model.sizes and weights.keys() == model.state_dict().keys()
         assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_of_several_precisions_none_is_lost():
+    model = make_model()
+    model.vision.bfloat16()
+    weights, _ = from_transformers(pi0_of(model))
+    assert all(torch.equal(weights[name], value.float()) for name, value in model.state_dict().items())
+
+
+def test_adapters_are_folded_in_before_anything_is_written(tmp_path):
+    pytest.importorskip("peft")
+    model, inputs = make_model(), make_inputs()
+    adapt(model, LoraConfig(lora_r=2))
+    shake(model)
+    for write in (lambda: save_model(model, tmp_path), lambda: to_transformers(model)):
+        with pytest.raises(UserError, match="has LoRA adapters, fold them in first .sparring.policies.lora.merge."):
+            write()
+    assert not any(tmp_path.iterdir())
+    before = model.features(inputs)
+    merge(model)
+    save_model(model, tmp_path)
+    again = make_model()
+    load_into(again, read_model(tmp_path).weights, str(tmp_path))
+    torch.testing.assert_close(again.features(inputs), before, atol=1e-4, rtol=1e-4)
 
 
 def test_a_folder_of_transformers_becomes_a_policy(tmp_path):

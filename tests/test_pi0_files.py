@@ -14,6 +14,8 @@ from sparring.checkpoint import load_weights, save_checkpoint
 from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
 from sparring.policies.lora import load_adapters, merge, save_adapters
+from sparring.policies.native.policy import NativeVLA
+from sparring.policies.native_configs import NativeVLAConfig
 from sparring.policies.pi0.images import ImagePreparation
 from sparring.policies.pi0.policy import PI0Policy
 from sparring.policies.pi0_configs import PI0PolicyConfig
@@ -57,6 +59,10 @@ def test_images_are_prepared_as_by_the_image_processor(tmp_path, shape, size, re
     # PIL computes in fixed point: one step of 255 where a number is halfway between two
     off = (ours - theirs).abs()
     assert off.max() < 2.1 / 255 and (off > 1e-5).float().mean() < 0.06
+
+
+def native_of(folder, **settings):
+    return NativeVLA(NativeVLAConfig(model_path=str(folder), **settings), Told(1).spec, 3).eval()
 
 
 # ---- in and out
@@ -169,6 +175,15 @@ def test_bad_checkpoints(checkpoint, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 32}}')
     told("its image processor makes images of 32x32, its vision model reads 16x16")
+    for settings, said in (
+        ("[]", "preprocessor_config.json' holds a list, expected names with values"),
+        ('{"image_processor": 3}', "image_processor is 3, expected names"),
+        ('{"size": 16}', "its image processor has size=16; expected height and width"),
+        ('{"resample": []}', "resample=.*; expected 2 or 3"),
+        ('{"image_mean": 0.5}', "its image processor has image_mean=0.5; expected numbers, 3 of them"),
+    ):
+        (folder / "preprocessor_config.json").write_text(settings)
+        told(said)
     (folder / "preprocessor_config.json").unlink()
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
@@ -178,3 +193,44 @@ def test_bad_checkpoints(checkpoint, tmp_path):
     told("config.json says model_type='llama', expected 'pi0'")
     (folder / "config.json").write_text("{")
     told("cannot be read")
+    (folder / "config.json").write_text("[]")
+    told("config.json' holds a list, expected names with values")
+
+
+@pytest.mark.parametrize("make_policy", [make, native_of])
+def test_damaged_checkpoints_of_any_policy(checkpoint, tmp_path, make_policy):
+    """policy.name=pi0 and native_vla say the same."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint, folder)
+
+    def told(said):
+        with pytest.raises(UserError, match=f"policy.model_path={folder}.*{said}"):
+            make_policy(folder)
+
+    weights = load_file(folder / "model.safetensors")
+    name = "action_out_proj.weight"
+    save_file(weights | {"extra": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+    told("1 unexpected: extra")
+    save_file(weights | {name: torch.ones(3, 16)}, folder / "model.safetensors", {"format": "pt"})
+    told(f"1 of another shape: {name}")
+    (folder / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+    told("cannot be loaded as pi0")
+    shutil.copy(checkpoint / "model.safetensors", folder)
+    for wrong in ({"chunk_size": "many"}, {"vlm_config": []}):
+        shutil.copy(checkpoint / "config.json", folder)
+        tiny_pi0.edit_json(folder / "config.json", **wrong)
+        told("cannot be loaded as pi0")
+
+
+# ---- the native VLA with such a checkpoint
+
+
+def test_the_native_vla_decides_as_pi0_does(checkpoint):
+    """Horizon, denoising steps and the preparation of images are the checkpoint's."""
+    pi0, native = make(checkpoint, normalize_actions=False), native_of(checkpoint, normalize_actions=False)
+    assert (native.horizon, native.grid.steps) == (tiny_pi0.CHUNK, tiny_pi0.STEPS)
+    td = seen()
+    with torch.no_grad():
+        torch.testing.assert_close(native.act(td.clone())["action"], pi0.act(td.clone())["action"], atol=1e-4, rtol=0)
+    other = native_of(checkpoint, horizon=6, sampling_steps=2)
+    assert (other.horizon, other.grid.steps) == (6, 2)

@@ -286,7 +286,6 @@ def test_frozen_parts_rest_while_others_are_in_training():
 
 def test_only_adapters_and_the_value_head_learn_with_lora():
     pytest.importorskip("peft")
-    pytest.importorskip("sparring.policies.lora")
     policy, buffer = rollout(lora_r=2, lora_targets=("mean", "joints", "vision.1"), frozen=("vision",), dtype="bf16",
                              precision="bf16")  # fmt: skip
     gate(policy, buffer).check(0.05)
@@ -300,6 +299,22 @@ def test_only_adapters_and_the_value_head_learn_with_lora():
     Collector(Env(Seeing(8), "cpu"), policy, seed=1).collect(buffer)
     assert policy.model.mean.lora_B["default"].weight.abs().max() > 0
     gate(policy, buffer).check(0.05)
+
+
+def test_parts_are_named_as_in_the_model_itself_with_lora():
+    pytest.importorskip("peft")
+    policy = made(lora_r=2, frozen=("vision.1.weight",), critic_parts=("value_head.weight", "value_head.bias"),
+                  modules_to_save=("log_std",))  # fmt: skip
+    learning = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    adapters = {f"{layer}.lora_{side}.default.weight" for layer in ("joints", "mean") for side in "AB"}
+    assert learning == adapters | {"log_std", "value_head.weight", "value_head.bias"}
+    assert policy.critic_parameters() == list(policy.model.value_head.parameters())
+    # a weight beside an adapter: its name is another then
+    policy = made(lora_r=2, critic_parts=("value_head.bias",))
+    assert policy.critic_names == ["value_head.base_layer.bias"]
+    assert sentence(lora_r=2, critic_parts=("vale_head",)).startswith(
+        "policy.critic_parts: 'vale_head' matches no part"
+    )
 
 
 @pytest.mark.parametrize("model", ["Samples", "StepByStep", "Flows"])
@@ -378,6 +393,11 @@ def test_constructors_that_cannot_be_called():
     assert "doubles_vla:Fussy': constructing it failed: ValueError: no" in sentence("Fussy")
 
 
+def test_a_constructor_may_name_settings_beside_its_config():
+    model = made("ConfigAndMore", model_settings={"width": 24}).model
+    assert (model.mean.in_features, model.mean.out_features) == (24, DIMS)
+
+
 def test_observations_that_there_are_not():
     assert sentence(observation_keys={"rgb": "image/haed"}) == (
         "policy.observation_keys.rgb: the env shows no 'image/haed'; nearest: image/head"
@@ -420,8 +440,10 @@ def test_the_documents_keys_are_accepted():
     }
     with pytest.raises(UserError, match="policy.vla_config.model_pth .*nearest: policy.model_path"):
         load_config({"policy": {"name": "vla", "vla_config": {"model_pth": "x"}}})
-    with pytest.raises(UserError, match="expected names of observations"):
-        load_config({"policy": {"name": "vla", "observation_keys": {"rgb": 3}}})
+    for wrong in (3, [None], ["image/head", None], []):
+        with pytest.raises(UserError, match="expected names of observations"):
+            load_config({"policy": {"name": "vla", "observation_keys": {"rgb": wrong}}})
+    assert load_config({"policy": {"name": "vla", "observation_keys": {"rgb": None}}}).policy.observation_keys
 
 
 def test_the_example_trains_and_comes_back(tmp_path, monkeypatch, capsys):

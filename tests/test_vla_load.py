@@ -2,15 +2,21 @@
 
 import json
 import os
+import time
+from typing import NamedTuple
 
 import pytest
 import torch
 from doubles_vla import DIMS, STATE, Fussy, Samples, Tied
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
 from torch import nn
 
 from sparring import VLAModelInterface, load_vla_model
 from sparring.errors import UserError
+from sparring.policies.vla.fit import Fit
+from sparring.policies.vla.parts import _Elsewhere as Elsewhere
+from sparring.policies.vla.parts import cast, place
 
 SIZES = {"action_dim": DIMS, "proprio_dim": STATE}
 
@@ -64,6 +70,33 @@ def test_shards_by_their_index_and_by_their_folder(source, tmp_path):
     index = write_shards(tmp_path, weights(source))
     assert same(load_vla_model(index, Samples, SIZES), source)
     assert same(load_vla_model(tmp_path, Samples, SIZES), source)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_shards_of_a_wrapped_model(source, tmp_path, prefix):
+    index = write_shards(tmp_path, {prefix + name: tensor for name, tensor in weights(source).items()})
+    assert same(load_vla_model(index, Samples, SIZES), source)
+
+
+class Module(nn.Module):
+    """All of it is in a part of the name that wrappers take."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = Samples()
+
+    def forward(self, observations): ...
+
+    def get_value(self, observations): ...
+
+    def evaluate_actions(self, observations, actions): ...
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_part_may_be_called_as_wrappers_are(tmp_path, prefix):
+    source = Module()
+    save_file({prefix + name: tensor for name, tensor in weights(source).items()}, tmp_path / "x.safetensors")
+    assert same(load_vla_model(tmp_path / "x.safetensors", Module), source)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
@@ -132,6 +165,35 @@ def test_from_pretrained_of_the_class_is_used_and_made_strict(tmp_path, monkeypa
         assert load_vla_model(tmp_path, Wider, strict=False).linear.in_features == 6
 
 
+class OfItsOwn(Samples):
+    """Loads whatever fits and says nothing, as huggingface_hub's mixin does; or torch's strict way."""
+
+    strict = False
+
+    @classmethod
+    def from_pretrained(cls, folder, **settings):
+        model = cls(**settings)
+        model.load_state_dict(load_file(folder / "model.safetensors"), strict=cls.strict)
+        return model
+
+
+class OfItsOwnStrictly(OfItsOwn):
+    strict = True
+
+
+def test_from_pretrained_of_any_class_is_made_strict(source, tmp_path):
+    save_file(weights(source), tmp_path / "model.safetensors")
+    assert same(load_vla_model(tmp_path, OfItsOwn, SIZES), source)
+    given = weights(source) | {"value_heed.weight": torch.zeros(1)}
+    del given["value_head.weight"]
+    save_file(given, tmp_path / "model.safetensors")
+    told = sentence(tmp_path, OfItsOwn)
+    assert "1 missing from it:\n  value_head.weight" in told and "1 unknown to the model:\n  value_heed.weight" in told
+    with pytest.warns(UserWarning, match="was loaded in part"):
+        assert torch.equal(load_vla_model(tmp_path, OfItsOwn, SIZES, strict=False).mean.weight, source.mean.weight)
+    assert f"from_pretrained('{tmp_path}') failed: RuntimeError" in sentence(tmp_path, OfItsOwnStrictly)
+
+
 def test_shared_weights_may_be_saved_once(tmp_path):
     source = Tied()
     given = weights(source)
@@ -181,7 +243,48 @@ def test_a_part_on_a_device_of_its_own(source):
     assert "'cuda:9', but torch sees 0 GPUs" in sentence(None, device_map="cuda:9")
 
 
+class Answer(NamedTuple):
+    mean: torch.Tensor
+    seen: TensorDict
+
+
+@pytest.mark.parametrize("kind", [dict, lambda told: TensorDict(told, [3])])
+def test_structures_are_moved_as_they_are(kind):
+    """To a part that is elsewhere, and back; meta stands for a GPU."""
+    elsewhere, told = Elsewhere(torch.device("meta")), kind({"state": torch.zeros(3, 4)})
+    (moved,), _ = elsewhere.before(None, (told,), {})
+    assert type(moved) is type(told) and moved["state"].device.type == "meta"
+    assert elsewhere.reader.type == "cpu"
+    answer = Elsewhere(torch.device("meta")).after(None, (), Answer(torch.zeros(3), told))
+    assert type(answer) is Answer and answer.mean.device.type == answer.seen["state"].device.type == "meta"
+
+
+def test_outputs_of_transformers_keep_their_kind():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    model = nn.ModuleDict({"part": nn.Identity()})
+    place(model, {"part": "cpu"})
+    told = outputs.BaseModelOutput(last_hidden_state=torch.zeros(2, 3))
+    assert type(model["part"](told)) is outputs.BaseModelOutput
+
+
+def test_only_floating_numbers_are_cast():
+    model = nn.Linear(2, 2).requires_grad_(False)
+    model.table = nn.Parameter(torch.arange(300), requires_grad=False)
+    cast(model, "bf16")
+    assert model.weight.dtype == torch.bfloat16 and model.table.dtype == torch.int64
+
+
 # ---- what does not fit
+
+
+def test_hundreds_of_names_take_no_time():
+    """Some of them are told, each with its nearest."""
+    names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(100) for part in "qkvo"]
+    began = time.monotonic()
+    told = str(Fit(tuple(names), tuple(f"policy.{name}" for name in names), ()))
+    assert time.monotonic() - began < 5
+    assert told.startswith(f"400 missing from it:\n  {names[0]} (nearest: policy.{names[0]})\n")
+    assert told.count("\n  and 380 more") == 2 and len(told.splitlines()) == 2 * 22
 
 
 def test_all_that_does_not_fit_is_named(source, tmp_path):

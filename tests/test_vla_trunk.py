@@ -122,7 +122,10 @@ def test_weights_come_back(native):
     assert (other.predict(td) == model.predict(td)).all() and (other.score(td) == model.score(td)).all()
 
 
-@pytest.mark.parametrize("given", [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}])
+@pytest.mark.parametrize(
+    "given",
+    [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}, {"lora_alpha": 8.0}],
+)
 def test_lora_without_a_vla(given):
     with pytest.raises(ConfigError, match="is for the transformer of a VLA and there is none; give the folder of one"):
         TokenWorldModelConfig(**given)
@@ -152,7 +155,10 @@ def test_folders_that_hold_no_vla(native, pi0, tmp_path):
         make(tmp_path)
     (tmp_path / "pi0").mkdir()
     (tmp_path / "pi0/config.json").write_text((pi0 / "config.json").read_text())
-    with pytest.raises(UserError, match="the pi0 in .* cannot be read: .*no file named"):
+    with pytest.raises(UserError, match="world_model.trunk=.* cannot be loaded as pi0: .*no file named"):
+        make(tmp_path / "pi0")
+    (tmp_path / "pi0/config.json").write_text("[]")
+    with pytest.raises(UserError, match="config.json' holds a list, expected names with values"):
         make(tmp_path / "pi0")
     (tmp_path / "pi0/config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="world_model.trunk=.* holds a model of type 'gpt2', expected 'pi0'"):

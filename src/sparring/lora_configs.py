@@ -1,5 +1,7 @@
 """LoRA's part of the `policy` and `world_model` sections. Torch-free."""
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from sparring.config import Section
@@ -17,5 +19,11 @@ class LoraConfig(Section):
         (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
     )
     modules_to_save: tuple[str, ...] = Field(
-        (), description="parts that learn in full beside the adapters; named as lora_targets are"
+        (), description="parts, or weights alone, that learn in full beside the adapters; named as lora_targets are"
     )
+
+
+def set_without_lora(values: Mapping) -> list[str]:
+    """Which settings of a section would not be read, because it has no `lora_r`."""
+    usual = {name: field.default for name, field in LoraConfig.model_fields.items() if name != "lora_r"}
+    return [name for name, default in usual.items() if values.get(name, default) != default]

@@ -7,6 +7,7 @@ from statistics import fmean
 from torch import nn
 
 from sparring.algorithms.make import make_algorithm
+from sparring.algorithms.updater import Updater
 from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
@@ -65,6 +66,8 @@ class Finetune:
         env = act_apart(config, distributed) if apart else make_robots(config, distributed)
         policy = make_policy(config.policy, cls.seen(config, env.spec), config.rollout.action_steps, distributed.device)
         algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
+        if apart and config.rollout.staleness and isinstance(algorithm, Updater):
+            algorithm.check_correctable()
         return cls.of(config, env, policy, algorithm, distributed)
 
     @classmethod

@@ -4,6 +4,7 @@ A layer's output W x becomes W x + (lora_alpha / r) B A x; B starts at zero, so 
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,26 +13,43 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.lora_configs import LoraConfig
-from sparring.policies.patterns import matching, means
+from sparring.lora_configs import LoraConfig, set_without_lora
+from sparring.policies.patterns import matching, means, weights_meant
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # how peft names what is inside the model that it wraps
 _WRAPPED = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
+# where peft puts the weights that adapters are beside
+_BESIDE = ".base_layer."
 # a weight of an adapter, and the adapter's name in it, which peft leaves out of files
 _ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
 
 
-def adapt(module: nn.Module, config: LoraConfig, section: str = "policy") -> None:
-    """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; nothing with lora_r=0.
+def adapt(
+    module: nn.Module,
+    config: LoraConfig,
+    section: str = "policy",
+    frozen: Iterable[str] = (),
+    critic_parts: Iterable[str] = (),
+) -> None:
+    """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; no adapters with lora_r=0.
 
     Adapters and what learns in full are float32, whatever the frozen weights are. `section`: where the config is.
+    `frozen`: patterns of weights that learn in no way, not by adapters either; `critic_parts`: of some in full.
     """
-    if not config.lora_r:
+    # by names of the module as it is: adapters change them
+    still = weights_meant(module, frozen, f"{section}.frozen")
+    if config.lora_r:
+        _add_adapters(module, config, section, critic_parts)
+    else:
         _refuse_unread(config, section)
-        return
-    whole = _whole_parts(module, config.modules_to_save, section)
+    _hold(module, still)
+
+
+def _add_adapters(module: nn.Module, config: LoraConfig, section: str, critic_parts: Iterable[str]) -> None:
+    whole = _whole_parts(module, config.modules_to_save, f"{section}.modules_to_save")
+    whole = _outermost([*whole, *_whole_parts(module, critic_parts, f"{section}.critic_parts")])
     targets = _targets(module, config.lora_targets, whole, section)
     adapters = _peft().LoraConfig(
         r=config.lora_r,
@@ -55,13 +73,22 @@ def merge(module: nn.Module) -> None:
     del module.peft_config
 
 
+def refuse_adapters(module: nn.Module, doing: str) -> None:
+    """Where only a plain network can be written."""
+    if hasattr(module, "peft_config"):
+        raise UserError(
+            f"{doing}: this network has LoRA adapters, fold them in first (sparring.policies.lora.merge), or write "
+            "them alone (save_adapters)"
+        )
+
+
 def adapter_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Name -> tensor of all that LoRA lets learn: the adapters, and the parts that learn in full."""
-    whole = tuple(f"{name}." for name in _adapters(module).modules_to_save or ())
+    whole = _adapters(module).modules_to_save or ()
     return {
         _ADAPTER.sub(r"\1", key): tensor
         for key, tensor in module.state_dict().items()
-        if _ADAPTER.search(key) or key.startswith(whole)
+        if _ADAPTER.search(key) or _within(key.replace(_BESIDE, "."), whole)
     }
 
 
@@ -100,15 +127,23 @@ def load_adapters(module: nn.Module, folder: str | Path) -> None:
 # ---- which layers
 
 
-def _whole_parts(module: nn.Module, patterns: tuple[str, ...], section: str = "policy") -> list[str]:
-    """Parts that learn in full, without those that are inside of another one of them."""
+def _whole_parts(module: nn.Module, patterns: Iterable[str], key: str) -> list[str]:
+    """Modules and bare weights that learn in full, without those that are inside of another one of them."""
+    weights = [name for name, _ in module.named_parameters()]
     names = [name for name, _ in module.named_modules() if name]
-    found = matching(names, patterns, f"{section}.modules_to_save")
-    whole = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    whole = _outermost(matching([*names, *weights], patterns, key))
     for name in whole:
-        if not any(True for _ in module.get_submodule(name).parameters()):
-            raise UserError(f"{section}.modules_to_save: '{name}' has no weights that could learn")
+        if not any(_within(weight, [name]) for weight in weights):
+            raise UserError(f"{key}: '{name}' has no weights that could learn")
     return whole
+
+
+def _outermost(names: list[str]) -> list[str]:
+    return [n for n in dict.fromkeys(names) if not any(n.startswith(f"{other}.") for other in names)]
+
+
+def _within(name: str, parts: Iterable[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], section: str) -> list[str]:
@@ -123,7 +158,7 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
         found = [n for n in named if isinstance(kinds[n], nn.Linear) or any(means(p, n) for p in patterns)]
     else:
         found = [name for name, part in kinds.items() if isinstance(part, nn.Linear)]
-    targets = [name for name in found if not f"{name}.".startswith(closed)]
+    targets = [name for name in found if not f"{name}.".startswith(closed) and f"{name}.weight" not in whole]
     if not targets:
         given = f"{section}.lora_targets={list(patterns)}" if patterns else f"{section}.lora_r"
         raise UserError(
@@ -141,14 +176,15 @@ def _inject(module: nn.Module, config, whole: list[str]) -> None:
     """The adapters that peft's `config` describes, beside parts that learn in full."""
     if hasattr(module, "peft_config"):
         raise UserError("this network has LoRA adapters already; merge() them first")
+    learns = [weight for name, weight in module.named_parameters() if _within(name, whole)]
     module.requires_grad_(False)
     _peft().inject_adapter_in_model(config, module)
     # adapters are made in training mode, where they drop out
     module.train(module.training)
     # told afterwards: peft would keep a second copy of these parts in the module
     config.modules_to_save = whole or None
-    for name in whole:
-        module.get_submodule(name).requires_grad_(True)
+    for weight in learns:
+        weight.requires_grad_(True)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -160,11 +196,27 @@ def _inject(module: nn.Module, config, whole: list[str]) -> None:
             layer.use_nested_tensor = False
 
 
+def _hold(module: nn.Module, weights: list[nn.Parameter]) -> None:
+    """They stay as they are, and so does what is beside them."""
+    for weight in weights:
+        weight.requires_grad_(False)
+    held = set(map(id, weights))
+    for name, weight in module.named_parameters():
+        if id(weight) in held and name.endswith(f"{_BESIDE}weight"):
+            module.get_submodule(name.removesuffix(f"{_BESIDE}weight")).requires_grad_(False)
+
+
 def _adapt_like(module: nn.Module, folder: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' has no adapter_config.json; give a folder that save_adapters or peft wrote")
-    saved = _peft().PeftConfig.from_pretrained(folder)
-    whole = _whole_parts(module, tuple(saved.modules_to_save or ()))
+    peft = _peft()
+    try:
+        saved = peft.PeftConfig.from_pretrained(folder)
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise UserError(f"the adapter_config.json in '{folder}' cannot be read: {error!r}") from error
+    if not isinstance(saved, peft.LoraConfig):
+        raise UserError(f"the adapter_config.json in '{folder}' is of {saved.peft_type}, expected LORA")
+    whole = _whole_parts(module, saved.modules_to_save or (), "modules_to_save")
     # peft writes down that they are no longer to learn
     saved.modules_to_save, saved.inference_mode = None, False
     _inject(module, saved, whole)
@@ -193,9 +245,7 @@ def _peft():
 
 
 def _refuse_unread(config: LoraConfig, section: str) -> None:
-    for name in ("lora_targets", "modules_to_save"):
-        if getattr(config, name):
-            raise UserError(
-                f"{section}.{name}={list(getattr(config, name))} is not read without LoRA; set {section}.lora_r, "
-                "e.g. 16"
-            )
+    for name in set_without_lora(dict(config)):
+        value = getattr(config, name)
+        value = list(value) if isinstance(value, tuple) else value
+        raise UserError(f"{section}.{name}={value} is not read without LoRA; set {section}.lora_r, e.g. 16")

@@ -22,6 +22,12 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     tokenizer: str | None = Field(
         None, description="folder with tokenizer.json, or bytes; null: the checkpoint's own, bytes where there is none"
     )
+    horizon: int | None = Field(
+        None, gt=0, description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps"
+    )
+    sampling_steps: int | None = Field(
+        None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
+    )
     text_tokens: int = Field(256, gt=0, description="tokens that an instruction may have")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="of the network; what does not learn is kept in it too; densities are fp32 or finer"

@@ -28,11 +28,15 @@ def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[st
     return [name for name in names if not meant.isdisjoint(_path(name))]
 
 
+def weights_meant(model: nn.Module, patterns: Iterable[str], key: str) -> list[nn.Parameter]:
+    weights = dict(model.named_parameters())
+    return [weights[name] for name in matching(weights, patterns, key)]
+
+
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """The weights that the patterns of policy.frozen mean stay as they are."""
-    weights = dict(model.named_parameters())
-    for name in matching(weights, patterns, "policy.frozen"):
-        weights[name].requires_grad_(False)
+    for weight in weights_meant(model, patterns, "policy.frozen"):
+        weight.requires_grad_(False)
 
 
 def _path(name: str) -> list[str]:

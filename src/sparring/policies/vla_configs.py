@@ -49,7 +49,7 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     def _names(cls, keys: dict) -> dict:
         for ours in keys.values():
             names = ours if isinstance(ours, (list, tuple)) else [ours]
-            if not all(name is None or isinstance(name, str) for name in names) or ours == []:
+            if ours is not None and not (names and all(isinstance(name, str) for name in names)):
                 raise ValueError(
                     "expected names of observations, e.g. {rgb: [image/head, image/wrist], proprio: state}"
                 )

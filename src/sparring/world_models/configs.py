@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from sparring.lora_configs import LoraConfig
+from sparring.lora_configs import LoraConfig, set_without_lora
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
@@ -59,7 +59,7 @@ class TokenWorldModelConfig(LoraConfig):
     @field_validator("trunk")
     @classmethod
     def _adapted(cls, trunk: str | None, info: ValidationInfo) -> str | None:
-        given = [name for name in ("lora_r", "lora_targets", "modules_to_save") if info.data.get(name)]
+        given = [*(["lora_r"] if info.data.get("lora_r") else []), *set_without_lora(info.data)]
         if given and trunk is None:
             raise ValueError(
                 f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none; give the folder "

@@ -23,7 +23,7 @@ class VLATrunk(nn.Module):
 
     def __init__(self, config: TokenWorldModelConfig, width: int):
         super().__init__()
-        weights, sizes = read_model(config.trunk, _KEY)
+        weights, sizes, *_ = read_model(config.trunk, _KEY)
         self.into = nn.Linear(width, sizes.width)
         self.base = Layers(sizes)
         load_into(self.base, {name: w for name, w in weights.items() if name.startswith("trunk")}, config.trunk, _KEY)

@@ -4,21 +4,25 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.policies.lora import refuse_adapters
 from sparring.policies.native.convert import Weights, from_transformers
 from sparring.policies.native.model import NativeModel
 from sparring.policies.native.presets import Sizes
+from sparring.policies.pi0.checkpoint import load_pi0, read_json
 
 _SIZES, _WEIGHTS, _THEIR_CONFIG, TOKENIZER = "native_vla.json", "model.safetensors", "config.json", "tokenizer.json"
 
 
 def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
     """Weights and sizes, for policy.model_path; with the `tokenizer.json` of a folder, where the model has one."""
+    refuse_adapters(model, "save_model")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / _WEIGHTS)
@@ -27,19 +31,28 @@ def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | N
         shutil.copyfile(Path(tokenizer) / TOKENIZER, folder / TOKENIZER)
 
 
-def read_model(folder: str | Path, key: str = "policy.model_path") -> tuple[Weights, Sizes]:
+class Saved(NamedTuple):
+    weights: Weights
+    sizes: Sizes
+    # how a pi0 plans, where it is one
+    horizon: int | None = None
+    sampling_steps: int | None = None
+
+
+def read_model(folder: str | Path, key: str = "policy.model_path") -> Saved:
     """Of a folder that `save_model` wrote, or that transformers saved a pi0 to. `key`: what it was given as."""
     path = Path(folder).expanduser()
     if (path / _SIZES).is_file():
         return _read_own(path)
     config = path / _THEIR_CONFIG
     if config.is_file():
-        kind = json.loads(config.read_text()).get("model_type")
+        kind = read_json(config).get("model_type")
         if kind != "pi0":
             raise UserError(
                 f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'; for another one see policy.name=vla"
             )
-        return from_transformers(path)
+        pi0 = load_pi0(folder, dtype="auto", key=key)
+        return Saved(*from_transformers(pi0), pi0.config.chunk_size, pi0.config.num_inference_steps)
     found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else "no such folder"
     raise UserError(
         f"{key}={folder}: neither {_SIZES} (a native VLA) nor {_THEIR_CONFIG} (transformers' pi0) is there "
@@ -51,11 +64,11 @@ def is_own(folder: str | Path) -> bool:
     return (Path(folder).expanduser() / _SIZES).is_file()
 
 
-def _read_own(path: Path) -> tuple[Weights, Sizes]:
+def _read_own(path: Path) -> Saved:
     try:
-        sizes = Sizes(**json.loads((path / _SIZES).read_text()))
-        return load_file(path / _WEIGHTS), sizes
-    except (json.JSONDecodeError, TypeError, OSError, safetensors.SafetensorError) as error:
+        sizes = Sizes(**read_json(path / _SIZES))
+        return Saved(load_file(path / _WEIGHTS), sizes)
+    except (UserError, TypeError, OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is no whole checkpoint of a native VLA: {error}") from error
 
 

@@ -1,13 +1,16 @@
 """Weights from transformers' pi0 and back (extra `vla`). What is one matrix here is several there."""
 
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from sparring.errors import UserError
+from sparring.policies.lora import refuse_adapters
 from sparring.policies.native.model import NativeModel
 from sparring.policies.native.presets import Sizes
+from sparring.policies.pi0.checkpoint import load_pi0, transformers
 
 Weights = dict[str, torch.Tensor]
 
@@ -38,7 +41,7 @@ _FIXED_TIME = {"min_period": 4e-3, "max_period": 4.0}
 
 def from_transformers(source) -> tuple[Weights, Sizes]:
     """Of a `PI0ForConditionalGeneration`, or of a folder that `save_pretrained` wrote one to."""
-    model = _loaded(source) if isinstance(source, str | Path) else source
+    model = load_pi0(source, dtype="auto") if isinstance(source, str | Path) else source
     sizes, theirs = _sizes(model.config), {_plain(name): value for name, value in model.state_dict().items()}
     weights = {}
     for ours, names in _names(sizes).items():
@@ -51,11 +54,12 @@ def from_transformers(source) -> tuple[Weights, Sizes]:
 
 
 def to_transformers(model: NativeModel):
-    """A `PI0ForConditionalGeneration` that does the same, in the same precision."""
-    PI0Config, PI0 = _pi0()
+    """A `PI0ForConditionalGeneration` that does the same, in the widest precision of the weights."""
+    refuse_adapters(model, "to_transformers")
+    library = transformers()
     if model.sizes.memory_size:
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
-    theirs = PI0(PI0Config(**settings_of(model.sizes)))
+    theirs = library.PI0ForConditionalGeneration(library.PI0Config(**settings_of(model.sizes)))
     ours, weights = model.state_dict(), {}
     heads, shared = (count * model.sizes.head_dim for count in (model.sizes.heads, model.sizes.kv_heads))
     for name, names in _names(model.sizes).items():
@@ -68,8 +72,9 @@ def to_transformers(model: NativeModel):
     if left or weights:
         raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *weights][:5])}")
     # not its buffers: in bf16 the waves that tell the time would be others
+    widest = reduce(torch.promote_types, (weight.dtype for weight in model.parameters()))
     for weight in theirs.parameters():
-        weight.data = weight.data.to(next(model.parameters()).dtype)
+        weight.data = weight.data.to(widest)
     return theirs.eval()
 
 
@@ -183,26 +188,3 @@ def _require(section: str, config, expected: dict) -> None:
         given = getattr(config, name)
         if given != value:
             raise UserError(f"pi0's {section}.{name} is {given}, expected {value}: such a model cannot be converted")
-
-
-def _loaded(folder: str | Path):
-    _, PI0 = _pi0()
-    try:
-        model, report = PI0.from_pretrained(folder, output_loading_info=True, local_files_only=True)
-    except OSError as error:
-        raise UserError(f"the pi0 in {folder} cannot be read: {str(error).splitlines()[0]}") from error
-    # dit.embed_tokens is not used by anything
-    missing = [name for name in report["missing_keys"] if not name.startswith("model.dit.embed_tokens")]
-    if missing:
-        raise UserError(f"{folder} lacks {len(missing)} weights of a pi0: {', '.join(sorted(missing)[:5])}")
-    return model
-
-
-def _pi0():
-    try:
-        from transformers import PI0Config, PI0ForConditionalGeneration
-    except ImportError as error:
-        raise UserError(
-            'converting pi0 needs transformers >= 5.17, which is not here; pip install "sparring[vla]"'
-        ) from error
-    return PI0Config, PI0ForConditionalGeneration

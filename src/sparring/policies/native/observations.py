@@ -1,6 +1,7 @@
 """From what an env shows to what the network reads."""
 
 import math
+from pathlib import Path
 
 import torch
 from tensordict import TensorDict
@@ -12,10 +13,12 @@ from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.encoders import STATE
 from sparring.policies.memory import Traces
+from sparring.policies.native.checkpoint import is_own
 from sparring.policies.native.model import Inputs
 from sparring.policies.native.presets import Sizes
 from sparring.policies.native.text import Tokenizer, token_table
 from sparring.policies.native_configs import NativeVLAConfig
+from sparring.policies.pi0.images import ImagePreparation
 
 _TASK = ("observation", "task")
 # the memory keeps the colours of each picture on a grid of so many fields a side
@@ -33,6 +36,9 @@ class Observations(nn.Module):
         shown = spec.observation
         self.cameras = [("observation", *name.split("/")) for name in shown if name.startswith("image/")]
         self.image_size, self.memory_size = sizes.image_size, sizes.memory_size
+        # a pi0 has learned from images that its own processor prepared
+        folder = None if config.model_path is None or is_own(config.model_path) else Path(config.model_path)
+        self.prepare = None if folder is None else ImagePreparation(folder.expanduser(), sizes.image_size)
         self.has_task = "task" in shown
         state_size = math.prod(shown["state"][0]) if "state" in shown else 0
         if state_size > sizes.max_state_dim:
@@ -57,7 +63,7 @@ class Observations(nn.Module):
         batch, device = len(td), self.tokens.device
         task = td[_TASK] if self.has_task else torch.zeros(batch, dtype=torch.int64, device=device)
         state = self._state(td) if self.has_state else torch.zeros(batch, 1, device=device)
-        images = [self._scaled(td[camera]) for camera in self.cameras]
+        images = [(self.prepare or self._scaled)(td[camera]) for camera in self.cameras]
         # [B, N, 3, S, S]
         images = torch.stack(images, 1) if images else torch.zeros(batch, 0, 3, 1, 1, device=device)
         return Inputs(images, self.tokens[task], self.text[task], state, self.memory(td))

@@ -7,36 +7,34 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
+from sparring.policies.configs import DenoisingConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoded import EncodedPolicy
 from sparring.policies.flow_chain import FlowChain
 from sparring.policies.lora import adapt
-from sparring.policies.native.checkpoint import TOKENIZER, is_own, load_into, read_model
+from sparring.policies.native.checkpoint import TOKENIZER, Saved, is_own, load_into, read_model
 from sparring.policies.native.fast import Fast
 from sparring.policies.native.model import NativeModel, Prefix
 from sparring.policies.native.observations import Observations, check_actions
 from sparring.policies.native.presets import sizes_of, sizes_of_checkpoint
 from sparring.policies.native.text import BYTES, make_tokenizer
 from sparring.policies.native_configs import NativeVLAConfig
-from sparring.policies.patterns import freeze
 
 
 class NativeVLA(FlowChain, EncodedPolicy):
     """The network is `model`; the critic reads what became of images and words, and the memory, and shapes neither."""
 
     def __init__(self, config: NativeVLAConfig, spec, chunk: int):
-        weights, sizes = None, sizes_of(config)
-        if config.model_path is not None:
-            weights, saved = read_model(config.model_path)
-            sizes = sizes_of_checkpoint(config, saved)
+        saved = None if config.model_path is None else read_model(config.model_path)
+        sizes = sizes_of(config) if saved is None else sizes_of_checkpoint(config, saved.sizes)
+        config = _completed(config, saved)
         super().__init__(config, spec, chunk, sizes.width, config.normalize_actions)
         check_actions(config, sizes, self.action_dim)
         self.encoder = Observations(config, spec, sizes, make_tokenizer(*_tokenizer(config)))
         self.model = NativeModel(sizes)
-        if weights is not None:
-            load_into(self.model, weights, config.model_path)
-        freeze(self.model, config.frozen)
-        adapt(self.model, config)
+        if saved is not None:
+            load_into(self.model, saved.weights, config.model_path)
+        adapt(self.model, config, frozen=config.frozen)
         # no loss reads them: weight decay alone would move them, and the features that the critic is told with them
         unread = _unread(sizes.layers - 1, bool(self.encoder.cameras), self.kernel.learns_noise)
         for name, weight in self.model.named_parameters():
@@ -124,6 +122,14 @@ class NativeVLA(FlowChain, EncodedPolicy):
         if start is None:
             start = torch.full((len(td), self.start_size), 0.5, device=self.encoder.tokens.device)
         return torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
+
+
+def _completed(config: NativeVLAConfig, saved: Saved | None) -> NativeVLAConfig:
+    """With the checkpoint's numbers where none are given, and the usual ones where it has none either."""
+    horizon, steps = (None, None) if saved is None else (saved.horizon, saved.sampling_steps)
+    usual = DenoisingConfig.model_fields["sampling_steps"].default
+    plan = {"horizon": config.horizon or horizon, "sampling_steps": config.sampling_steps or steps or usual}
+    return config.model_copy(update=plan)
 
 
 def _cache(prefix: TensorDict) -> Prefix:

@@ -30,6 +30,11 @@ class Sizes:
     memory_size: int = 0
 
     def __post_init__(self):
+        for name, size in vars(self).items():
+            if type(size) is not int or size < (name != "memory_size"):
+                raise UserError(f"policy.{name}={size!r}: expected a whole number above 0")
+            if size % 2 and name in ("head_dim", "expert_width"):
+                raise UserError(f"policy.{name}={size}: expected an even number")
         for whole, part in (("vision_width", "vision_heads"), ("image_size", "patch_size"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise UserError(

@@ -38,7 +38,10 @@ class FileTokenizer:
                 f'{file} needs the package tokenizers, which is not here; pip install "sparring[vla]", or set '
                 f"policy.tokenizer={BYTES}"
             ) from error
-        self._library = Library.from_file(str(file))
+        try:
+            self._library = Library.from_file(str(file))
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(f"'{file}' cannot be read as a tokenizer ({error}); fetch it again") from error
         begin = self._library.token_to_id("<bos>")
         self._begin = [] if begin is None else [begin]
         self.vocabulary = self._library.get_vocab_size()

@@ -23,6 +23,8 @@ class ImagePreparation(nn.Module):
         settings = _settings(folder)
         self.size = size
         shape = settings.get("size") or {}
+        if not isinstance(shape, dict):
+            raise UserError(f"'{folder}': its image processor has size={shape}; expected height and width")
         self.keeps_proportions = "height" not in shape
         asked = (
             shape.get("height") or shape.get("max_height", size),
@@ -34,11 +36,14 @@ class ImagePreparation(nn.Module):
                 f"{size}x{size}"
             )
         resample = settings.get("resample", 3)
-        if resample not in _MODES:
+        if resample not in tuple(_MODES):
             raise UserError(f"'{folder}': its image processor has resample={resample}; expected 2 or 3")
         self.mode = _MODES[resample]
-        factor = settings.get("rescale_factor", 1 / 255)
-        mean, std = (torch.tensor(settings.get(name, [0.5] * 3)).view(3, 1, 1) for name in ("image_mean", "image_std"))
+        (factor,) = _numbers(folder, "rescale_factor", [settings.get("rescale_factor", 1 / 255)], 1)
+        mean, std = (
+            torch.tensor(_numbers(folder, name, settings.get(name, [0.5] * 3), 3)).view(3, 1, 1)
+            for name in ("image_mean", "image_std")
+        )
         self.register_buffer("scale", factor / std, persistent=False)
         self.register_buffer("shift", mean / std, persistent=False)
 
@@ -69,5 +74,14 @@ def _settings(folder: Path) -> dict:
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).is_file():
             settings = read_json(folder / name)
-            return settings.get("image_processor", settings)
+            inner = settings.get("image_processor", settings)
+            if not isinstance(inner, dict):
+                raise UserError(f"'{folder / name}': image_processor is {inner!r}, expected names with values")
+            return inner
     return {}
+
+
+def _numbers(folder: Path, name: str, given, count: int) -> list[float]:
+    if not (isinstance(given, list) and len(given) == count and all(isinstance(x, int | float) for x in given)):
+        raise UserError(f"'{folder}': its image processor has {name}={given}; expected numbers, {count} of them")
+    return [float(x) for x in given]

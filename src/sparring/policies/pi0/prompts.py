@@ -48,8 +48,8 @@ def make_tokens(tokenizer: str | None, folder: Path):
             "policy.tokenizer; policy.tokenizer=bytes reads texts byte by byte, which only a fresh model can learn from"
         )
     try:
-        found = transformers().AutoTokenizer.from_pretrained(place, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = transformers().AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of a damaged file the tokenizers library raises no narrower one
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"the tokenizer in '{place}' cannot be loaded: {reason}") from error
     first = [] if found.bos_token_id is None else [found.bos_token_id]

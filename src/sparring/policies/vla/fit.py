@@ -1,12 +1,17 @@
-"""Do these weights fit this model? All that is wrong is told at once, each name with its nearest."""
+"""Do these weights fit this model? What is wrong is told at once, each name with its nearest."""
 
 import difflib
+import heapq
 from dataclasses import dataclass
+from os.path import commonprefix
 
 import torch
 from torch import nn
 
 from sparring.errors import UserError
+
+# names that are told of each kind of mistake, and others that one is compared with letter by letter
+_MOST, _LIKELY = 20, 8
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,10 @@ class Fit:
         if self.reshaped:
             lines.append(f"{len(self.reshaped)} of another shape:")
             lines += [
-                f"  {name}: {list(given)} in it, {list(here)} in the model" for name, given, here in self.reshaped
+                f"  {name}: {list(given)} in it, {list(here)} in the model"
+                for name, given, here in self.reshaped[:_MOST]
             ]
+            lines += _more(self.reshaped)
         return "\n".join(lines)
 
 
@@ -68,7 +75,20 @@ def _listed(what: str, names: tuple[str, ...], others: tuple[str, ...]) -> list[
     if not names:
         return []
     lines = [f"{len(names)} {what}:"]
-    for name in names:
-        near = difflib.get_close_matches(name, others, n=1)
+    for name in names[:_MOST]:
+        near = difflib.get_close_matches(name, _likely(name, others), n=1)
         lines.append(f"  {name}" + (f" (nearest: {near[0]})" if near else ""))
-    return lines
+    return lines + _more(names)
+
+
+def _more(names: tuple) -> list[str]:
+    return [f"  and {len(names) - _MOST} more"] if len(names) > _MOST else []
+
+
+def _likely(name: str, others: tuple[str, ...]) -> list[str]:
+    """Those that begin and end most alike: to compare all letters of thousands of names takes minutes."""
+
+    def alike(other: str) -> int:
+        return len(commonprefix([name, other])) + len(commonprefix([name[::-1], other[::-1]]))
+
+    return heapq.nlargest(_LIKELY, others, key=alike)

@@ -23,7 +23,7 @@ class VLAFlowPolicy(FlowChain):
 
     def __init__(self, config: VLAConfig, spec, chunk: int):
         observations = Observations(config, spec)
-        model = wrapped_model(config, spec, chunk, observations)
+        model, _ = wrapped_model(config, spec, chunk, observations)
         features = _tried(model, config, observations, config.horizon or chunk, spec.action_dim - spec.action_padding)
         super().__init__(config, spec, chunk, features, config.normalize_actions)
         self.observations, self.model = observations, model

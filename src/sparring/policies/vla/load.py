@@ -10,19 +10,22 @@ import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import nn
 
 from sparring.errors import UserError
 from sparring.out_of_memory import memory_told, shortage
 from sparring.policies.patterns import freeze
 from sparring.policies.vla import parts
-from sparring.policies.vla.fit import Fit, load_into
+from sparring.policies.vla.fit import Fit, fit_of, load_into
 from sparring.policies.vla.interface import check_interface
 from sparring.policies.vla.weights import read_weights, weights_of
 from sparring.resolve import describe_error, import_path
 
 # of a Hugging Face config.json, not for constructors
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
+# what code of somebody else's making may raise where it does not fit what it is given
+_OF_A_CONSTRUCTOR = (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError)
 
 
 def load_vla_model(
@@ -98,17 +101,21 @@ def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, 
         return _from_pretrained(cls, folder, settings, strict)
     file = weights_of(path)
     model = construct(cls, taken | (_settings_in(folder) if folder is not None else {}) | settings)
-    fit = load_into(model, read_weights(file), str(file), strict)
+    fit = load_into(model, read_weights(file, model.state_dict()), str(file), strict)
     _warn(fit, file)
     return model
 
 
 def construct(cls: type, settings: dict) -> nn.Module:
-    """`cls(**settings)`; of a class that takes `model_config` or `config` as a whole, `cls(settings)`."""
+    """`cls(**settings)`; of a class that takes `model_config` or `config` as a whole, `cls(settings)`.
+
+    What such a class names beside it is taken out of the whole.
+    """
     parameters = inspect.signature(cls).parameters
     where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
     whole = next((name for name in ("model_config", "config") if name in parameters and name not in settings), None)
-    given = {whole: settings} if whole else settings
+    named = {name: value for name, value in settings.items() if name in parameters}
+    given = {whole: {n: v for n, v in settings.items() if n not in named}, **named} if whole else settings
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [name for name in given if name not in parameters and not open_ended]
     needed = [
@@ -132,30 +139,36 @@ def construct(cls: type, settings: dict) -> nn.Module:
         if shortage(error):
             raise
         raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
-    except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:
+    except _OF_A_CONSTRUCTOR as error:
         raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
 
 
 def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> nn.Module:
-    """By the class itself. transformers is made to say what did not fit; it would only warn otherwise."""
+    """By the class itself. transformers is made to say what did not fit; others may say nothing of it."""
     weights_of(folder)
     transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
     more = dict.fromkeys(("local_files_only", "output_loading_info", "ignore_mismatched_sizes"), True)
     more = more if transformers else {}
     try:
         loaded = cls.from_pretrained(folder, **settings, **more)
-    except (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError, pickle.UnpicklingError) as error:
+    except (RuntimeError, *_OF_A_CONSTRUCTOR, SafetensorError, pickle.UnpicklingError) as error:
+        if shortage(error):
+            raise
         where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
         raise UserError(f"{where}: from_pretrained('{folder}') failed: {describe_error(error)}") from error
-    if not transformers:
-        return loaded
-    model, told = loaded
-    reshaped = tuple((name, tuple(given), tuple(here)) for name, given, here in told.get("mismatched_keys", ()))
-    fit = Fit(tuple(sorted(told["missing_keys"])), tuple(sorted(told["unexpected_keys"])), reshaped)
+    if transformers:
+        model, fit = loaded[0], _told_fit(loaded[1])
+    else:
+        model, fit = loaded, fit_of(loaded, read_weights(folder, loaded.state_dict()))
     if strict and not fit.exact:
         raise UserError(f"'{folder}' does not fit the model:\n{fit}\nload what fits with policy.strict=false")
     _warn(fit, folder)
     return model
+
+
+def _told_fit(told: dict) -> Fit:
+    reshaped = tuple((name, tuple(given), tuple(here)) for name, given, here in told.get("mismatched_keys", ()))
+    return Fit(tuple(sorted(told["missing_keys"])), tuple(sorted(told["unexpected_keys"])), reshaped)
 
 
 def _settings_in(folder: Path) -> dict:

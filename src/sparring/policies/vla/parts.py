@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparring.errors import UserError
 from sparring.policies.patterns import matching
@@ -20,7 +22,8 @@ def dtype_of(name: str) -> torch.dtype:
 def cast(model: nn.Module, dtype: str) -> None:
     """Frozen weights to `dtype`; those that learn stay in float32, where small steps are not lost."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype_of(dtype))
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype_of(dtype))
 
 
 def rest(model: nn.Module) -> None:
@@ -66,8 +69,9 @@ class _Elsewhere:
         self.device = self.reader = device
 
     def before(self, module, args, kwargs):
-        self.reader = next((x.device for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)), self.device)
-        return _moved(args, self.device), _moved(kwargs, self.device)
+        told = (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        self.reader = next(told, self.device)
+        return _moved((args, kwargs), self.device)
 
     def after(self, module, args, output):
         return _moved(output, self.reader)
@@ -76,14 +80,13 @@ class _Elsewhere:
         return None
 
 
-def _moved(value, device):
-    if hasattr(value, "to"):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(each, device) for each in value)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    return value
+def _moved(values, device: torch.device):
+    """In structures of any kind, which come back as the kind they were."""
+    return tree_map(
+        lambda value: value.to(device) if hasattr(value, "to") else value,
+        values,
+        is_leaf=lambda value: isinstance(value, TensorDictBase),
+    )
 
 
 def _device(name: str) -> torch.device:

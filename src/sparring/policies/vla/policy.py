@@ -12,7 +12,6 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, fit_all
-from sparring.policies.patterns import matching
 from sparring.policies.policy import Policy, executed_mask
 from sparring.policies.vla import parts
 from sparring.policies.vla.drawing import Drawing
@@ -32,7 +31,8 @@ class VLAPolicy(Policy):
         self.config, self.spec, self.chunk, self.horizon = config, spec, chunk, chunk
         self.padding, self.each = spec.action_padding, spec.action_dim - spec.action_padding
         self.observations = Observations(config, spec)
-        self.model = wrapped_model(config, spec, chunk, self.observations)
+        # names: an algorithm may let the critic's weights rest, and they are the critic's still
+        self.model, self.critic_names = wrapped_model(config, spec, chunk, self.observations)
         self.actions = Normalizer(self.each) if config.normalize_actions else None
         self.drawing = Drawing(
             self.model, expected_actions(spec, chunk), config.draws == "rows", bool(spec.discrete_actions)
@@ -40,9 +40,6 @@ class VLAPolicy(Policy):
         self.noise_size = self.drawing.noise_size
         self._is_tried = False
         self.in_keys = self.observations.in_keys
-        # by name: an algorithm may let them rest, and they are the critic's still
-        learning = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.critic_names = matching(learning, config.critic_parts, "policy.critic_parts")
 
     # ---- Policy
 

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -45,15 +46,22 @@ def weights_of(path: str | Path) -> Path:
     return found
 
 
-def read_weights(path: str | Path) -> Weights:
-    """Names and tensors, on the CPU."""
-    file = weights_of(path)
+def read_weights(path: str | Path, own: Collection[str] = ()) -> Weights:
+    """Names and tensors, on the CPU; without what wrappers put before names, unless the model's `own` are so."""
+    weights = _read(weights_of(path))
+    for prefix in _WRAPPED:
+        if weights.keys().isdisjoint(own) and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
+
+
+def _read(file: Path) -> Weights:
     if file.name.endswith(_INDEX):
-        return _bare(_read_shards(file))
+        return _read_shards(file)
     if file.suffix == ".safetensors":
-        return _bare(_read_safetensors(file))
+        return _read_safetensors(file)
     if file.suffix in _PICKLED:
-        return _bare(_read_pickled(file))
+        return _read_pickled(file)
     raise UserError(
         f"policy.model_path '{file}': '{file.suffix}' is no kind of weights; expected .safetensors, .safetensors.index"
         f".json, {', '.join(_PICKLED)}, or a folder in Hugging Face format"
@@ -76,8 +84,8 @@ def _read_shards(index: Path) -> Weights:
         )
     weights: Weights = {}
     for name in shards:
-        weights |= read_weights(index.parent / name)
-    lost = [name for name in places if name not in weights and name.removeprefix("module.") not in weights]
+        weights |= _read(index.parent / name)
+    lost = [name for name in places if name not in weights]
     if lost:
         raise UserError(f"'{index}': its shards do not hold {', '.join(lost)}, which it names; fetch them again")
     return weights
@@ -128,13 +136,6 @@ def _refusal(file: Path, code: str) -> str:
         f'made it, convert it once, where that code is installed: python -c "{convert}"; then give '
         f"policy.model_path={safe}"
     )
-
-
-def _bare(weights: Weights) -> Weights:
-    for prefix in _WRAPPED:
-        if weights and all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-    return weights
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from sparring.errors import UserError
 from sparring.out_of_memory import shortage
 from sparring.policies.configs import CriticConfig, DenoisingConfig
 from sparring.policies.lora import adapt
-from sparring.policies.patterns import freeze
+from sparring.policies.patterns import weights_meant
 from sparring.policies.vla import parts
 from sparring.policies.vla.interface import check_interface, denoises
 from sparring.policies.vla.load import class_of, load_vla_model
@@ -31,8 +31,8 @@ def model_class(config: VLAConfig) -> type:
     return cls
 
 
-def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observations) -> nn.Module:
-    """Loaded, with adapters, frozen, in its dtypes and places."""
+def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observations) -> tuple[nn.Module, list[str]]:
+    """Loaded, with adapters, frozen, in its dtypes and places; and the names of what learns of `critic_parts`."""
     cls = model_class(config)
     flow = denoises(cls)
     _check_settings(config, flow)
@@ -44,20 +44,18 @@ def wrapped_model(config: VLAConfig, spec, chunk: int, observations: Observation
         cls,
         config.model_settings,
         strict=config.strict,
-        frozen=config.frozen,
         usual=_sizes(spec, steps, observations),
     )
-    # a value head learns in full
-    whole = (*config.modules_to_save, *config.critic_parts) if config.lora_r else config.modules_to_save
-    adapt(model, config.model_copy(update={"modules_to_save": whole}))
-    # adapters of frozen parts, too
-    freeze(model, config.frozen)
+    # by the model's own names, which adapters change
+    critic = set(map(id, weights_meant(model, config.critic_parts, "policy.critic_parts")))
+    adapt(model, config, frozen=config.frozen, critic_parts=config.critic_parts)
     parts.cast(model, config.dtype)
     parts.place(model, config.device_map)
     own = getattr(model, "action_dim", None)
     if isinstance(own, int):
         _check_action_dim(own, f"{cls.__name__}.action_dim", spec, steps)
-    return model.eval()
+    critic_names = [name for name, p in model.named_parameters() if id(p) in critic and p.requires_grad]
+    return model.eval(), critic_names
 
 
 @contextlib.contextmanager
