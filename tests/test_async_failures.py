@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_async import NO_GATE, ROLLOUT, SMALL, trained
+from test_async import ROLLOUT, SMALL, trained
 
 from sparring.checkpoint import checkpoints
 from sparring.errors import StageFailed, UserError
@@ -25,7 +25,7 @@ def settings_in(folder, **rollout) -> dict:
     env = SMALL["env"] | {"file": str(folder / "word"), "slow": 0.002}
     training = {"iterations": 100_000, "save_every": 100_000}
     rollout = ROLLOUT | {"mode": "async"} | rollout
-    return SMALL | NO_GATE | {"env": env, "training": training, "rollout": rollout, "output": str(folder / "run")}
+    return SMALL | {"env": env, "training": training, "rollout": rollout, "output": str(folder / "run")}
 
 
 def fails_in_update_3(folder, fail, **rollout) -> tuple[StageFailed, float]:
