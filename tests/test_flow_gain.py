@@ -5,6 +5,7 @@ import sys
 
 import flow_gain
 import pytest
+import stages
 
 RATE = {"success": 0.5, "low": 0.4, "high": 0.6}
 BOTH = {"ode": RATE, "sde": RATE}
@@ -15,10 +16,10 @@ RUN = {"problem": "stack_d0", "seed": 0, "imitated": BOTH, "curve": [{"steps": 9
 def call(tmp_path, monkeypatch):
     """Call the benchmark with a training that has this outcome; what is kept then."""
     monkeypatch.setattr(flow_gain, "RESULTS", tmp_path / "flow_gain.json")
-    monkeypatch.setattr(flow_gain, "RUNS", tmp_path)
+    monkeypatch.setattr(stages, "RUNS", tmp_path)
 
     def call(outcome, *words):
-        monkeypatch.setattr(flow_gain, "train", lambda *_: outcome)
+        monkeypatch.setattr(stages.Stages, "run", lambda _: outcome)
         monkeypatch.setattr(sys, "argv", ["flow_gain.py", "stack_d0", "--runs", str(tmp_path / "runs"), *words])
         flow_gain.main()
         return json.loads(flow_gain.RESULTS.read_text())["runs"] if flow_gain.RESULTS.is_file() else {}
@@ -27,7 +28,7 @@ def call(tmp_path, monkeypatch):
 
 
 # without RL, and with RL that was cut short
-@pytest.mark.parametrize("unfinished", [RUN | {"curve": []}, RUN | {"done": False}])
+@pytest.mark.parametrize("unfinished", [RUN | {"curve": [], "done": False}, RUN | {"done": False}])
 def test_an_unfinished_run_is_not_kept_and_replaces_nothing(call, capsys, unfinished):
     assert call(unfinished) == {}
     assert "the same call goes on" in capsys.readouterr().out

@@ -344,9 +344,10 @@ def test_wrong_class_paths():
         "policy.model_class 'Samples': is no import path; expected package.module:Class"
     )
     assert sentence(model_class="doubles_vl:Samples") == (
-        "policy.model_class 'doubles_vl:Samples': no module 'doubles_vl'; nearest: doubles_vla"
+        "policy.model_class 'doubles_vl:Samples': no module 'doubles_vl'; is it in this folder or on PYTHONPATH? "
+        "(nearest: doubles_vla)"
     )
-    assert sentence(model_class="sparring.policies.flw.FlowPolicy").endswith("nearest: sparring.policies.flow")
+    assert sentence(model_class="sparring.policies.flw.FlowPolicy").endswith("(nearest: sparring.policies.flow)")
     assert sentence(model_class="doubles_vla.Sample") == (
         "policy.model_class 'doubles_vla:Sample': module 'doubles_vla' has no 'Sample'; nearest: Samples"
     )

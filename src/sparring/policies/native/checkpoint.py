@@ -48,12 +48,12 @@ def read_model(folder: str | Path, key: str = "policy.model_path") -> Saved:
     if config.is_file():
         kind = read_json(config).get("model_type")
         if kind != "pi0":
-            raise UserError(
-                f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'; for another one see policy.name=vla"
-            )
+            hint = "; for another one see policy.name=vla" if key.startswith("policy.") else ""
+            raise UserError(f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'{hint}")
         pi0 = load_pi0(folder, dtype="auto", key=key)
         return Saved(*from_transformers(pi0), pi0.config.chunk_size, pi0.config.num_inference_steps)
-    found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else "no such folder"
+    missing = "a file, not a folder" if path.is_file() else "no such folder"
+    found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else missing
     raise UserError(
         f"{key}={folder}: neither {_SIZES} (a native VLA) nor {_THEIR_CONFIG} (transformers' pi0) is there "
         f"({found}); give a folder with one of them"

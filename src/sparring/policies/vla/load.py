@@ -87,8 +87,10 @@ def _check_module(module: str, given: str) -> None:
         if spec is None:
             near = difflib.get_close_matches(part, [m.name for m in pkgutil.iter_modules(package)], n=1)
             prefix = ".".join(module.split(".")[: depth - 1] + near)
-            hint = f"nearest: {prefix}" if near else "is it in this folder or on PYTHONPATH?"
-            raise UserError(f"policy.model_class '{given}': no module '{name}'; {hint}")
+            hint = f" (nearest: {prefix})" if near else ""
+            raise UserError(
+                f"policy.model_class '{given}': no module '{name}'; is it in this folder or on PYTHONPATH?{hint}"
+            )
         package = spec.submodule_search_locations
 
 
