@@ -8,6 +8,7 @@ import numpy as np
 
 from sparring.config import Section
 from sparring.envs.backend import EnvSpec, EpisodeSeeds, Step
+from sparring.policies.actor_critic import ActorCritic
 
 
 class FailingConfig(Section):
@@ -76,3 +77,12 @@ class Failing:
             raise ZeroDivisionError("the gripper fell off")
         if word == "hang":
             time.sleep(600)
+
+
+class Misremembers(ActorCritic):
+    """Scores its decisions as if it had wanted something else."""
+
+    def evaluate(self, td):
+        scored = super().evaluate(td)
+        scored["trace", "mean"] = scored["trace", "mean"] + 0.01
+        return scored

@@ -2,16 +2,20 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparring.algorithms.flat import FlatParameters
+from sparring.algorithms.parity import ParityError
+from sparring.collect.distant import DistantCollector
 from sparring.collect.shared import SharedTensors
 from sparring.collect.snapshot import SnapshotReader, SnapshotWriter
 from sparring.collect.stages import Span
 from sparring.config import ConfigError
 from sparring.data.storage import Column
+from sparring.policies.actor_critic import ActorCritic
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -56,7 +60,7 @@ def all_lines(folder) -> list[dict]:
 def lines(folder) -> list[dict]:
     """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
     other = ("timestamp", "steps_per_second", "queue_depth", "staleness", "behind_0", "actor_idle", "learner_idle")
-    other += ("parity", "parity_ratio")
+    other += ("parity", "parity_ratio", "staleness_allowed")
     return [{k: v for k, v in row.items() if k not in other and "_seconds" not in k} for row in all_lines(folder)]
 
 
@@ -167,6 +171,45 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     assert 0 <= written[-1]["learner_idle"] <= 1
 
 
+def test_what_is_behind_passes_the_gate_where_it_was_collected(tmp_path):
+    run = Run(config_in(tmp_path, mode="async", staleness=2, least_ess=0.0))
+    told = [run.phase.step(0.0) for _ in range(4)]
+    run.phase.env.close()
+    assert told[-1]["staleness"] >= 1 and told[-1]["parity_skipped"] == 0 and told[-1]["parity"] < 1e-4
+
+
+def test_and_what_is_scored_wrongly_does_not(tmp_path):
+    more = {"policy": {"name": "doubles_failing:Misremembers"}}
+    run = Run(config_in(tmp_path, more, mode="async", staleness=2))
+    # the learner's own gate sees fresh decisions only
+    run.phase.algorithm.policy.evaluate = lambda td: ActorCritic.evaluate(run.phase.policy, td)
+    before = weights(run)
+    with pytest.raises(ParityError, match="drift"):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    assert_equal(before, weights(run))
+
+
+def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_path):
+    more = {"ppo": SMALL["ppo"] | {"policy_lr": 3e-2}, "training": SMALL["training"] | {"iterations": 12}}
+    trained(config_in(tmp_path, more, mode="async", staleness=2, least_ess=0.99))
+    written = all_lines(tmp_path)
+    assert {row["staleness_allowed"] for row in written} >= {0.0, 2.0}
+    # the one that was being collected when it was told was not thrown away; the next waited
+    paced = [i for i, row in enumerate(written) if row["staleness_allowed"] == 0]
+    assert any(row["staleness"] == 0 for row in written[paced[0] :])
+
+
+@pytest.mark.parametrize(
+    "worth, allowed", [([0.49], 1), ([0.5], 2), ([0.4, 0.4, 0.4], 0), ([0.1, 0.7], 1), ([0.1, 0.76], 2)]
+)
+def test_pacing_by_hand(worth, allowed):
+    collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=2, least_ess=0.5)
+    for ess in worth:
+        collector.pace(ess)
+    assert collector.allowed == allowed
+
+
 def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
     config = config_in(tmp_path, mode="async", staleness=2)
     stopped = Run(config)
@@ -185,7 +228,7 @@ def test_the_timeline_shows_collecting_while_learning(tmp_path):
     more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
     spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    stages = {"wait", "reset", "infer", "simulate", "complete", "collect", "share", "learn"}
+    stages = {"wait", "reset", "infer", "simulate", "complete", "collect", "gate", "share", "learn"}
     assert {span.stage for span in spans} == stages
     assert [span.version for span in spans if span.stage == "learn"] == list(range(8))
     assert sum(span.stage == "simulate" for span in spans) >= 8 * 9

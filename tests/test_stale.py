@@ -19,6 +19,7 @@ from sparring.algorithms.losses import LossTerms
 from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.algorithms.returns import gae, vtrace
+from sparring.algorithms.scorer import Scorer
 from sparring.algorithms.stale import present_values, weight_metrics
 from sparring.collect.collector import Collector
 from sparring.config import ConfigError
@@ -337,30 +338,36 @@ def test_scores_of_some_steps_only_are_refused_where_stale(method):
 
 def test_grpo_learns_from_stale_episodes():
     lesson, td, snapshot = stale_lesson(learner=GroupLesson, episodes=4, policy_lr=1e-2)
-    metrics = lesson.grpo.update(td, behaviour=snapshot)
-    assert metrics["staleness_mean"] == 2 and 0 < metrics["ess"] < 1 and metrics["parity_skipped"] == 0
+    metrics = lesson.grpo.update(td)
+    assert metrics["staleness_mean"] == 2 and 0 < metrics["ess"] < 1 and metrics["parity_skipped"] == 1
 
 
 # ---- the gate
 
 
-def test_stale_decisions_are_gated_by_the_snapshot_that_acted():
+def test_who_acted_scores_again_what_the_learner_cannot():
     lesson, td, snapshot = stale_lesson()
-    metrics = lesson.ppo.update(td.copy(), behaviour=snapshot)
-    assert metrics["parity"] <= 1e-5 and metrics["parity_skipped"] == 0
+    scorer = Scorer(lesson.ppo.config, snapshot, lesson.ppo.distributed)
+    assert scorer.replay(td, version=0).drift <= 1e-5
     with torch.no_grad():
         snapshot.head.linear.bias += 0.01
-    before = [p.clone() for p in lesson.policy.parameters()]
     with pytest.raises(ParityError):
-        lesson.ppo.update(td.copy(), behaviour=snapshot)
-    assert all(torch.equal(a, b) for a, b in zip(before, lesson.policy.parameters(), strict=True))
+        lesson.ppo.gate(scorer.replay(td, version=0))
 
 
-def test_the_snapshot_answers_for_the_newest_of_what_is_stale():
+def test_it_looks_at_all_once_and_then_at_a_minibatch_of_its_own():
     lesson, td, snapshot = stale_lesson()
-    td["version"][:24] = -1
-    td["log_prob"][:24] += 1
-    assert lesson.ppo.update(td, behaviour=snapshot)["parity_skipped"] == 24 / 32
+    scorer = Scorer(lesson.ppo.config.model_copy(update={"mini_batch_size": 4}), snapshot, lesson.ppo.distributed)
+    rows = []
+    scorer._replayed = lambda flat, chosen: rows.append(chosen.tolist())
+    decisions = td.numel()
+    scorer.replay(td, version=0)
+    scorer.replay(td, version=0)
+    td["version"][: len(td) // 2] = -1
+    scorer.replay(td, version=0)
+    assert rows[0] == list(range(decisions))
+    assert rows[1] == list(range(0, decisions, decisions // 4))
+    assert len(rows[2]) == 4 and min(rows[2]) == decisions // 2
 
 
 def test_without_it_stale_decisions_are_not_gated_but_fresh_ones_are():

@@ -35,8 +35,8 @@ class GRPO(Updater):
             parameter.requires_grad_(False)
         super().__init__(config, policy, distributed, seed)
 
-    def update(self, rollout: TensorDict, progress: float = 0.0, behaviour: Policy | None = None) -> dict[str, float]:
-        """One update; `progress` and `behaviour` as PPO's."""
+    def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
+        """One update; `progress` as PPO's."""
         config = self.config
         lr = self._begin(progress)
         stale = self._look_back(rollout)
@@ -47,7 +47,7 @@ class GRPO(Updater):
         counts = {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(flat)}
         rows = valid[groups.kept.flatten()[valid]]
         if self.distributed.max(len(rows)) == 0:
-            aged = self._stale_metrics(flat, valid, [], None)
+            aged = self._stale_metrics(flat, valid, [])
             return self._skip(flat, valid, counts) | {"lr": lr} | aged
         # the others wait for a process all of whose groups were dropped: its decisions take part with advantages of 0
         rows = rows if len(rows) else valid
@@ -56,8 +56,8 @@ class GRPO(Updater):
         def loss(batch, scored):
             return grpo_loss(config, batch, scored, self.policy.step_weights)
 
-        terms, parity = self._learn(flat, rows, keys, config.epochs, loss, behaviour=behaviour)
-        aged = self._stale_metrics(flat, rows, terms, behaviour)
+        terms, parity = self._learn(flat, rows, keys, config.epochs, loss)
+        aged = self._stale_metrics(flat, rows, terms)
         self._end(flat, valid)
         means = mean_terms(terms, config.clip_low, config.clip_high) | counts | {"gradient_steps": float(len(terms))}
         told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}

@@ -36,11 +36,8 @@ class PPO(Updater):
             parameter.requires_grad_(True)
         super().__init__(config, policy, distributed, seed)
 
-    def update(self, rollout: TensorDict, progress: float = 0.0, behaviour: Policy | None = None) -> dict[str, float]:
-        """One update; `progress` in [0, 1] of the run drives the schedules.
-
-        Where the rollout is stale, `behaviour` is the snapshot that acted last, if it is still there: for the gate.
-        """
+    def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
+        """One update; `progress` in [0, 1] of the run drives the schedules."""
         config = self.config
         lr = self._begin(progress)
         clip = config.clip_ratio * scheduled(config.clip_schedule, progress)
@@ -54,9 +51,9 @@ class PPO(Updater):
 
         keys = LEARNED_FROM + self._score_by_reference(flat, rows) + stale
         terms, parity = self._learn(
-            flat, rows, keys, config.ppo_epochs, loss, self._learning(), config.normalize_advantage, behaviour
+            flat, rows, keys, config.ppo_epochs, loss, self._learning(), config.normalize_advantage
         )
-        aged = self._stale_metrics(flat, rows, terms, behaviour)
+        aged = self._stale_metrics(flat, rows, terms)
         self._end(flat, rows)
         means = mean_terms(terms, clip, clip) | {"explained_variance": _explained_variance(flat, rows)}
         means["gradient_steps"] = float(len(terms))

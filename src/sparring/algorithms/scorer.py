@@ -79,15 +79,12 @@ class Scorer:
         rollout["proximal_value"] = value.unflatten(0, rollout.batch_size)
         return ["age", "proximal_log_prob"]
 
-    def _stale_metrics(
-        self, flat: TensorDict, rows: torch.Tensor, terms: list[LossTerms], behaviour: Policy | None
-    ) -> dict[str, float]:
+    def _stale_metrics(self, flat: TensorDict, rows: torch.Tensor, terms: list[LossTerms]) -> dict[str, float]:
         """How old the data was and what it was worth; nothing where all of it is fresh."""
         if flat.get("age", None) is None:
             return {}
         age = flat["age"][rows]
-        gated = int((age == 0).sum()) + (0 if behaviour is None else len(_newest_stale(flat, rows)))
-        means = {"staleness_mean": float(age.float().mean()), "parity_skipped": 1 - gated / len(rows)}
+        means = {"staleness_mean": float(age.float().mean()), "parity_skipped": float((age > 0).float().mean())}
         oldest = {"staleness_max": self.distributed.max(float(age.max()))}
         return self.distributed.mean(means) | oldest | weight_metrics(self.config, terms, self.distributed)
 
@@ -98,19 +95,27 @@ class Scorer:
         if flat.get("age", None) is not None:
             rows = rows[flat["age"][rows] == 0]
         self.checked_whole_rollout = bool(self.distributed.max(len(rows)))
-        return self._gate(self._replayed(self.policy, flat, rows))
+        return self.gate(self._replayed(flat, rows))
 
-    def _past_parity(self, flat: TensorDict, rows: torch.Tensor, behaviour: Policy | None) -> Parity:
-        """The gate over what `behaviour` decided: as much as a minibatch holds."""
-        if behaviour is None or flat.get("age", None) is None:
-            return NOTHING
-        return self._gate(self._replayed(behaviour, flat, _newest_stale(flat, rows)[: self.config.mini_batch_size]))
+    def replay(self, rollout: TensorDict, version: int) -> Parity:
+        """Of what the policy decided with the weights that it has, of this `version`: all once, then a minibatch.
 
-    def _replayed(self, policy: Policy, flat: TensorDict, rows: torch.Tensor) -> Parity:
-        """Of decisions that `policy` took, with the weights that it has."""
+        For who collects: by the time a rollout is learned from, the learner's weights may be others.
+        """
+        flat = rollout.flatten(0, 1)
+        rows = valid_rows(flat)
+        rows = rows[ages_of(flat, version)[rows] == 0]
+        if self.checked_whole_rollout:
+            # from all of its length
+            rows = rows[:: -(-len(rows) // self.config.mini_batch_size) or 1]
+        self.checked_whole_rollout |= len(rows) > 0
+        return self._replayed(flat, rows)
+
+    def _replayed(self, flat: TensorDict, rows: torch.Tensor) -> Parity:
+        """Of decisions that were taken by the weights of now."""
         acted = flat.select("trace", "log_prob", ("next", "executed"))
-        parts = self._scored(policy, flat, rows, "scoring")
-        return worst([measure_parity(acted[i], scored, policy.averages_log_prob) for i, scored in parts])
+        parts = self._scored(self.policy, flat, rows, "scoring")
+        return worst([measure_parity(acted[i], scored, self.policy.averages_log_prob) for i, scored in parts])
 
     def _parity(self, acted: TensorDict, scored: TensorDict) -> Parity:
         """Of a minibatch: only its fresh decisions were taken by the weights that scored them."""
@@ -121,7 +126,8 @@ class Scorer:
             acted, scored = acted[fresh], scored[fresh]
         return measure_parity(acted, scored, self.policy.averages_log_prob)
 
-    def _gate(self, parity: Parity) -> Parity:
+    def gate(self, parity: Parity) -> Parity:
+        """The worst of all processes; raises where that is too much."""
         # all processes must stop together, whichever of them found the fault
         parity = Parity(*(self.distributed.max(value) for value in astuple(parity)))
         parity.check(self.config.parity_tolerance)
@@ -169,10 +175,3 @@ def valid_rows(flat: TensorDict) -> torch.Tensor:
     valid = flat.get("valid", None)
     device = flat["action"].device
     return torch.arange(len(flat), device=device) if valid is None else valid.nonzero()[:, 0]
-
-
-def _newest_stale(flat: TensorDict, rows: torch.Tensor) -> torch.Tensor:
-    """Those of `rows` whose weights are the newest that are not the present ones."""
-    stale = rows[flat["age"][rows] > 0]
-    age = flat["age"][stale]
-    return stale[age == age.min()] if len(stale) else stale

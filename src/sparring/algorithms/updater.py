@@ -81,14 +81,11 @@ class Updater(Scorer):
         loss: Loss,
         learning: list[FlatParameters] | None = None,
         normalize_advantage: bool = False,
-        behaviour: Policy | None = None,
     ) -> tuple[list[LossTerms], Parity]:
         """`epochs` times over `rows` of the decisions `flat [T*N]`, in minibatches; stops past the target KL.
 
         `keys`: what the loss needs beside the observations. `learning`: the parameters that change; None: all.
-        `behaviour`: who took the newest of the stale decisions.
         """
-        past = self._past_parity(flat, rows, behaviour)
         parity = None if self.checked_whole_rollout else self._whole_parity(flat, rows)
         columns = {key: flat.get(key) for key in [*self.policy.in_keys, *keys]}
         learning = learning or [parameters for parameters, _ in self.flat]
@@ -109,12 +106,12 @@ class Updater(Scorer):
                 term, parities = self._gradients(batch, loss, gated=parity is None)
                 if parity is None:
                     # before any gradient step
-                    parity = self._gate(worst(parities))
+                    parity = self.gate(worst(parities))
                 term.scalars["grad_norm"] = self._step(learning)
                 terms.append(term)
             if self._past_target_kl(terms[first_of_epoch:]):
                 break
-        return terms, worst([past, parity])
+        return terms, parity
 
     def _end(self, flat: TensorDict, rows: torch.Tensor) -> None:
         """The normalisers see the observations of `rows`, and the update is over."""

@@ -1,8 +1,9 @@
 """The collecting process of rollout.mode=async: it owns the robots and a copy of the policy, and fills rollouts.
 
 Run as `python -m sparring.collect.actor <fd>`, where fd is its end of a pipe to the learner. Rollout k begins when the
-weights are of version k - staleness or newer, with the newest there are; k's place is k modulo (staleness + 1), which
-the learner is then done with. It ends when the pipe is closed, as it also is when the learner dies.
+weights are of version k - staleness or newer, with the newest there are; the learner may ask for less staleness than
+was agreed on at first. k's place is k modulo (that + 1), which the learner is then done with. It ends when the pipe is
+closed, as it also is when the learner dies.
 """
 
 import os
@@ -41,7 +42,7 @@ class Line:
 
     def __init__(self, connection: Connection):
         self.connection = connection
-        self.version, self.films, self.hung_up = -1, 0, False
+        self.version, self.staleness, self.films, self.hung_up = -1, 0, 0, False
         self._news = threading.Condition()
         self._at_hang_up: Callable | None = None
 
@@ -55,7 +56,7 @@ class Line:
                 message = receive(self.connection)
                 with self._news:
                     if isinstance(message, NewVersion):
-                        self.version = message.version
+                        self.version, self.staleness = message.version, message.staleness
                     else:
                         self.films = message.robots
                     self._news.notify()
@@ -68,9 +69,10 @@ class Line:
         self._at_hang_up()
         os._exit(1)
 
-    def wait_for_version(self, version: int) -> None:
+    def wait_for_turn(self, number: int) -> None:
+        """Until the rollout of this number may begin."""
         with self._news:
-            self._news.wait_for(lambda: self.hung_up or self.version >= version)
+            self._news.wait_for(lambda: self.hung_up or self.version >= number - self.staleness)
         self.check()
 
     def check(self) -> None:
@@ -107,7 +109,7 @@ class Actor:
     def __init__(self, line: Line, start: Start):
         self.line, self.start = line, start
         self.deadlines = SharedTensors.attach(start.deadlines).tensors["deadlines",].numpy()
-        self.collector, self.buffer = start.acting()
+        self.collector, self.buffer, self.scorer = start.acting()
         self.device = self.collector.env.device
         # groups have stages of their own
         self.stages = self._watched("collector", 0)
@@ -136,10 +138,10 @@ class Actor:
     def act(self, begin: Begin) -> None:
         """For ever."""
         policy = self.collector.policy
-        snapshot, number, staleness = SnapshotReader(begin.weights, policy), begin.number, self.start.staleness
+        snapshot, number = SnapshotReader(begin.weights, policy), begin.number
         while True:
             with self.stages.at("wait", self.collector.version):
-                self.line.wait_for_version(number - staleness)
+                self.line.wait_for_turn(number)
             self.collector.version = snapshot.load()
             if films := self.line.take_films():
                 self.collector.film(films)
@@ -149,6 +151,8 @@ class Actor:
 
     def _report(self, number: int) -> Report:
         collector, rollout = self.collector, self.buffer.rollout()
+        with self.stages.at("gate", collector.version):
+            parity = self.scorer.replay(rollout, collector.version) if self.scorer else None
         with self.stages.at("share", collector.version):
             first = self.places is None
             if first:
@@ -166,6 +170,7 @@ class Actor:
             collector.env.spec,
             collector.state_dict() | {"random": random_state(self.device)},
             figures | seconds,
+            parity,
             collector.drain_episodes(),
             collector.drain_films(),
             spans,
@@ -192,7 +197,7 @@ def serve(line: Line) -> None:
         while not isinstance(message := receive(line.connection), Begin):
             method, arguments = message
             send(line.connection, getattr(actor, method)(*arguments))
-        line.version, line.films = message.number, message.films
+        line.version, line.staleness, line.films = message.number, start.staleness, message.films
         line.listen(actor.collector.env.close)
         actor.act(message)
     except (HungUp, EOFError, BrokenPipeError, ConnectionResetError):

@@ -29,6 +29,7 @@ _DOING = {
     "simulate": "simulating (a step of the env)",
     "infer": "deciding (the policy's act)",
     "complete": "completing a rollout (the policy's complete and value)",
+    "gate": "scoring a rollout again (for the parity gate)",
     "share": "handing over a rollout",
     "wait": "waiting for weights",
 }

@@ -26,6 +26,12 @@ class RolloutConfig(Section):
         "sync", description="sync: collect and learn in turns; async: at the same time, in two processes"
     )
     staleness: int = Field(1, ge=0, description="updates that a rollout may be behind (async); 0: as sync, bit for bit")
+    least_ess: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="where stale rollouts are worth less than this share of their decisions, robots wait for weights",
+    )
     groups: int = Field(1, gt=0, description="robots in so many groups: while one simulates, another is decided for")
     watchdog_s: float = Field(
         60.0, gt=0, description="seconds without a sign of life of the collecting process that end a run (async)"
@@ -62,8 +68,10 @@ def _async_mistakes(config) -> list[tuple[str, str]]:
     rollout, mistakes = config.rollout, []
     if rollout.mode == "async" and config.phase != "finetune":
         mistakes.append(("rollout.mode", f"async goes with finetune only, not with {config.phase}; use sync"))
-    if rollout.mode == "sync" and rollout.staleness != RolloutConfig.model_fields["staleness"].default:
-        mistakes.append(("rollout.staleness", "is read with rollout.mode=async only; set that too, or leave it out"))
+    for name in ("staleness", "least_ess") if rollout.mode == "sync" else ():
+        if getattr(rollout, name) != RolloutConfig.model_fields[name].default:
+            told = "is read with rollout.mode=async only; set that too, or leave it out"
+            mistakes.append((f"rollout.{name}", told))
     return mistakes
 
 

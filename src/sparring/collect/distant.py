@@ -6,6 +6,7 @@ from collections import deque
 import torch
 from tensordict import TensorDict
 
+from sparring.algorithms.parity import Parity
 from sparring.collect.actor_process import ActorProcess
 from sparring.collect.camera import Film
 from sparring.collect.episodes import Episode
@@ -59,9 +60,13 @@ class DistantCollector:
     goes on, by newer weights. So a checkpoint needs nothing of the collecting process, not even that it lives.
     """
 
-    def __init__(self, env: DistantEnv, policy: Policy, staleness: int):
+    def __init__(self, env: DistantEnv, policy: Policy, staleness: int, least_ess: float = 0.0):
         self.env, self.actor, self.policy, self.staleness = env, env.actor, policy, staleness
+        # of what is collected from now on, at most `staleness`
+        self.least_ess, self.allowed = least_ess, staleness
         self.version = self.env_steps = 0
+        # of the newest rollout, found by who collected it
+        self.parity: Parity | None = None
         self.stages = Stages("learner")
         self._state: dict | None = None
         self._weights: SnapshotWriter | None = None
@@ -87,6 +92,7 @@ class DistantCollector:
             self._weights.arrived()
         buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
         self.env.spec, self.env_steps, self._state = report.spec, report.env_steps, report.state
+        self.parity = report.parity
         self._episodes += report.episodes
         self._films += report.films
         self._tell(report)
@@ -95,7 +101,17 @@ class DistantCollector:
         """Publish them: the rollout that was taken last is done with."""
         self.version += 1
         self._weights.write(self.version)
-        self.actor.say(NewVersion(self.version))
+        self.actor.say(NewVersion(self.version, self.allowed))
+
+    def pace(self, ess: float) -> None:
+        """Of the rollout that was learned from: worth little, and the robots wait for newer weights from now on.
+
+        So nothing that was collected is thrown away. Twice as close to worth all, they may hurry again.
+        """
+        if ess < self.least_ess:
+            self.allowed = max(0, self.allowed - 1)
+        elif ess > (1 + self.least_ess) / 2:
+            self.allowed = min(self.staleness, self.allowed + 1)
 
     def _begin(self) -> None:
         self._weights = SnapshotWriter(self.policy, self.version)
@@ -112,6 +128,7 @@ class DistantCollector:
         (waited, spans), now = self.stages.drain(), time.time()
         behind = self.version - report.version
         figures = report.figures | {"queue_depth": float(len(self._finished)), "staleness": float(behind)}
+        figures["staleness_allowed"] = float(self.allowed)
         # over several updates their means are shares
         figures |= {f"behind_{versions}": float(versions == behind) for versions in range(self.staleness + 1)}
         figures["actor_wait_seconds"] = idle = figures.pop("wait_seconds", 0.0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sparring.algorithms.parity import Parity
 from sparring.collect.camera import Film
 from sparring.collect.episodes import Episode
 from sparring.collect.shared import SharedHandle
@@ -16,7 +17,7 @@ from sparring.collect.stages import Span
 from sparring.envs.backend import EnvSpec
 
 # stages that can hang, in the order of their columns in the shared table of deadlines
-WATCHED = ("make", "reset", "simulate", "infer", "complete", "share")
+WATCHED = ("make", "reset", "simulate", "infer", "complete", "gate", "share")
 # how much longer they may take the first time: things are compiled
 FIRST_TIME = 10
 # seconds to make the env and the policy: weights of gigabytes are read
@@ -25,7 +26,7 @@ MAKING_S = 1800.0
 
 @dataclass(frozen=True)
 class Start:
-    """What the process is made with. `acting()` makes the collector and its buffer."""
+    """What the process is made with. `acting()` makes the collector, its buffer, and who scores rollouts again."""
 
     acting: Callable
     threads: int
@@ -54,6 +55,8 @@ class Begin:
 @dataclass(frozen=True)
 class NewVersion:
     version: int
+    # how far rollouts that begin from now on may be behind
+    staleness: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Report:
     # all that the next rollout depends on
     state: dict
     figures: dict[str, float]
+    # of what the weights decided that collected it; None: the learner looks itself
+    parity: Parity | None
     episodes: list[Episode] = field(repr=False)
     films: list[Film] = field(repr=False)
     spans: list[Span] = field(repr=False)

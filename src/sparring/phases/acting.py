@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sparring.algorithms import ALGORITHMS
+from sparring.algorithms.scorer import Scorer
+from sparring.algorithms.updater import Updater
 from sparring.collect.collector import Collector
 from sparring.collect.distant import DistantCollector, DistantEnv, ReceivedRollout
 from sparring.collect.groups import GroupedCollector, GroupedEnv
@@ -16,6 +19,7 @@ from sparring.errors import UserError
 from sparring.phases.imagination import imagine
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
+from sparring.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,19 @@ class Acting:
     def random_seed(self) -> int:
         return self.config.seed + self.seat.rank
 
-    def __call__(self) -> tuple[Collector | GroupedCollector, Buffer]:
+    def __call__(self) -> tuple[Collector | GroupedCollector, Buffer, Scorer | None]:
         config = self.config
         env = make_robots(config, self.seat)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, self.seat.device).eval()
-        return make_collector(config, env, policy), make_rollout_buffer(config, env)
+        return make_collector(config, env, policy), make_rollout_buffer(config, env), self._scorer(policy)
+
+    def _scorer(self, policy: Policy) -> Scorer | None:
+        """Who scores rollouts again before they are stale, for algorithms that have the gate."""
+        algorithm = resolve(self.config.algorithm, ALGORITHMS, "algorithm")
+        gated = isinstance(algorithm, type) and issubclass(algorithm, Updater)
+        if not (gated and self.config.rollout.staleness):
+            return None
+        return Scorer(self.config.algorithm_section, policy, Distributed("cpu"))
 
 
 def make_robots(config, seat: Distributed | Seat) -> Env | GroupedEnv:
@@ -69,7 +81,7 @@ def act_apart(config, distributed: Distributed) -> DistantEnv:
 
 def make_collector(config, env: Env | GroupedEnv | DistantEnv, policy: Policy):
     if isinstance(env, DistantEnv):
-        return DistantCollector(env, policy, config.rollout.staleness)
+        return DistantCollector(env, policy, config.rollout.staleness, config.rollout.least_ess)
     envs = env.envs if isinstance(env, GroupedEnv) else [env]
     chunk, (_, episodes) = config.rollout.action_steps, rollout_length(config, env)
     collectors = [Collector(env, policy, config.seed, chunk=chunk, episodes=episodes) for env in envs]

@@ -10,6 +10,7 @@ from sparring.algorithms.make import make_algorithm
 from sparring.algorithms.updater import Updater
 from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
+from sparring.collect.distant import DistantCollector
 from sparring.collect.episodes import Episode
 from sparring.collect.stages import Span, Stages
 from sparring.config import Section
@@ -137,11 +138,22 @@ class Finetune:
         """An update from the rollout in the buffer."""
         started = time.perf_counter()
         with self.stages.at("learn", self.progress.updates):
-            metrics = self.algorithm.update(self.buffer.rollout(), fraction)
+            found = self._gate_what_came()
+            metrics = self.algorithm.update(self.buffer.rollout(), fraction) | found
         self.spans += self.stages.drain()[1]
+        if isinstance(self.collector, DistantCollector):
+            # fresh data has no weights, and is worth all of it
+            self.collector.pace(metrics.get("ess", 1.0))
         self.collector.weights_changed()
         self.progress.updates += 1
         return metrics | {"update_seconds": time.perf_counter() - started}
+
+    def _gate_what_came(self) -> dict[str, float]:
+        """What was decided elsewhere by weights that are gone was scored again there: is it what was done?"""
+        if not isinstance(self.collector, DistantCollector) or self.collector.parity is None:
+            return {}
+        parity = self.algorithm.gate(self.collector.parity)
+        return {"parity": parity.drift, "parity_ratio": parity.ratio, "parity_skipped": 0.0}
 
     def film(self, episodes: int) -> None:
         self.collector.film(episodes)
