@@ -76,7 +76,7 @@ class Stages:
             subprocess.run([*command, *count, *settings], check=True)
         return demos
 
-    def _load(self, name: str, fixed: list[str], not_for: tuple[str, ...]):
+    def load(self, name: str, fixed: list[str], not_for: tuple[str, ...]):
         from sparring.config_text import parse_overrides, read_settings
         from sparring.inherit import with_inherited
         from sparring.tree import load_config
@@ -91,7 +91,7 @@ class Stages:
 
         demos = ",".join(str(folder) for folder in self._record())
         fixed = [f"imitate.demos=[{demos}]", f"output={self.folder / 'imitate'}"]
-        run = Run(self._load(self.imitation, fixed, ("ppo.", "rollout.n", "env.reward")), quiet=True)
+        run = Run(self.load(self.imitation, fixed, ("ppo.", "rollout.n", "env.reward")), quiet=True)
         started = time.perf_counter()
         run.run()
         record["imitation_seconds"] = round(time.perf_counter() - started, 1)
@@ -105,7 +105,7 @@ class Stages:
         every = self.problem.evaluate_every
         fixed = [f"pretrained={self.folder / 'imitate'}", f"output={self.folder / 'finetune'}"]
         fixed.append(f"training.total_timesteps={self.problem.steps}")
-        run = Run(self._load(self.finetuning, fixed, ("imitate.",)), quiet=True)
+        run = Run(self.load(self.finetuning, fixed, ("imitate.",)), quiet=True)
         progress, deadline = run.phase.progress, time.time() + 60 * self.minutes
         while run.fraction < 1 and time.time() < deadline:
             started = time.perf_counter()

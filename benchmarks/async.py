@@ -1,0 +1,171 @@
+"""Does collecting while learning gain what it could, and does it cost nothing?
+
+    python benchmarks/async.py bound                     # CPU: camera policy, all cores; minutes
+    python benchmarks/async.py vla --device cuda         # the small VLA on a GPU, three seeds; 15 minutes
+    python benchmarks/async.py bits [--device cuda]      # staleness 0 against in turns, bit by bit
+    python benchmarks/async.py summary
+
+- bound: bound = synchronous time / its busiest resource (async_speed.py). Wanted: at least 0.85 of it.
+- vla: the same of whole runs on a GPU, and what came of them (async_vla.py). Wanted: at least 1.4 times as fast, and
+  success whose Wilson intervals overlap.
+- bits: wanted: no bit differs.
+
+What staleness costs is in async_stale.py, what happens when something dies in async_failures.py.
+A part that was cut short goes on with the runs that are not there yet; --again forgets them.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import async_speed
+import async_vla
+import report
+from stages import RUNS
+
+RESULTS = report.RESULTS / "async.json"
+SEEDS = (0, 1, 2)
+# a CNN on one camera; learning and collecting take about as long
+CAMERA = [
+    "env.task=push_d0",
+    "env.cameras=[head,wrist]",
+    "env.object_state=hidden",
+    "device=cpu",
+    "rollout.n_envs=32",
+    "rollout.steps=32",
+    "ppo.mini_batch_size=256",
+]
+
+
+def bound(args) -> dict:
+    cores = len(os.sched_getaffinity(0))
+    half = max(1, cores // 2)
+    # in turns every stage may have all cores; at the same time they share them
+    in_turns = [[f"env.threads={cores}", f"threads={threads}"] for threads in sorted({1, half, cores})]
+    in_turns.append([f"env.threads={cores}", f"threads={cores}", "rollout.groups=2"])
+    at_once = [[f"env.threads={half}", f"threads={threads}"] for threads in sorted({1, half})]
+    at_once.append([f"env.threads={half}", f"threads={half}", "ppo.proximal=interpolated"])
+    found = {}
+    for epochs in (1, 4):
+        found[f"{epochs} epochs"] = async_speed.compare([*CAMERA, f"ppo.ppo_epochs={epochs}"], in_turns, at_once, 6, 2)
+        found[f"{epochs} epochs"].pop("spans")
+    return found
+
+
+def vla(args) -> dict:
+    one = async_vla.imitated(args.runs / "async_vla", args.device, args.threads)
+    known = _known().get("vla", {})
+    for seed in args.seeds:
+        for mode in async_vla.MODES:
+            if f"{mode}/{seed}" not in known:
+                known[f"{mode}/{seed}"] = outcome = async_vla.finetune(one, mode, seed)
+                print(json.dumps({k: v for k, v in outcome.items() if k != "spans"}), flush=True)
+                known["imitated"] = json.loads((one.folder / "judged.json").read_text())["imitated"]
+                _keep("vla", known, args.device)
+    return known
+
+
+def bits(args) -> dict:
+    """In how many settings all weights are the same after some updates, and in which they are not."""
+    import torch
+
+    from sparring.config_text import parse_overrides
+    from sparring.distributed import Distributed
+    from sparring.phases.finetune import Finetune
+    from sparring.random_state import seed_everything
+    from sparring.tree import load_config
+
+    small = ["rollout.n_envs=8", "rollout.steps=16", "threads=1", f"device={args.device}", "rollout.render_episodes=0"]
+    flow = ["policy.name=flow", "policy.method=flow_noise", "rollout.action_steps=4"]
+    native = ["policy.name=native_vla", "policy.method=flow_sde", "rollout.action_steps=5", "env.cameras=[head]"]
+    cases = {"state": [], "camera": ["env.cameras=[head]"], "flow": flow, "native VLA": native}
+    cases["two groups"] = ["rollout.groups=2"]
+    found = {}
+    for name, more in cases.items():
+        weights = []
+        for mode in (["rollout.mode=sync"], ["rollout.mode=async", "rollout.staleness=0"]):
+            config = load_config(None, parse_overrides(["phase=finetune", *small, *more, *mode]))
+            torch.set_num_threads(1)
+            seed_everything(config.seed)
+            phase = Finetune.from_config(config, Distributed(config.device))
+            for _ in range(5):
+                phase.step(0.5)
+            weights.append({name: weight.clone() for name, weight in phase.model.state_dict().items()})
+            phase.env.close()
+        one, other = weights
+        found[name] = {"weights": len(one), "equal": sum(torch.equal(w, other[key]) for key, w in one.items())}
+        print(name, found[name], flush=True)
+    return found
+
+
+def summary() -> str:
+    known, rows = _known(), [("question", "found", "target")]
+    for name, case in known.get("bound", {}).items():
+        told = f"{case['gain']:.2f}x of {case['bound']:.2f}x: {case['of_bound']:.2f} of the bound"
+        rows.append((f"camera policy on {case['cores']} cores, {name}", told, _met(case["of_bound"] >= 0.85)))
+    rows += _vla_rows(known.get("vla", {}))
+    for name, case in known.get("bits", {}).items():
+        told = f"{case['equal']} of {case['weights']} tensors equal"
+        rows.append((f"staleness 0, {name}", told, _met(case["equal"] == case["weights"])))
+    return report.table(rows)
+
+
+def _vla_rows(known: dict) -> list[tuple]:
+    rows = []
+    seeds = [seed for seed in SEEDS if f"sync/{seed}" in known and f"async/{seed}" in known]
+    for seed in seeds:
+        sync, both = known[f"sync/{seed}"], known[f"async/{seed}"]
+        gain, best = (
+            sync["update"] / both["update"],
+            sync["update"] / max(*sync["stages"].values(), sync["gpu_seconds"]),
+        )
+        told = f"{sync['seconds']} s / {both['seconds']} s = {gain:.2f}x, {gain / best:.2f} of the bound {best:.2f}x"
+        rows.append((f"small VLA, seed {seed}", told, f"{_met(gain >= 1.4)}, {_met(gain / best >= 0.85)}"))
+        told = f"{report.rate_in_words(sync)} / {report.rate_in_words(both)}"
+        apart = sync["low"] > both["high"] or both["low"] > sync["high"]
+        rows.append((f"success in turns / at once, seed {seed}", told, _met(not apart)))
+        told = ", ".join(f"{stage} {share:.0%}" for stage, share in both["overlap"].items())
+        rows.append((f"at work while it learns, seed {seed}", told, ""))
+    if seeds:
+        rows.insert(0, ("success after imitation", report.rate_in_words(known["imitated"]), ""))
+    return rows
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def _known() -> dict:
+    return json.loads(RESULTS.read_text())["parts"] if RESULTS.is_file() else {}
+
+
+def _keep(part: str, found: dict, device: str) -> None:
+    """Each part was measured at its own time and place."""
+    told = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"about": {}, "parts": {}}
+    told["about"][part] = report.metadata() | {"hardware": report.device(device)}
+    told["parts"][part] = found
+    report.write_json(RESULTS, told)
+
+
+PARTS = {"bound": bound, "vla": vla, "bits": bits}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS, "summary"])
+    parser.add_argument("--device", default="cpu", help="of vla and bits: cpu or cuda")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of vla")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of vla: that simulate")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
+    parser.add_argument("--again", action="store_true", help="forget what is known of this part")
+    args = parser.parse_args()
+    if args.part != "summary":
+        if args.again:
+            _keep(args.part, {}, args.device)
+        _keep(args.part, PARTS[args.part](args), args.device)
+    print(summary())
+
+
+if __name__ == "__main__":
+    main()

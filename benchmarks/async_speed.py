@@ -1,0 +1,133 @@
+"""How long an update takes, in turns and at the same time, and how much faster it could be at best.
+
+A stage is work that one resource does: the cores simulate, a processor decides, another or the same one learns. Nothing
+is faster than its busiest resource, so that
+
+    bound = synchronous time / max(simulate, infer, learn, and on a GPU its kernels of all stages together)
+
+where all are of the synchronous run. That run is the fastest of several that use the machine differently, groups of
+robots among them (which overlap simulating and deciding in turns with learning, too).
+"""
+
+import gc
+import os
+import time
+from dataclasses import dataclass, field
+
+STAGES = ("simulate", "infer", "learn")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of an update, mean seconds."""
+
+    settings: list[str]
+    seconds: float
+    stages: dict[str, float]
+    metrics: dict[str, float]
+    gpu_seconds: float | None
+    spans: list = field(repr=False)
+
+    def told(self) -> dict:
+        told = {"settings": self.settings, "seconds": round(self.seconds, 4)}
+        told |= {"stages": _rounded(self.stages), "metrics": _rounded(self.metrics)}
+        return told | ({} if self.gpu_seconds is None else {"gpu_seconds": round(self.gpu_seconds, 4)})
+
+
+def time_updates(settings: list[str], updates: int, warm_up: int, profiled: bool = False) -> Timing:
+    """`updates` of them after `warm_up`; `profiled`: one more, for which the GPU's kernels are timed."""
+    import torch
+
+    from sparring.config_text import parse_overrides
+    from sparring.distributed import Distributed
+    from sparring.phases.finetune import Finetune
+    from sparring.tree import load_config
+
+    # what the last one left on the GPU
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    config = load_config(None, parse_overrides(["phase=finetune", "rollout.render_episodes=0", *settings]))
+    torch.set_num_threads(config.threads or 1)
+    phase = Finetune.from_config(config, Distributed(config.device))
+    try:
+        for _ in range(warm_up):
+            phase.step(0.5)
+        phase.drain_spans()
+        began = _now(phase)
+        rows = [phase.step(0.5) for _ in range(updates)]
+        seconds = (_now(phase) - began) / updates
+        spans = phase.drain_spans()
+        gpu = gpu_seconds(lambda: phase.step(0.5)) if profiled and phase.env.device.type == "cuda" else None
+    finally:
+        phase.env.close()
+    means = {name: sum(row[name] for row in rows) / updates for name in rows[-1] if all(name in row for row in rows)}
+    stages = {stage: means[f"{'update' if stage == 'learn' else stage}_seconds"] for stage in STAGES}
+    told = ("collect_seconds", "staleness", "ess", "learner_idle", "actor_idle", "queue_depth", "approx_kl")
+    return Timing(settings, seconds, stages, {n: means[n] for n in told if n in means}, gpu, spans)
+
+
+def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]], updates: int, warm_up: int) -> dict:
+    """The fastest of each, the bound, and what part of it is reached."""
+    sync = [time_updates([*base, *more], updates, warm_up, profiled=True) for more in in_turns]
+    both = [time_updates([*base, "rollout.mode=async", *more], updates, warm_up) for more in at_once]
+    best, other = (min(tried, key=lambda timing: timing.seconds) for tried in (sync, both))
+    busiest = max([*best.stages.values(), best.gpu_seconds or 0.0])
+    bound, gain = best.seconds / busiest, best.seconds / other.seconds
+    return {
+        "cores": os.cpu_count(),
+        "sync": best.told(),
+        "async": other.told(),
+        "tried": [timing.told() for timing in (*sync, *both)],
+        "bound": round(bound, 3),
+        "gain": round(gain, 3),
+        "of_bound": round(gain / bound, 3),
+        "overlap": overlaps(other.spans),
+        "spans": [vars(span) for span in other.spans],
+    }
+
+
+def overlaps(spans: list) -> dict[str, float]:
+    """The share of the time of learning in which a robot was simulated, and in which one was decided for."""
+    learning = _merged([(s.begin, s.end) for s in spans if s.stage == "learn"])
+    length = sum(end - begin for begin, end in learning)
+    shares = {}
+    for stage in ("simulate", "infer"):
+        others = _merged([(s.begin, s.end) for s in spans if s.stage == stage])
+        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in learning for b in others)
+        shares[stage] = round(both / length, 3) if length else 0.0
+    return shares
+
+
+def _merged(parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time, in parts that do not overlap."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(parts):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _now(phase) -> float:
+    """When all that was asked of the GPU is done."""
+    import torch
+
+    if phase.env.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def gpu_seconds(work) -> float:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+
+
+def _rounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: round(number, 4) for name, number in numbers.items()}

@@ -1,0 +1,80 @@
+"""The `small` VLA on a GPU: is a run that collects while it learns as good as one in turns, and how much sooner?
+
+Scripted experts show how to lift a cube; the VLA, which sees two cameras and what the robot feels, imitates them
+(configs/vla_small_imitate.yaml) and is then fine-tuned by PPO (configs/vla_small_finetune.yaml), in turns and at the
+same time, with the same seeds and as many steps. Each run has the machine for itself. All go on from one imitation.
+
+Seconds are those of the updates after the first two, in which things are compiled, for as many updates as there were.
+"""
+
+import time
+from pathlib import Path
+
+import stages
+from async_speed import STAGES, gpu_seconds, overlaps
+from stages import Problem
+
+PROBLEM = Problem(("lift_d0",), ["env.cameras=[head,wrist]", "env.image_size=128"], 60, 320_000)
+CONFIGS = ("vla_small_imitate.yaml", "vla_small_finetune.yaml")
+EPISODES = 300
+# updates that are not timed
+FIRST = 2
+# of the async run, what is kept for the picture of its timeline
+SHOWN = (10, 15)
+MODES = {"sync": ["rollout.mode=sync"], "async": ["rollout.mode=async"]}
+TOLD = (
+    *(f"{stage}_seconds" for stage in ("simulate", "infer", "collect", "update")),
+    *("staleness", "ess", "learner_idle", "actor_idle", "parity", "parity_ratio", "approx_kl", "explained_variance"),
+)
+
+
+def judge(policy, config) -> dict:
+    return stages.rate(stages.play(policy, config, EPISODES, greedy=True))
+
+
+def imitated(folder: Path, device: str, threads: int) -> stages.Stages:
+    """The imitation that all runs go on from; made where there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    one = stages.Stages("vla", PROBLEM, *CONFIGS, judge, 0, folder, 0.0, threads, device, [])
+    one.run()
+    return one
+
+
+def finetune(one: stages.Stages, mode: str, seed: int) -> dict:
+    """From what was imitated to the last step: how long it took and what came of it."""
+    import torch
+
+    from sparring.run import Run
+
+    fixed = [f"pretrained={one.folder / 'imitate'}", f"output={one.folder / f'{mode}_{seed}'}", "resume=never"]
+    fixed += [f"training.total_timesteps={PROBLEM.steps}", "rollout.render_episodes=0", *MODES[mode]]
+    made = time.perf_counter()
+    config = one.load(one.finetuning, fixed, ("imitate.",))
+    run = Run(config.model_copy(update={"seed": seed}), quiet=True)
+    ends, spans, rows, shown = [], [], [], []
+    while run.fraction < 1:
+        rows.append(run.phase.step(run.fraction))
+        torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+        new = run.phase.drain_spans()
+        spans += new
+        shown += new if SHOWN[0] <= len(rows) < SHOWN[1] else []
+    each = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
+    means = {n: round(sum(r[n] for r in rows[FIRST:]) / len(rows[FIRST:]), 4) for n in TOLD if n in rows[-1]}
+    told = {
+        "mode": mode,
+        "seed": seed,
+        "updates": len(ends),
+        "env_steps": run.phase.progress.env_steps,
+        "seconds": round(each * len(ends), 1),
+        "seconds_until_timed": round(ends[FIRST - 1] - made, 1),
+        "update": round(each, 4),
+        "stages": {s: means[f"{'update' if s == 'learn' else s}_seconds"] for s in STAGES},
+        "metrics": means,
+        "training_success": [round(row["success_rate"], 3) for row in rows if "success_rate" in row],
+        "overlap": overlaps(spans),
+    } | judge(run.phase.policy, run.config)
+    if mode == "sync":
+        told["gpu_seconds"] = round(gpu_seconds(lambda: run.phase.step(1.0)), 4)
+    run.phase.env.close()
+    return told | ({"spans": [vars(span) for span in shown]} if mode == "async" and seed == 0 else {})
