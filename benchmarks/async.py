@@ -57,7 +57,7 @@ def vla(args) -> dict:
     one = async_vla.imitated(args.runs / "async_vla", args.device, args.threads)
     known = _known().get("vla", {})
     for seed in args.seeds:
-        for mode in async_vla.MODES:
+        for mode in args.modes:
             if f"{mode}/{seed}" not in known:
                 known[f"{mode}/{seed}"] = outcome = async_vla.finetune(one, mode, seed)
                 print(json.dumps({k: v for k, v in outcome.items() if k != "spans"}), flush=True)
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("part", choices=[*PARTS, "summary"])
     parser.add_argument("--device", default="cpu", help="of vla and bits: cpu or cuda")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of vla")
+    parser.add_argument("--modes", nargs="+", choices=[*async_vla.MODES], default=[*async_vla.MODES], help="of vla")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of vla: that simulate")
     parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
     parser.add_argument("--again", action="store_true", help="forget what is known of this part")

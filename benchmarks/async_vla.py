@@ -9,6 +9,7 @@ Seconds are those of the updates after the first two, in which things are compil
 
 import time
 from pathlib import Path
+from statistics import fmean
 
 import stages
 from async_speed import STAGES, gpu_seconds, overlaps
@@ -60,7 +61,7 @@ def finetune(one: stages.Stages, mode: str, seed: int) -> dict:
         spans += new
         shown += new if SHOWN[0] <= len(rows) < SHOWN[1] else []
     each = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
-    means = {n: round(sum(r[n] for r in rows[FIRST:]) / len(rows[FIRST:]), 4) for n in TOLD if n in rows[-1]}
+    means = {name: round(fmean(r[name] for r in rows[FIRST:] if name in r), 4) for name in TOLD if any(name in r for r in rows[FIRST:])}
     told = {
         "mode": mode,
         "seed": seed,

@@ -228,8 +228,10 @@ def test_the_timeline_shows_collecting_while_learning(tmp_path):
     more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
     spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    stages = {"wait", "reset", "infer", "simulate", "complete", "collect", "gate", "share", "learn"}
-    assert {span.stage for span in spans} == stages
+    collector = {"wait", "load", "collect", "reset", "infer", "simulate", "complete", "gate", "share"}
+    learner = {"wait", "take", "learn", "publish"}
+    assert {span.stage for span in spans if span.who == "collector"} == collector
+    assert {span.stage for span in spans if span.who == "learner"} == learner
     assert [span.version for span in spans if span.stage == "learn"] == list(range(8))
     assert sum(span.stage == "simulate" for span in spans) >= 8 * 9
     assert overlap(spans, ("learner", "learn"), ("collector", "simulate")) > 0.05

@@ -142,7 +142,8 @@ class Actor:
         while True:
             with self.stages.at("wait", self.collector.version):
                 self.line.wait_for_turn(number)
-            self.collector.version = snapshot.load()
+            with self.stages.at("load", self.collector.version):
+                self.collector.version = snapshot.load()
             if films := self.line.take_films():
                 self.collector.film(films)
             self.collector.collect(self.buffer)

@@ -90,7 +90,8 @@ class DistantCollector:
         if report.places is not None:
             self._places = SharedTensors.attach(report.places)
             self._weights.arrived()
-        buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
+        with self.stages.at("take", self.version):
+            buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
         self.env.spec, self.env_steps, self._state = report.spec, report.env_steps, report.state
         self.parity = report.parity
         self._episodes += report.episodes
@@ -100,7 +101,8 @@ class DistantCollector:
     def weights_changed(self) -> None:
         """Publish them: the rollout that was taken last is done with."""
         self.version += 1
-        self._weights.write(self.version)
+        with self.stages.at("publish", self.version):
+            self._weights.write(self.version)
         self.actor.say(NewVersion(self.version, self.allowed))
 
     def pace(self, ess: float) -> None:
