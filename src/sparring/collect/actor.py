@@ -5,6 +5,7 @@ weights are of version k - staleness or newer, with the newest there are; k's pl
 the learner is then done with. It ends when the pipe is closed, as it also is when the learner dies.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -215,6 +216,9 @@ def _in_words(error: Exception) -> list[str]:
 def main() -> None:
     # Ctrl-C is for the learner, which then hangs up
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the learner keeps what is said here in its log of envs
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    logging.getLogger("sparring").setLevel(logging.DEBUG)
     serve(Line(Connection(int(sys.argv[1]))))
     # threads that simulate may still be at it
     sys.stdout.flush()
