@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from metric_names import unexplained
 
 from sparring.algorithms.flat import FlatParameters
 from sparring.collect.shared import SharedTensors
@@ -55,9 +56,8 @@ def all_lines(folder) -> list[dict]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
-    other = ("timestamp", "steps_per_second", "queue_depth", "staleness", "behind_0", "actor_idle", "learner_idle")
-    other += ("parity", "parity_ratio")
-    return [{k: v for k, v in row.items() if k not in other and "_seconds" not in k} for row in all_lines(folder)]
+    other = ("timestamp", "train/parity", "train/parity_ratio")
+    return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
 
 
 WAYS = {
@@ -159,12 +159,12 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     # nothing would be behind only if the robots waited for each update
     assert max(behind) >= 1
     written = all_lines(tmp_path)
-    assert [row["staleness"] for row in written] == behind
-    assert all(row[f"behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
-    assert {"queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds"} <= written[
-        -1
-    ].keys()
-    assert 0 <= written[-1]["learner_idle"] <= 1
+    assert not unexplained(written[-1])
+    assert [row["perf/staleness"] for row in written] == behind
+    assert all(row[f"perf/behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
+    names = ("queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds")
+    assert {f"perf/{name}" for name in names} <= written[-1].keys()
+    assert 0 <= written[-1]["perf/learner_idle"] <= 1
 
 
 def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):

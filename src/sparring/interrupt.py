@@ -9,7 +9,8 @@ log = logging.getLogger(__name__)
 class Interrupt:
     """The first Ctrl-C (or SIGTERM) asks the loop to stop after this update; the second stops at once."""
 
-    def __init__(self):
+    def __init__(self, speaks: bool = True):
+        self.speaks = speaks
         self.asked = False
         self.before: dict = {}
 
@@ -28,4 +29,5 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        log.warning("\nstopping after this update, then saving; once more gives up without saving")
+        if self.speaks:
+            log.warning("\nstopping after this update, then saving; once more gives up without saving")

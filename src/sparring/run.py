@@ -35,7 +35,7 @@ from sparring.record.log import LOGGER, log_normalizers, log_to_console, log_to_
 from sparring.record.pictures import NoVideoEncoder
 from sparring.record.recorder import Recorder
 from sparring.record.sinks import check_installed, make_sinks
-from sparring.record.status import Status, in_words, system_facts, why
+from sparring.record.status import status_of, why
 from sparring.resolve import resolve
 from sparring.tree import Config
 from sparring.world_models.world_model import WorldModel
@@ -87,10 +87,7 @@ class Run:
                 self.recorder.sinks = make_sinks(config, self.folder, self.phase.progress.updates)
         # also when this is garbage, and when the interpreter ends
         weakref.finalize(self, self.recorder.close)
-        # of averaged weights it is not they that learn
-        learns = getattr(self.phase, "policy", self.phase.model)
-        task = ", ".join(getattr(config.env, "task", ())) or config.env.name
-        self.status = Status(self.folder, config.phase, task, system_facts(self.distributed.device, learns))
+        self.status = status_of(config, self.folder, self.phase, self.distributed.device)
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -116,8 +113,7 @@ class Run:
     def announce(self) -> None:
         """What is about to happen, before it does."""
         phase, config = self.phase, self.config
-        for line in in_words(self.status.told["system"]):
-            log.info("%s", line)
+        log.info("%s", self.status.system_in_words())
         log.info(
             "%s in %s on %s: learns from %s; seed %s",
             config.phase,
@@ -163,8 +159,7 @@ class Run:
     @contextmanager
     def _told(self) -> Iterator[None]:
         """status.json says that it goes on, and then how it ended."""
-        self.status.progress(self.phase.progress, self.fraction)
-        self.status.begin(self.recorder.evaluations())
+        self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations())
         try:
             yield
         except BaseException as error:
@@ -180,7 +175,7 @@ class Run:
     def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress
         self._film_what_comes()
-        with Interrupt() as interrupt:
+        with Interrupt(speaks=self.distributed.is_main) as interrupt:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
                 metrics = self._step()

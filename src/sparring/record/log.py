@@ -1,10 +1,10 @@
 """Messages: to the console for people, to files in the run folder for later.
 
-logs/
-  rl_training_YYYYMMDD_HHMMSS.log           all of them, but for the DEBUG lines of the three below
-  env/env_YYYYMMDD_HHMMSS.log               sparring.env: robots made and reset; what worker processes say; how they died
-  normalizer/normalizer_YYYYMMDD_HHMMSS.log sparring.normalizer: statistics, with each line of metrics
-  training/training_YYYYMMDD_HHMMSS.log     sparring.training: the numbers of each update
+logs/                          (each file also has _YYYYMMDD_HHMMSS in its name, of when its process began)
+  rl_training.log              all of them, but for the DEBUG lines of the three below
+  env/env.log                  sparring.env: robots made and reset; what worker processes say, and how they died
+  normalizer/normalizer.log    sparring.normalizer: statistics, with each line of metrics
+  training/training.log        sparring.training: the numbers of each update
 train.log -> the newest of the first
 """
 

@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from sparring import __version__
 from sparring.errors import UserError
-from sparring.phases.phase import Progress
+from sparring.phases.phase import Phase, Progress
 
 # between two writes of no more than progress
 SECONDS = 1.0
@@ -33,14 +34,14 @@ class Status:
         self.told |= {"progress": None, "best": None, "last": None, "system": system}
         self._written = -float("inf")
 
-    def begin(self, evaluations: list[dict]) -> None:
+    def begin(self, progress: Progress, fraction: float, evaluations: list[dict]) -> None:
         """`evaluations`: lines of evaluations.jsonl so far."""
         self.told |= {"state": "running", "why": None, "ended": None}
+        self.progress(progress, fraction)
         self.evaluated(evaluations)
 
     def progress(self, progress: Progress, fraction: float) -> None:
-        made = {"updates": progress.updates, "env_steps": progress.env_steps, "episodes": progress.episodes}
-        self.told["progress"] = made | {"fraction": fraction}
+        self.told["progress"] = asdict(progress) | {"fraction": fraction}
         if time.monotonic() - self._written >= SECONDS:
             self._write()
 
@@ -54,6 +55,16 @@ class Status:
         self.told |= {"state": state, "why": why, "ended": time.time()}
         self._write()
 
+    def system_in_words(self) -> str:
+        """The beginning of a log."""
+        system = self.told["system"]
+        gpu = f", {system['gpu']}" if system["gpu"] else ""
+        return (
+            f"sparring {system['sparring']}, Python {system['python']}, torch {system['torch']}; "
+            f"{system['platform']}, {system['cpus']} CPUs{gpu}; "
+            f"{system['trainable']:,} parameters learn, {system['frozen']:,} are frozen"
+        )
+
     def _write(self) -> None:
         if self.file is None:
             return
@@ -64,14 +75,24 @@ class Status:
         self._written = time.monotonic()
 
 
+def status_of(config, folder: Path | None, phase: Phase, device: torch.device) -> Status:
+    tasks = getattr(config.env, "task", ())
+    task = tasks if isinstance(tasks, str) else ", ".join(tasks) or config.env.name
+    # of averaged weights it is not they that learn
+    learns = getattr(phase, "policy", phase.model)
+    return Status(folder, config.phase, task, _system(device, learns))
+
+
 def _rate(line: dict) -> dict:
     names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
     return {ours: line.get(f"eval/{theirs}") for ours, theirs in names.items()} | {"update": line["update"]}
 
 
-def system_facts(device: torch.device, model: nn.Module) -> dict:
+def _system(device: torch.device, model: nn.Module) -> dict:
     """What a run runs on, what it trains, and how it was started."""
-    sizes = {learns: sum(p.numel() for p in model.parameters() if p.requires_grad == learns) for learns in (True, False)}
+    sizes = {
+        learns: sum(p.numel() for p in model.parameters() if p.requires_grad == learns) for learns in (True, False)
+    }
     program, *words = sys.argv
     program = "sparring" if Path(program).name == "__main__.py" else Path(program).name
     return {
@@ -86,16 +107,6 @@ def system_facts(device: torch.device, model: nn.Module) -> dict:
         "frozen": sizes[False],
         "command": shlex.join([program, *words]),
     }
-
-
-def in_words(system: dict) -> list[str]:
-    """The beginning of a log."""
-    gpu = f", {system['gpu']}" if system["gpu"] else ""
-    return [
-        f"sparring {system['sparring']}, Python {system['python']}, torch {system['torch']}; "
-        f"{system['platform']}, {system['cpus']} CPUs{gpu}",
-        f"{system['trainable']:,} parameters learn, {system['frozen']:,} are frozen",
-    ]
 
 
 def why(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Numbers as TensorBoard's event files, in `<run folder>/tensorboard`. Needs the extra `tensorboard`, not TensorFlow."""
+"""Numbers for TensorBoard, in `<run folder>/tensorboard`. Needs the extra `tensorboard`, but no TensorFlow."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Numbers and videos in Weights & Biases, or offline in `<run folder>/wandb` until `wandb sync`. Needs the extra `wandb`.
+"""Numbers and videos in Weights & Biases, or in `<run folder>/wandb` until `wandb sync`. Needs the extra `wandb`.
 
 A process of W&B's own writes all of it to disk and uploads; where the network fails it tries again, and training does
 not wait for it.
