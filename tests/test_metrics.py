@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -189,8 +190,16 @@ def test_tensorboard_has_every_line_once_also_after_a_stop(tmp_path):
     assert "eval/success_rate" not in events.Tags()["scalars"]
 
 
-def history(file: Path) -> list[tuple[int, dict]]:
-    """(step, numbers) of the rows in a `.wandb` file: a log of LevelDB's kind, in blocks, of protocol buffers."""
+def history(file: Path, rows: int) -> list[tuple[int, dict]]:
+    """(step, numbers) of so many rows in a `.wandb` file, which W&B's process may still be writing."""
+    deadline = time.monotonic() + 20
+    while len(found := _rows(file)) < rows and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _rows(file: Path) -> list[tuple[int, dict]]:
+    """A log of LevelDB's kind, in blocks, of protocol buffers."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, rows = file.read_bytes(), 7, [], []
@@ -198,6 +207,8 @@ def history(file: Path) -> list[tuple[int, dict]]:
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
         _, size, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + size > len(data):
+            break
         parts.append(data[at + 7 : at + 7 + size])
         at += 7 + size
         # a whole record, or the last part of one
@@ -218,7 +229,7 @@ def test_wandb_keeps_numbers_and_videos_of_one_run_over_a_stop(tmp_path, monkeyp
     # two processes' parts of one run, whose id the folder keeps
     number = (tmp_path / "wandb/id").read_text()
     assert [part.name for part in parts] == [f"run-{number}.wandb"] * 2
-    first, second = (history(part) for part in parts)
+    first, second = history(parts[0], 3), history(parts[1], 2)
     assert [step for step, _ in first] == [1, 2, 3] and [step for step, _ in second] == [3, 4]
     for step, row in [*first[:2], *second]:
         line = written[step - 1]
@@ -238,7 +249,7 @@ def test_wandb_gets_a_video_with_the_step_that_is_open(tmp_path, monkeypatch):
     sink.write(4, {"train/loss": 2.0})
     sink.close(failed=False)
     (part,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    third, fourth = history(part)
-    video = third[1]["videos/rollout"]
-    assert video["_type"] == "video-file" and (part.parent / "files" / video["path"]).read_bytes() == b"film"
-    assert (third[0], fourth[0], fourth[1]["train/loss"]) == (3, 4, 2.0) and "videos/rollout" not in fourth[1]
+    (step, third), (next_step, fourth) = history(part, 2)
+    assert (step, next_step, fourth["train/loss"]) == (3, 4, 2.0) and "videos/rollout/path" not in fourth
+    assert (part.parent / "files" / third["videos/rollout/path"]).read_bytes() == b"film"
+    assert third["videos/rollout/caption"] == "rollout_3"

@@ -50,7 +50,7 @@ class ActorProcess:
         self.connection, theirs = Pipe()
         self.process = subprocess.Popen(
             # a fresh interpreter, as for workers of envs: scripts need no `if __name__ == "__main__"`
-            [sys.executable, "-X", "faulthandler", "-P", "-m", "sparring.collect.actor", str(theirs.fileno())],
+            [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", "sparring.collect.actor", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=_environment(),

@@ -178,8 +178,9 @@ class Member:
         self.number, self.envs = number, envs
         self.connection, theirs = Pipe()
         self.process = subprocess.Popen(
+            # -u, -X faulthandler: its last words are heard
             # -P: no implicit current folder; the parent's whole path comes by PYTHONPATH
-            [sys.executable, "-X", "faulthandler", "-P", "-m", "sparring.envs.worker", str(theirs.fileno())],
+            [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", "sparring.envs.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=_environment(),

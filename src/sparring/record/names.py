@@ -49,7 +49,7 @@ NAMES = {
     "return_std": Metric("train/return_std", "Standard deviation of these returns; PPO only."),
     "groups_dropped": Metric("train/groups_dropped", "Groups of GRPO all of whose episodes earned the same."),
     "parity": Metric("train/parity", "The parity gate: largest drift between acting and scoring, in sigmas."),
-    "parity_ratio": Metric("train/parity_ratio", "Largest |probability ratio - 1| where the gate looked."),
+    "parity_ratio": Metric("train/parity_ratio", "Largest distance of a ratio of probabilities from 1 there."),
     "parity_skipped": Metric("train/parity_skipped", "Share of stale decisions that the gate could not look at."),
     "ess": Metric("train/ess", "Effective sample size of stale data: the share of its decisions an update is worth."),
     "weight_mean": Metric("train/weight_mean", "Mean weight of stale decisions, before any cap."),
