@@ -3,8 +3,10 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,19 @@ def test_the_snippets_about_data_run_as_they_stand(tmp_path, monkeypatch):
     assert len(names["store"]) >= 16 and names["store"].episode(0).batch_size == (20,)
     assert names["reader"].sample(2).batch_size == (2,)
     names["store"].close()
+
+
+@pytest.mark.parametrize("page", ["docs/metrics.md", "docs/outputs.md"])
+def test_the_snippets_about_metrics_run_as_they_stand(page, trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    for code in snippets(page):
+        if "pandas" not in code or find_spec("pandas"):
+            exec(compile(code, page, "exec"), {})
+    assert capsys.readouterr().out
+    if shutil.which("jq"):
+        for command in re.findall(r"^(?:tail -f \S+ \| )?(jq .*)$", (ROOT / page).read_text(), re.M):
+            file = "" if command.endswith(".jsonl") else " outputs/teacher_rl/episode_metrics.jsonl"
+            assert subprocess.run(command + file, shell=True, capture_output=True, check=True).stdout
 
 
 def test_the_snippet_that_reads_demonstrations_runs_as_it_stands(trained, monkeypatch):
