@@ -12,6 +12,9 @@ import wandb
 from sparring.errors import UserError
 from sparring.record.configs import LoggingConfig
 
+# how long the end of a run waits for what is not uploaded yet
+UPLOAD_S = 300.0
+
 
 class WeightsAndBiases:
     """A run of theirs for a run folder, also after a stop; its steps are updates."""
@@ -28,11 +31,12 @@ class WeightsAndBiases:
                 dir=folder,
                 config=config,
                 # what is said goes to our logs
-                settings=wandb.Settings(console="off", silent=True),
+                settings=wandb.Settings(console="off", silent=True, finish_timeout=UPLOAD_S),
             )
         except (wandb.Error, OSError) as error:
+            told = str(error).rstrip(".")
             raise UserError(
-                f"logging.mode={logging.mode}: Weights & Biases did not start: {error}; log in (wandb login), or use "
+                f"logging.mode={logging.mode}: Weights & Biases did not start: {told}; log in (wandb login), or use "
                 "logging.mode=offline and upload later (wandb sync)"
             ) from None
 
