@@ -85,13 +85,17 @@ class Recorder:
         if self.folder is None:
             return None
         path = write_video(self.folder / "videos" / f"{name}.mp4", frames, fps)
-        self._each_sink(lambda sink: sink.video(name, path))
+        self.share_video(name, path)
         return path
 
     def film(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
         """An episode as a video and as a strip of pictures."""
         self.image(name, filmstrip(frames))
         return self.video(name, frames, fps)
+
+    def share_video(self, name: str, path: Path) -> None:
+        """One that is complete, with the sinks."""
+        self._each_sink(lambda sink: sink.video(name, path))
 
     def close(self, failed: bool = False) -> None:
         """Nothing more comes; `failed`: because the run did not end well."""
