@@ -165,12 +165,12 @@ class Run:
         except BaseException as error:
             # the console is told by whoever catches it
             log.debug("ended by an exception", exc_info=True)
-            self.status.end("interrupted" if isinstance(error, KeyboardInterrupt) else "crashed", why(error))
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed"
+            self.status.end(self.phase.progress, self.fraction, state, why(error))
             self.recorder.close(failed=True)
             raise
-        self.status.progress(self.phase.progress, self.fraction)
-        finished = self.fraction >= 1
-        self.status.end("finished" if finished else "interrupted", None if finished else "asked to stop; saved")
+        how = ("finished",) if self.fraction >= 1 else ("interrupted", "asked to stop; saved")
+        self.status.end(self.phase.progress, self.fraction, *how)
 
     def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress

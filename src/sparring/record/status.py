@@ -51,8 +51,9 @@ class Status:
         self.told["last"] = rates[-1] if rates else None
         self._write()
 
-    def end(self, state: str, why: str | None = None) -> None:
+    def end(self, progress: Progress, fraction: float, state: str, why: str | None = None) -> None:
         self.told |= {"state": state, "why": why, "ended": time.time()}
+        self.told["progress"] = asdict(progress) | {"fraction": fraction}
         self._write()
 
     def system_in_words(self) -> str:
