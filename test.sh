@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./setup_env.sh
-set_up "[dev,demos,vla]"
+set_up "[dev,demos,vla,tensorboard,wandb]"
 
 say "ruff"
 ruff check .

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from metric_names import unexplained
 
 from sparring.api import load_policy, load_world_model
 from sparring.cli import main
@@ -232,7 +233,7 @@ def test_later_generations_are_forgotten_on_going_back(tmp_path, runs):
 
 def lines(folder) -> list[dict]:
     # a process checks its first rollout as a whole, later ones by a minibatch: their parities are of other decisions
-    timed = ("timestamp", "steps_per_second", "parity", "parity_ratio")
+    timed = ("timestamp", "perf/steps_per_second", "train/parity", "train/parity_ratio")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
 
@@ -256,6 +257,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(runs, tmp_path):
     ours, theirs = second.phase.model.state_dict(), whole.phase.model.state_dict()
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     assert lines(tmp_path / "halves") == lines(tmp_path / "whole")[3:]
+    assert not unexplained(name for line in lines(tmp_path / "whole") for name in line)
     played = 0
     for name in ("episodes", "generations/0", "generations/1", "generations/2"):
         ours, theirs = (EpisodeStore(tmp_path / of / name, read_only=True) for of in ("halves", "whole"))

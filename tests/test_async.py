@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from metric_names import unexplained
 
 from sparring.algorithms.flat import FlatParameters
 from sparring.algorithms.parity import ParityError
@@ -59,9 +60,8 @@ def all_lines(folder) -> list[dict]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
-    other = ("timestamp", "steps_per_second", "queue_depth", "staleness", "behind_0", "actor_idle", "learner_idle")
-    other += ("parity", "parity_ratio", "staleness_allowed")
-    return [{k: v for k, v in row.items() if k not in other and "_seconds" not in k} for row in all_lines(folder)]
+    other = ("timestamp", "train/parity", "train/parity_ratio")
+    return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
 
 
 WAYS = {
@@ -163,12 +163,15 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     # nothing would be behind only if the robots waited for each update
     assert max(behind) >= 1
     written = all_lines(tmp_path)
-    assert [row["staleness"] for row in written] == behind
-    assert all(row[f"behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
-    assert {"queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds"} <= written[
-        -1
-    ].keys()
-    assert 0 <= written[-1]["learner_idle"] <= 1
+    assert not unexplained(written[-1])
+    # what the collecting process says is kept, also what it said before there was a folder
+    said = next(tmp_path.glob("logs/env/env_*.log")).read_text()
+    assert "collecting process: DEBUG made robots 0 to 3 of 4: doubles_failing:Failing" in said
+    assert [row["perf/staleness"] for row in written] == behind
+    assert all(row[f"perf/behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
+    names = ("queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds")
+    assert {f"perf/{name}" for name in names} <= written[-1].keys()
+    assert 0 <= written[-1]["perf/learner_idle"] <= 1
 
 
 def test_what_is_behind_passes_the_gate_where_it_was_collected(tmp_path):
@@ -194,10 +197,10 @@ def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_pat
     more = {"ppo": SMALL["ppo"] | {"policy_lr": 3e-2}, "training": SMALL["training"] | {"iterations": 12}}
     trained(config_in(tmp_path, more, mode="async", staleness=2, least_ess=0.99))
     written = all_lines(tmp_path)
-    assert {row["staleness_allowed"] for row in written} >= {0.0, 2.0}
+    assert {row["perf/staleness_allowed"] for row in written} >= {0.0, 2.0}
     # the one that was being collected when it was told was not thrown away; the next waited
-    paced = [i for i, row in enumerate(written) if row["staleness_allowed"] == 0]
-    assert any(row["staleness"] == 0 for row in written[paced[0] :])
+    paced = [i for i, row in enumerate(written) if row["perf/staleness_allowed"] == 0]
+    assert any(row["perf/staleness"] == 0 for row in written[paced[0] :])
 
 
 @pytest.mark.parametrize(

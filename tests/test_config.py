@@ -147,8 +147,8 @@ def test_one_camera_needs_no_list():
 
 def test_an_ambiguous_bare_name_lists_its_places():
     assert mistakes("name=x") == [
-        "name (from command line): could be any of env.name, policy.name, world_model.name, rewards.name; "
-        "write one of them",
+        "name (from command line): could be any of env.name, policy.name, world_model.name, rewards.name, "
+        "logging.name; write one of them",
     ]
 
 

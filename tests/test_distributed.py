@@ -149,6 +149,8 @@ def test_the_main_rank_alone_logs_and_saves(two_ranks):
     folder, _ = two_ranks
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2, 3]
+    (log,) = folder.glob("logs/rl_training_*.log")
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished" and log.is_file()
     state = torch.load(folder / "checkpoint-3" / "training_state.pt", weights_only=True)
     assert len(state["processes"]) == 2
 

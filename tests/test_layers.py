@@ -8,6 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 LAYERS = [
     {
+        "child_words",
         "contract",
         "config",
         "config_text",
@@ -45,6 +46,7 @@ LAYERS = [
         "measures",
         "demos",
         "inherit",
+        "interrupt",
     },
     {"cli", "launch", "chain", "__main__"},
 ]

@@ -264,10 +264,10 @@ def test_two_networks_of_the_same_shape_are_one_setting(tmp_path):
 # what is given -> how the one line about it begins
 REFUSED = {
     "trainer: {exp_name: x}": "trainer.exp_name (..): a run is called what its folder is called: say output",
-    "trainer: {use_wandb: true}": "trainer.use_wandb (..): there is no external logger: ",
-    "logging: {project: x}": "logging.project (..): there is no external logger: ",
-    "logging: {mode: online}": "logging.mode = online (..): expected one of: disabled",
-    "swanlab: {project: x}": "swanlab.project (..): there is no external logger: ",
+    "trainer: {use_wandb: true}": "trainer.use_wandb (..): say logging.mode=online or offline, logging.project, ",
+    "logging: {tags: [x]}": "logging.tags (..): W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, ",
+    "logging: {mode: later}": "logging.mode = later (..): expected one of: online, offline, disabled",
+    "swanlab: {project: x}": "swanlab.project (..): there are TensorBoard and W&B: say logging.tensorboard=true, ",
     "environment: {need_plan: true}": "environment.need_plan (..): no planner is ever loaded; leave it out",
     "environment: {camera: {collect_head_camera: often}}": "environment.camera.collect_head_camera (..): cameras are ",
     "trainer: {buffer_typ: vla}": "trainer.buffer_typ (..): unknown key; nearest: buffer.type (one of: standard, vla)",

@@ -43,7 +43,7 @@ def test_a_run_updates_goes_on_and_is_evaluated(checkpoint, tmp_path):
     words += ["training.iterations=2", "training.save_every=1"]
     assert main(words) == 0
     lines = [json.loads(line) for line in (run / "episode_metrics.jsonl").read_text().splitlines()]
-    assert all(line["parity"] < 1e-4 for line in lines)
+    assert all(line["train/parity"] < 1e-4 for line in lines)
     straight = read_weights(run / "checkpoint-2/model.safetensors")
     shutil.rmtree(run / "checkpoint-2")
     assert main(words) == 0

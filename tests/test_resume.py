@@ -82,7 +82,7 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, and the parity, which a fresh process measures on its whole first rollout."""
-    timed = ("timestamp", "steps_per_second", "parity", "parity_ratio")
+    timed = ("timestamp", "perf/steps_per_second", "train/parity", "train/parity_ratio")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
 
@@ -115,7 +115,7 @@ def test_kill_9_at_update_3_then_the_same_command(tmp_path):
         step = run.phase.step
         def step_until_3(fraction):
             if run.phase.progress.updates == 3:
-                run.recorder.write({"written": "after the checkpoint"})
+                run.recorder.write(run.phase.progress, {"written": 1.0})
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(fraction)
         run.phase.step = step_until_3

@@ -54,7 +54,7 @@ def run_to_the_end(config) -> Run:
 
 
 def lines(folder) -> list[dict]:
-    timed = ("timestamp", "collect_seconds", "update_seconds", "steps_per_second")
+    timed = ("timestamp", "perf/collect_seconds", "perf/update_seconds", "perf/steps_per_second")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
@@ -125,8 +125,10 @@ def test_what_a_line_says(tmp_path):
     assert last["update"] == 4 and last["episode"] == 3 * 3
     # 9 steps are 4 decisions of two steps and one of one; 2 decisions of the fourth episodes
     assert last["total_steps"] == 3 * (3 * 9 + 2 * 2)
-    for key in ("avg_loss", "avg_acc", "acc_copy", "acc_changed", "fresh_acc", "episode_reward", "lr"):
+    world_model = [f"world_model/{name}" for name in ("accuracy", "accuracy_copy", "accuracy_changed")]
+    for key in ("avg_loss", "avg_acc", *world_model, "episode_reward", "lr"):
         assert isinstance(last[key], float), key
+    assert last["avg_acc"] == last["world_model/fresh_accuracy"]
     assert run.phase.model.calls["loss"] == 4 * 5
     assert run.phase.model.calls["score"] == 5 + 3 * 4
 

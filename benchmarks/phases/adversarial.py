@@ -22,7 +22,7 @@ from script import RUNS, conclude, flags, known, report, student_of, teacher_of,
 from teacher import train
 
 RESULTS = report.RESULTS / "phases_adversarial.json"
-CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "avg_acc", "acc_", "generations_", "reference_kl")
+CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "accuracy", "generations_", "reference_kl")
 EPISODES = 64
 DOWN, BETTER, UP, FRESH = 0.30, 0.15, 0.02, 1_000_000
 SETTINGS = ["phase=adversarial", "device=cpu", "threads=1", "env.threads=1", "training.iterations=32"]

@@ -22,7 +22,7 @@ from script import RUNS, conclude, flags, known, report, tell, tried
 RESULTS = report.RESULTS / "phases_teacher.json"
 EPISODES = 128
 CHANGED, AHEAD = 0.6, "10"
-CURVES = ("loss", "avg_acc", "acc_", "fresh_acc", "episode_reward")
+CURVES = ("loss", "accuracy", "fresh_acc", "episode_reward")
 SETTINGS = [
     "phase=teacher",
     "device=cpu",

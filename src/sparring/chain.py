@@ -156,7 +156,9 @@ def summary(output: Path) -> str:
     for phase, names in (("student", _EXPLORING), ("adversarial", _EXPLORING)):
         for name, words in names.items():
             rows += _rise(phase, words, _curve(folder_of(phase, output), name))
-    then, now = (_curve(folder_of("adversarial", output), f"generations_error_{when}") for when in ("then", "now"))
+    then, now = (
+        _curve(folder_of("adversarial", output), f"world_model/generations_error_{when}") for when in ("then", "now")
+    )
     if then:
         told = f"when they were played: {_text(then[-1])}"
         rows.append(("adversarial", "error on what earlier explorers found, nats a token", _text(now[-1]), told))
@@ -166,7 +168,10 @@ def summary(output: Path) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *looks])
 
 
-_EXPLORING = {"contact_share": "share of decisions in touch with an object", "episode_reward": "pay of an episode"}
+_EXPLORING = {
+    "rollout/contact_share": "share of decisions in touch with an object",
+    "episode_reward": "pay of an episode",
+}
 
 
 def _rise(phase: str, words: str, curve: list[float]) -> list[tuple[str, str, str, str]]:

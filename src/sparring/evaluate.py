@@ -89,6 +89,11 @@ def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[
     return scores | ({"all": _score(episodes)} if len(played) > 1 else {})
 
 
+def _overall(scores: dict[str, Score]) -> Score:
+    """Of all tasks together."""
+    return scores["all"] if "all" in scores else next(iter(scores.values()))
+
+
 def _score(episodes: list[Episode]) -> Score:
     rewards = np.array([e.reward for e in episodes])
     return Score(
@@ -123,6 +128,23 @@ class Evaluation:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+    def numbers(self) -> dict[str, float | None]:
+        """For evaluations.jsonl: over all tasks, of each where there are several, and of who else has played."""
+        tasks = self.scores["policy"]
+        success = _overall(tasks).success
+        low, high = (success.low, success.high) if self.shows_success else (None, None)
+        numbers = {"episodes": self.episodes, "success_low": low, "success_high": high}
+        numbers |= self._told("", _overall(tasks))
+        for task in tasks if "all" in tasks else ():
+            numbers |= {} if task == "all" else self._told(f"{task}/", tasks[task])
+        for who, prefix in (("policy, sampled", "sampled_"), ("random", "random_")):
+            numbers |= self._told(prefix, _overall(self.scores[who])) if who in self.scores else {}
+        return numbers
+
+    def _told(self, prefix: str, score: Score) -> dict[str, float | None]:
+        rate = score.success.rate if self.shows_success else None
+        return {f"{prefix}success_rate": rate, f"{prefix}reward": score.reward, f"{prefix}steps": score.steps}
 
     def write(self, path: Path) -> Path:
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}

@@ -1,8 +1,8 @@
 """The run folder: starting in it, going on in it, and never mixing two runs.
 
 outputs/<phase>_rl/
-  config.yaml  episode_metrics.jsonl  train.log  evaluation.json  writer.lock
-  checkpoint-<n>/  samples/*.png  videos/*.mp4
+  config.yaml  status.json  episode_metrics.jsonl  evaluations.jsonl  timeline.jsonl  evaluation.json  writer.lock
+  checkpoint-<n>/  samples/*.png  videos/*.mp4  logs/  train.log  tensorboard/  wandb/
 """
 
 import errno
@@ -125,7 +125,7 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 def _start(folder: Path, config: Config) -> None:
     try:
         # lines of a run that was stopped before its first checkpoint; they will be written again
-        for name in ("episode_metrics.jsonl", "timeline.jsonl"):
+        for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "wandb/id"):
             (folder / name).unlink(missing_ok=True)
         (folder / "config.yaml").write_text(config.to_yaml())
     except OSError as error:

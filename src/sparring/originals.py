@@ -68,6 +68,7 @@ ALIASES = {
     "trainer.num_eval_episodes": "evaluation.episodes",
     "trainer.seed": "seed",
     "trainer.device": "device",
+    "trainer.wandb_project_name": "logging.project",
     "algorithm.name": "algorithm",
     "rl_training.num_epochs": "training.iterations",
     "rl_training.total_timesteps": "training.total_timesteps",
@@ -136,7 +137,9 @@ LISTED = {
     "environment.domain_randomization.cluttered_table": ("env.domain_randomization", "clutter"),
 }
 
-_NO_LOGGER = "there is no external logger: all numbers are files of the run folder; leave it out"
+_WANDB = "say logging.mode=online or offline, logging.project, logging.name"
+_NO_SWANLAB = "there are TensorBoard and W&B: say logging.tensorboard=true, or logging.mode=online"
+_WANDB_ASIDE = "W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder keeps its id; leave it out"
 _NO_PLANNER = "no planner is ever loaded; leave it out"
 _BY_PHASE = "the phase decides what learns and who acts; leave it out"
 _SCENES = "env.task decides what is on the table, anew in each episode; leave it out"
@@ -193,10 +196,12 @@ WITHOUT_MEANING = {
     "rl_training.eval_interval": "say evaluation.every, in updates",
     "rl_training.log_interval": "say training.log_every, in updates",
     "rl_training.save_interval": "say training.save_every, in updates",
-    **{f"{section}.use_{name}": _NO_LOGGER for section in ("trainer", "logging") for name in ("wandb", "swanlab")},
-    **{f"trainer.{name}_project_name": _NO_LOGGER for name in ("wandb", "swanlab")},
-    **{f"{name}.": _NO_LOGGER for name in ("wandb", "swanlab", "logging.wandb", "logging.swanlab")},
-    **{f"logging.{key}": _NO_LOGGER for key in ("project", "name", "entity", "tags", "id", "group", "resume")},
+    **{f"{section}.use_wandb": _WANDB for section in ("trainer", "logging")},
+    **{f"{section}wandb.": _WANDB for section in ("", "logging.")},
+    **{f"{section}.use_swanlab": _NO_SWANLAB for section in ("trainer", "logging")},
+    **{f"{section}swanlab.": _NO_SWANLAB for section in ("", "logging.")},
+    "trainer.swanlab_project_name": _NO_SWANLAB,
+    **{f"logging.{key}": _WANDB_ASIDE for key in ("entity", "tags", "id", "group", "resume")},
 }
 # keys without a meaning that ask for what is so anyway; with any other value they are refused
 SO_ANYWAY = {

@@ -1,10 +1,11 @@
 """Run: THE loop. It owns the run folder, the seeds and going on after a stop; it never knows what a phase does."""
 
 import logging
-import signal
 import time
+import weakref
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -23,15 +24,18 @@ from sparring.distributed import Distributed
 from sparring.errors import StageFailed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
+from sparring.interrupt import Interrupt
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
 from sparring.phases import PHASES
 from sparring.phases.phase import Filmed, Phase, ShowsPictures, Timed
 from sparring.random_state import random_state, seed_everything, set_random_state
 from sparring.record.console import Console
-from sparring.record.log import LOGGER, set_up_logging
+from sparring.record.log import LOGGER, log_normalizers, log_to_console, log_to_files, log_update
 from sparring.record.pictures import NoVideoEncoder
 from sparring.record.recorder import Recorder
+from sparring.record.sinks import check_installed, make_sinks
+from sparring.record.status import status_of, why
 from sparring.resolve import resolve
 from sparring.tree import Config
 from sparring.world_models.world_model import WorldModel
@@ -45,10 +49,10 @@ class Run:
     def __init__(self, config: Config, phase: Phase | None = None, folder: bool = True, quiet: bool = False):
         self.config = config
         self.distributed = phase.distributed if phase else Distributed(config.device)
-        main = self.distributed.is_main
-        self.folder = config.run_folder if folder and main else None
-        quiet = quiet or not main
-        set_up_logging(config.logging, None, quiet)
+        self.folder = config.run_folder if folder and self.distributed.is_main else None
+        log_to_console(config.logging, quiet, self.distributed.rank)
+        if self.folder:
+            check_installed(config.logging)
         checkpoint = choose_checkpoint(config) if self.folder else None
         # the main process decides where to go on from; the others are told
         checkpoint = self.distributed.gather_objects([checkpoint])[0]
@@ -61,6 +65,7 @@ class Run:
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
+        quiet = quiet or not self.distributed.is_main
         self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.saved_at = -1
@@ -72,12 +77,17 @@ class Run:
         with self._alone():
             if self.folder:
                 open_folder(config)
-            set_up_logging(config.logging, self.folder, quiet)
+            log_to_files(config.logging, self.folder)
             self.recorder = Recorder(self.folder)
             if checkpoint is not None:
                 self._go_on_from(checkpoint)
             elif pretrained:
                 log.info("starts from the weights of %s: %s", pretrained, loaded)
+            if self.folder:
+                self.recorder.sinks = make_sinks(config, self.folder, self.phase.progress.updates)
+        # also when this is garbage, and when the interpreter ends
+        weakref.finalize(self, self.recorder.close)
+        self.status = status_of(config, self.folder, self.phase, self.distributed.device)
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -103,6 +113,7 @@ class Run:
     def announce(self) -> None:
         """What is about to happen, before it does."""
         phase, config = self.phase, self.config
+        log.info("%s", self.status.system_in_words())
         log.info(
             "%s in %s on %s: learns from %s; seed %s",
             config.phase,
@@ -111,18 +122,18 @@ class Run:
             phase.learns_from,
             config.seed,
         )
-        log.info("run folder: %s (external loggers: %s)", self.folder, config.logging.mode)
+        log.info("run folder: %s (its config.yaml says every setting)", self.folder)
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self._made())
 
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
-        with self._alone():
+        with self._alone(), self._told():
             return self._train()
 
     def evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         """Held-out episodes by the main process, with videos; the others wait."""
-        with self._alone():
+        with self._alone(), self._told():
             return self._evaluate()
 
     def save(self) -> None:
@@ -145,16 +156,34 @@ class Run:
         """While something is written; nobody else may train in the same folder then."""
         return nullcontext() if self.folder is None else alone_in(self.folder)
 
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """status.json says that it goes on, and then how it ended."""
+        self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations())
+        try:
+            yield
+        except BaseException as error:
+            # the console is told by whoever catches it
+            log.debug("ended by an exception", exc_info=True)
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed"
+            self.status.end(self.phase.progress, self.fraction, state, why(error))
+            self.recorder.close(failed=True)
+            raise
+        how = ("finished",) if self.fraction >= 1 else ("interrupted", "asked to stop; saved")
+        self.status.end(self.phase.progress, self.fraction, *how)
+
     def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress
         self._film_what_comes()
-        with _Interrupt() as interrupt:
+        with Interrupt(speaks=self.distributed.is_main) as interrupt:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
                 metrics = self._step()
                 speed = (progress.env_steps - steps_before) / (time.perf_counter() - started)
-                for name, value in (metrics | {"steps_per_second": speed}).items():
+                metrics["steps_per_second"] = speed
+                for name, value in metrics.items():
                     self.pending[name].append(value)
+                log_update(progress.updates, metrics)
                 # where no robot acts, updates are all there is to count
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
                 self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
@@ -204,19 +233,13 @@ class Run:
         return f"{progress.env_steps:,} env steps" if progress.env_steps else f"{progress.updates:,} updates"
 
     def _write_line(self) -> None:
-        """Means over the updates since the last line."""
+        """Means over the updates since the last line, and over the processes."""
         progress = self.phase.progress
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending.clear()
-        line = {
-            "episode": progress.episodes,
-            "avg_loss": means.pop("loss", None),
-            "episode_reward": means.pop("episode_reward", None),
-            "success_rate": means.pop("success_rate", None),
-            "total_steps": progress.env_steps,
-            "update": progress.updates,
-        }
-        self.recorder.write(line | means)
+        self.recorder.write(progress, self.distributed.mean_of_all(means), self.phase.accuracy)
+        self.status.progress(progress, self.fraction)
+        log_normalizers(progress.updates, self.phase.model)
 
     def _write_pictures(self) -> None:
         """What the phase has to show, by the main process."""
@@ -249,6 +272,8 @@ class Run:
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
         progress = self.phase.progress
+        self.recorder.evaluation(progress, evaluation.numbers())
+        self.status.evaluated(self.recorder.evaluations())
         for number, film in enumerate(evaluation.films):
             self._write_film(f"episode_{progress.episodes or progress.updates:06d}_{number}", film)
         return evaluation
@@ -292,7 +317,7 @@ class Run:
         own = state["processes"][self.distributed.rank]
         lost = self.phase.load_state_dict(state["phase"], own)
         set_random_state(own["random"], self.distributed.device)
-        self.recorder.load_state_dict(state["recorder"])
+        self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
         self.pending.update(state["pending"])
         self.saved_at = self.phase.progress.updates
         log.info("goes on from %s (%s)", checkpoint, self._made())
@@ -312,28 +337,3 @@ def _in_words(metrics: dict[str, float]) -> str:
     # of a world model, what it foretells of what it has not seen yet
     shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"} if "fresh_acc" in metrics else shown
     return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
-
-
-class _Interrupt:
-    """The first Ctrl-C (or SIGTERM) asks the loop to stop after this update; the second stops at once."""
-
-    def __init__(self):
-        self.asked = False
-        self.before: dict = {}
-
-    def __enter__(self):
-        try:
-            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: whoever runs us there handles its own signals
-            self.before = {}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number, frame):
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        log.warning("\nstopping after this update, then saving; once more gives up without saving")

@@ -70,6 +70,9 @@ class Breaks(Counter):
                 raise ZeroDivisionError("the gripper fell off")
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "crash":
+                print("about to crash")
+                signal.raise_signal(signal.SIGSEGV)
             if self.how == "sleep":
                 time.sleep(60)
             observation = observation * np.nan if self.how == "nan" else observation

@@ -1,5 +1,6 @@
 """Worker processes: the same results as in one process, errors that say where, and nothing left behind."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -151,6 +152,17 @@ def test_death_of_a_worker_is_told_at_once(make):
     assert time.monotonic() - start < 2
     with pytest.raises(RuntimeError, match="is closed; make a new one"):
         backend.step(chunks(2))
+
+
+def test_a_worker_that_crashes_leaves_its_last_words(make, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("sparring"), "handlers", [logging.NullHandler()])
+    backend = make("Breaks", 1, 1, how="crash")
+    backend.reset(EpisodeSeeds(0))
+    with pytest.raises(WorkerError, match="died with exit code -11; its last words:") as told:
+        backend.step(chunks(1, steps=2))
+    lines = str(told.value).splitlines()
+    assert lines[1:3] == ["  about to crash", "  Fatal Python error: Segmentation fault"]
+    assert "gym_doubles.py" in lines[4]
 
 
 def test_death_is_noticed_while_another_worker_is_busy(make):

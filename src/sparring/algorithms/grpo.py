@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import GRPOConfig
-from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl
+from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
 from sparring.algorithms.scorer import valid_rows
 from sparring.algorithms.stale import counted, ratio_and_weight
 from sparring.algorithms.updater import Updater
@@ -61,6 +61,7 @@ class GRPO(Updater):
         self._end(flat, valid)
         means = mean_terms(terms, config.clip_low, config.clip_high) | counts | {"gradient_steps": float(len(terms))}
         told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
+        told |= spread("advantage", flat["advantage"][rows], self.distributed)
         return self.distributed.mean(means) | told | aged
 
     def _skip(self, flat: TensorDict, valid: torch.Tensor, counts: dict[str, float]) -> dict[str, float]:

@@ -1,9 +1,12 @@
 """The clipped loss that PPO and GRPO share, and what is told of it."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
+
+from sparring.distributed import Distributed
 
 # a ratio of e^20 counts as any larger one: exp(89) overflows float32, and then even a clipped gradient is NaN
 LARGEST_LOG_RATIO = 20.0
@@ -76,3 +79,12 @@ def mean_terms(terms: list[LossTerms], low: float, high: float) -> dict[str, flo
     means["approx_kl"] = float(approximate_kl(log_ratio))
     means["clip_fraction"] = float(((off > high) | (off < -low)).float().mean())
     return means
+
+
+def spread(name: str, values: torch.Tensor, distributed: Distributed) -> dict[str, float]:
+    """Mean and standard deviation of `values [B]` of all processes together, as metrics."""
+    values = values.double()
+    sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
+    count, total, squares = distributed.sum(sums).tolist()
+    mean = total / count
+    return {f"{name}_mean": mean, f"{name}_std": math.sqrt(max(0.0, squares / count - mean**2))}

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl
+from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
 from sparring.algorithms.returns import gae, vtrace
 from sparring.algorithms.schedules import scheduled
 from sparring.algorithms.scorer import valid_rows
@@ -60,6 +60,8 @@ class PPO(Updater):
         if flat.get("valid", None) is not None:
             means["valid_fraction"] = len(rows) / len(flat)
         told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
+        for name in ("advantage", "return"):
+            told |= spread(name, flat[name][rows], self.distributed)
         return self.distributed.mean(means) | told | aged
 
     def _judge(self, rollout: TensorDict, corrected: bool) -> TensorDict:

@@ -6,6 +6,7 @@ was agreed on at first. k's place is k modulo (that + 1), which the learner is t
 closed, as it also is when the learner dies.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -221,6 +222,9 @@ def _in_words(error: Exception) -> list[str]:
 def main() -> None:
     # Ctrl-C is for the learner, which then hangs up
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the learner keeps what is said here in its log of envs
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    logging.getLogger("sparring").setLevel(logging.DEBUG)
     serve(Line(Connection(int(sys.argv[1]))))
     # threads that simulate may still be at it
     sys.stdout.flush()

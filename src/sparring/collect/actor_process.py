@@ -1,5 +1,6 @@
 """The collecting process as its learner sees it: started, listened to, watched, ended."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparring.child_words import ChildWords, outputs
 from sparring.collect.messages import FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
 from sparring.collect.shared import SharedTensors, receive, send
 from sparring.data.storage import Column
 from sparring.errors import StageFailed, UserError
+
+log = logging.getLogger("sparring.env")
 
 # how often a learner that waits looks whether the other still lives, and is not late
 LOOK_S = 0.2
@@ -47,14 +51,17 @@ class ActorProcess:
         self.connection, theirs = Pipe()
         self.process = subprocess.Popen(
             # a fresh interpreter, as for workers of envs: scripts need no `if __name__ == "__main__"`
-            [sys.executable, "-P", "-m", "sparring.collect.actor", str(theirs.fileno())],
+            [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", "sparring.collect.actor", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=_environment(),
             # out of the terminal's foreground group: Ctrl-C reaches the learner only
             process_group=0,
+            **outputs(),
         )
         theirs.close()
+        self.words = ChildWords(self.process, "collecting process")
+        log.debug("collecting process started as process %s", self.process.pid)
         # also runs when this is garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, _end, self.connection, self.process)
         folder = Path(config.buffer.folder) if config.buffer.folder else None
@@ -128,7 +135,10 @@ class ActorProcess:
         self.close()
         code = self.process.returncode
         hint = "; killed by the system: often out of memory, try fewer envs" if code == -9 else ""
-        return StageFailed(f"the collecting process failed: it died with exit code {code}{hint}")
+        log.debug("collecting process died with exit code %s", code)
+        return StageFailed(
+            f"the collecting process failed: it died with exit code {code}{hint}{self.words.last_words()}"
+        )
 
 
 def _end(connection, process: subprocess.Popen) -> None:

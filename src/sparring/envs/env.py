@@ -1,10 +1,14 @@
 """Env: a backend's numpy arrays as TensorDicts of the contract."""
 
+import logging
+
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
+
+log = logging.getLogger("sparring.env")
 
 
 class Env:
@@ -44,6 +48,7 @@ class Env:
     def reset(self, seed: int, split: str = "train", first_episode: int = 0) -> TensorDict:
         """Begin episode `first_episode` of every robot."""
         group_size = self.group_size if split == "train" else 1
+        log.debug("resets %d robots to episode %d of seed %d, %s", self.num_envs, first_episode, seed, split)
         seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs, group_size, first_episode)
         return self._root(self.backend.reset(seeds), np.ones(self.num_envs, bool))
 

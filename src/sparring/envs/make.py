@@ -1,11 +1,15 @@
 """From the `env` section of a config to an Env."""
 
+import logging
+
 from sparring.config import Section
 from sparring.envs import ENVS
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.resolve import import_path, resolve
+
+log = logging.getLogger("sparring.env")
 
 GYM_BACKENDS = {
     "serial": "sparring.envs.serial:SerialBackend",
@@ -38,6 +42,8 @@ def make_env(
         backend_class = resolve(config.name, ENVS, "env")
     env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs, group_size)
     env.config = config
+    last = env.first_env + num_envs - 1
+    log.debug("made robots %d to %d of %d: %s", env.first_env, last, env.total_envs, config.name)
     return env
 
 

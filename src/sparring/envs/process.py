@@ -4,6 +4,7 @@ Workers are started as fresh interpreters, not by multiprocessing: scripts need 
 notebooks work, and no worker inherits the parent's torch. Their code is in `worker.py`. Linux and macOS.
 """
 
+import logging
 import os
 import select
 import subprocess
@@ -17,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from sparring.child_words import ChildWords, outputs
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.serial import Block, check_action
 from sparring.errors import UserError
+
+log = logging.getLogger("sparring.env")
 
 # how often a parent that waits looks whether its workers still live; a normal death shows at once as a closed pipe
 LIVENESS_MS = 500
@@ -174,15 +178,19 @@ class Member:
         self.number, self.envs = number, envs
         self.connection, theirs = Pipe()
         self.process = subprocess.Popen(
+            # -u, -X faulthandler: its last words are heard
             # -P: no implicit current folder; the parent's whole path comes by PYTHONPATH
-            [sys.executable, "-P", "-m", "sparring.envs.worker", str(theirs.fileno())],
+            [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", "sparring.envs.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=_environment(),
             # out of the terminal's foreground group: Ctrl-C reaches the parent only, even while a worker starts
             process_group=0,
+            **outputs(),
         )
         theirs.close()
+        self.words = ChildWords(self.process, f"worker {number}")
+        log.debug("%s started as process %s", self, self.process.pid)
         self._poll = select.poll()
         self._poll.register(self.connection.fileno(), select.POLLIN)
 
@@ -210,7 +218,8 @@ class Member:
     def death(self) -> WorkerError:
         code = self._exit_code(CLOSE_S)
         hint = "; killed by the system: often out of memory, try fewer envs" if code == -9 else ""
-        return WorkerError(f"{self} died with exit code {code}{hint}")
+        log.debug("%s died with exit code %s", self, code)
+        return WorkerError(f"{self} died with exit code {code}{hint}{self.words.last_words()}")
 
     def end(self, patience_s: float) -> None:
         """See it go, after its connection was closed."""

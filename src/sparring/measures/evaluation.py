@@ -28,6 +28,16 @@ class WorldModelEvaluation:
     def table(self) -> str:
         return "\n".join([*_cameras(self.figures), "", *_open_loop(self.figures), "", *_in_words(self.figures)])
 
+    def numbers(self) -> dict[str, float | None]:
+        """For evaluations.jsonl: of all that was measured, what a curve is worth."""
+        numbers = {"episodes": self.episodes} | self.figures["tokens"]
+        for camera, found in self.figures["cameras"].items():
+            told = {"psnr": found["psnr"]["prediction"], "psnr_copy": found["psnr"]["copy"]}
+            told |= {"ssim": found["ssim"]["prediction"]}
+            told |= {name: found[name] for name in ("skill", "changed_mse_ratio")}
+            numbers |= {f"{camera}/{name}": value for name, value in told.items()}
+        return numbers
+
     def write(self, path: Path) -> Path:
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | self.figures
         path.write_text(json.dumps(content, indent=2) + "\n")

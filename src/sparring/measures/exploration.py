@@ -97,6 +97,13 @@ class ExplorationEvaluation:
             rows.append((who, *numbers))
         return "\n".join(lined_up(rows))
 
+    def numbers(self) -> dict[str, float | None]:
+        """For evaluations.jsonl."""
+        others = [found.contact for who, found in self.found.items() if who != "policy"]
+        explored = asdict(self.found["policy"])
+        del explored["decisions"]
+        return {"episodes": self.episodes, "random_contact": max(others)} | explored
+
     def write(self, path: Path) -> Path:
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}
         content["exploration"] = {who: asdict(exploration) for who, exploration in self.found.items()}

@@ -75,6 +75,7 @@ class Adversarial:
     """
 
     default_limit = ("iterations", 40)
+    accuracy = "wm_accuracy"
 
     def __init__(
         self,
@@ -249,9 +250,8 @@ class Adversarial:
 
 
 _NO_GENERATION = {"played": 0, "number": 0, "store": {"next_number": 0}}
-# in episode_metrics.jsonl, as teacher has them; what the explorer has too is told apart
-_NAMES = {"accuracy": "avg_acc", "accuracy_copy": "acc_copy", "accuracy_changed": "acc_changed"}
-_NAMES |= {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm"}
+# of the world model; what the explorer has too is told apart
+_NAMES = {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm"}
 
 
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:

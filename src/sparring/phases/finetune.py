@@ -32,6 +32,7 @@ class Finetune:
 
     default_limit = ("total_timesteps", 150_000)
     explores = False
+    accuracy = "success_rate"
     # rollouts of a run of which every turn of every stage is told; of later ones only the outlines
     told_in_full = 20
 

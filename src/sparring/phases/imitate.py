@@ -37,6 +37,8 @@ class Imitate:
 
     default_limit = ("iterations", 20)
     explores = False
+    # actions are near to those demonstrated or far from them, neither right nor wrong
+    accuracy = None
 
     def __init__(
         self, config: ImitateConfig, env: Env, policy: Policy, chunks: ActionChunks, distributed: Distributed, seed: int

@@ -33,6 +33,8 @@ class Phase(Protocol):
     learns_from: str
     # of a policy: whether what it explores is measured, rather than what it achieves
     explores: bool
+    # which of its metrics is told as `avg_acc`; None: nothing here is right or wrong
+    accuracy: str | None
 
     def step(self, fraction: float) -> dict[str, float]:
         """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""

@@ -19,6 +19,8 @@ class Student(Finetune):
 
     # 60 updates: later ones drift away from things, while the world model stays as it is (docs/log.md)
     default_limit = ("total_timesteps", 192_000)
+    # of the world model, on what the explorer has just found
+    accuracy = "wm_accuracy"
 
     @staticmethod
     def seen(config, spec: EnvSpec) -> EnvSpec:

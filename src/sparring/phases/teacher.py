@@ -34,6 +34,7 @@ class Teacher:
     """Robots that act at random, a store of their episodes, and a world model, taking turns."""
 
     default_limit = ("iterations", 24)
+    accuracy = "fresh_acc"
 
     def __init__(
         self,
@@ -108,7 +109,6 @@ class Teacher:
         self.progress.updates += 1
         self.progress.env_steps += round(means["steps"] * self.distributed.world_size)
         self.progress.episodes += len(rewards)
-        metrics = {_NAMES.get(name, name): value for name, value in metrics.items()}
         metrics |= {"fresh_acc": means["accuracy"]}
         metrics |= {"episode_reward": sum(rewards) / len(rewards)} if rewards else {}
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
@@ -213,7 +213,3 @@ class Teacher:
         else:
             windows = ShuffledWindows(self.store, self.bptt_length, self.config.burn_in)
         return Replay(windows, size, self.model.memory_size, seed, self.distributed.device)
-
-
-# in episode_metrics.jsonl, as the originals have them
-_NAMES = {"accuracy": "avg_acc", "accuracy_copy": "acc_copy", "accuracy_changed": "acc_changed"}

@@ -13,8 +13,11 @@ class LoggingConfig(Section):
     """What is said where."""
 
     console_level: Level = Field("INFO", description="least important message shown on the console")
-    file_level: Level = Field("DEBUG", description="least important message kept in the run folder's log")
-    mode: Literal["disabled"] = Field(
-        "disabled", description="external loggers; there are none: all numbers are files of the run folder"
+    file_level: Level = Field("DEBUG", description="least important message kept in the run folder's logs")
+    enable_file_logging: bool = Field(True, description="keep logs in the run folder")
+    tensorboard: bool = Field(False, description="numbers for TensorBoard too; extra `tensorboard`")
+    mode: Literal["online", "offline", "disabled"] = Field(
+        "disabled", description="Weights & Biases, extra `wandb`; offline: kept for `wandb sync`"
     )
-    enable_file_logging: bool = Field(True, description="keep a log file in the run folder")
+    project: str = Field("sparring", min_length=1, description="project in Weights & Biases")
+    name: str | None = Field(None, description="name of the run in Weights & Biases; null: its folder's")

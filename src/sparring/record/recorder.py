@@ -1,6 +1,7 @@
 """Recorder: the only writer of numbers and pictures in a run folder."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -10,29 +11,64 @@ from pathlib import Path
 import numpy as np
 
 from sparring.collect.stages import Span
+from sparring.phases.phase import Progress
+from sparring.record.log import LOGGER
+from sparring.record.names import FLAT, file_name
 from sparring.record.pictures import filmstrip, write_png, write_video
+from sparring.record.sinks import Sink
+
+log = logging.getLogger(LOGGER)
 
 
 class Recorder:
-    """Writes `episode_metrics.jsonl`, `timeline.jsonl`, `samples/*.png` and `videos/*.mp4` under a folder.
+    """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl`, `samples/*.png` and `videos/*.mp4`.
 
-    Without one, nothing.
+    Without a folder, nothing. Numbers and videos go to the `sinks`, too.
     """
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None, sinks: list[Sink] | None = None):
         self.folder = folder
+        self.sinks = sinks or []
 
     @property
     def metrics_file(self) -> Path:
         return self.folder / "episode_metrics.jsonl"
 
-    def write(self, metrics: dict[str, float]) -> None:
-        """One line of JSON; numbers that are not finite become null, so that every reader can read it."""
-        if self.folder is None:
-            return
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps(clean | {"timestamp": time.time()}) + "\n")
+    @property
+    def evaluations_file(self) -> Path:
+        return self.folder / "evaluations.jsonl"
+
+    def write(self, progress: Progress, metrics: dict[str, float], accuracy: str | None = None) -> None:
+        """A line of metrics by their short names; `accuracy`: which of them is `avg_acc`."""
+        plain = {
+            "episode": progress.episodes,
+            "avg_loss": metrics.get("loss"),
+            "avg_acc": metrics.get(accuracy),
+            "episode_reward": metrics.get("episode_reward"),
+            "total_steps": progress.env_steps,
+            "lr": metrics.get("lr"),
+            "update": progress.updates,
+        }
+        plainly = ("loss", "episode_reward", "lr")
+        grouped = {file_name(name): value for name, value in metrics.items() if name not in plainly}
+        if self.folder is not None:
+            _append(self.metrics_file, plain | grouped)
+        self._to_sinks(progress.updates, {FLAT[name].name: value for name, value in plain.items()} | grouped)
+
+    def evaluation(self, progress: Progress, numbers: dict[str, float | None]) -> None:
+        """A line of evaluations.jsonl; it replaces one of the same update."""
+        numbers = {f"eval/{name}": value for name, value in numbers.items()}
+        if self.folder is not None:
+            self._keep_evaluations(progress.updates - 1)
+            so_far = {"update": progress.updates, "total_steps": progress.env_steps, "episode": progress.episodes}
+            _append(self.evaluations_file, so_far | numbers)
+        self._to_sinks(progress.updates, numbers)
+
+    def evaluations(self) -> list[dict]:
+        """The lines so far; the last one may be torn, where a process was killed."""
+        if self.folder is None or not self.evaluations_file.exists():
+            return []
+        return [json.loads(line) for line in self.evaluations_file.read_text().split("\n")[:-1]]
 
     def timeline(self, spans: list[Span]) -> None:
         """Who was at which stage, from when to when: lines of timeline.jsonl."""
@@ -46,19 +82,67 @@ class Recorder:
 
     def video(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
         """`[H, W, 3]` uint8 frames as videos/<name>.mp4 (H.264)."""
-        return write_video(self.folder / "videos" / f"{name}.mp4", frames, fps) if self.folder else None
+        if self.folder is None:
+            return None
+        path = write_video(self.folder / "videos" / f"{name}.mp4", frames, fps)
+        self.share_video(name, path)
+        return path
 
     def film(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
         """An episode as a video and as a strip of pictures."""
         self.image(name, filmstrip(frames))
         return self.video(name, frames, fps)
 
+    def share_video(self, name: str, path: Path) -> None:
+        """One that is complete, with the sinks."""
+        self._each_sink(lambda sink: sink.video(name, path))
+
+    def close(self, failed: bool = False) -> None:
+        """Nothing more comes; `failed`: because the run did not end well."""
+        self._each_sink(lambda sink: sink.close(failed))
+        self.sinks = []
+
     def state_dict(self) -> dict:
         exists = self.folder is not None and self.metrics_file.exists()
         return {"metrics_bytes": self.metrics_file.stat().st_size if exists else 0}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict, updates: int) -> None:
         """Forget lines that a run wrote after the checkpoint it now goes on from: it will write them again."""
-        if self.folder is not None and self.metrics_file.exists():
+        if self.folder is None:
+            return
+        if self.metrics_file.exists():
             size = self.metrics_file.stat().st_size
             os.truncate(self.metrics_file, min(size, state["metrics_bytes"]))
+        # not by their bytes: an update is evaluated after it is saved
+        self._keep_evaluations(updates)
+
+    def _keep_evaluations(self, updates: int) -> None:
+        """Of the first so many updates."""
+        kept = [line for line in self.evaluations() if line["update"] <= updates]
+        if self.evaluations_file.exists():
+            partial = self.evaluations_file.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(self.evaluations_file)
+
+    def _to_sinks(self, update: int, numbers: dict[str, float | None]) -> None:
+        numbers = {name: float(value) for name, value in numbers.items() if value is not None and _is_finite(value)}
+        self._each_sink(lambda sink: sink.write(update, numbers))
+
+    def _each_sink(self, does) -> None:
+        for sink in list(self.sinks):
+            try:
+                does(sink)
+            except Exception as error:  # somebody else's code, and the training is not for its sake
+                self.sinks.remove(sink)
+                log.warning("%s failed and gets no more numbers: %s", type(sink).__name__, error)
+
+
+def _append(file: Path, line: dict) -> None:
+    """As JSON; numbers that are not finite become null, so that every reader can read it."""
+    clean = {name: value if _is_finite(value) else None for name, value in line.items()}
+    with file.open("a") as lines:
+        lines.write(json.dumps(clean | {"timestamp": time.time()}) + "\n")
+
+
+def _is_finite(value) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -1,0 +1,145 @@
+"""What each number of a run is called in its files, and what it means. docs/metrics.md says the same (a test looks)."""
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """A name in a group, as in `train/policy_loss`, and a sentence."""
+
+    name: str
+    meaning: str
+
+
+# what a line of episode_metrics.jsonl begins with, under these plain keys; TensorBoard and W&B show them in groups, too
+FLAT = {
+    "episode": Metric("rollout/episodes", "Episodes that have ended so far, of all processes."),
+    "avg_loss": Metric("train/loss", "What is minimised; in adversarial the explorer's."),
+    "avg_acc": Metric("train/accuracy", "What this phase gets right, see below; null where nothing can be."),
+    "episode_reward": Metric(
+        "rollout/episode_reward",
+        "Reward of the episodes that ended; explorers': their pay; teacher's: accuracy summed over an episode.",
+    ),
+    "total_steps": Metric("rollout/env_steps", "Env steps so far, of all robots and processes."),
+    "lr": Metric("train/lr", "Learning rate; in adversarial the explorer's."),
+    "update": Metric("train/update", "Updates so far; the step of TensorBoard and W&B."),
+}
+
+# what phases and algorithms call a number -> what files call it
+NAMES = {
+    # ---- what the robots did
+    "episode_length": Metric("rollout/episode_length", "Env steps of the episodes that ended."),
+    "success_rate": Metric("rollout/success_rate", "Share of the episodes that ended that were successes."),
+    "contact_share": Metric("rollout/contact_share", "Share of an episode's decisions in touch with an object."),
+    "valid_fraction": Metric("rollout/valid_fraction", "Share of a rollout's decisions that are of whole episodes."),
+    # ---- what was learned from it
+    "policy_loss": Metric("train/policy_loss", "Clipped policy loss, over the minibatches of an update."),
+    "value_loss": Metric("train/value_loss", "Squared error of the critic, before its coefficient."),
+    "entropy": Metric("train/entropy", "Entropy of a decision, in nats; above 0 it is wide, below it is narrow."),
+    "approx_kl": Metric("train/approx_kl", "KL from the policy that acted to the one that learns, in nats."),
+    "clip_fraction": Metric("train/clip_fraction", "Share of the probability ratios that were clipped."),
+    "explained_variance": Metric(
+        "train/explained_variance", "1: the critic foresaw every return; 0: it did no better than their mean."
+    ),
+    "reference_kl": Metric("train/reference_kl", "KL to the policy as it was in the beginning, where kl_coef is set."),
+    "grad_norm": Metric("train/grad_norm", "Norm of the gradient before it is clipped."),
+    "gradient_steps": Metric("train/gradient_steps", "Gradient steps of an update; fewer where target_kl stops it."),
+    "advantage_mean": Metric("train/advantage_mean", "Mean advantage of the decisions, before any normalisation."),
+    "advantage_std": Metric("train/advantage_std", "Standard deviation of these advantages."),
+    "return_mean": Metric("train/return_mean", "Mean return, which the critic is to foresee; PPO only."),
+    "return_std": Metric("train/return_std", "Standard deviation of these returns; PPO only."),
+    "groups_dropped": Metric("train/groups_dropped", "Groups of GRPO all of whose episodes earned the same."),
+    "parity": Metric("train/parity", "The parity gate: largest drift between acting and scoring, in sigmas."),
+    "parity_ratio": Metric("train/parity_ratio", "Largest distance of a ratio of probabilities from 1 there."),
+    "parity_skipped": Metric("train/parity_skipped", "Share of stale decisions that the gate could not look at."),
+    "ess": Metric("train/ess", "Effective sample size of stale data: the share of its decisions an update is worth."),
+    "weight_mean": Metric("train/weight_mean", "Mean weight of stale decisions, before any cap."),
+    "weight_max": Metric("train/weight_max", "Largest of these weights."),
+    "weight_masked": Metric("train/weight_masked", "Share of these weights that are past the cap."),
+    "error_loss": Metric("train/error_loss", "Imitation: squared error of the mean action."),
+    "width_loss": Metric("train/width_loss", "Imitation: how badly the policy's width fits its errors."),
+    "cross_entropy_loss": Metric("train/cross_entropy_loss", "Imitation: of demonstrated discrete actions, in nats."),
+    "flow_matching": Metric("train/flow_matching", "Imitation: squared error of a flow policy's velocity."),
+    "consistency": Metric("train/consistency", "Imitation: how far long steps are from short ones in a row."),
+    "imitation": Metric("train/imitation", "Imitation: the loss that a VLA model brings itself."),
+    "negative_log_prob": Metric("train/negative_log_prob", "Imitation: of demonstrated actions, in nats."),
+    # ---- what a world model foretells
+    "accuracy": Metric("world_model/accuracy", "Share of tokens foretold, in the windows that were learned from."),
+    "accuracy_copy": Metric("world_model/accuracy_copy", "The same by copying the last frame: a still scene flatters."),
+    "accuracy_changed": Metric("world_model/accuracy_changed", "The same of tokens that copying does not foretell."),
+    "fresh_acc": Metric("world_model/fresh_accuracy", "Share of tokens foretold of what has just been seen first."),
+    "wm_accuracy": Metric("world_model/fresh_accuracy", "Share of tokens foretold of what has just been seen first."),
+    "wm_error": Metric("world_model/fresh_error", "Cross-entropy of what has just been seen first, nats a token."),
+    "wm_disagreement": Metric("world_model/disagreement", "How far the world model's members are apart there."),
+    "wm_loss": Metric("world_model/loss", "The world model's loss in adversarial; in teacher it is avg_loss."),
+    "wm_lr": Metric("world_model/lr", "The world model's learning rate in adversarial; in teacher it is lr."),
+    "wm_grad_norm": Metric("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
+    "loss_tokenizer": Metric("world_model/loss_tokenizer", "Of the tokenizer, which learns first."),
+    "loss_tokens": Metric("world_model/loss_tokens", "Cross-entropy of the next frame's tokens, nats a token."),
+    "loss_pictures": Metric("world_model/loss_pictures", "Of what its predictions look like."),
+    "loss_state": Metric("world_model/loss_state", "Squared error of how the state changes, normalised."),
+    "loss_reward": Metric("world_model/loss_reward", "Squared error of the env's reward, normalised."),
+    "loss_terminated": Metric("world_model/loss_terminated", "Cross-entropy of whether the episode ends."),
+    "loss_success": Metric("world_model/loss_success", "Cross-entropy of whether it is a success."),
+    "generations_error_then": Metric(
+        "world_model/generations_error_then", "Error on earlier explorers' episodes when they were played."
+    ),
+    "generations_error_now": Metric(
+        "world_model/generations_error_now", "Error on the same episodes now: what was learned and not forgotten."
+    ),
+    # ---- how fast it goes
+    "steps_per_second": Metric("perf/steps_per_second", "Env steps of all processes in a second of an update."),
+    "collect_seconds": Metric("perf/collect_seconds", "Collecting a rollout."),
+    "simulate_seconds": Metric("perf/simulate_seconds", "Simulating, as part of collecting."),
+    "infer_seconds": Metric("perf/infer_seconds", "Deciding, as part of collecting."),
+    "update_seconds": Metric("perf/update_seconds", "Learning from a rollout, or the gradient steps of an update."),
+    "wm_update_seconds": Metric("perf/world_model_seconds", "The world model's gradient steps in adversarial."),
+    "actor_wait_seconds": Metric("perf/actor_wait_seconds", "The collecting process waited for weights."),
+    "learner_wait_seconds": Metric("perf/learner_wait_seconds", "The learner waited for a rollout."),
+    "actor_idle": Metric("perf/actor_idle", "Share of its time that the collecting process waited."),
+    "learner_idle": Metric("perf/learner_idle", "Share of its time that the learner waited."),
+    "queue_depth": Metric("perf/queue_depth", "Rollouts that waited when one was taken."),
+    "staleness": Metric("perf/staleness", "Versions that a rollout's weights were behind when it was taken."),
+    "staleness_mean": Metric("perf/staleness_mean", "The same of the decisions of an update, on average."),
+    "staleness_max": Metric("perf/staleness_max", "The same of the oldest decision."),
+    "staleness_allowed": Metric("perf/staleness_allowed", "How far rollouts that begin now may be behind."),
+}
+# of names with a number or a word of one's own in them: how they begin -> the group, and what they are
+FAMILIES = {
+    "behind_": Metric("perf/", "`perf/behind_<n>`: share of the rollouts that were so many versions behind."),
+    "loss_": Metric("world_model/", "`world_model/loss_<part>`: other parts of the loss of a world model of your own."),
+    "reward/": Metric("", "`reward/<term>`: mean of a reward term; `reward/<term>_normalized`: as it enters the pay."),
+}
+
+# of evaluations.jsonl
+EVALUATIONS = {
+    "eval/episodes": "Held-out episodes played.",
+    "eval/success_rate": "Share of successes of greedy actions; null where the env does not tell.",
+    "eval/success_low": "Lower end of its Wilson 95 % interval.",
+    "eval/success_high": "Upper end of it.",
+    "eval/reward": "Mean reward of an episode.",
+    "eval/steps": "Mean env steps of an episode.",
+    "eval/<task>/success_rate": "The same of one of several tasks; so with `reward` and `steps`.",
+    "eval/sampled_success_rate": "Of sampled actions, where these are shown too; so with `reward` and `steps`.",
+    "eval/random_success_rate": "Of uniformly random actions on the same episodes; so with `reward`, `steps`.",
+    "eval/accuracy": "World model: share of the next frame's tokens foretold; so `accuracy_changed`, `accuracy_copy`.",
+    "eval/cross_entropy": "World model: of the true tokens, nats a token.",
+    "eval/<camera>/psnr": "World model: of its predictions, in dB; `psnr_copy`: of copying the last frame.",
+    "eval/<camera>/ssim": "World model: structural similarity of its predictions.",
+    "eval/<camera>/skill": "World model: 0: no better than copying the last frame; 1: as good as its tokenizer allows.",
+    "eval/<camera>/changed_mse_ratio": "World model: squared error on changed pixels; copying the last frame is 1.",
+    "eval/contact": "Explorer: share of decisions in touch with an object.",
+    "eval/random_contact": "The same of the best of the random ones beside it.",
+    "eval/voxels": "Explorer: places that a hand was in; `voxels_per_episode`: on average in an episode.",
+    "eval/object_voxels": "Explorer: places that objects were brought to; null where the env does not tell.",
+    "eval/state_entropy": "Explorer: of the states it was in, in nats.",
+}
+
+
+def file_name(short: str) -> str:
+    """What files call it. A name with a group keeps it; one that nobody knows here is of a trainer of your own."""
+    if short in NAMES:
+        return NAMES[short].name
+    if "/" in short:
+        return short
+    group = next((family.name for prefix, family in FAMILIES.items() if short.startswith(prefix)), "train/")
+    return f"{group}{short}"

@@ -1,0 +1,116 @@
+"""status.json: how a run fares, for those who look at its folder from outside.
+
+`state` is running, finished, interrupted or crashed. One that says `running` while nobody holds writer.lock was killed.
+"""
+
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sparring import __version__
+from sparring.errors import UserError
+from sparring.phases.phase import Phase, Progress
+
+# between two writes of no more than progress
+SECONDS = 1.0
+
+
+class Status:
+    """Written at once as a whole, so that nobody reads half of it. Without a folder, not at all."""
+
+    def __init__(self, folder: Path | None, phase: str, task: str, system: dict):
+        self.file = folder / "status.json" if folder else None
+        self.told = {"state": "running", "why": None, "pid": os.getpid(), "host": socket.gethostname()}
+        self.told |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
+        self.told |= {"progress": None, "best": None, "last": None, "system": system}
+        self._written = -float("inf")
+
+    def begin(self, progress: Progress, fraction: float, evaluations: list[dict]) -> None:
+        """`evaluations`: lines of evaluations.jsonl so far."""
+        self.told |= {"state": "running", "why": None, "ended": None}
+        self.progress(progress, fraction)
+        self.evaluated(evaluations)
+
+    def progress(self, progress: Progress, fraction: float) -> None:
+        self.told["progress"] = asdict(progress) | {"fraction": fraction}
+        if time.monotonic() - self._written >= SECONDS:
+            self._write()
+
+    def evaluated(self, evaluations: list[dict]) -> None:
+        rates = [rate for rate in map(_rate, evaluations) if rate["success_rate"] is not None]
+        self.told["best"] = max(rates, key=lambda rate: rate["success_rate"], default=None)
+        self.told["last"] = rates[-1] if rates else None
+        self._write()
+
+    def end(self, progress: Progress, fraction: float, state: str, why: str | None = None) -> None:
+        self.told |= {"state": state, "why": why, "ended": time.time()}
+        self.told["progress"] = asdict(progress) | {"fraction": fraction}
+        self._write()
+
+    def system_in_words(self) -> str:
+        """The beginning of a log."""
+        system = self.told["system"]
+        gpu = f", {system['gpu']}" if system["gpu"] else ""
+        return (
+            f"sparring {system['sparring']}, Python {system['python']}, torch {system['torch']}; "
+            f"{system['platform']}, {system['cpus']} CPUs{gpu}; "
+            f"{system['trainable']:,} parameters learn, {system['frozen']:,} are frozen"
+        )
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        self.told["updated"] = time.time()
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.told, indent=2) + "\n")
+        partial.replace(self.file)
+        self._written = time.monotonic()
+
+
+def status_of(config, folder: Path | None, phase: Phase, device: torch.device) -> Status:
+    tasks = getattr(config.env, "task", ())
+    task = tasks if isinstance(tasks, str) else ", ".join(tasks) or config.env.name
+    # of averaged weights it is not they that learn
+    learns = getattr(phase, "policy", phase.model)
+    return Status(folder, config.phase, task, _system(device, learns))
+
+
+def _rate(line: dict) -> dict:
+    names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
+    return {ours: line.get(f"eval/{theirs}") for ours, theirs in names.items()} | {"update": line["update"]}
+
+
+def _system(device: torch.device, model: nn.Module) -> dict:
+    """What a run runs on, what it trains, and how it was started."""
+    sizes = {
+        learns: sum(p.numel() for p in model.parameters() if p.requires_grad == learns) for learns in (True, False)
+    }
+    program, *words = sys.argv
+    program = "sparring" if Path(program).name == "__main__.py" else Path(program).name
+    return {
+        "sparring": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "trainable": sizes[True],
+        "frozen": sizes[False],
+        "command": shlex.join([program, *words]),
+    }
+
+
+def why(error: BaseException) -> str:
+    """An exception in a line."""
+    line = next(iter(str(error).splitlines()), "")
+    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".removesuffix(": ")
