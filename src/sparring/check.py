@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.config_text import Setting, parse_overrides, value_text
+from sparring.envs.backend import drawn
 from sparring.envs.configs import GymConfig
 from sparring.envs.tabletop.tasks import TASKS
 from sparring.errors import UserError
@@ -221,7 +222,7 @@ def _replayed(collector, trail: list[bytes]) -> tuple[int | None, list[np.ndarra
     env.backend.record([0] if filming else [])
     for number, before in enumerate(trail):
         digest = _digest(collector.decide())
-        film += env.last.frames.get(0, [])
+        film += map(drawn, env.last.frames.get(0, []))
         if filming and (0 in env.last.ended or len(film) >= FILM):
             filming = False
             env.backend.record([])

@@ -167,7 +167,7 @@ class Actor:
             collector.state_dict() | {"random": random_state(self.device)},
             figures | seconds,
             collector.drain_episodes(),
-            collector.drain_films(),
+            [film.developed() for film in collector.drain_films()],
             spans,
             self.places.handle() if first else None,
         )

@@ -18,3 +18,4 @@ class LoggingConfig(Section):
         "disabled", description="external loggers; there are none: all numbers are files of the run folder"
     )
     enable_file_logging: bool = Field(True, description="keep a log file in the run folder")
+    rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")

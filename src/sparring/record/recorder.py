@@ -7,20 +7,28 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from sparring.collect.stages import Span
-from sparring.record.pictures import filmstrip, write_png, write_video
+from sparring.record.encoder import PATIENCE_S
+from sparring.record.films import Films
 
 
 class Recorder:
-    """Writes `episode_metrics.jsonl`, `timeline.jsonl`, `samples/*.png` and `videos/*.mp4` under a folder.
+    """Writes `episode_metrics.jsonl`, `timeline.jsonl` and, as `films`, videos and pictures under a folder.
 
-    Without one, nothing.
+    Without one, nothing. As a context it waits, at its end, for what is still being drawn and encoded.
     """
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None, rerun: bool = False):
         self.folder = folder
+        self.films = Films(folder, rerun) if folder else None
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if self.films is not None:
+            # who interrupts twice does not want to wait
+            self.films.finish(0.0 if kind is KeyboardInterrupt else PATIENCE_S)
 
     @property
     def metrics_file(self) -> Path:
@@ -39,19 +47,6 @@ class Recorder:
         if self.folder is not None and spans:
             with (self.folder / "timeline.jsonl").open("a") as file:
                 file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
-
-    def image(self, name: str, picture: np.ndarray) -> Path | None:
-        """`[H, W, 3]` uint8 as samples/<name>.png."""
-        return write_png(self.folder / "samples" / f"{name}.png", picture) if self.folder else None
-
-    def video(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
-        """`[H, W, 3]` uint8 frames as videos/<name>.mp4 (H.264)."""
-        return write_video(self.folder / "videos" / f"{name}.mp4", frames, fps) if self.folder else None
-
-    def film(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
-        """An episode as a video and as a strip of pictures."""
-        self.image(name, filmstrip(frames))
-        return self.video(name, frames, fps)
 
     def state_dict(self) -> dict:
         exists = self.folder is not None and self.metrics_file.exists()
