@@ -1,7 +1,9 @@
 """Videos and pictures: what they show, that browsers play them, where they are told of."""
 
+import io
 import json
 import subprocess
+import sys
 
 import imageio_ffmpeg
 import numpy as np
@@ -237,8 +239,6 @@ def test_what_rerun_reads_is_what_was_filmed(tmp_path):
 
 
 def brightness(column) -> list[int]:
-    import io
-
     pictures = [bytes(blob) for (blob,) in column["EncodedImage:blob"]]
     return [round(float(np.asarray(Image.open(io.BytesIO(picture))).mean())) for picture in pictures]
 
@@ -253,7 +253,7 @@ def test_a_run_that_goes_on_keeps_the_recording_it_had(tmp_path):
 
 
 def test_without_rerun_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rerun", None)
     with pytest.raises(
         UserError, match=r"logging.rerun=true: rerun-sdk is not installed; pip install 'sparring\[rerun\]'"
     ):

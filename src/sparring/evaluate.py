@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparring.collect.camera import Film, failures_first
+from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
 from sparring.envs.backend import EnvSpec
@@ -83,7 +83,7 @@ def play(
                 quota[episode.env] -= 1
                 counted.append(episode)
     policy.train(training)
-    return counted, failures_first(collector.camera.drain())[:films]
+    return counted, collector.camera.drain_failures_first(films)
 
 
 def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[str, Score]:

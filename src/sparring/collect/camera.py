@@ -31,11 +31,6 @@ class Film:
         return replace(self, frames=[drawn(frame) for frame in self.frames])
 
 
-def failures_first(films: list[Film]) -> list[Film]:
-    """What went wrong is what people want to see; else in the order of the robots."""
-    return sorted(films, key=lambda film: (film.episode.success, film.episode.env))
-
-
 @dataclass
 class _Decision:
     """Of the R robots that are being filmed: `[R, C]`, `[R]`, `[R, C, A]`, `[R, S]`, and `[R]` once it is known."""
@@ -114,7 +109,7 @@ class Camera:
     def appraise(self, values: torch.Tensor) -> None:
         """After a rollout: the values `[T, N]` of its decisions."""
         for row, decision in self.unvalued:
-            decision.value = _array(values[row][list(decision.place)])
+            decision.value = _array(values[row])[list(decision.place)]
         self.unvalued.clear()
         self.clock = 0
 
@@ -122,6 +117,11 @@ class Camera:
         """What was filmed since the last call."""
         whole, self.whole = self.whole, []
         return [reel.film(episode) for reel, episode in whole]
+
+    def drain_failures_first(self, most: int) -> list[Film]:
+        """At most so many: what went wrong is what people want to see; else in the order of the robots."""
+        self.whole = sorted(self.whole, key=lambda one: (one[1].success, one[1].env))[:most]
+        return self.drain()
 
     def _seen(self, td: TensorDict) -> _Decision:
         robots, last = list(self.reels), self.env.last
@@ -131,9 +131,9 @@ class Camera:
             {robot: place for place, robot in enumerate(robots)},
             last.reward[robots],
             last.executed[robots],
-            _array(td["action"][robots]),
-            np.zeros((len(robots), 0), np.float32) if state is None else _array(state[robots].flatten(1)),
-            np.full(len(robots), np.nan) if value is None else _array(value[robots]),
+            _array(td["action"])[robots],
+            np.zeros((len(robots), 0), np.float32) if state is None else _array(state.flatten(1))[robots],
+            np.full(len(robots), np.nan) if value is None else _array(value)[robots],
         )
         if value is None:
             self.unvalued.append((self.clock - 1, decision))

@@ -1,6 +1,5 @@
 """A recording for the Rerun viewer: every filmed episode with its cameras, states, actions and rewards."""
 
-import importlib.util
 import io
 from pathlib import Path
 
@@ -22,10 +21,12 @@ class RerunFile:
     """
 
     def __init__(self, folder: Path):
-        if importlib.util.find_spec("rerun") is None:
-            raise UserError("logging.rerun=true: rerun-sdk is not installed; pip install 'sparring[rerun]'")
-        self.folder = folder
-        self._stream = None
+        try:
+            # here, before training: it takes half a second
+            import rerun
+        except ImportError:
+            raise UserError("logging.rerun=true: rerun-sdk is not installed; pip install 'sparring[rerun]'") from None
+        self._rerun, self._stream, self.folder = rerun, None, folder
 
     def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:
         for camera, pictures in views.items():
@@ -55,27 +56,21 @@ class RerunFile:
 
     def _series(self, timeline: str, entity: str, values: np.ndarray, first: int = 0) -> None:
         """`[T]` or `[T, K]`, the first of them at moment `first`."""
-        import rerun as rr
-
-        columns = rr.Scalars.columns(scalars=values.astype(np.float64).ravel())
+        columns = self._rerun.Scalars.columns(scalars=values.astype(np.float64).ravel())
         if values.ndim == 2:
             columns = columns.partition([values.shape[1]] * len(values))
         self._send(timeline, entity, len(values), first, columns)
 
     def _pictures(self, timeline: str, entity: str, pictures: list[np.ndarray], first: int = 0) -> None:
-        import rerun as rr
-
         blobs = [_jpeg(picture) for picture in pictures]
-        columns = rr.EncodedImage.columns(blob=blobs, media_type=["image/jpeg"] * len(blobs))
+        columns = self._rerun.EncodedImage.columns(blob=blobs, media_type=["image/jpeg"] * len(blobs))
         self._send(timeline, entity, len(blobs), first, columns)
 
     def _send(self, timeline: str, entity: str, count: int, first: int, columns) -> None:
-        import rerun as rr
-
         if self._stream is None:
-            self._stream = rr.RecordingStream("sparring", recording_id=str(self.folder.resolve()))
+            self._stream = self._rerun.RecordingStream("sparring", recording_id=str(self.folder.resolve()))
             self._stream.save(_free(self.folder))
-        times = rr.TimeColumn(timeline, sequence=range(first, first + count))
+        times = self._rerun.TimeColumn(timeline, sequence=range(first, first + count))
         self._stream.send_columns(entity, [times], columns)
 
 

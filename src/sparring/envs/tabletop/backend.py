@@ -91,8 +91,9 @@ class Tabletop:
             reward[rows, c] = self._advance(rows, action[rows, c])
             executed[rows] += 1
             contact[rows] |= self._world.touched(rows)
-            for env in np.intersect1d(self._recorded, rows) if self._recorded else ():
-                frames[int(env)].append(self._world.picture(env, self._goal[[env]]))
+            for env in self._recorded:
+                if not truncated[env]:
+                    frames[env].append(self._world.picture(env, self._goal[[env]]))
             truncated[rows] = self._elapsed[rows] >= self._limit[rows]
             rows = np.flatnonzero(~truncated)
             if not len(rows):
