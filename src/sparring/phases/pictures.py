@@ -49,20 +49,24 @@ def foretold(model: WorldModel, episode: TensorDict, rate: float) -> Foretold:
         failed = broken or not all(bool(value.isfinite().all()) for value in prediction.values(True, True))
         for camera, pictures in predicted.items():
             pictures[t] = FAILED if failed else _pictures(prediction["image", camera])[0]
-    seen = episode["observation"]
-    state = seen.get("state", None)
-    task = seen.get("task", None)
+    # not every env shows a state or tells tasks apart
+    state, task = episode["observation"].get("state", None), episode["observation"].get("task", None)
     return Foretold(
         predicted,
         true,
         episode["next", "reward"].sum(1).numpy(force=True),
-        episode["action"][:, 0].numpy(force=True),
-        np.zeros((len(episode), 0), np.float32) if state is None else state.flatten(1).numpy(force=True),
+        _copied(episode["action"][:, 0]),
+        np.zeros((len(episode), 0), np.float32) if state is None else _copied(state.flatten(1)),
         0 if task is None else int(task[0]),
         rate,
     )
 
 
 def _pictures(images: torch.Tensor) -> np.ndarray:
-    # [T, 3, H, W] -> [T, H, W, 3]; what is in a file that may go is copied
-    return images.permute(0, 2, 3, 1).contiguous().numpy(force=True)
+    # [T, 3, H, W] -> [T, H, W, 3]
+    return _copied(images.permute(0, 2, 3, 1))
+
+
+def _copied(tensor: torch.Tensor) -> np.ndarray:
+    """Episodes are views into a file that may be gone when somebody looks."""
+    return np.array(tensor.numpy(force=True), order="C")

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class Films:
         video = Video(
             name,
             kind,
-            Progress(**vars(progress)),
+            replace(progress),
             spec.task_names[episode.task],
             spec.film_cameras,
             episode.steps,
@@ -96,7 +96,7 @@ class Films:
         video = Video(
             f"episode_{number:06d}",
             "prediction",
-            Progress(**vars(progress)),
+            replace(progress),
             spec.task_names[foretold.task],
             tuple(foretold.true),
             len(foretold.rewards),
@@ -139,13 +139,13 @@ class Films:
 
 def film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
     """Each picture with the reward of the step that led to it and the value of the newest decision."""
-    steps, total = len(film.rewards), np.concatenate([[0.0], film.rewards.cumsum()])
+    steps, valued = len(film.rewards), np.isfinite(film.values).any()
+    # [T + 1]: nothing is paid before the first step, and nothing decided after the last
+    rewards, values = np.concatenate([[0.0], film.rewards]), np.concatenate([film.values, film.values[-1:]])
     captions = []
-    for moment in range(len(film.frames)):
-        reward = film.rewards[moment - 1] if moment else 0.0
-        value = film.values[min(moment, steps - 1)]
-        words = [f"step {moment}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total[moment])}"]
-        captions.append((*words, *([f"value {_figure(value)}"] if np.isfinite(film.values).any() else ())))
+    for moment, (reward, total, value) in enumerate(zip(rewards, rewards.cumsum(), values, strict=True)):
+        words = (f"step {moment}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
+        captions.append((*words, f"value {_figure(value)}") if valued else words)
     success = film.episode.success if spec.reports_success else None
     return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
 
