@@ -1,5 +1,6 @@
 """Films show whole episodes, of whom they say, and cost nothing where none is wanted."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -164,6 +165,21 @@ def test_the_suite_draws_a_film_when_it_is_looked_at():
     env.close()
     # each shows its own moment, also when the env is closed
     assert np.array_equal(later(), before) and np.array_equal(frames[1][0](), after) and (before != after).any()
+
+
+def test_films_are_drawn_while_robots_go_on():
+    env = make_env(load_config({"env": {"threads": 1, "cameras": ["head"], "image_size": 64}}).env, 4, 50)
+    env.reset(0)
+    env.backend.record([0, 1])
+    rng, sketches = np.random.default_rng(0), []
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(8):
+            frames = env.backend.step(rng.uniform(-1, 1, (4, 1, env.spec.action_dim))).frames
+            sketches += [(sketch, other.submit(sketch)) for sketch in (frames[0][0], frames[1][0])]
+        pictures = [future.result() for _, future in sketches]
+    assert all(np.array_equal(sketch(), picture) for (sketch, _), picture in zip(sketches, pictures, strict=True))
+    assert len({picture.tobytes() for picture in pictures}) == 16
+    env.close()
 
 
 def run_of(folder, **rollout):

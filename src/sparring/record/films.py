@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,8 @@ class Video:
             "episode": self.progress.episodes,
             "task": self.task,
             "success": self.success,
-            "reward": self.reward,
+            # what is no number is not JSON either
+            "reward": self.reward if math.isfinite(self.reward) else None,
             "steps": self.steps,
             "cameras": list(self.cameras),
             "strip": strip.as_posix(),
