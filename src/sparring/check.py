@@ -67,11 +67,11 @@ def installation() -> Iterator[Finding]:
 
 
 def encoder_finding() -> Finding:
-    from sparring.record.pictures import NoVideoEncoder, find_encoder
+    from sparring.data.video import find_ffmpeg
 
     try:
-        return "video encoder", True, Path(find_encoder()).name
-    except NoVideoEncoder as error:
+        return "video encoder", True, Path(find_ffmpeg()).name
+    except UserError as error:
         return "video encoder", False, str(error)
 
 

@@ -45,7 +45,7 @@ def frames(scene: Scene) -> Iterator[np.ndarray]:
         for _, pictures, (left, top, width, height) in page.tiles:
             picture = Image.fromarray(np.ascontiguousarray(pictures[moment]))
             # small pictures are enlarged as they are: one wants to see their pixels
-            smooth = Image.Resampling.NEAREST if width % picture.width == 0 else Image.Resampling.BICUBIC
+            smooth = Image.Resampling.NEAREST if width % picture.width == 0 else Image.Resampling.BILINEAR
             image.paste(picture.resize((width, height), smooth), (left, top))
         _write_columns(ImageDraw.Draw(image), scene.captions[moment], page, font)
         return image
