@@ -148,6 +148,8 @@ def film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) ->
     for moment, (reward, total, value) in enumerate(zip(rewards, rewards.cumsum(), values, strict=True)):
         words = (f"step {moment}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
         captions.append((*words, f"value {_figure(value)}") if valued else words)
+    # a simulator may have stopped drawing on the way
+    captions = captions[: len(film.frames)]
     success = film.episode.success if spec.reports_success else None
     return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
 
