@@ -86,7 +86,7 @@ def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
     assert "95 % interval" in evaluation.table() and "random" in evaluation.table()
     # one film: the first picture and one per step
     assert len(evaluation.films) == 1 and len(evaluation.films[0].frames) == 11
-    assert evaluation.films[0].frames[0].shape[2] == 3
+    assert evaluation.films[0].developed().frames[0].shape == (256, 512, 3)
     again = evaluate(policy, env, episodes=6, seed=1)
     assert again.scores == evaluation.scores
     assert evaluate(policy, env, episodes=6, seed=2).scores != evaluation.scores

@@ -19,7 +19,7 @@ from sparring.config import ConfigError
 from sparring.data.episodes import EpisodeStore
 from sparring.envs.backend import EnvSpec, Step
 from sparring.envs.env import Env
-from sparring.phases.pictures import FAILED, beside_truth, predictions
+from sparring.phases.pictures import FAILED, foretold
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -216,25 +216,19 @@ def test_pictures_are_predicted_left_and_true_right(tmp_path):
     assert (tmp_path / "videos" / f"episode_{episodes:06d}.mp4").stat().st_size > 500
 
 
-def test_a_failed_prediction_is_shown_as_failed():
-    images = {c: torch.full((1, 3, 16, 16), 7 * i, dtype=torch.uint8) for i, c in enumerate(("head", "wrist"))}
-    truth = TensorDict(images, [1])
-    shown = beside_truth(None, truth)
-    assert (shown[:, :16] == FAILED).all() and (shown[:16, 16:] == 0).all() and (shown[16:, 16:] == 7).all()
-
-
 @pytest.mark.parametrize("brighter", [float("nan"), float("inf")])
 def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
     spec = EnvSpec({"image/head": ((3, 16, 16), "uint8")}, 1)
     model = CopyingWorldModel(CopyingConfig(), spec, 1)
     model.brighter.data.fill_(brighter)
     image = torch.full((2, 3, 16, 16), 50, dtype=torch.uint8)
-    seen = {"observation": {"image": {"head": image}}, "next": {"observation": {"image": {"head": image}}}}
+    after = {"observation": {"image": {"head": image}}, "reward": torch.ones(2, 1)}
+    seen = {"observation": {"image": {"head": image}}, "next": after}
     first = torch.tensor([True, False])
     episode = TensorDict(seen | {"action": torch.zeros(2, 1, 1), "is_first": first}, [2])
-    shown = predictions(model, episode, 5.0)
-    (frame,), (film,) = shown.images.values(), shown.videos.values()
-    assert (frame[:, :16] == FAILED).all() and (frame[:, 16:] == 50).all() and len(film) == 2
+    shown = foretold(model, episode, 5.0)
+    for moment in (shown.moment(0), shown.moment(1)):
+        assert (moment[:, :16] == FAILED).all() and (moment[:, 16:] == 50).all()
 
 
 def test_the_words_of_the_originals():

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.config_text import Setting, parse_overrides, value_text
+from sparring.envs.backend import drawn
 from sparring.envs.configs import GymConfig
 from sparring.envs.tabletop.tasks import TASKS
 from sparring.errors import UserError
@@ -66,11 +67,11 @@ def installation() -> Iterator[Finding]:
 
 
 def encoder_finding() -> Finding:
-    from sparring.record.pictures import NoVideoEncoder, find_encoder
+    from sparring.data.video import find_ffmpeg
 
     try:
-        return "video encoder", True, Path(find_encoder()).name
-    except NoVideoEncoder as error:
+        return "video encoder", True, Path(find_ffmpeg()).name
+    except UserError as error:
         return "video encoder", False, str(error)
 
 
@@ -221,7 +222,7 @@ def _replayed(collector, trail: list[bytes]) -> tuple[int | None, list[np.ndarra
     env.backend.record([0] if filming else [])
     for number, before in enumerate(trail):
         digest = _digest(collector.decide())
-        film += env.last.frames.get(0, [])
+        film += map(drawn, env.last.frames.get(0, []))
         if filming and (0 in env.last.ended or len(film) >= FILM):
             filming = False
             env.backend.record([])

@@ -244,7 +244,7 @@ def load_spec(checkpoint: Path) -> EnvSpec:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error}") from None
     values["observation"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["observation"].items()}
-    for name in {"task_names", "instructions", "hand_entries", "object_entries"} & values.keys():
+    for name in {"task_names", "instructions", "hand_entries", "object_entries", "film_cameras"} & values.keys():
         values[name] = tuple(values[name])
     return EnvSpec(**values)
 

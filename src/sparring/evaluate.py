@@ -10,6 +10,7 @@ import numpy as np
 from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.episodes import Episode
+from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
@@ -19,6 +20,8 @@ from sparring.tree import Config
 
 # decisions without any episode ending, after which an evaluation gives up
 NEVER_ENDING = 20_000
+# robots that are filmed, where that is cheap, to choose from: failures are shown first
+WATCHED = 64
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,14 @@ def play(
     """Exactly `episodes` episodes: robot i plays numbers i, i+N, i+2N, ... and those beyond the last do not count.
 
     So no robot's short episodes crowd out another's long ones, and the same episodes are played whatever N is.
+    `films`: so many of the robots' first episodes come as films, failures first.
     """
     training = policy.training
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
     quota = [len(range(env_index, episodes, env.num_envs)) for env_index in range(env.num_envs)]
-    collector.camera.film(min(films, episodes))
+    if films:
+        collector.camera.film(min(max(films, WATCHED if collector.camera.is_cheap else 0), episodes))
     counted: list[Episode] = []
     collector.start()
     fruitless = 0
@@ -78,7 +83,7 @@ def play(
                 quota[episode.env] -= 1
                 counted.append(episode)
     policy.train(training)
-    return counted, collector.camera.drain()
+    return counted, collector.camera.drain_failures_first(films)
 
 
 def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[str, Score]:
@@ -113,15 +118,14 @@ class Evaluation:
     # who -> task -> score
     scores: dict[str, dict[str, Score]]
     films: list[Film]
-    fps: float = 30.0
-    shows_success: bool = True
+    spec: EnvSpec
 
     def table(self) -> str:
         rows = [("policy", "task", "success", "95 % interval", "reward", "steps")]
         for who, tasks in self.scores.items():
             for task, score in tasks.items():
                 s = score.success
-                success = (f"{s.rate:.1%}", f"{s.low:.1%} - {s.high:.1%}") if self.shows_success else ("-", "-")
+                success = (f"{s.rate:.1%}", f"{s.low:.1%} - {s.high:.1%}") if self.spec.reports_success else ("-", "-")
                 rows.append(
                     (who, task, *success, f"{score.reward:.2f} +- {score.reward_std:.2f}", f"{score.steps:.1f}")
                 )
@@ -175,7 +179,7 @@ def evaluate(
     if baseline:
         random = RandomPolicy(env.spec, chunk).to(env.device)
         scores["random"] = score_by_task(play(random, env, episodes, seed, chunk, greedy=False)[0], env.spec.task_names)
-    return Evaluation(episodes, seed, scores, reels, env.spec.control_hz, env.spec.reports_success)
+    return Evaluation(episodes, seed, scores, reels, env.spec)
 
 
 def evaluate_config(config: Config, policy: Policy, device, greedy: bool = True, films: int = 0) -> Evaluation:

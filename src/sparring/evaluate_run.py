@@ -13,7 +13,8 @@ from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
-from sparring.record.recorder import Recorder
+from sparring.phases.phase import Progress
+from sparring.record.films import Films
 from sparring.tree import Config, load_config
 
 # what an evaluation may choose anew; the rest was decided when the policy was trained
@@ -35,9 +36,11 @@ def evaluate_checkpoint(
     print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {'greedy' if greedy else 'sampled'} actions")
     print(evaluation.table())
     print(f"numbers: {evaluation.write(json_file)}")
-    recorder = Recorder(folder)
+    films = Films(folder)
     for number, film in enumerate(evaluation.films):
-        print(f"video: {recorder.film(f'eval_{number}', film.frames, evaluation.fps)}")
+        print(f"video: {films.film(f'eval_{number}', 'evaluation', film, Progress(), evaluation.spec)}")
+        # one after the other: nobody is kept waiting, and none is left out
+        films.finish()
     return evaluation
 
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +18,6 @@ from sparring.checkpoint import (
     remove_old,
     save_checkpoint,
 )
-from sparring.collect.camera import Film
 from sparring.distributed import Distributed
 from sparring.errors import StageFailed
 from sparring.evaluate import Evaluation, evaluate_config
@@ -32,7 +30,6 @@ from sparring.phases.phase import Filmed, Phase, ShowsPictures, Timed
 from sparring.random_state import random_state, seed_everything, set_random_state
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, log_normalizers, log_to_console, log_to_files, log_update
-from sparring.record.pictures import NoVideoEncoder
 from sparring.record.recorder import Recorder
 from sparring.record.sinks import check_installed, make_sinks
 from sparring.record.status import status_of, why
@@ -78,7 +75,7 @@ class Run:
             if self.folder:
                 open_folder(config)
             log_to_files(config.logging, self.folder)
-            self.recorder = Recorder(self.folder)
+            self.recorder = Recorder(self.folder, rerun=config.logging.rerun)
             if checkpoint is not None:
                 self._go_on_from(checkpoint)
             elif pretrained:
@@ -128,12 +125,12 @@ class Run:
 
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
-        with self._alone(), self._told():
+        with self._alone(), self._told(), self.recorder:
             return self._train()
 
     def evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         """Held-out episodes by the main process, with videos; the others wait."""
-        with self._alone(), self._told():
+        with self._alone(), self._told(), self.recorder:
             return self._evaluate()
 
     def save(self) -> None:
@@ -243,20 +240,8 @@ class Run:
 
     def _write_pictures(self) -> None:
         """What the phase has to show, by the main process."""
-        if self.folder is None or not isinstance(self.phase, ShowsPictures):
-            return
-        number = self.phase.progress.episodes or self.phase.progress.updates
-        pictures = self.phase.pictures()
-        for name, picture in pictures.images.items():
-            self.recorder.image(f"episode_{number:04d}_{name}", picture)
-        for name, frames in pictures.videos.items():
-            self._write_video(f"episode_{number:06d}{name and '_'}{name}", frames, pictures.fps)
-
-    def _write_video(self, name: str, frames: list[np.ndarray], fps: float) -> None:
-        try:
-            self.recorder.video(name, frames, fps)
-        except NoVideoEncoder as error:  # the training was not for the video's sake
-            log.warning("%s", error)
+        if self.folder is not None and isinstance(self.phase, ShowsPictures) and (shown := self.phase.pictures()):
+            self.recorder.films.prediction(shown, self.phase.progress, self.phase.env.spec)
 
     def _evaluate_here(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation:
         config, device = self.config, self.distributed.device
@@ -271,11 +256,10 @@ class Run:
             evaluation = evaluate_config(config, model, device, films=config.rollout.render_episodes)
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
-        progress = self.phase.progress
-        self.recorder.evaluation(progress, evaluation.numbers())
+        self.recorder.evaluation(self.phase.progress, evaluation.numbers())
         self.status.evaluated(self.recorder.evaluations())
-        for number, film in enumerate(evaluation.films):
-            self._write_film(f"episode_{progress.episodes or progress.updates:06d}_{number}", film)
+        if self.folder is not None and isinstance(evaluation, Evaluation):
+            self.recorder.films.evaluation(evaluation.films, self.phase.progress, evaluation.spec)
         return evaluation
 
     def _film_what_comes(self) -> None:
@@ -284,15 +268,9 @@ class Run:
             self.phase.film(self.config.rollout.render_episodes)
 
     def _write_films(self) -> None:
-        for film in self.phase.drain_films() if isinstance(self.phase, Filmed) else ():
+        if self.folder is not None and isinstance(self.phase, Filmed) and (films := self.phase.drain_films()):
             self.console.end()
-            self._write_film(f"rollout_{self.phase.progress.updates:06d}_{film.episode.env}", film)
-
-    def _write_film(self, name: str, film: Film) -> None:
-        try:
-            log.info("to look at: %s", self.recorder.film(name, film.frames, self.phase.env.spec.control_hz))
-        except NoVideoEncoder as error:  # the training was not for the video's sake
-            log.warning("%s", error)
+            self.recorder.films.rollouts(films, self.phase.progress, self.phase.env.spec)
 
     def _stop_early(self) -> None:
         self.console.end()

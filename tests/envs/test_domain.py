@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.backend import EpisodeSeeds, drawn
 from sparring.envs.configs import DOMAINS, TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.errors import UserError
@@ -107,7 +107,7 @@ def test_the_noise_screen_is_new_each_step_and_the_same_again():
 def test_pictures_of_a_noisy_screen_are_as_new_as_observations_and_come_back_with_a_state():
     env, _ = _env(2, task="explore", noise_screen=True, domain_randomization=("light",))
     env.record([0])
-    frames = env.step(np.zeros((2, 3, 7))).frames[0]
+    frames = [drawn(frame) for frame in env.step(np.zeros((2, 3, 7))).frames[0]]
     np.testing.assert_array_equal(frames[-1], env.render(0))
     assert (frames[0] != frames[1]).mean() > 0.005 and (frames[1] != frames[2]).mean() > 0.005
     other, _ = _env(2, seed=3, task="explore", noise_screen=True, domain_randomization=("light",))

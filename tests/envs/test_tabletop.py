@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.backend import EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.registration import register
 from sparring.envs.tabletop import observe
@@ -303,11 +303,11 @@ def test_recording_gives_a_picture_per_executed_step():
     env.record([2, 0])
     step = env.step(_actions(env, 1, chunk=3)[0])
     assert sorted(step.frames) == [0, 2] and [len(f) for f in step.frames.values()] == [3, 3]
-    np.testing.assert_array_equal(step.frames[2][-1], env.render(2))
+    np.testing.assert_array_equal(drawn(step.frames[2][-1]), env.render(2))
     assert env.render(0).shape == (256, 512, 3) and env.render(0).dtype == np.uint8
     # the episode ends after one more: its last picture is not of the next episode
     last = env.step(_actions(env, 1, chunk=3)[0])
-    assert len(last.frames[0]) == 1 and (last.frames[0][0] != env.render(0)).any()
+    assert len(last.frames[0]) == 1 and (drawn(last.frames[0][0]) != env.render(0)).any()
     env.record([])
     assert env.step(_actions(env, 1)[0]).frames == {}
 

@@ -174,7 +174,7 @@ class Actor:
             figures | seconds,
             parity,
             collector.drain_episodes(),
-            collector.drain_films(),
+            [film.developed() for film in collector.drain_films()],
             spans,
             self.places.handle() if first else None,
         )

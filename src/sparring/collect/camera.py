@@ -1,19 +1,63 @@
 """Films of whole episodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+from tensordict import TensorDict
 
 from sparring.collect.episodes import Episode
+from sparring.envs.backend import Picture, drawn
 from sparring.envs.env import Env
 
 
 @dataclass(frozen=True)
 class Film:
-    """The pictures of one recorded episode."""
+    """One recorded episode of T steps. What a decision tells is told of each of the steps that it led to."""
 
-    frames: list[np.ndarray]
+    # T + 1: before the first step and after each
+    frames: list[Picture]
     episode: Episode
+    # [T], the env's own
+    rewards: np.ndarray
+    # [T] of what the policy saw when it decided; NaN where nobody worked it out
+    values: np.ndarray
+    # [T, A] as asked for, [T, S] as seen by the policy (S = 0 where it sees no state)
+    actions: np.ndarray
+    states: np.ndarray
+
+    def developed(self) -> "Film":
+        """With its pictures drawn, fit to be sent to another process."""
+        return replace(self, frames=[drawn(frame) for frame in self.frames])
+
+
+@dataclass
+class _Decision:
+    """Of the R robots that are being filmed: `[R, C]`, `[R]`, `[R, C, A]`, `[R, S]`, and `[R]` once it is known."""
+
+    place: dict[int, int]
+    reward: np.ndarray
+    executed: np.ndarray
+    action: np.ndarray
+    state: np.ndarray
+    value: np.ndarray
+
+
+@dataclass
+class _Reel:
+    frames: list[Picture]
+    decisions: list[_Decision] = field(default_factory=list)
+
+    def film(self, episode: Episode) -> Film:
+        rewards, values, actions, states = [], [], [], []
+        for decision in self.decisions:
+            row = decision.place[episode.env]
+            steps = decision.executed[row]
+            rewards.append(decision.reward[row, :steps])
+            values.append(np.repeat(decision.value[row], steps))
+            actions.append(decision.action[row, :steps])
+            states.append(np.repeat(decision.state[row][None], steps, axis=0))
+        return Film(self.frames, episode, *map(np.concatenate, (rewards, values, actions, states)))
 
 
 class Camera:
@@ -21,10 +65,18 @@ class Camera:
 
     def __init__(self, env: Env):
         self.env = env
-        # robots whose next episode is to be filmed, and the pictures of those that are being filmed
+        # robots whose next episode is to be filmed, what there is of those that are being filmed, and of whole ones
         self.waiting: set[int] = set()
-        self.reels: dict[int, list[np.ndarray]] = {}
-        self.films: list[Film] = []
+        self.reels: dict[int, _Reel] = {}
+        self.whole: list[tuple[_Reel, Episode]] = []
+        # decisions of this rollout so far, and those of them that were filmed, whose values are not known yet
+        self.clock = 0
+        self.unvalued: list[tuple[int, _Decision]] = []
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether pictures that nobody looks at are never drawn."""
+        return self._sketch(0) is not None
 
     def film(self, robots: int) -> None:
         """Of each of the first so many robots, the next episode that begins."""
@@ -36,29 +88,70 @@ class Camera:
         if robots:
             self._begin(robots)
 
-    def look(self, ended: list[Episode]) -> None:
-        """After every step of the env, with the episodes that ended in it."""
+    def look(self, td: TensorDict, ended: list[Episode]) -> None:
+        """After every decision `td` [N], with the episodes that ended in it."""
+        self.clock += 1
         if not (self.waiting or self.reels):
             return
-        for robot, frames in self.env.last.frames.items():
-            if robot in self.reels:
-                self.reels[robot] += frames
+        if self.reels:
+            decision = self._seen(td)
+            for robot, reel in self.reels.items():
+                reel.frames += self.env.last.frames.get(robot, [])
+                reel.decisions.append(decision)
         over = [episode for episode in ended if episode.env in self.reels]
         for episode in over:
-            frames = self.reels.pop(episode.env)
-            self.films += [Film(frames, episode)] if frames else []
+            reel = self.reels.pop(episode.env)
+            self.whole += [(reel, episode)] if reel.frames else []
         beginning = self.waiting.intersection(self.env.last.ended.tolist())
         if over or beginning:
             self._begin(beginning)
 
+    def appraise(self, values: torch.Tensor) -> None:
+        """After a rollout: the values `[T, N]` of its decisions."""
+        for row, decision in self.unvalued:
+            decision.value = _array(values[row])[list(decision.place)]
+        self.unvalued.clear()
+        self.clock = 0
+
     def drain(self) -> list[Film]:
         """What was filmed since the last call."""
-        films, self.films = self.films, []
-        return films
+        whole, self.whole = self.whole, []
+        return [reel.film(episode) for reel, episode in whole]
+
+    def drain_failures_first(self, most: int) -> list[Film]:
+        """At most so many: what went wrong is what people want to see; else in the order of the robots."""
+        self.whole = sorted(self.whole, key=lambda one: (one[1].success, one[1].env))[:most]
+        return self.drain()
+
+    def _seen(self, td: TensorDict) -> _Decision:
+        robots, last = list(self.reels), self.env.last
+        # not every env shows a state, and not every policy appraises what it sees when it acts
+        state, value = td["observation"].get("state", None), td.get("value", None)
+        decision = _Decision(
+            {robot: place for place, robot in enumerate(robots)},
+            last.reward[robots],
+            last.executed[robots],
+            _array(td["action"])[robots],
+            np.zeros((len(robots), 0), np.float32) if state is None else _array(state.flatten(1))[robots],
+            np.full(len(robots), np.nan) if value is None else _array(value)[robots],
+        )
+        if value is None:
+            self.unvalued.append((self.clock - 1, decision))
+        return decision
 
     def _begin(self, robots: set[int]) -> None:
         self.waiting -= robots
         for robot in sorted(robots):
-            picture = self.env.backend.render(robot)
-            self.reels[robot] = [] if picture is None else [picture]
+            picture = self._sketch(robot)
+            if picture is None:
+                picture = self.env.backend.render(robot)
+            self.reels[robot] = _Reel([] if picture is None else [picture])
         self.env.backend.record(sorted(self.reels))
+
+    def _sketch(self, robot: int) -> Picture | None:
+        sketch = getattr(self.env.backend, "sketch", None)
+        return sketch(robot) if sketch else None
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy(force=True)

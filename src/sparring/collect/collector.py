@@ -98,7 +98,8 @@ class Collector:
             else:
                 played = self._play_episodes(buffer)
         with self.stages.at("complete", self.version):
-            complete_rollout(self.policy, buffer, self.root, self.version, check=self.decision == buffer.steps)
+            check = self.decision == buffer.steps
+            self.camera.appraise(complete_rollout(self.policy, buffer, self.root, self.version, check))
             if played is not None:
                 self._tell_episodes(buffer, played)
 
@@ -173,7 +174,7 @@ class Collector:
             executed = self.env.last.executed
             self.env_steps += int(executed.sum() if counted is None else executed[counted].sum())
             ended = [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
-            self.camera.look(ended)
+            self.camera.look(td, ended)
             self.episodes += ended
         return td
 

@@ -9,8 +9,11 @@ from sparring.policies.policy import Policy
 
 
 @torch.no_grad()
-def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: int, check: bool) -> None:
-    """By the weights that acted, whose `version` every row carries. `root`: where the next rollout starts."""
+def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: int, check: bool) -> torch.Tensor:
+    """By the weights that acted, whose `version` every row carries. `root`: where the next rollout starts.
+
+    Returns the values `[T, N]`.
+    """
     buffer.close(root)
     rollout = buffer.rollout()
     # [T, N] -> [T*N] -> [T, N]
@@ -22,6 +25,7 @@ def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: 
         check_completed(rollout, policy.step_weights, "policy.complete")
     buffer.set("version", torch.full_like(rollout["next", "executed"], version))
     buffer.set(("next", "value"), _next_values(policy, buffer, rollout, root))
+    return rollout["value"]
 
 
 def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict, root: TensorDict) -> torch.Tensor:

@@ -73,7 +73,9 @@ class GroupedCollector:
             with self.stages.at("complete", self.version):
                 first = self.collectors[0].decision == buffer.steps
                 root = torch.cat([collector.root for collector in self.collectors])
-                complete_rollout(self.policy, buffer, root, self.version, check=first)
+                values = complete_rollout(self.policy, buffer, root, self.version, check=first)
+                # its robots are the first of all
+                self.collectors[0].camera.appraise(values)
 
     def _act(self, buffer: Buffer) -> None:
         self._start()

@@ -6,12 +6,21 @@ backends also run in worker processes, which stay small and start fast.
 Letters: N robots, C steps of an action chunk, A action dims, K episodes that ended in this call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
+# [H, W, 3] uint8 for people, or what draws it when called: most of what could be looked at never is
+Picture = np.ndarray | Callable[[], np.ndarray]
+# half the width of the line between two cameras' pictures, pixels
+SEAM = 2
+
+
+def drawn(picture: Picture) -> np.ndarray:
+    return picture() if callable(picture) else picture
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class EnvSpec:
     reports_success: bool = True
     # control steps per simulated second; the pace of its videos
     control_hz: float = 30.0
+    # whose pictures stand side by side in one for people, all as wide, with their edges (SEAM) as a line between them;
+    # (): it is one picture
+    film_cameras: tuple[str, ...] = ()
     # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
     hand_entries: tuple[int, ...] = ()
     hand_scale: float = 1.0
@@ -58,8 +70,8 @@ class Step:
     ended: np.ndarray
     # [K, ...] each: the true last observation of those episodes
     final: Arrays
-    # robot -> one [H, W, 3] uint8 picture per executed step, for the robots given to `record`
-    frames: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    # robot -> one picture per executed step, for the robots given to `record`
+    frames: dict[int, list[Picture]] = field(default_factory=dict)
     # [N] bool: did the robot touch an object in any executed step? All False where the simulator does not tell
     contact: np.ndarray | None = None
 
@@ -120,6 +132,12 @@ class Backend(Protocol):
 
     def render(self, env: int) -> np.ndarray | None:
         """A `[H, W, 3]` uint8 picture of robot `env` as it is now; None where there is nothing to draw."""
+
+    def sketch(self, env: int) -> Callable[[], np.ndarray] | None:
+        """What draws robot `env` as it is now, at any time and in any thread; None, or no such method: it cannot wait.
+
+        Where there is one, `Step.frames` holds such too, and filming costs next to nothing until somebody looks.
+        """
 
     def state(self) -> Arrays | None:
         """All that the future depends on, or None where the simulator cannot tell."""

@@ -20,8 +20,8 @@ from sparring.errors import UserError
 from sparring.phases.configs import AdversarialConfig
 from sparring.phases.earlier import episodes_of, load_part, load_teacher
 from sparring.phases.generations import Generations, errors_on
-from sparring.phases.phase import Pictures, Progress
-from sparring.phases.pictures import predictions
+from sparring.phases.phase import Progress
+from sparring.phases.pictures import Foretold, foretold
 from sparring.phases.replay import Replay
 from sparring.phases.student import Student, paid_by
 from sparring.rewards.reward_model import RewardModel, with_following
@@ -137,13 +137,12 @@ class Adversarial:
             metrics |= self._look_back()
         return metrics
 
-    def pictures(self) -> Pictures:
+    def pictures(self) -> Foretold | None:
         """The newest episode, as the world model foretells it, decision by decision."""
-        rate = self.env.spec.control_hz / self.explorer.collector.chunk
         if not len(self.store):
-            return Pictures({}, {}, rate)
+            return None
         episode = self.store.episode(len(self.store) - 1).to(self.env.device)
-        return predictions(self.world_model, episode, rate)
+        return foretold(self.world_model, episode, self.env.spec.control_hz / self.explorer.collector.chunk)
 
     def state_dict(self) -> dict:
         return {

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 from torch import nn
 
 from sparring.collect.camera import Film
 from sparring.collect.stages import Span
 from sparring.envs.env import Env
+from sparring.phases.pictures import Foretold
 
 
 @dataclass
@@ -68,19 +68,9 @@ class Timed(Protocol):
         """Since the last call."""
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """What there is to see of an update. Pictures are `[H, W, 3]` uint8; names follow the number of the episode."""
-
-    images: dict[str, np.ndarray]
-    # name -> its frames
-    videos: dict[str, list[np.ndarray]]
-    fps: float
-
-
 @runtime_checkable
 class ShowsPictures(Protocol):
-    """A phase that has something to show as well."""
+    """A phase that can show what its world model foretells."""
 
-    def pictures(self) -> Pictures:
-        """As it is now; changes nothing."""
+    def pictures(self) -> Foretold | None:
+        """As it is now; changes nothing. None: there is no episode yet."""

@@ -18,8 +18,8 @@ from sparring.envs.env import Env
 from sparring.envs.make import make_training_env
 from sparring.errors import UserError
 from sparring.phases.configs import TeacherConfig
-from sparring.phases.phase import Pictures, Progress
-from sparring.phases.pictures import predictions
+from sparring.phases.phase import Progress
+from sparring.phases.pictures import Foretold, foretold
 from sparring.phases.replay import Replay
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.world_models.make import make_world_model
@@ -113,11 +113,11 @@ class Teacher:
         metrics |= {"episode_reward": sum(rewards) / len(rewards)} if rewards else {}
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
 
-    def pictures(self) -> Pictures:
+    def pictures(self) -> Foretold:
         """The newest episode, as the world model foretells it, decision by decision."""
         episode = self.store.episode(len(self.store) - 1).to(self.env.device)
         decision_rate = self.env.spec.control_hz / self.explorer.chunk
-        return predictions(self.model, episode, decision_rate)
+        return foretold(self.model, episode, decision_rate)
 
     def state_dict(self) -> dict:
         return {"progress": asdict(self.progress), "learner": self.learner.state_dict()}

@@ -21,3 +21,4 @@ class LoggingConfig(Section):
     )
     project: str = Field("sparring", min_length=1, description="project in Weights & Biases")
     name: str | None = Field(None, description="name of the run in Weights & Biases; null: its folder's")
+    rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")

@@ -1,17 +1,22 @@
-"""PNG and MP4 (H.264) writers. Heavy libraries are imported where used."""
+"""PNG and MP4 (H.264) writers. Heavy libraries are imported where used. A file that is there is whole."""
 
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from sparring.data.video import find_ffmpeg
 from sparring.errors import UserError
 
 # between the frames of a film strip, pixels
 _GAP, _PAPER = 8, 250
-
-
-class NoVideoEncoder(UserError):
-    """There is no ffmpeg to write MP4 with."""
+# small files soon; yuv420p and the index in front are what browsers want; one thread, as others train meanwhile
+_CODING = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1"]
+_PLAYABLE = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
+_NICE = 10
 
 
 def write_png(path: Path, picture: np.ndarray) -> Path:
@@ -20,41 +25,46 @@ def write_png(path: Path, picture: np.ndarray) -> Path:
 
     if path.suffix.lower() != ".png":
         raise UserError(f"'{path}' does not end in .png; pictures are written as PNG")
+    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.ascontiguousarray(picture)).save(path)
+        Image.fromarray(np.ascontiguousarray(picture)).save(partial, "PNG", compress_level=3)
+        partial.replace(path)
     except OSError as error:
         raise UserError(f"cannot write '{path}': {error.strerror or error}") from None
     return path
 
 
-def write_video(path: Path, frames: list[np.ndarray], fps: float) -> Path:
-    """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play."""
-    import imageio_ffmpeg
-
-    find_encoder()
+def write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
+    """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play, by a process that gives way to others."""
+    frames = iter(frames)
+    first = next(frames)
+    given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{first.shape[1]}x{first.shape[0]}", "-r", str(fps)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # H.264 with 4:2:0 colour needs even sides
-    height, width = (side + side % 2 for side in frames[0].shape[:2])
-    writer = imageio_ffmpeg.write_frames(
-        str(path), (width, height), fps=fps, codec="libx264", macro_block_size=2, quality=8, ffmpeg_log_level="error"
-    )
-    writer.send(None)
-    for frame in frames:
-        padding = ((0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0))
-        writer.send(np.ascontiguousarray(np.pad(frame, padding, mode="edge")))
-    writer.close()
+    partial = path.with_suffix(".partial")
+    command = [find_ffmpeg(), "-y", "-v", "error", *given, "-i", "-", *_CODING, *_PLAYABLE, str(partial)]
+    with tempfile.TemporaryFile() as words:
+        # of its own session: Ctrl-C is ours to answer, and must not cut a video short
+        ffmpeg = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=words, start_new_session=True)
+        try:
+            os.setpriority(os.PRIO_PROCESS, ffmpeg.pid, _NICE)
+            for frame in (first, *frames):
+                ffmpeg.stdin.write(np.ascontiguousarray(frame).data)
+            ffmpeg.stdin.close()
+        except (BrokenPipeError, ProcessLookupError):
+            pass  # it has ended, and says why
+        except BaseException:
+            ffmpeg.kill()
+            raise
+        finally:
+            code = ffmpeg.wait()
+        if code:
+            words.seek(0)
+            reason = words.read().decode(errors="replace").strip().splitlines()
+            partial.unlink(missing_ok=True)
+            raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {code}'})")
+    partial.replace(path)
     return path
-
-
-def find_encoder() -> str:
-    """The path of ffmpeg; imageio-ffmpeg brings one."""
-    import imageio_ffmpeg
-
-    try:
-        return imageio_ffmpeg.get_ffmpeg_exe()
-    except RuntimeError as error:
-        raise NoVideoEncoder(f"no videos: {error} (pip install --force-reinstall imageio-ffmpeg)") from None
 
 
 def filmstrip(frames: list[np.ndarray], columns: int = 3, rows: int = 2) -> np.ndarray:

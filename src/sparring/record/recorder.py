@@ -5,30 +5,45 @@ import logging
 import math
 import os
 import time
-from dataclasses import asdict
+from collections import deque
 from pathlib import Path
-
-import numpy as np
 
 from sparring.collect.stages import Span
 from sparring.phases.phase import Progress
+from sparring.record.encoder import PATIENCE_S
+from sparring.record.films import Films
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
-from sparring.record.pictures import filmstrip, write_png, write_video
 from sparring.record.sinks import Sink
 
 log = logging.getLogger(LOGGER)
 
+# for what is still being encoded; what went wrong is to be told soon
+AFTER_AN_ERROR_S = 5.0
+
 
 class Recorder:
-    """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl`, `samples/*.png` and `videos/*.mp4`.
+    """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl` and, as `films`, videos and pictures.
 
-    Without a folder, nothing. Numbers and videos go to the `sinks`, too.
+    Without a folder, nothing. Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for what is
+    still being drawn and encoded.
     """
 
-    def __init__(self, folder: Path | None, sinks: list[Sink] | None = None):
+    def __init__(self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False):
         self.folder = folder
         self.sinks = sinks or []
+        # videos that are there, told by the encoder's thread, for the sinks, which are this one's
+        self._complete: deque[Path] = deque()
+        self.films = Films(folder, rerun, on_video=lambda file, line: self._complete.append(file)) if folder else None
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if self.films is not None:
+            # who interrupts twice does not want to wait
+            self.films.finish(0.0 if kind is KeyboardInterrupt else AFTER_AN_ERROR_S if kind else PATIENCE_S)
+            self._share_videos()
 
     @property
     def metrics_file(self) -> Path:
@@ -54,6 +69,7 @@ class Recorder:
         if self.folder is not None:
             _append(self.metrics_file, plain | grouped)
         self._to_sinks(progress.updates, {FLAT[name].name: value for name, value in plain.items()} | grouped)
+        self._share_videos()
 
     def evaluation(self, progress: Progress, numbers: dict[str, float | None]) -> None:
         """A line of evaluations.jsonl; it replaces one of the same update."""
@@ -74,33 +90,18 @@ class Recorder:
         """Who was at which stage, from when to when: lines of timeline.jsonl."""
         if self.folder is not None and spans:
             with (self.folder / "timeline.jsonl").open("a") as file:
-                file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
-
-    def image(self, name: str, picture: np.ndarray) -> Path | None:
-        """`[H, W, 3]` uint8 as samples/<name>.png."""
-        return write_png(self.folder / "samples" / f"{name}.png", picture) if self.folder else None
-
-    def video(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
-        """`[H, W, 3]` uint8 frames as videos/<name>.mp4 (H.264)."""
-        if self.folder is None:
-            return None
-        path = write_video(self.folder / "videos" / f"{name}.mp4", frames, fps)
-        self.share_video(name, path)
-        return path
-
-    def film(self, name: str, frames: list[np.ndarray], fps: float) -> Path | None:
-        """An episode as a video and as a strip of pictures."""
-        self.image(name, filmstrip(frames))
-        return self.video(name, frames, fps)
-
-    def share_video(self, name: str, path: Path) -> None:
-        """One that is complete, with the sinks."""
-        self._each_sink(lambda sink: sink.video(name, path))
+                file.writelines(json.dumps(vars(span)) + "\n" for span in spans)
 
     def close(self, failed: bool = False) -> None:
         """Nothing more comes; `failed`: because the run did not end well."""
         self._each_sink(lambda sink: sink.close(failed))
         self.sinks = []
+
+    def _share_videos(self) -> None:
+        """Those that are complete, with the sinks."""
+        while self._complete:
+            file = self._complete.popleft()
+            self._each_sink(lambda sink, file=file: sink.video(file.stem, file))
 
     def state_dict(self) -> dict:
         exists = self.folder is not None and self.metrics_file.exists()

@@ -5,11 +5,12 @@ the random start of each ended robot in turn.
 """
 
 import os
+from collections.abc import Callable
 from zlib import crc32
 
 import numpy as np
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.arm import ARM_JOINTS, Mount
@@ -90,8 +91,9 @@ class Tabletop:
             reward[rows, c] = self._advance(rows, action[rows, c])
             executed[rows] += 1
             contact[rows] |= self._world.touched(rows)
-            for env in np.intersect1d(self._recorded, rows) if self._recorded else ():
-                frames[int(env)].append(self.render(int(env)))
+            for env in self._recorded:
+                if not truncated[env]:
+                    frames[env].append(self._world.picture(env, self._goal[[env]]))
             truncated[rows] = self._elapsed[rows] >= self._limit[rows]
             rows = np.flatnonzero(~truncated)
             if not len(rows):
@@ -111,7 +113,10 @@ class Tabletop:
         self._recorded = sorted(envs)
 
     def render(self, env: int) -> np.ndarray:
-        return self._world.picture(env, self._goal[[env]])
+        return drawn(self._world.picture(env, self._goal[[env]]))
+
+    def sketch(self, env: int) -> Callable[[], np.ndarray] | None:
+        return self._world.picture(env, self._goal[[env]]) if self._world.draws_later else None
 
     def situation(self) -> Situation:
         """Where everything is, of all robots; experts act on it."""
@@ -198,6 +203,7 @@ class Tabletop:
             max_episode_steps=max_episode_steps,
             reports_success=any(task.reports_success for task in self._tasks),
             control_hz=CONTROL_HZ,
+            film_cameras=self._world.cameras,
             hand_entries=observe.hand_entries(len(self.mounts)),
             hand_scale=observe.HAND_SCALE,
             object_entries=observe.object_entries(*self._counts) if config.object_state == "privileged" else (),

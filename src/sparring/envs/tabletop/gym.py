@@ -13,7 +13,7 @@ gymnasium keeps its own `max_episode_steps` to itself.
 import gymnasium
 import numpy as np
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import CONTROL_HZ
@@ -50,7 +50,7 @@ class TabletopGym(gymnasium.Env):
         step = self._backend.step(np.asarray(action)[None, None])
         # the backend has begun the next episode; gymnasium shows the end of this one
         observation = self._only(step.final if len(step.ended) else step.observation)
-        self._picture = step.frames[0][-1] if self.render_mode else None
+        self._picture = drawn(step.frames[0][-1]) if self.render_mode else None
         info = {"success": bool(step.success[0])}
         return observation, float(step.reward[0, 0]), bool(step.terminated[0]), bool(step.truncated[0]), info
 

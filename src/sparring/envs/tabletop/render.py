@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparring.envs.backend import SEAM
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.look import Look, random_look, rotations, standard_look
 from sparring.envs.tabletop.points import CROP_HIGH, CROP_LOW, point_clouds
@@ -19,8 +20,8 @@ KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.
 # numbers in a segmentation; the k-th free body has OBJECTS + k
 NOTHING, SCENERY, ROBOT, OBJECTS, SCREEN_LABEL, GOAL = 0, 1, 2, 3, 254, 255
 
-# half the width of the line between two cameras' pictures, pixels, and its colour
-_SEAM, _PAPER = 2, (250, 250, 248)
+# the line between two cameras' pictures
+_PAPER = (250, 250, 248)
 _FREE_JOINT = 0
 # a disc lies on the table and is as flat as a sticker
 _DISC_HALF_HEIGHT = 0.001
@@ -159,12 +160,14 @@ def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
 
     A pale line over the seams keeps them apart.
     """
-    double = np.concatenate([pixels[0] for pixels in views.values()], axis=2)
-    blocks = double.reshape(3, double.shape[1] // 2, 2, double.shape[2] // 2, 2)
-    picture = blocks.mean(axis=(2, 4)).round().astype(np.uint8).transpose(1, 2, 0).copy()
+    double = np.concatenate([pixels[0] for pixels in views.values()], axis=2).astype(np.uint16)
+    # [3, 2 H, 2 M W] -> [3, H, M W], in integers: `mean` over blocks takes ten times as long
+    rows = double[:, ::2] + double[:, 1::2]
+    sums = rows[:, :, ::2] + rows[:, :, 1::2]
+    picture = np.ascontiguousarray(((sums + 2) // 4).astype(np.uint8).transpose(1, 2, 0))
     for seam in range(1, len(views)):
         middle = seam * picture.shape[1] // len(views)
-        picture[:, middle - _SEAM : middle + _SEAM] = _PAPER
+        picture[:, middle - SEAM : middle + SEAM] = _PAPER
     return picture
 
 

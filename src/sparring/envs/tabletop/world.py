@@ -5,11 +5,12 @@ joint positions and speeds are as wide as the largest scene needs, zero where a 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from sparring.envs.backend import Arrays
+from sparring.envs.backend import Arrays, Picture
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGERS
 from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.physics import Physics
@@ -169,11 +170,23 @@ class World:
                 views.setdefault(name, np.empty((len(rows), *pixels.shape[1:]), pixels.dtype))[at] = pixels
         return views
 
-    def picture(self, row: int, goal: np.ndarray) -> np.ndarray:
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """In the order of `picture`."""
+        model = self._groups[0].physics.model
+        return tuple(model.camera(i).name for i in range(model.ncam))
+
+    @property
+    def draws_later(self) -> bool:
+        """MuJoCo's renderer draws at once: it answers to one thread only."""
+        return self._groups[0].video_renderer == "builtin"
+
+    def picture(self, row: int, goal: np.ndarray) -> Picture:
         """`[H, W, 3]` of one robot, for a person to look at."""
         group, local = self._groups[self._group[row]], self._local[[row]]
         look = None if group.look is None else group.look.rows(local)
-        return group.painter().picture(group.physics.qpos(local), goal, look)
+        draw = partial(group.painter().picture, group.physics.qpos(local), goal, look)
+        return draw if self.draws_later else draw()
 
     def state(self) -> np.ndarray:
         """`[N, width]`: all that the physics of each robot depends on."""
@@ -205,7 +218,7 @@ class _Group:
     look = None
 
     def __init__(self, scene: Scene, num_envs: int, threads: int, video_renderer: str):
-        self._scene, self._num_envs, self._threads, self._video_renderer = scene, num_envs, threads, video_renderer
+        self._scene, self._num_envs, self._threads, self.video_renderer = scene, num_envs, threads, video_renderer
         self.physics = Physics(scene.compile(), num_envs, threads)
         self._renderer = self._painter = None
         model = self.physics.model
@@ -230,7 +243,7 @@ class _Group:
 
     def painter(self):
         """What draws videos; built when the first one is asked for."""
-        if self._video_renderer == "builtin":
+        if self.video_renderer == "builtin":
             return self.renderer()
         if self._painter is None:
             from sparring.envs.tabletop.mujoco_render import MujocoRenderer

@@ -1,0 +1,204 @@
+"""What robots did and what world models foretold, as videos, strips of pictures and a Rerun recording."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from sparring.collect.camera import Film
+from sparring.envs.backend import SEAM, EnvSpec
+from sparring.phases.phase import Progress
+from sparring.phases.pictures import Foretold
+from sparring.record.encoder import PATIENCE_S, Encoder
+from sparring.record.log import LOGGER
+from sparring.record.overlay import Scene, frames
+from sparring.record.pictures import filmstrip, write_png, write_video
+from sparring.record.rerun import RerunFile
+
+log = logging.getLogger(LOGGER)
+
+
+@dataclass(frozen=True)
+class Video:
+    """What `videos/index.jsonl` tells of one beside its files."""
+
+    name: str
+    # rollout, evaluation or prediction
+    kind: str
+    progress: Progress
+    task: str
+    cameras: tuple[str, ...]
+    steps: int
+    reward: float
+    success: bool | None
+
+    def line(self, file: Path, strip: Path) -> dict:
+        return {
+            "file": file.as_posix(),
+            "kind": self.kind,
+            "update": self.progress.updates,
+            "episode": self.progress.episodes,
+            "task": self.task,
+            "success": self.success,
+            # what is no number is not JSON either
+            "reward": self.reward if math.isfinite(self.reward) else None,
+            "steps": self.steps,
+            "cameras": list(self.cameras),
+            "strip": strip.as_posix(),
+        }
+
+
+class Films:
+    """Writes `videos/*.mp4`, `videos/index.jsonl`, `samples/*.png` and, with `rerun`, `recording.rrd` under a folder.
+
+    All of it by an encoder, while training goes on; `finish` waits for it. Whoever sends videos elsewhere is told of
+    each in the encoder's thread: `on_video(file, line of the index)`.
+    """
+
+    def __init__(self, folder: Path, rerun: bool = False, on_video: Callable[[Path, dict], None] | None = None):
+        self.folder, self.on_video = folder, on_video
+        self.encoder = Encoder()
+        self.rerun = RerunFile(folder) if rerun else None
+
+    def rollouts(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
+        """Training episodes that ended in this update."""
+        for film in films:
+            self.film(f"rollout_{progress.updates:06d}_{film.episode.env}", "rollout", film, progress, spec)
+
+    def evaluation(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
+        for number, film in enumerate(films):
+            self.film(f"episode_{_number(progress):06d}_{number}", "evaluation", film, progress, spec)
+
+    def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec) -> Path:
+        """An episode as a video and as six of its moments; where the video will be."""
+        path = self.folder / "videos" / f"{name}.mp4"
+        episode = film.episode
+        video = Video(
+            name,
+            kind,
+            replace(progress),
+            spec.task_names[episode.task],
+            spec.film_cameras,
+            episode.steps,
+            episode.reward,
+            episode.success if spec.reports_success else None,
+        )
+        if self.encoder.submit(partial(self._make_film, video, film, spec)):
+            log.info("to look at: %s", path)
+        return path
+
+    def prediction(self, foretold: Foretold, progress: Progress, spec: EnvSpec) -> None:
+        """An episode beside what a world model foretold: all of it as a video, its middle as a picture."""
+        number = _number(progress)
+        video = Video(
+            f"episode_{number:06d}",
+            "prediction",
+            replace(progress),
+            spec.task_names[foretold.task],
+            tuple(foretold.true),
+            len(foretold.rewards),
+            float(foretold.rewards.sum()),
+            None,
+        )
+        self.encoder.submit(partial(self._make_prediction, video, f"episode_{number:04d}_pred_vs_gt", foretold, spec))
+
+    def finish(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait for all that was filmed."""
+        self.encoder.finish(patience_s)
+        if self.rerun is not None:
+            self.rerun.flush()
+
+    def _make_film(self, video: Video, film: Film, spec: EnvSpec) -> None:
+        film = film.developed()
+        strip = Path("samples", f"{video.name}.png")
+        write_png(self.folder / strip, filmstrip(film.frames))
+        views = by_camera(film.frames, spec.film_cameras)
+        self._make(video, strip, film_scene(film, views, spec))
+        if self.rerun is not None:
+            self.rerun.film(video.name, film, views)
+
+    def _make_prediction(self, video: Video, picture: str, foretold: Foretold, spec: EnvSpec) -> None:
+        strip = Path("samples", f"{picture}.png")
+        write_png(self.folder / strip, foretold.moment(video.steps // 2))
+        self._make(video, strip, prediction_scene(foretold, spec))
+        if self.rerun is not None:
+            self.rerun.prediction(video.name, foretold)
+
+    def _make(self, video: Video, strip: Path, scene: Scene) -> None:
+        file = Path("videos", f"{video.name}.mp4")
+        write_video(self.folder / file, frames(scene), scene.fps)
+        line = video.line(file, strip)
+        with (self.folder / "videos" / "index.jsonl").open("a") as index:
+            index.write(json.dumps(line) + "\n")
+        if self.on_video is not None:
+            self.on_video(self.folder / file, line)
+
+
+def film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
+    """Each picture with the reward of the step that led to it and the value of the newest decision."""
+    steps, valued = len(film.rewards), np.isfinite(film.values).any()
+    # [T + 1]: nothing is paid before the first step, and nothing decided after the last
+    rewards, values = np.concatenate([[0.0], film.rewards]), np.concatenate([film.values, film.values[-1:]])
+    captions = []
+    for moment, (reward, total, value) in enumerate(zip(rewards, rewards.cumsum(), values, strict=True)):
+        words = (f"step {moment}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
+        captions.append((*words, f"value {_figure(value)}") if valued else words)
+    # a simulator may have stopped drawing on the way
+    captions = captions[: len(film.frames)]
+    success = film.episode.success if spec.reports_success else None
+    return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
+
+
+def prediction_scene(foretold: Foretold, spec: EnvSpec) -> Scene:
+    rows = [
+        [(f"{camera}, predicted", list(foretold.predicted[camera])), (f"{camera}, true", list(true))]
+        for camera, true in foretold.true.items()
+    ]
+    decisions, total = len(foretold.rewards), foretold.rewards.cumsum()
+    off = np.mean(
+        [
+            np.abs(foretold.predicted[camera].astype(np.int16) - true).mean((1, 2, 3))
+            for camera, true in foretold.true.items()
+        ],
+        axis=0,
+    )
+    captions = [
+        (
+            f"decision {t + 1}/{decisions}",
+            f"reward {_figure(foretold.rewards[t])}",
+            f"sum {_figure(total[t])}",
+            f"off by {off[t]:.1f} of 255",
+        )
+        for t in range(decisions)
+    ]
+    return Scene(rows, _title(spec, foretold.task), captions, None, foretold.rate)
+
+
+def by_camera(pictures: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
+    """`[H, M W, 3]` each -> `[H, W, 3]` of each of the M cameras, less their edges."""
+    if len(cameras) < 2:
+        return {cameras[0] if cameras else "": pictures}
+    width = pictures[0].shape[1] // len(cameras)
+    inside = [slice(place * width + SEAM, (place + 1) * width - SEAM) for place in range(len(cameras))]
+    return {
+        camera: [picture[SEAM:-SEAM, columns] for picture in pictures]
+        for camera, columns in zip(cameras, inside, strict=True)
+    }
+
+
+def _title(spec: EnvSpec, task: int) -> str:
+    return ": ".join(filter(None, (spec.task_names[task], spec.instructions[task])))
+
+
+def _number(progress: Progress) -> int:
+    """Where no robot acts, updates are all there is to count."""
+    return progress.episodes or progress.updates
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
