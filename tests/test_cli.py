@@ -468,7 +468,7 @@ def test_the_flags_offered_are_the_flags_there_are():
     for name, sub in commands.choices.items():
         real = {a.option_strings[-1]: a.nargs != 0 for a in sub._actions if a.option_strings}
         assert flags_of(name) == real | {"--version": False}
-    assert set(TAKES_OVERRIDES) == {"train", "eval", "check", "demos", "config"}
+    assert set(TAKES_OVERRIDES) == {"train", "eval", "compare", "check", "demos", "config"}
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ LAYERS = [
         "api",
         "dry_run",
         "check",
+        "compare",
         "completion",
         "gallery",
         "measures",

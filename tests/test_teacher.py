@@ -292,7 +292,7 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
         ([], "holds a world model, not a policy; evaluate it with --world-model"),
         (["--exploration"], "holds a world model, not a policy"),
         (["--against", "x"], "--against goes with --world-model only"),
-        (["--world-model", "--videos", "2"], "--stochastic and --videos go with neither --world-model"),
+        (["--world-model", "--videos", "2"], "--stochastic, --both and --videos go with neither --world-model"),
         (["--world-model", "--exploration"], "give one of them"),
         (["--world-model", "env.image_size=32"], "was trained in another env"),
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
