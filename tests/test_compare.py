@@ -209,6 +209,18 @@ def test_the_figures_are_those_of_eval(runs, monkeypatch, capsys):
         assert [found[who] for found in both] == pytest.approx([score["success"]["rate"], score["reward"]])
 
 
+def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    assert main(["eval", "one", "--episodes", "6", "--both", "--json", "both.json"]) == 0
+    assert "6 held-out episodes, greedy and sampled actions" in capsys.readouterr().out
+    scores = json.loads((runs / "both.json").read_text())["scores"]
+    assert list(scores) == ["policy", "policy, sampled"]
+    assert main(["eval", "one", "--episodes", "6", "--stochastic", "--json", "sampled.json"]) == 0
+    assert json.loads((runs / "sampled.json").read_text())["scores"]["policy"] == scores["policy, sampled"]
+    with pytest.raises(SystemExit):
+        main(["eval", "one", "--both", "--stochastic"])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

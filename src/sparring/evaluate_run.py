@@ -114,7 +114,7 @@ def config_of(checkpoint: Path, settings: list[Setting]) -> Config:
 
 def refuse_world_model(path: str, config: Config) -> None:
     if config.phase == "teacher":
-        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
+        raise UserError(f"'{path}' holds a world model, not a policy; give --world-model")
 
 
 def refuse_other_env(checkpoint: Path, config: Config) -> None:
