@@ -46,6 +46,8 @@ LAYERS = [
         "measures",
         "demos",
         "inherit",
+        "prune",
+        "runs",
     },
     {"cli", "commands", "launch", "chain", "__main__"},
 ]
@@ -125,7 +127,7 @@ def test_heavy_libraries_are_imported_in_one_place_each():
 
 
 TORCH_FREE = {"configs", "__init__", "tree", "originals", "reading", "config_import", "mistakes", "config"}
-TORCH_FREE |= {"config_text", "errors", "resolve", "cli"}
+TORCH_FREE |= {"config_text", "errors", "resolve", "cli", "runs"}
 
 
 def test_configs_import_no_heavy_library():

@@ -55,6 +55,8 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--against": FILE,
     },
     "compare": {"--episodes": NUMBER, "--seed": NUMBER, "--json": FILE, "--world-model": SWITCH},
+    "runs": {"--json": SWITCH},
+    "prune": {"--keep-best": NUMBER, "--keep-last": NUMBER, "--dry-run": SWITCH, "--yes": SWITCH},
     "check": {},
     "tasks": {"--sheet": FILE},
     "demos": {

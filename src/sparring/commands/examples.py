@@ -9,6 +9,8 @@ examples:
   sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
   sparring eval outputs/finetune_rl --episodes 200           held-out episodes, intervals, random baseline
   sparring compare outputs/try1 outputs/try2                 the same held-out episodes: which is better, how sure
+  sparring runs                                              run folders: state, progress, best success, size
+  sparring prune outputs/try1 --keep-best 2 --dry-run        which checkpoints would go
   sparring train teacher                                     a world model of what random actions lead to
   sparring train student --teacher_path outputs/teacher_rl   an explorer, paid for what the world model does not know
   sparring train adversarial --teacher_path outputs/teacher_rl --student_checkpoint outputs/student_rl
