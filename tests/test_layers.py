@@ -48,6 +48,7 @@ LAYERS = [
         "inherit",
         "prune",
         "runs",
+        "summary",
     },
     {"cli", "commands", "launch", "chain", "__main__"},
 ]

@@ -1,6 +1,5 @@
-"""Numbers, pictures and progress."""
+"""Numbers and pictures."""
 
-import io
 import json
 import subprocess
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparring.record.console import Console, clock
 from sparring.record.pictures import NoVideoEncoder, filmstrip, write_png, write_video
 from sparring.record.recorder import Recorder
 
@@ -75,26 +73,3 @@ def test_filmstrip_shows_first_and_last():
     assert strip.shape == (12, 25, 3) and (strip[2:10] == 250).all() and (strip[:, 3:11] == 250).all()
     assert strip[0, 0, 0] == 0 and strip[-1, -1, 0] == 19
     assert filmstrip(frames[:1]).shape == (12, 25, 3)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_bar_on_a_terminal_and_sparse_lines_in_a_pipe():
-    terminal, pipe = Terminal(), io.StringIO()
-    bar, lines = Console(terminal), Console(pipe, pipe_seconds=3600)
-    for done in (0.25, 0.5, 1.0):
-        bar.progress(done, int(done * 1000), "reward 1.00")
-        lines.progress(done, int(done * 1000), "reward 1.00")
-    bar.end()
-    assert terminal.getvalue().count("\r") == 3 and "[##########..........]  50%" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\n")
-    # the first and the last; the one between came too soon
-    assert [line.split()[0] for line in pipe.getvalue().splitlines()] == ["25%", "100%"]
-    assert "steps/s" in pipe.getvalue() and "left" in pipe.getvalue()
-
-
-def test_clock():
-    assert [clock(s) for s in (5, 65, 3700, float("inf"))] == ["0:05", "1:05", "1:01:40", "?"]

@@ -61,7 +61,8 @@ class Run:
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
-        self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
+        quiet_console = quiet or config.logging.console_level not in ("DEBUG", "INFO")
+        self.console = Console(quiet=quiet_console, title=f"{config.phase}  {self.folder or ''}".rstrip())
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.saved_at = -1
         # only now, when all that was given has been found to fit, is anything written
@@ -148,7 +149,7 @@ class Run:
     def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress
         self._film_what_comes()
-        with _Interrupt() as interrupt:
+        with _Interrupt() as interrupt, self.console:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
                 metrics = self._step()
@@ -157,7 +158,7 @@ class Run:
                     self.pending[name].append(value)
                 # where no robot acts, updates are all there is to count
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
-                self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
+                self.console.progress(self.fraction, made[0], _in_words(metrics), made[1], metrics)
                 self._write_films()
                 if isinstance(self.phase, Timed):
                     self.recorder.timeline(self.phase.drain_spans())
@@ -173,7 +174,6 @@ class Run:
                 if self.distributed.max(float(interrupt.asked)):
                     self._stop_early()
                     return False
-        self.console.end()
         if self.saved_at != progress.updates:
             self.save()
         return True
@@ -260,7 +260,6 @@ class Run:
 
     def _write_films(self) -> None:
         for film in self.phase.drain_films() if isinstance(self.phase, Filmed) else ():
-            self.console.end()
             self._write_film(f"rollout_{self.phase.progress.updates:06d}_{film.episode.env}", film)
 
     def _write_film(self, name: str, film: Film) -> None:

@@ -59,12 +59,16 @@ def _train(arguments, overrides) -> int:
         print(dry_run(config, only_rollout=arguments.dry_run == "rollout"))
         return 0
     from sparring.run import Run
+    from sparring.summary import summary
 
     run = Run(config)
     run.announce()
     if not run.run():
         return 130
-    run.evaluate()
+    evaluation = run.evaluate()
+    # the main process alone has a folder
+    if run.folder is not None:
+        print(summary(config, run.phase.progress, evaluation))
     return 0
 
 
