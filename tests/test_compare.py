@@ -168,9 +168,10 @@ CARTPOLE = ["env.name=gym:CartPole-v1", "env.success_return=12"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two CartPoles of different seeds, whose success is to stand for 12 steps, and one that is asked for less."""
+    """Two CartPoles of unlike seeds that are to stand for 12 steps, one that is asked for less, and a Pendulum."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, settings in {"one": ["seed=0"], "two": ["seed=1"], "easy": ["env.success_return=5"]}.items():
+    unlike = {"one": ["seed=0"], "two": ["seed=1"], "easy": ["env.success_return=5"]}
+    for name, settings in (unlike | {"pendulum": ["env.name=gym:Pendulum-v1"]}).items():
         words = ["train", "finetune", *SIZES, *CARTPOLE, *settings, "evaluation.baseline=false"]
         assert main([*words, "rollout.render_episodes=0", "--output", str(folder / name)]) == 0
     return folder
@@ -225,6 +226,7 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
     ("words", "said"),
     [
         (["one", "easy"], "A and B were trained in different episodes; give both the same, e.g. env.success_return=12"),
+        (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
         (["one", "nowhere"], "'nowhere' does not exist"),
         (["one", "two", "--json", "no/where.json"], "--json no/where.json: there is no folder 'no'; make it first"),
         (["one", "two", "policy.hidden=[4]"], "policy.hidden: cannot be changed after training"),

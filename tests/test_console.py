@@ -187,6 +187,14 @@ def test_a_curve_holds_all_of_a_run():
     assert curve.cells[:2] == [15.5, 47.5]
 
 
+def test_what_is_no_number_is_told_but_not_drawn():
+    assert shown(loss=float("nan"))[2:] == ["loss        nan"]
+    curve = Curve()
+    for value in (1.0, float("inf"), 2.0):
+        curve.add(value)
+    assert curve.cells == [1.0, 2.0]
+
+
 def test_sparklines():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
     assert sparkline([0.0, 0.5, 1.0], 40, (0.0, 1.0)) == "▁▅█"

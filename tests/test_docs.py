@@ -135,7 +135,14 @@ def test_what_a_run_recommends_at_its_end_works(phase, trained, monkeypatch, cap
 def test_there_are_commands_to_run():
     commands = documented_commands()
     assert len(commands) >= 12
-    assert {command.split()[1] for command in commands} >= {"train", "eval", "config", "tasks", "check", "demos"}
+    assert {command.split()[1] for command in commands} >= {
+        *("train", "eval", "compare", "runs", "prune", "config", "tasks", "check", "demos")
+    }
+
+
+def test_every_command_has_its_place_on_the_page():
+    page = (ROOT / "docs/commands.md").read_text()
+    assert [command for command in COMMANDS if f"`{command}`" not in page] == []
 
 
 def test_embodichains_config_is_accepted_as_it_is(tmp_path, capsys):

@@ -181,20 +181,15 @@ def _same(a: list[Episode], b: list[Episode]) -> bool:
 
 
 def _refuse_other_episodes(a: Config, b: Config) -> None:
+    if a.env.name != b.env.name:
+        raise UserError(f"A was trained in '{a.env.name}', B in '{b.env.name}'; they cannot play the same episodes")
     mine, theirs = flatten(a.dump()), flatten(b.dump())
-    keys = [key for key in mine if key.startswith("env.") and not key.startswith(OWN_WAY)]
-    keys = [*keys, *(key for key in theirs if key.startswith("env.") and key not in mine), "rollout.max_episode_steps"]
-    unlike = [key for key in keys if mine.get(key) != theirs.get(key)]
+    keys = [key for key in sorted(mine.keys() | theirs.keys()) if key.startswith("env.") and key not in OWN_WAY]
+    unlike = [key for key in (*keys, "rollout.max_episode_steps") if mine.get(key) != theirs.get(key)]
     if unlike:
-        raise UserError(
-            "\n".join(
-                [
-                    "A and B were trained in different episodes; give both the same, e.g. "
-                    f"{unlike[0]}={value_text(mine.get(unlike[0]))}:",
-                    *(f"  {key}: A {value_text(mine.get(key))}, B {value_text(theirs.get(key))}" for key in unlike),
-                ]
-            )
-        )
+        told = [f"  {key}: A {value_text(mine.get(key))}, B {value_text(theirs.get(key))}" for key in unlike]
+        both = f"give both the same, e.g. {unlike[0]}={value_text(mine.get(unlike[0]))}"
+        raise UserError("\n".join([f"A and B were trained in different episodes; {both}:", *told]))
 
 
 def _p(p: float) -> str:

@@ -4,8 +4,6 @@ import os
 import sys
 import time
 
-from sparring.record.view import View
-
 
 class Console:
     """How far it is and how it goes; `quiet` says nothing."""
@@ -15,8 +13,12 @@ class Console:
         self.quiet = quiet
         self.pipe_seconds = pipe_seconds
         self.last_line = -float("inf")
-        in_place = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet
-        self.view = View(self.stream, title) if in_place else None
+        self.view = None
+        if self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet:
+            # rich is for terminals only
+            from sparring.record.view import View
+
+            self.view = View(self.stream, title)
         # what the view said last, in a line
         self.text = ""
         # (fraction, steps, time) of the first call: speed and time left are means since then

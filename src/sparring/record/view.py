@@ -8,6 +8,7 @@ loss      policy -0.0131  value 0.412  KL 0.0089
 """
 
 import logging
+import math
 import sys
 import time
 from statistics import fmean
@@ -49,6 +50,8 @@ LINES = {
     },
 }
 _TERM = "reward/"
+# that of log.py, which is not as light as this is
+_LOGGER = "sparring"
 
 
 class View:
@@ -131,7 +134,7 @@ class View:
         )
         self.live.start(refresh=True)
         # messages go above it, whole: their handlers hold on to the stream they were made with
-        found = logging.getLogger("sparring").handlers
+        found = logging.getLogger(_LOGGER).handlers
         self.handlers = [h for h in found if isinstance(h, logging.StreamHandler) and h.stream is self.stream]
         for handler in self.handlers:
             handler.setStream(_Above(self.console))
@@ -146,6 +149,8 @@ class Curve:
         self.waiting: list[float] = []
 
     def add(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
         self.waiting.append(value)
         if len(self.waiting) < self.each:
             return
