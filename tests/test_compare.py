@@ -227,6 +227,7 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
     [
         (["one", "easy"], "A and B were trained in different episodes; give both the same, e.g. env.success_return=12"),
         (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
+        (["one", "two", "--episodes", "1"], "1 episode(s) to tell from are too few"),
         (["one", "nowhere"], "'nowhere' does not exist"),
         (["one", "two", "--json", "no/where.json"], "--json no/where.json: there is no folder 'no'; make it first"),
         (["one", "two", "policy.hidden=[4]"], "policy.hidden: cannot be changed after training"),

@@ -124,6 +124,7 @@ def compare_policies(a: str, b: str, settings: list[Setting]) -> Comparison:
         refuse_other_env(checkpoint, config)
     _refuse_other_episodes(*configs)
     episodes, seed, robots = configs[0].evaluation.episodes, configs[0].seed, configs[0].rollout.n_envs
+    _refuse_too_few(episodes)
     played = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
         device = pick_device(config.device)
@@ -143,11 +144,12 @@ def compare_world_models(a: str, b: str, settings: list[Setting]) -> Comparison:
     device = pick_device(config.device)
     models = [load_world_model(a, device), load_other_world_model(b, a, config, device)]
     refuse_other_env(checkpoint_folder(a), config)
+    _refuse_other_episodes(config, config_of(checkpoint_folder(b), settings))
     seen, _ = foretold_episodes(config, device)
     ratios = [ratio_by_episode(model, seen).numpy() for model in models]
+    # where nothing changed, there was nothing to foretell
     told = np.isfinite(ratios[0])
-    if not told.any():
-        raise UserError("nothing changed in any picture of these episodes, so there was nothing to foretell; give more")
+    _refuse_too_few(int(told.sum()))
     found = Measured.of_foretelling(*(ratio[told] for ratio in ratios))
     return Comparison(a, b, int(told.sum()), config.seed, [found], bool((ratios[0] == ratios[1])[told].all()))
 
@@ -178,6 +180,13 @@ def measured(a: list[Episode], b: list[Episode], spec) -> list[Measured]:
 
 def _same(a: list[Episode], b: list[Episode]) -> bool:
     return all((x.success, x.reward, x.steps) == (y.success, y.reward, y.steps) for x, y in zip(a, b, strict=True))
+
+
+def _refuse_too_few(episodes: int) -> None:
+    if episodes < 2:
+        raise UserError(
+            f"{episodes} episode(s) to tell from are too few to know what is chance; give more: --episodes N"
+        )
 
 
 def _refuse_other_episodes(a: Config, b: Config) -> None:

@@ -42,8 +42,10 @@ def in_successes(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def in_means(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
-    """Of `[n]` numbers: a test that flips signs, for were A no better each gap could as well be the other way round;
-    and Student's interval of the mean gap."""
+    """Of `[n]` numbers, n > 1: Student's interval of the mean gap, and a test that flips the gaps' signs.
+
+    Were A no better than B, each gap could as well be the other way round.
+    """
     gaps = np.asarray(a, float) - np.asarray(b, float)
     n, effect, rng = len(gaps), float(gaps.mean()), np.random.default_rng(seed)
     # rounding must not make a flip that changes nothing look smaller than what was seen
@@ -52,8 +54,7 @@ def in_means(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
     for _ in range(FLIPS // AT_A_TIME):
         signs = rng.integers(0, 2, (AT_A_TIME, n)) * 2.0 - 1.0
         as_far += int((np.abs(signs @ gaps / n) >= seen).sum())
-    # of one gap nothing is known of how gaps differ
-    margin = student(n - 1) * float(gaps.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    margin = student(n - 1) * float(gaps.std(ddof=1)) / math.sqrt(n)
     return Difference(effect, effect - margin, effect + margin, (1 + as_far) / (1 + FLIPS))
 
 
