@@ -155,24 +155,22 @@ def test_a_view_goes_and_leaves_a_line_whatever_ends_it():
     assert terminal.getvalue().endswith("reward 2.00\n")
 
 
-def test_messages_are_printed_above_it_and_whole():
+def test_messages_are_printed_above_it_and_whole(monkeypatch):
     terminal, logger = Terminal(), logging.getLogger("sparring")
     handler = logging.StreamHandler(terminal)
-    logger.addHandler(handler)
-    try:
-        with Console(terminal) as console:
-            console.progress(0.5, 5, "", metrics={"success_rate": 1.0})
-            start = len(terminal.getvalue())
-            # longer than the terminal is wide, and nothing in it is markup
-            logger.warning("to look at: [red]%s.mp4", "x" * 150)
-            written = terminal.getvalue()[start:]
-            assert f"to look at: [red]{'x' * 150}.mp4" in written
-            # the view follows, on a line of its own
-            assert written.index("success") > written.index(".mp4\n")
-        logger.warning("after")
-        assert terminal.getvalue().endswith("after\n") and handler.stream is terminal
-    finally:
-        logger.removeHandler(handler)
+    # those of earlier runs write to streams that are closed
+    monkeypatch.setattr(logger, "handlers", [handler])
+    with Console(terminal) as console:
+        console.progress(0.5, 5, "", metrics={"success_rate": 1.0})
+        start = len(terminal.getvalue())
+        # longer than the terminal is wide, and nothing in it is markup
+        logger.warning("to look at: [red]%s.mp4", "x" * 150)
+        written = terminal.getvalue()[start:]
+        assert f"to look at: [red]{'x' * 150}.mp4" in written
+        # the view follows, on a line of its own
+        assert written.index("success") > written.index(".mp4\n")
+    logger.warning("after")
+    assert terminal.getvalue().endswith("after\n") and handler.stream is terminal
 
 
 # ---- curves
