@@ -61,7 +61,8 @@ def finetune(one: stages.Stages, mode: str, seed: int) -> dict:
         spans += new
         shown += new if SHOWN[0] <= len(rows) < SHOWN[1] else []
     each = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
-    means = {name: round(fmean(r[name] for r in rows[FIRST:] if name in r), 4) for name in TOLD if any(name in r for r in rows[FIRST:])}
+    known = [name for name in TOLD if any(name in row for row in rows[FIRST:])]
+    means = {name: round(fmean(row[name] for row in rows[FIRST:] if name in row), 4) for name in known}
     told = {
         "mode": mode,
         "seed": seed,

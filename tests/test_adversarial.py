@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -20,6 +21,7 @@ from sparring.phases.adversarial import Adversarial
 from sparring.phases.generations import Generations, errors_on
 from sparring.phases.teacher import Teacher
 from sparring.run import Run
+from sparring.summary import next_commands
 from sparring.tree import load_config
 
 SHORT = ["device=cpu", "env.threads=1", "logging.console_level=ERROR", "evaluation.episodes=2", "rollout.n_envs=2"]
@@ -278,7 +280,10 @@ def test_both_are_loaded_and_evaluated(runs, tmp_path, capsys):
     loaded, policy = load_policy(tmp_path / "run").state_dict(), run.phase.explorer.policy.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in policy.items())
     assert main(["eval", str(tmp_path / "run"), "--episodes", "2", "evaluation.baseline=false"]) == 0
-    assert main(["eval", str(tmp_path / "run"), "--episodes", "2", "--world-model"]) == 0
+    recommended = [shlex.split(command)[1:] for command in next_commands(run.config)]
+    assert [words[-1] for words in recommended[1:]] == ["--exploration", "--world-model"]
+    for words in recommended[1:]:
+        assert main([*words, "--episodes", "2"]) == 0
 
 
 def test_the_originals_words_start_it(runs, tmp_path):

@@ -271,8 +271,17 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
 
 def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     metrics = (run_folder / "episode_metrics.jsonl").read_text()
-    code, _, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1")
+    code, out, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1")
     assert code == 0
+    lines = out.splitlines()
+    assert re.fullmatch("finetune is done: 32 env steps, (. episodes, )?2 updates", lines[1])
+    assert re.fullmatch(r"  reward \d+\.\d\d; random actions \d+\.\d\d", lines[2])
+    assert lines[3:5] == ["  kept: run/checkpoint-2; all that was recorded is beside it", "next:"]
+    assert [line.split("  #")[0].strip() for line in lines[5:]] == [
+        "sparring report run",
+        "sparring eval run --videos 4",
+        "sparring train finetune pretrained=run --output finetune_rl",
+    ]
     assert "goes on from run/checkpoint-2 (32 env steps)" in err
     assert "already trained to the end (32 env steps)" in err
     assert (run_folder / "episode_metrics.jsonl").read_text() == metrics
@@ -419,7 +428,7 @@ def interrupted(here: Path, terminal: bool = False, number: int = signal.SIGINT)
         if not part:
             break
         said += part
-        if not sent and b" left  " in said:
+        if not sent and b" left" in said:
             process.send_signal(number)
             sent = True
     os.close(read)
@@ -443,9 +452,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_goes_on(tmp_path):
     assert f"goes on from run/{first.name} ({steps} env steps)" in said
     later = checkpoints(tmp_path / "run")[-1]
     assert int(later.name.removeprefix("checkpoint-")) > updates
-    # on a terminal: a bar that moves in place, and what follows starts on its own line
-    assert "\r\x1b[K[....................]   0%  " in said
-    assert re.search(r"\r?\nstopped after \d+ updates; saved\.", said)
+    # on a terminal: a view that is drawn in place and taken away, and what follows starts on its own line
+    assert "finetune  run" in said and "░" in said and said.rindex("\x1b[?25h") > said.rindex("░")
+    assert re.search(r"  0%  [^\r]+ left [^\r]*\r\nstopped after \d+ updates; saved\.", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "episode_metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
 
@@ -468,7 +477,7 @@ def test_the_flags_offered_are_the_flags_there_are():
     for name, sub in commands.choices.items():
         real = {a.option_strings[-1]: a.nargs != 0 for a in sub._actions if a.option_strings}
         assert flags_of(name) == real | {"--version": False}
-    assert set(TAKES_OVERRIDES) == {"train", "eval", "check", "demos", "config"}
+    assert set(TAKES_OVERRIDES) == {"train", "eval", "compare", "check", "demos", "config"}
 
 
 @pytest.mark.parametrize(

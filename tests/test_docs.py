@@ -15,7 +15,10 @@ from metric_names import unexplained
 
 import sparring.data
 from sparring.cli import main
+from sparring.completion import COMMANDS
 from sparring.record.names import FLAT
+from sparring.summary import next_commands
+from sparring.tree import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -87,9 +90,8 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", documented_commands())
-def test_documented_command(command, trained, monkeypatch, capsys):
-    monkeypatch.chdir(trained)
+def run_small(command: str, capsys) -> None:
+    """In the folder of `trained`, at a size that takes no time."""
     words = shlex.split(command)[1:]
     if words[0] == "train":
         gym = any("gym:" in word or "configs/" in word for word in words)
@@ -100,7 +102,7 @@ def test_documented_command(command, trained, monkeypatch, capsys):
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
             del words[at : at + 2]
-    if words[0] == "eval":
+    if words[0] in ("eval", "compare"):
         words += ["--episodes", "3"] + (
             [] if {*words} & {"--world-model", "--exploration"} else ["evaluation.baseline=false"]
         )
@@ -118,10 +120,33 @@ def test_documented_command(command, trained, monkeypatch, capsys):
         assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_command(command, trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    run_small(command, capsys)
+
+
+@pytest.mark.parametrize("phase", ["finetune", "imitate", "teacher", "student"])
+def test_what_a_run_recommends_at_its_end_works(phase, trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    commands = next_commands(load_config(f"outputs/{phase}_rl/config.yaml"))
+    assert len(commands) == 3
+    for command in commands:
+        if command.split()[1] in COMMANDS:
+            run_small(command, capsys)
+
+
 def test_there_are_commands_to_run():
     commands = documented_commands()
     assert len(commands) >= 12
-    assert {command.split()[1] for command in commands} >= {"train", "eval", "config", "tasks", "check", "demos"}
+    assert {command.split()[1] for command in commands} >= {
+        *("train", "eval", "compare", "runs", "prune", "config", "tasks", "check", "demos")
+    }
+
+
+def test_every_command_has_its_place_on_the_page():
+    page = (ROOT / "docs/commands.md").read_text()
+    assert [command for command in COMMANDS if f"`{command}`" not in page] == []
 
 
 def test_embodichains_config_is_accepted_as_it_is(tmp_path, capsys):

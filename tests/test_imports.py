@@ -55,9 +55,21 @@ def test_importing_the_package_is_fast_and_loads_nothing():
         (command("config", "phase3"), {"yaml", "pydantic", "numpy"}),
         (command("train", "finetune", "ppo.gama=1", code=2), {"yaml", "pydantic", "numpy"}),
         (command("tasks"), {"yaml", "numpy"}),
+        (command("runs", "."), {"yaml"}),
         (command("config", "env.name=gym:CartPole-v1"), {"yaml", "pydantic", "numpy", "gymnasium"}),
     ],
-    ids=["help", "train help", "completion", "complete", "config", "config phase3", "mistake", "tasks", "config gym"],
+    ids=[
+        "help",
+        "train help",
+        "completion",
+        "complete",
+        "config",
+        "config phase3",
+        "mistake",
+        "tasks",
+        "runs",
+        "config gym",
+    ],
 )
 def test_commands_that_only_talk_load_no_torch(program, allowed):
     loaded = loaded_after(program)

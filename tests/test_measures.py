@@ -18,7 +18,7 @@ from sparring.envs.make import make_env
 from sparring.measures.exploration import beside_random, entropy, explore, showing_objects
 from sparring.measures.held_out import held_out_episodes
 from sparring.measures.images import Covered, Seen, changed, objects, psnr, squared_error, ssim
-from sparring.measures.world_model import compare, measure, skill
+from sparring.measures.world_model import compare, measure, ratio_by_episode, skill
 from sparring.policies.random import RandomPolicy
 from sparring.tree import load_config
 
@@ -167,6 +167,16 @@ def test_a_model_that_knows_better_is_seen_to():
     head = measure(copier(5.0), still_then_moving())["cameras"]["head"]
     assert head["changed_mse_ratio"] == pytest.approx(0.25)
     assert head["psnr"]["prediction"] == pytest.approx(-20 * math.log10(5 / 255))
+
+
+def test_the_ratio_of_each_episode():
+    """Brighter by 5: half of an error of 10. In the second episode nothing moves, so there is no ratio."""
+    episodes = still_then_moving()
+    for seen in (episodes["observation"], episodes["next", "observation"]):
+        seen["image", "head"][1] = 100
+    first, second = ratio_by_episode(copier(5.0), episodes).tolist()
+    assert first == pytest.approx(0.25) and math.isnan(second)
+    assert ratio_by_episode(copier(), still_then_moving()).tolist() == [1, 1]
 
 
 def test_open_loop_sees_only_its_own_predictions():

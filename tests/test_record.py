@@ -1,10 +1,8 @@
-"""Numbers, pictures and progress."""
+"""Numbers and pictures."""
 
-import io
 import json
 
 from sparring.phases.phase import Progress
-from sparring.record.console import Console, clock
 from sparring.record.recorder import Recorder
 
 
@@ -108,26 +106,3 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     with recorder:
         assert recorder.films is None
     assert list(tmp_path.iterdir()) == []
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_bar_on_a_terminal_and_sparse_lines_in_a_pipe():
-    terminal, pipe = Terminal(), io.StringIO()
-    bar, lines = Console(terminal), Console(pipe, pipe_seconds=3600)
-    for done in (0.25, 0.5, 1.0):
-        bar.progress(done, int(done * 1000), "reward 1.00")
-        lines.progress(done, int(done * 1000), "reward 1.00")
-    bar.end()
-    assert terminal.getvalue().count("\r") == 3 and "[##########..........]  50%" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\n")
-    # the first and the last; the one between came too soon
-    assert [line.split()[0] for line in pipe.getvalue().splitlines()] == ["25%", "100%"]
-    assert "steps/s" in pipe.getvalue() and "left" in pipe.getvalue()
-
-
-def test_clock():
-    assert [clock(s) for s in (5, 65, 3700, float("inf"))] == ["0:05", "1:05", "1:01:40", "?"]

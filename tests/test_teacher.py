@@ -282,13 +282,26 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
     assert again == {key: value for key, value in found.items() if key != "against"}
 
 
+def test_world_models_are_compared(trained, tmp_path, capsys):
+    run_to_the_end(config_in(tmp_path, world_model=MODEL | {"brighter": 1.0}))
+    words = ["--world-model", "--episodes", "4", "--json", str(tmp_path / "found.json")]
+    assert main(["compare", str(trained), str(trained), *words]) == 0
+    assert "no difference: A and B did the same in all 4 episodes" in capsys.readouterr().out
+    assert main(["compare", str(trained), str(tmp_path), *words]) == 0
+    (found,) = json.loads((tmp_path / "found.json").read_text())["measured"]
+    # the double copies the last frame, and is wrong by one more here
+    assert found["name"] == "MSE ratio" and found["a"] == 1 != found["b"]
+    assert main(["compare", str(trained), str(tmp_path)]) == 2
+    assert "holds a world model, not a policy; give --world-model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "holds a world model, not a policy; evaluate it with --world-model"),
+        ([], "holds a world model, not a policy; give --world-model"),
         (["--exploration"], "holds a world model, not a policy"),
         (["--against", "x"], "--against goes with --world-model only"),
-        (["--world-model", "--videos", "2"], "--stochastic and --videos go with neither --world-model"),
+        (["--world-model", "--videos", "2"], "--stochastic, --both and --videos go with neither --world-model"),
         (["--world-model", "--exploration"], "give one of them"),
         (["--world-model", "env.image_size=32"], "was trained in another env"),
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),

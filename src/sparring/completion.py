@@ -47,12 +47,16 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--episodes": NUMBER,
         "--seed": NUMBER,
         "--stochastic": SWITCH,
+        "--both": SWITCH,
         "--videos": NUMBER,
         "--json": FILE,
         "--world-model": SWITCH,
         "--exploration": SWITCH,
         "--against": FILE,
     },
+    "compare": {"--episodes": NUMBER, "--seed": NUMBER, "--json": FILE, "--world-model": SWITCH},
+    "runs": {"--json": SWITCH},
+    "prune": {"--keep-best": NUMBER, "--keep-last": NUMBER, "--dry-run": SWITCH, "--yes": SWITCH},
     "check": {},
     "tasks": {"--sheet": FILE},
     "demos": {
@@ -108,7 +112,7 @@ def _options(before: list[str], word: str) -> list[str]:
     return [*flags, "--help", *(f"--{key}" if word.startswith("-") else f"{key}=" for key in keys)]
 
 
-TAKES_OVERRIDES = ("train", "eval", "check", "demos", "config")
+TAKES_OVERRIDES = ("train", "eval", "compare", "check", "demos", "config")
 
 
 def _first_arguments(command: str) -> list[str]:

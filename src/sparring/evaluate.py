@@ -166,14 +166,15 @@ def evaluate(
     greedy: bool = True,
     baseline: bool = True,
     films: int = 0,
+    both: bool = False,
 ) -> Evaluation:
     """`policy` and, beside it, uniformly random actions on the same held-out episodes.
 
-    A policy whose sampled actions do otherwise than its greedy ones is shown with both.
+    `both`: with greedy actions and with sampled ones; so is any policy that says they do otherwise.
     """
     played, reels = play(policy, env, episodes, seed, chunk, greedy, films)
     scores = {"policy": score_by_task(played, env.spec.task_names)}
-    if greedy and policy.reports_sampled:
+    if greedy and (both or policy.reports_sampled):
         sampled, _ = play(policy, env, episodes, seed, chunk, greedy=False)
         scores["policy, sampled"] = score_by_task(sampled, env.spec.task_names)
     if baseline:
@@ -182,15 +183,20 @@ def evaluate(
     return Evaluation(episodes, seed, scores, reels, env.spec)
 
 
-def evaluate_config(config: Config, policy: Policy, device, greedy: bool = True, films: int = 0) -> Evaluation:
+def evaluate_config(
+    config: Config, policy: Policy, device, greedy: bool = True, films: int = 0, both: bool = False
+) -> Evaluation:
     """An evaluation as a run's config asks for it, in an env of its own."""
-    episodes, rollout = config.evaluation.episodes, config.rollout
-    # as many of each task
-    tasks = len(getattr(config.env, "task", ())) or 1
-    robots = -(-rollout.n_envs // tasks) * tasks
-    env = make_env(config.env, robots, rollout.max_episode_steps, device)
+    episodes, chunk, baseline = config.evaluation.episodes, config.rollout.action_steps, config.evaluation.baseline
+    env = held_out_env(config, device)
     try:
-        baseline = config.evaluation.baseline
-        return evaluate(policy, env, episodes, config.seed, rollout.action_steps, greedy, baseline, films)
+        return evaluate(policy, env, episodes, config.seed, chunk, greedy, baseline, films, both)
     finally:
         env.close()
+
+
+def held_out_env(config: Config, device, robots: int | None = None) -> Env:
+    """As many robots as the run had, or so many; of each task the same number."""
+    tasks = len(getattr(config.env, "task", ())) or 1
+    robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
+    return make_env(config.env, robots, config.rollout.max_episode_steps, device)

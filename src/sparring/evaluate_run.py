@@ -16,24 +16,31 @@ from sparring.measures.exploration import ExplorationEvaluation, evaluate_explor
 from sparring.phases.phase import Progress
 from sparring.record.films import Films
 from sparring.tree import Config, load_config
+from sparring.world_models.world_model import WorldModel
 
 # what an evaluation may choose anew; the rest was decided when the policy was trained
 FREE_TO_CHOOSE = ("env.", "rollout.n_envs", "rollout.max_episode_steps", "evaluation.", "seed", "device", "threads")
 
 
 def evaluate_checkpoint(
-    path: str, settings: list[Setting], greedy: bool = True, videos: int = 0, json_file: Path | None = None
+    path: str,
+    settings: list[Setting],
+    greedy: bool = True,
+    videos: int = 0,
+    json_file: Path | None = None,
+    both: bool = False,
 ) -> Evaluation:
     """Print the table, write the numbers (and videos) beside the checkpoint."""
     # beside evaluation.json, which is the run's own
     checkpoint, folder, json_file = _places(path, json_file, "eval.json")
-    config = _config_of(checkpoint, settings)
-    _refuse_world_model(path, config)
+    config = config_of(checkpoint, settings)
+    refuse_world_model(path, config)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
-    _refuse_other_env(checkpoint, config)
-    evaluation = evaluate_config(config, policy, device, greedy, videos)
-    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {'greedy' if greedy else 'sampled'} actions")
+    refuse_other_env(checkpoint, config)
+    evaluation = evaluate_config(config, policy, device, greedy, videos, both)
+    how = "greedy and sampled" if "policy, sampled" in evaluation.scores else "greedy" if greedy else "sampled"
+    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {how} actions")
     print(evaluation.table())
     print(f"numbers: {evaluation.write(json_file)}")
     films = Films(folder)
@@ -49,20 +56,11 @@ def evaluate_world_model_checkpoint(
 ) -> WorldModelEvaluation:
     """Print the tables, write the numbers beside the checkpoint. `against`: a run to compare with."""
     checkpoint, _, json_file = _places(path, json_file, "eval_world_model.json")
-    config = _config_of(checkpoint, settings)
+    config = config_of(checkpoint, settings)
     device = pick_device(config.device)
     model = load_world_model(checkpoint, device)
-    _refuse_other_env(checkpoint, config)
-    other = None
-    if against is not None:
-        _refuse_other_env(checkpoint_folder(against), config)
-        other = load_world_model(against, device)
-        steps = load_config(checkpoint_folder(against) / "config.yaml").rollout.action_steps
-        if steps != config.rollout.action_steps:
-            raise UserError(
-                f"--against {against}: its decisions are {steps} steps long, those of '{path}' "
-                f"{config.rollout.action_steps}; they cannot be told the same episodes"
-            )
+    refuse_other_env(checkpoint, config)
+    other = None if against is None else load_other_world_model(against, path, config, device)
     evaluation = evaluate_world_model(config, model, device, other)
     print(f"{checkpoint}: {evaluation.episodes} held-out episodes, actions at random")
     print(evaluation.table())
@@ -70,16 +68,28 @@ def evaluate_world_model_checkpoint(
     return evaluation
 
 
+def load_other_world_model(other: str, path: str, config: Config, device) -> WorldModel:
+    """One that can be told the same episodes as that of `path`, whose config this is."""
+    refuse_other_env(checkpoint_folder(other), config)
+    steps = load_config(checkpoint_folder(other) / "config.yaml").rollout.action_steps
+    if steps != config.rollout.action_steps:
+        raise UserError(
+            f"'{other}': its decisions are {steps} steps long, those of '{path}' {config.rollout.action_steps}; they "
+            "cannot be told the same episodes"
+        )
+    return load_world_model(other, device)
+
+
 def evaluate_explorer_checkpoint(
     path: str, settings: list[Setting], json_file: Path | None = None
 ) -> ExplorationEvaluation:
     """How a policy explores, sampling its actions, beside random ones; printed, and written beside the checkpoint."""
     checkpoint, _, json_file = _places(path, json_file, "eval_exploration.json")
-    config = _config_of(checkpoint, settings)
-    _refuse_world_model(path, config)
+    config = config_of(checkpoint, settings)
+    refuse_world_model(path, config)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
-    _refuse_other_env(checkpoint, config)
+    refuse_other_env(checkpoint, config)
     evaluation = evaluate_exploration(config, policy, device)
     print(f"{checkpoint}: {evaluation.episodes} held-out episodes, sampled actions")
     print(evaluation.table())
@@ -91,13 +101,10 @@ def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, P
     """The checkpoint, the folder that it is evaluated in, and where the numbers go."""
     checkpoint = checkpoint_folder(path)
     folder = Path(path) if Path(path).is_dir() else checkpoint
-    json_file = json_file or folder / name
-    if not json_file.parent.is_dir():
-        raise UserError(f"--json {json_file}: there is no folder '{json_file.parent}'; make it first")
-    return checkpoint, folder, json_file
+    return checkpoint, folder, json_file or folder / name
 
 
-def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
+def config_of(checkpoint: Path, settings: list[Setting]) -> Config:
     trained, config = load_config(checkpoint / "config.yaml"), load_config(checkpoint / "config.yaml", settings)
     before, now = flatten(trained.dump()), flatten(config.dump())
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
@@ -108,12 +115,12 @@ def _config_of(checkpoint: Path, settings: list[Setting]) -> Config:
     return config
 
 
-def _refuse_world_model(path: str, config: Config) -> None:
+def refuse_world_model(path: str, config: Config) -> None:
     if config.phase == "teacher":
-        raise UserError(f"'{path}' holds a world model, not a policy; evaluate it with --world-model")
+        raise UserError(f"'{path}' holds a world model, not a policy; give --world-model")
 
 
-def _refuse_other_env(checkpoint: Path, config: Config) -> None:
+def refuse_other_env(checkpoint: Path, config: Config) -> None:
     env = make_env(config.env, 1, config.rollout.max_episode_steps)
     env.close()
     differences = spec_differences(_seen(load_spec(checkpoint)), _seen(env.spec))

@@ -62,8 +62,8 @@ class Run:
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
-        quiet = quiet or not self.distributed.is_main
-        self.console = Console(quiet=quiet or config.logging.console_level not in ("DEBUG", "INFO"))
+        quiet = quiet or not self.distributed.is_main or config.logging.console_level not in ("DEBUG", "INFO")
+        self.console = Console(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.saved_at = -1
         # only now, when all that was given has been found to fit, is anything written
@@ -172,7 +172,7 @@ class Run:
     def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress
         self._film_what_comes()
-        with Interrupt(speaks=self.distributed.is_main) as interrupt:
+        with Interrupt(speaks=self.distributed.is_main) as interrupt, self.console:
             while self.fraction < 1:
                 started, steps_before = time.perf_counter(), progress.env_steps
                 metrics = self._step()
@@ -183,7 +183,7 @@ class Run:
                 log_update(progress.updates, metrics)
                 # where no robot acts, updates are all there is to count
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
-                self.console.progress(self.fraction, made[0], _in_words(metrics), made[1])
+                self.console.progress(self.fraction, made[0], _in_words(metrics), made[1], metrics)
                 self._write_films()
                 if isinstance(self.phase, Timed):
                     self.recorder.timeline(self.phase.drain_spans())
@@ -199,7 +199,6 @@ class Run:
                 if self.distributed.max(float(interrupt.asked)):
                     self._stop_early()
                     return False
-        self.console.end()
         if self.saved_at != progress.updates:
             self.save()
         return True
@@ -269,7 +268,6 @@ class Run:
 
     def _write_films(self) -> None:
         if self.folder is not None and isinstance(self.phase, Filmed) and (films := self.phase.drain_films()):
-            self.console.end()
             self.recorder.films.rollouts(films, self.phase.progress, self.phase.env.spec)
 
     def _stop_early(self) -> None:

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tensordict import TensorDict
+
 from sparring.envs.make import make_env
 from sparring.evaluate import Film
 from sparring.measures.held_out import held_out_episodes
@@ -51,19 +53,25 @@ def evaluate_world_model(
 
     `against`: another world model, e.g. one without a memory, on the same episodes.
     """
-    rollout, teacher, episodes = config.rollout, config.teacher, config.evaluation.episodes
+    seen, fps = foretold_episodes(config, device)
+    figures = {"decision_seconds": config.rollout.action_steps / fps} | measure(model, seen)
+    if against is not None:
+        figures["against"] = compare(figures, measure(against, seen))
+    return WorldModelEvaluation(config.evaluation.episodes, config.seed, figures, fps=fps)
+
+
+def foretold_episodes(config: Config, device) -> tuple[TensorDict, float]:
+    """Held-out episodes `[E, T]` in which robots act at random, and how many frames a second has."""
+    rollout, teacher = config.rollout, config.teacher
     env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
     try:
         coloured = share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
         correlation = coloured * teacher.correlation
         explorer = ColouredNoise(env.spec, rollout.action_steps, correlation).to(env.device)
-        seen = held_out_episodes(env, explorer, episodes, config.seed, rollout.action_steps)
+        seen = held_out_episodes(env, explorer, config.evaluation.episodes, config.seed, rollout.action_steps)
     finally:
         env.close()
-    figures = {"decision_seconds": rollout.action_steps / env.spec.control_hz} | measure(model, seen)
-    if against is not None:
-        figures["against"] = compare(figures, measure(against, seen))
-    return WorldModelEvaluation(episodes, config.seed, figures, fps=env.spec.control_hz)
+    return seen, env.spec.control_hz
 
 
 def _cameras(figures: dict) -> list[str]:

@@ -60,6 +60,28 @@ def compare(model: dict, other: dict) -> dict:
     return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras, "half_blind": half_blind}
 
 
+@torch.no_grad()
+def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
+    """`[E]`: `changed_mse_ratio` of each, over all cameras; nan where nothing changed."""
+    model.eval()
+    # [prediction | copy, E]
+    sums = torch.zeros(2, len(episodes), dtype=torch.float64)
+    for rows, own in zip(episodes.split(ROWS), sums.split(ROWS, 1), strict=True):
+        rows = rows.to(next(model.parameters()).device)
+        memory = model.empty_memory(len(rows))
+        for t in range(rows.shape[1]):
+            here = rows["mask"][:, t]
+            td = rows[:, t][here].set(("memory", "world_model"), memory[here])
+            predicted = model.predict(td)
+            memory[here] = predicted["memory"]
+            for camera, picture in predicted["image"].items():
+                before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
+                moved = changed(before, after)
+                for who, guess in enumerate((picture, before)):
+                    own[who, here.cpu()] += (squared_error(guess, after) * moved).flatten(1).sum(1).cpu()
+    return sums[0] / sums[1]
+
+
 def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
     told = model.foretold(td)
     right, copied = told["right"].float(), told["copied"]

@@ -1,24 +1,39 @@
-"""What a person sees while it runs: a moving bar on a terminal, a plain line now and then in a pipe."""
+"""What a person sees while it runs: a view that is drawn again in place on a terminal, plain lines in a pipe."""
 
+import os
 import sys
 import time
 
 
 class Console:
-    """One line of progress; `quiet` says nothing."""
+    """How far it is and how it goes; `quiet` says nothing."""
 
-    def __init__(self, stream=None, quiet: bool = False, pipe_seconds: float = 5.0):
+    def __init__(self, stream=None, quiet: bool = False, pipe_seconds: float = 5.0, title: str = ""):
         self.stream = stream or sys.stderr
         self.quiet = quiet
-        self.terminal = self.stream.isatty()
         self.pipe_seconds = pipe_seconds
         self.last_line = -float("inf")
-        self.bar_shown = False
+        self.view = None
+        if self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet:
+            # rich is for terminals only
+            from sparring.record.view import View
+
+            self.view = View(self.stream, title)
+        # what the view said last, in a line
+        self.text = ""
         # (fraction, steps, time) of the first call: speed and time left are means since then
         self.first: tuple[float, int, float] | None = None
 
-    def progress(self, fraction: float, steps: int, words: str, unit: str = "steps") -> None:
-        """How far (0..1), how fast, how long still, and a few words of how it goes."""
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
+
+    def progress(
+        self, fraction: float, steps: int, words: str, unit: str = "steps", metrics: dict[str, float] | None = None
+    ) -> None:
+        """How far (0..1), how fast, how long still, and a few words of how it goes; a view shows `metrics` instead."""
         if self.quiet:
             return
         now = time.monotonic()
@@ -26,22 +41,20 @@ class Console:
         done, made, seconds = fraction - self.first[0], steps - self.first[1], now - self.first[2]
         left = seconds * (1 - fraction) / done if done > 0 else float("inf")
         speed = f"{made / seconds:,.{0 if unit == 'steps' else 2}f} {unit}/s" if made else "starting"
-        text = f"{fraction:4.0%}  {steps:,} {unit}  {speed}  {clock(left)} left  {words}"
-        if self.terminal:
-            filled = round(20 * fraction)
-            self.stream.write(f"\r\x1b[K[{'#' * filled}{'.' * (20 - filled)}] {text}")
-            self.bar_shown = True
+        pace = f"{steps:,} {unit}  {speed}  {clock(left)} left"
+        self.text = f"{fraction:4.0%}  {pace}  {words}"
+        if self.view:
+            self.view.show(fraction, pace, metrics or {}, words)
         elif now - self.last_line >= self.pipe_seconds or fraction >= 1:
-            self.stream.write(text + "\n")
+            self.stream.write(self.text + "\n")
+            self.stream.flush()
             self.last_line = now
-        self.stream.flush()
 
     def end(self) -> None:
-        """Leave the bar's line, so that what follows starts on its own."""
-        if self.bar_shown:
-            self.stream.write("\n")
+        """Take the view away; what it said last stays as a line."""
+        if self.view and self.view.close():
+            self.stream.write(self.text + "\n")
             self.stream.flush()
-            self.bar_shown = False
 
 
 def clock(seconds: float) -> str:

@@ -1,0 +1,54 @@
+"""`sparring config`."""
+
+import sys
+from pathlib import Path
+
+from sparring.commands.arguments import OPTIONS
+from sparring.commands.settings import config_of
+from sparring.errors import UserError
+
+
+def add(commands) -> None:
+    config = commands.add_parser(
+        "config",
+        help="print the resolved config, each key with its meaning; or put a config of the originals into our words",
+        **OPTIONS,
+    )
+    config.add_argument(
+        "what",
+        metavar="PHASE | import FILE",
+        nargs="*",
+        help="phase to print (default: finetune), or a file, and the phase it is for if it does not say",
+    )
+    config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
+    config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
+    config.set_defaults(command=_config)
+
+
+def _config(arguments, overrides) -> int:
+    if arguments.what[:1] == ["import"]:
+        return _import_config(arguments, overrides)
+    if len(arguments.what) > 1 or arguments.output:
+        raise UserError("expected `sparring config PHASE`, or `sparring config import FILE [PHASE] [--output YAML]`")
+    arguments.phase = (arguments.what or ["finetune"])[0]
+    print(config_of(arguments, overrides, to_run=False).to_yaml(), end="")
+    return 0
+
+
+def _import_config(arguments, overrides) -> int:
+    from sparring.config_import import import_config
+
+    if not 2 <= len(arguments.what) <= 3 or overrides or arguments.config:
+        raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]`, and nothing else")
+    text, told = import_config(*arguments.what[1:])
+    for line in told:
+        print(line, file=sys.stderr)
+    if not arguments.output:
+        print(text, end="")
+        return 0
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {arguments.output}: cannot write there ({error.strerror})") from None
+    print(arguments.output)
+    return 0

@@ -1,0 +1,33 @@
+"""What --help ends with."""
+
+EPILOG = """\
+examples:
+  sparring train finetune                                    the built-in arm learns reach_d0, about a minute
+  sparring train finetune env.name=gym:CartPole-v1 --num_episodes 500
+  sparring train finetune --config configs/cartpole.yaml ppo.clip_ratio=0.1 --output outputs/try1
+  sparring train finetune --gpus 4 --envs 64                 64 robots on each of 4 GPUs
+  sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
+  sparring eval outputs/finetune_rl --episodes 200           held-out episodes, intervals, random baseline
+  sparring compare outputs/try1 outputs/try2                 the same held-out episodes: which is better, how sure
+  sparring runs                                              run folders: state, progress, best success, size
+  sparring prune outputs/try1 --keep-best 2 --dry-run        which checkpoints would go
+  sparring train teacher                                     a world model of what random actions lead to
+  sparring train student --teacher_path outputs/teacher_rl   an explorer, paid for what the world model does not know
+  sparring train adversarial --teacher_path outputs/teacher_rl --student_checkpoint outputs/student_rl
+  sparring train all --envs 8 student.training.iterations=20 the three, one after the other; goes on where it stopped
+  sparring eval outputs/teacher_rl --world-model             how well it foretells, beside copying the last frame
+  sparring config finetune                                   every setting with its meaning
+  sparring config import rl_config.yaml --output mine.yaml   a config of the originals, in our words
+  sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
+  sparring tasks                                             what the built-in arm can be asked to do
+  sparring train finetune --dry-run rollout                  only the rollout
+  sparring train imitate imitate.demos=outputs/demos/lift_d0 behaviour cloning; then fine-tune what came of it:
+  sparring train finetune pretrained=outputs/imitate_rl
+  sparring demos lift_d0 --episodes 100 --noise 0.1          record a scripted expert as a LeRobot dataset
+  sparring demos show outputs/demos/lift_d0                  what a dataset holds, and a contact sheet
+
+overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same; a bare --num_episodes 500 works where the
+name is unique. `sparring config PHASE` lists the keys.
+exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); 130 interrupted: the first Ctrl-C
+saves a checkpoint, a second one gives up.
+"""

@@ -1,0 +1,175 @@
+"""`sparring runs`: which run folders there are, and how each fares. Torch-free, so that it answers at once.
+
+What a run says of itself is in its status.json; folders of earlier versions have none, and tell less.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparring.config_text import ConfigTextError, read_settings
+from sparring.errors import UserError
+
+# what a run leaves beside its config, any of it
+TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
+# folders in a run folder that hold no runs
+INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos", "wandb"}
+# of a file, enough for its last line
+TAIL = 1 << 16
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run folder, seen from outside. `None`: not known."""
+
+    path: str
+    phase: str | None
+    task: str | None
+    # running, finished, interrupted, crashed, killed or unknown
+    state: str
+    why: str | None
+    updates: int | None
+    env_steps: int | None
+    fraction: float | None
+    # success_rate, low, high
+    best: dict[str, Any] | None
+    bytes: int
+    # seconds since it was last heard of
+    age: float
+
+
+def find_runs(root: Path) -> list[RunState]:
+    """Of `root` and all that is below it, the one last heard of first."""
+    if not root.is_dir():
+        raise UserError(f"'{root}' is no folder; give the one that your runs are in")
+    return sorted(map(look_at, _folders(root)), key=lambda run: run.age)
+
+
+def look_at(folder: Path) -> RunState:
+    status = _read(folder / "status.json")
+    config = {} if status else _config(folder)
+    last = _last_line(folder / "episode_metrics.jsonl")
+    progress = status.get("progress") or {"updates": last.get("update"), "env_steps": last.get("total_steps")}
+    return RunState(
+        path=str(folder),
+        phase=status.get("phase") or config.get("phase"),
+        task=status.get("task") or _task(config),
+        state=_state(folder, status.get("state")),
+        why=status.get("why"),
+        updates=progress.get("updates"),
+        env_steps=progress.get("env_steps"),
+        fraction=progress.get("fraction"),
+        best=status.get("best") if status else _evaluated(folder, last),
+        bytes=size_of(folder),
+        age=time.time() - (status.get("updated") or _touched(folder)),
+    )
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process trains there; None: the file system cannot tell."""
+    try:
+        handle = os.open(folder / "writer.lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            return None
+        raise
+    finally:
+        os.close(handle)
+    return False
+
+
+def json_lines(file: Path) -> Iterator[dict]:
+    """Those that are whole: a run that was killed may have left half of one."""
+    if not file.exists():
+        return
+    with file.open() as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def size_of(folder: Path) -> int:
+    """In bytes, of all files; links are not followed."""
+    total = 0
+    for inner, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(inner, name)).st_size
+            except FileNotFoundError:  # a run goes on meanwhile
+                continue
+    return total
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(root):
+        if "config.yaml" in files and (TRACES & set(files) or any(name.startswith("checkpoint-") for name in names)):
+            yield Path(folder)
+        names[:] = [name for name in names if name not in INNER and not name.startswith((".", "checkpoint-"))]
+
+
+def _state(folder: Path, said: str | None) -> str:
+    held = is_held(folder)
+    if held:
+        return "running"
+    if said == "running" and held is False:
+        return "killed"
+    return said or "unknown"
+
+
+def _read(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
+    except ConfigTextError:
+        return {}
+
+
+def _task(config: dict[str, Any]) -> str | None:
+    task = config.get("env.task") or config.get("env.name")
+    return ", ".join(task) if isinstance(task, list) else task
+
+
+def _last_line(file: Path) -> dict:
+    if not file.exists():
+        return {}
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - TAIL))
+        for line in reversed(lines.read().splitlines()):
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:  # half a line, at either end
+                continue
+    return {}
+
+
+def _evaluated(folder: Path, last: dict) -> dict[str, Any] | None:
+    """Of a run without a status, its last evaluation, where the env tells success from failure."""
+    scores = _read(folder / "evaluation.json").get("scores", {}).get("policy", {})
+    if not scores or last.get("success_rate") is None:
+        return None
+    success = scores.get("all", next(iter(scores.values())))["success"]
+    return {"success_rate": success["rate"], "low": success["low"], "high": success["high"]}
+
+
+def _touched(folder: Path) -> float:
+    return max((folder / name).stat().st_mtime for name in {"config.yaml", *TRACES} if (folder / name).exists())

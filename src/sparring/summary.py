@@ -1,0 +1,77 @@
+"""What a finished run says at the end: what was reached, where things are, and what to do next."""
+
+import shlex
+from pathlib import Path
+
+from sparring.checkpoint import checkpoints
+from sparring.evaluate import Evaluation
+from sparring.measures.evaluation import WorldModelEvaluation
+from sparring.measures.exploration import ExplorationEvaluation
+from sparring.phases.phase import Progress
+from sparring.tree import Config
+
+
+def summary(
+    config: Config,
+    progress: Progress,
+    evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluation,
+) -> str:
+    folder = config.run_folder
+    counted = {"env steps": progress.env_steps, "episodes": progress.episodes, "updates": progress.updates}
+    made = ", ".join(f"{count:,} {what}" for what, count in counted.items() if count)
+    lines = ["", f"{config.phase} is done: {made}", *(f"  {line}" for line in reached(evaluation))]
+    lines += [f"  kept: {checkpoints(folder)[-1]}; all that was recorded is beside it", "next:"]
+    commands = next_commands(config)
+    width = max(map(len, commands))
+    return "\n".join([*lines, *(f"  {command:<{width}}  # {why}" for command, why in commands.items())])
+
+
+def reached(evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluation) -> list[str]:
+    """In a line, or one for each camera."""
+    if isinstance(evaluation, WorldModelEvaluation):
+        ratios = {camera: found["changed_mse_ratio"] for camera, found in evaluation.figures["cameras"].items()}
+        return [
+            f"{camera}: squared error on pixels that change, {ratio:.3f} of that of copying the last frame"
+            for camera, ratio in ratios.items()
+            if ratio is not None
+        ]
+    if isinstance(evaluation, ExplorationEvaluation):
+        policy = evaluation.found["policy"]
+        noise = max(found.contact for who, found in evaluation.found.items() if who != "policy")
+        return [f"in touch with an object in {policy.contact:.1%} of its decisions; random actions {noise:.1%} at most"]
+    whole = {who: scores.get("all", next(iter(scores.values()))) for who, scores in evaluation.scores.items()}
+    policy, random = whole["policy"], whole.get("random")
+    if evaluation.shows_success:
+        rate, beside = policy.success, f"; random actions {random.success.rate:.1%}" if random else ""
+        return [f"success {rate.rate:.1%} (95 % {rate.low:.1%} to {rate.high:.1%}){beside}"]
+    return [f"reward {policy.reward:.2f}" + (f"; random actions {random.reward:.2f}" if random else "")]
+
+
+def next_commands(config: Config) -> dict[str, str]:
+    """The three most useful ones after this phase, and what each is for."""
+    folder = config.run_folder
+    run = shlex.quote(str(folder))
+    report = {f"sparring report {run}": "curves, pictures and settings on one page"}
+    film = {f"sparring eval {run} --videos 4": "held-out episodes, and films of some"}
+    foretell = {f"sparring eval {run} --world-model": "what it foretells of held-out episodes"}
+    explore = {f"sparring eval {run} --exploration": "what it touches and where it gets to"}
+    match config.phase:
+        case "finetune":
+            return report | film | _train(folder, "finetune", f"pretrained={run}", "go on from these weights")
+        case "imitate":
+            return _train(folder, "finetune", f"pretrained={run}", "practise what it was shown") | film | report
+        case "teacher":
+            return _train(folder, "student", f"--teacher_path {run}", "an explorer for it") | foretell | report
+        case "student":
+            both = f"--teacher_path {shlex.quote(config.student.teacher)} --student_checkpoint {run}"
+            return _train(folder, "adversarial", both, "let the two spar") | explore | report
+        case "adversarial":
+            return report | explore | foretell
+
+
+def _train(folder: Path, phase: str, given: str, why: str) -> dict[str, str]:
+    """In a folder beside this one that nobody has taken."""
+    output, number = folder.with_name(f"{phase}_rl"), 2
+    while output.exists():
+        output, number = folder.with_name(f"{phase}_rl-{number}"), number + 1
+    return {f"sparring train {phase} {given} --output {shlex.quote(str(output))}": why}
