@@ -45,8 +45,9 @@ LAYERS = [
         "measures",
         "demos",
         "inherit",
+        "report",
     },
-    {"cli", "launch", "chain", "__main__"},
+    {"cli", "commands", "launch", "chain", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

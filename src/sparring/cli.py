@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from sparring import __version__
+from sparring.commands import report, watch
 from sparring.errors import UserError
 
 EPILOG = """\
@@ -115,6 +116,9 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
     config.set_defaults(command=_config)
+
+    report.add(commands)
+    watch.add(commands)
 
     completion = commands.add_parser("completion", help="print a shell completion script", **_OPTIONS)
     completion.add_argument("shell", choices=["bash", "zsh", "fish"])
