@@ -1,6 +1,6 @@
 // Curves with bands, lanes of stages, bars. Each draws itself anew when its width or its data changes.
 
-const view = { axis: "total_steps", smooth: 0.6, hidden: new Set() };
+const view = { axis: "total_steps", smooth: 0.6, hidden: new Set(), open: new Set() };
 
 const widths = new ResizeObserver((entries) => {
   for (const entry of entries) entry.target.chart.draw();
@@ -68,7 +68,7 @@ class Curves extends Drawing {
     const y = (value) => box.bottom - ((value - y0) / (y1 - y0)) * (box.bottom - box.top);
     Object.assign(this, { x, box, y });
 
-    for (const tick of steps(y0, y1, this.height > 200 ? 5 : 3)) {
+    for (const tick of steps(y0, y1, this.height > 200 ? 5 : 4)) {
       root.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
       root.append(svg("text", { class: "tick", x: box.left - 7, y: y(tick) + 3.5, "text-anchor": "end" }, this.isShare ? percent(tick, 0) : number(tick)));
     }
@@ -158,20 +158,20 @@ class Lanes extends Drawing {
 
   draw() {
     if (!this.width || !this.lanes) return;
-    const left = this.width < 480 ? 92 : 168, right = this.width - 8;
+    const narrow = this.width < 480, left = narrow ? 116 : 168, right = this.width - 8;
     const x = (seconds) => left + (seconds / this.end) * (right - left);
     this.left = left;
     this.seconds = (pixels) => ((pixels - left) / (right - left)) * this.end;
     const root = svg("svg", { width: this.width, height: this.height, "aria-hidden": "true" });
     this.lanes.forEach((lane, row) => {
       const top = row * 24 + 2;
-      const name = this.width < 480 ? lane.stage : `${lane.who} · ${lane.stage}`;
+      const name = `${narrow ? lane.who.replace("collector", "coll.") : lane.who} · ${lane.stage}`;
       root.append(svg("text", { class: "lane", x: left - 10, y: top + 14, "text-anchor": "end" }, name));
       root.append(svg("rect", { class: "track", x: left, y: top, width: right - left, height: 20, rx: 3 }));
       root.append(svg("path", { class: "busy", fill: stageColour(lane.stage), d: lane.turns ? turns(lane.turns, x, top) : shares(lane, x, top) }));
     });
     for (const tick of steps(0, this.end, Math.max(2, Math.min(8, this.width / 130)), this.end > 20 ? MINUTES : null)) {
-      root.append(svg("text", { class: "tick", x: Math.min(x(tick), right), y: this.height - 6, "text-anchor": x(tick) > right - 14 ? "end" : "middle" }, this.end > 20 ? clock(tick) : duration(tick)));
+      root.append(svg("text", { class: "tick", x: Math.min(x(tick), right), y: this.height - 6, "text-anchor": x(tick) > right - 14 ? "end" : "middle" }, this.end > 20 ? clock(tick) : tick ? duration(tick) : "0"));
     }
     this.cursor = svg("g", { class: "cursor" });
     root.append(this.cursor);
@@ -206,7 +206,7 @@ class Bars extends Drawing {
     if (!this.width || !this.rows) return;
     const kinds = [...new Set(this.rows.flatMap((row) => row.bars.map(([k]) => k)))].sort((a, b) => a - b);
     const [left, bottom] = [46, this.height - 22];
-    const slot = (this.width - left - 10) / kinds.length, bar = Math.min(56, (slot * 0.7) / this.rows.length);
+    const slot = (this.width - left - 10) / kinds.length, bar = Math.min(48, (slot * 0.7) / this.rows.length);
     const root = svg("svg", { width: this.width, height: this.height, "aria-hidden": "true" });
     const y = (share) => bottom - share * (bottom - 20);
     for (const tick of [0, 0.5, 1]) {
@@ -232,7 +232,7 @@ class Bars extends Drawing {
   }
 }
 
-const STAGES = { simulate: "--stage0", infer: "--stage1", learn: "--stage2", collect: "--stage3" };
+const STAGES = { simulate: "--stage0", infer: "--stage1", learn: "--stage2", collect: "--stage3", wait: "--stage5" };
 const stageColour = (stage) => `var(${STAGES[stage] || "--stage4"})`;
 
 function turns(pairs, x, top) {
@@ -281,8 +281,8 @@ function smoothed(values, weight) {
   });
 }
 
-const least = (values) => values.reduce((a, b) => (known(b) && !(a <= b) ? b : a), null);
-const most = (values) => values.reduce((a, b) => (known(b) && !(a >= b) ? b : a), null);
+const least = (values) => values.reduce((a, b) => (known(b) && (a === null || b < a) ? b : a), null);
+const most = (values) => values.reduce((a, b) => (known(b) && (a === null || b > a) ? b : a), null);
 const lastOf = (values) => values.findLast(known) ?? null;
 
 // what the lines need, and of the bands all but the outermost

@@ -37,6 +37,7 @@ const whole = (value) => (known(value) ? Math.round(value).toLocaleString("en") 
 
 function duration(seconds) {
   if (!known(seconds)) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 1e-3) return number(seconds * 1e6) + " µs";
   if (seconds < 1) return number(seconds * 1e3) + " ms";
   if (seconds < 60) return number(seconds) + " s";
@@ -49,8 +50,12 @@ function bytes(count) {
   return count >= 1e6 ? number(count / 1e6) + " MB" : number(count / 1e3) + " kB";
 }
 
+const SPELLED = { lr: "Learning rate", avg_loss: "Loss", avg_acc: "Accuracy", approx_kl: "KL divergence", ess: "Effective sample size", grad_norm: "Gradient norm" };
+
 // "train/policy_loss" -> "Policy loss"
 function words(name) {
+  const short = name.slice(name.lastIndexOf("/") + 1);
+  if (short in SPELLED) return SPELLED[short];
   const last = name.slice(name.indexOf("/") + 1).replaceAll("_", " ").replaceAll("/", " · ");
   return last.charAt(0).toUpperCase() + last.slice(1);
 }

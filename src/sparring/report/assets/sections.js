@@ -22,7 +22,7 @@ const STATES = { running: "●", finished: "✓", interrupted: "❚❚", crashed
 function runCard(run, several) {
   const about = run.about, progress = about.progress || {};
   const facts = [["steps", whole(progress.env_steps)], ["updates", whole(progress.updates)], ["episodes", whole(progress.episodes)]];
-  if (known(about.began) && known(about.ended)) facts.push(["time", duration(about.ended - about.began)]);
+  if (about.ended > about.began) facts.push(["time", duration(about.ended - about.began)]);
   return html("article", { class: "card run", style: `--own:${run.colour}` },
     html("div", { class: "top" },
       html("h3", {}, several ? html("span", { class: "swatch" }) : null, several ? run.label : run.name),
@@ -70,13 +70,16 @@ function successSeries(runs, before, rollouts) {
     const part = run.evaluations, curves = part?.curves || {};
     const name = several(runs) ? run.label + ", " : "";
     const low = curves[`${before}success_low`]?.mean, high = curves[`${before}success_high`]?.mean;
-    const random = curves[`${before}random_success_rate`]?.mean;
     return [
       line(run, part, `${before}success_rate`, { label: `${name}evaluation`, low, high: low && high, dots: true }),
       rollouts ? line(run, run.metrics, firstOf(run.metrics, ["rollout/success_rate", "success_rate"]), { label: `${name}rollouts`, faint: true, smooth: true, low: null }) : null,
-      random ? { label: `${name}random actions`, colour: "var(--muted)", x: AXIS_COLUMNS(part), y: random, level: true } : null,
     ].filter(Boolean);
-  });
+  }).concat(levels(runs, `${before}random_success_rate`));
+}
+
+// what random actions reach, as a dotted line
+function levels(runs, name) {
+  return shown(runs).map((run) => line(run, run.evaluations, name, { label: several(runs) ? `${run.label}, random actions` : "random actions", colour: several(runs) ? run.colour : "var(--muted)", low: null, level: true })).filter(Boolean);
 }
 
 function successSection(runs) {
@@ -112,14 +115,15 @@ function groupOf(name) {
 function curvesSection(id, title, lead, runs, part, names) {
   const constant = [], nodes = [];
   for (const name of names) {
-    const series = shown(runs).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter(Boolean);
+    const series = shown(runs).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter((one) => one?.y.some(known));
     const values = series.flatMap((one) => [least(one.low || one.y), most(one.high || one.y)]);
-    const flat = series.every((one) => one.y.length > 1) && Math.min(...values) === Math.max(...values);
+    const flat = part === "metrics" && series.length && Math.min(...values) === Math.max(...values);
     if (flat) {
       constant.push(html("span", {}, words(name) + " ", html("b", {}, number(values[0]))));
       continue;
     }
-    const isShare = /(success_rate|_acc|accuracy|clip_fraction)$/.test(name) && values.every((value) => value >= 0 && value <= 1);
+    if (part === "evaluations") series.push(...levels(runs, name.replace(/([^/]+)$/, "random_$1")));
+    const isShare = /(success_rate|_acc|accuracy)$/.test(name) && values.every((value) => value >= 0 && value <= 1);
     const chart = drawing(`${part}:${name}`, () => new Curves(words(name), name, { isShare }));
     chart.set(series);
     if (series.length) nodes.push(chart.node);
@@ -128,15 +132,16 @@ function curvesSection(id, title, lead, runs, part, names) {
   return section(id, title, lead, grid(nodes), nodes.length ? same : null);
 }
 
+const STALE = /staleness/;
 const FIRST = ["episode_reward", "rollout/episode_reward", "avg_loss", "avg_acc", "rollout/episode_length", "episode_length"];
 const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
 function curveSections(runs) {
   const names = namesOf(runs, "metrics").sort((a, b) => rank(a) - rank(b)).filter((name) => !/(^|\/)(behind_\d+|success_rate)$/.test(name));
-  const of = (...groups) => names.filter((name) => groups.includes(groupOf(name)));
+  const of = (...groups) => names.filter((name) => groups.includes(groupOf(name)) && !STALE.test(name));
   const others = names.filter((name) => !["rollout", "train", "perf", "reward", "world_model"].includes(groupOf(name)));
-  const pairs = /success_(rate|low|high)$|^eval\/episodes$/;
-  const evaluations = namesOf(runs, "evaluations").filter((name) => name.startsWith("eval/") && !pairs.test(name));
+  const drawnElsewhere = /success_(rate|low|high)$|random_[^/]+$|^eval\/episodes$/;
+  const evaluations = namesOf(runs, "evaluations").filter((name) => name.startsWith("eval/") && !drawnElsewhere.test(name));
   return {
     evaluation: curvesSection("evaluation", "Evaluation", "Other figures of the held-out episodes.", runs, "evaluations", evaluations),
     learning: curvesSection("learning", "Learning", bandLead(runs), runs, "metrics", [...of("rollout", "train"), ...others]),
@@ -153,23 +158,30 @@ function bandLead(runs) {
 
 // --- pictures ---------------------------------------------------------------------------------------------------------
 
+const AT_FIRST = 9;
+const WORST_FIRST = { false: 0, null: 1, true: 2 };
+
 function mediaSection(runs, kind, id, title, lead, card) {
-  const there = shown(runs).filter((run) => run.media?.[kind].length);
-  const found = runs.some((run) => run.media?.[`${kind}_found`]);
-  if (!found) return null;
-  const nodes = there.flatMap((run) => run.media[kind].map((one) => drawing(`${run.id}/${one.file}/${one.bytes}`, () => ({ node: card(run, one, several(runs)) })).node));
-  return section(id, title, lead, ...there.map((run) => mediaNote(run, kind, several(runs))), grid(nodes, kind), nodes.length ? null : note("None of them fits the size that was set for this page."));
+  const there = shown(runs).filter((run) => run.media?.[`${kind}_found`]);
+  if (!there.length) return null;
+  const all = there.flatMap((run) => run.media[kind].map((one, place) => ({ run, one, place })));
+  // of several runs in turns
+  if (kind === "videos") all.sort((a, b) => WORST_FIRST[a.one.success] - WORST_FIRST[b.one.success] || a.place - b.place);
+  const nodes = all.map(({ run, one }) => drawing(`${run.id}/${one.file}/${one.bytes}`, () => ({ node: card(run, one, several(runs)) })).node);
+  const open = view.open.has(id) ? nodes.length : AT_FIRST;
+  const more = nodes.length > open ? html("button", { type: "button", class: "more", onclick: () => { view.open.add(id); drawAll(); } }, `show ${nodes.length - open} more`) : null;
+  return section(id, title, lead, note(mediaTold(there, kind)), grid(nodes.slice(0, open), kind), more);
 }
 
-function mediaNote(run, kind, several) {
-  const { budget, [`${kind}_found`]: found, [kind]: chosen } = run.media;
-  const size = bytes(chosen.reduce((sum, one) => sum + one.bytes, 0));
-  if (chosen.length === found && !budget) return null;
-  const told = `${chosen.length} of ${found} ${kind}` + (budget ? `, ${size}; all pictures of a run may take ${bytes(budget)} of this page (--media-mb)` : "");
-  return note(several ? `${run.label}: ${told}` : told + ".");
+function mediaTold(runs, kind) {
+  const sum = (count) => runs.reduce((total, run) => total + count(run.media), 0);
+  const found = sum((media) => media[`${kind}_found`]), chosen = sum((media) => media[kind].length);
+  const size = sum((media) => media[kind].reduce((total, one) => total + one.bytes, 0));
+  const told = (chosen < found ? `${chosen} of ${found} ${kind}` : `${found} ${kind}`).replace(/^1 (\w+)s$/, "1 $1");
+  return live ? `${told}.` : `${told}, ${bytes(size)}; all pictures of these runs may take ${bytes(sum((media) => media.budget))} of this page (--media-mb).`;
 }
 
-const KINDS = { rollout: "training", evaluation: "evaluation", prediction: "predicted | true" };
+const KINDS = { rollout: "training", evaluation: "evaluation", prediction: "predicted | true", "pred vs gt": "predicted | true" };
 const OUTCOMES = { true: ["succeeded", "✓ success"], false: ["failed", "✕ failure"] };
 
 function caption(run, one, several) {
@@ -205,10 +217,12 @@ function videoCard(run, one, several) {
 }
 
 function stripCard(run, one, several) {
-  return html("figure", { class: "card" }, html("img", { src: one.src, alt: `${one.kind}, ${one.file}`, loading: "lazy" }), caption(run, one, several));
+  return html("figure", { class: "card" }, html("img", { src: one.src, alt: `${one.kind}, ${one.file}` }), caption(run, one, several));
 }
 
 // --- stages -----------------------------------------------------------------------------------------------------------
+
+const FINE = ["simulate", "infer"];
 
 function timelineSection(runs) {
   const nodes = shown(runs).filter((run) => run.timeline).flatMap((run) => {
@@ -216,7 +230,9 @@ function timelineSection(runs) {
     const whole = lanes[0].share.length * bin;
     const name = several(runs) ? `${run.label}: ` : "";
     const all = drawing(`${run.id}/whole`, () => new Lanes(`${name}the whole run`, "timeline.jsonl"));
-    all.set({ lanes: lanes.map(({ turns, ...lane }) => ({ ...lane, bin, of: lane.seconds / whole })), end: whole, from: 0, note: "height: share of the time" });
+    // single turns are written at the beginning only; what takes next to no time would be an empty lane
+    const worth = lanes.filter((lane) => lane.seconds > whole / 200 && !FINE.includes(lane.stage));
+    all.set({ lanes: (worth.length ? worth : lanes).map(({ turns, ...lane }) => ({ ...lane, bin, of: lane.seconds / whole })), end: whole, from: 0, note: "height: share of the time" });
     const end = Math.max(0, ...lanes.flatMap((lane) => lane.turns.map((turn) => turn[1])));
     if (!end) return [all.node];
     const close = drawing(`${run.id}/close`, () => new Lanes(`${name}a close look`, "timeline.jsonl"));
@@ -229,9 +245,10 @@ function timelineSection(runs) {
 function stalenessSection(runs) {
   const rows = shown(runs).filter((run) => run.metrics?.behind?.length).map((run) => ({ label: run.label, colour: run.colour, bars: run.metrics.behind }));
   if (!rows.length) return null;
-  const bars = drawing("behind", () => new Bars("Rollouts by how many updates their weights were behind", "behind_k", 190));
+  const bars = drawing("behind", () => new Bars("Rollouts by updates behind", "behind_k", 150));
   bars.set(rows);
-  return section("staleness", "Staleness", "How old the weights were that collected what was learned from.", bars.node);
+  const curves = curvesSection("", "", null, runs, "metrics", namesOf(runs, "metrics").filter((name) => STALE.test(name)));
+  return section("staleness", "Staleness", "How old the weights were that collected what was learned from.", grid([bars.node]), ...(curves?.nodes || []));
 }
 
 // --- tables -----------------------------------------------------------------------------------------------------------
