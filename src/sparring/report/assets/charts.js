@@ -52,6 +52,11 @@ class Curves extends Drawing {
     this.draw();
   }
 
+  // a read-out goes from point to point of the curve that has most
+  get finest() {
+    return this.series.reduce((a, b) => (b.x.length > a.x.length ? b : a));
+  }
+
   tell(value) {
     return this.isShare ? percent(value) : number(value);
   }
@@ -102,26 +107,23 @@ class Curves extends Drawing {
   point(clientX, clientY) {
     if (!this.series.length || !this.box) return;
     const left = this.plot.getBoundingClientRect().left;
-    const first = this.series[0];
-    this.at = nearest(first.x, clientX - left, this.x);
-    this.tellAt(first.x[this.at], clientX, clientY);
+    const { x } = this.finest;
+    this.at = nearest(x, clientX - left, this.x);
+    this.tellAt(x[this.at], clientX, clientY);
   }
 
   tellAt(where, clientX, clientY) {
     const marks = [], lines = [];
-    let shown = null;
     for (const one of this.series) {
       const i = nearest(one.x, this.x(where), this.x, one.y);
       if (i === null) continue;
-      shown = shown ?? one.x[i];
       if (!one.level) marks.push(svg("circle", { fill: one.colour, cx: this.x(one.x[i]), cy: this.y(one.line[i]), r: 3.5 }));
       const band = one.low && known(one.low[i]) && one.low[i] < one.high[i];
       lines.push({ colour: one.colour, label: one.label, value: this.tell(one.line[i]), range: band ? `${this.tell(one.low[i])} to ${this.tell(one.high[i])}` : null });
     }
-    if (shown === null) return;
-    const at = this.x(shown);
+    const at = this.x(where);
     this.cursor.replaceChildren(svg("line", { x1: at, x2: at, y1: this.box.top, y2: this.box.bottom }), ...marks);
-    tip.show(clientX, clientY, AXES[view.axis].tell(shown), lines);
+    tip.show(clientX, clientY, AXES[view.axis].tell(where), lines);
   }
 
   leave() {
@@ -133,7 +135,7 @@ class Curves extends Drawing {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move || !this.series.length) return;
     event.preventDefault();
-    const { x } = this.series[0];
+    const { x } = this.finest;
     this.at = Math.max(0, Math.min(x.length - 1, (this.at ?? x.length) + move));
     const place = this.plot.getBoundingClientRect();
     this.tellAt(x[this.at], place.left + this.x(x[this.at]), place.top + this.height / 2);

@@ -42,7 +42,7 @@ function drawHead(runs) {
   document.getElementById("head").replaceChildren(
     html("p", { class: "brand" }, html("b", {}, "sparring"), live ? html("span", { id: "pulse", class: "live" }, "live") : " report"),
     html("h1", {}, title),
-    grid(runs.map((run) => runCard(run, runs.length > 1)), "runs"));
+    html("div", { class: "grid runs" }, ...runs.map((run) => runCard(run, runs.length > 1))));
 }
 
 function drawBar(runs, axes) {
@@ -64,29 +64,31 @@ function drawBar(runs, axes) {
   bar.hidden = !axes.length;
 }
 
-// sections keep their nodes: a video goes on playing, a read-out stays
+// sections and grids keep their elements: a video goes on playing, a read-out stays
 function drawSections(sections) {
-  const main = document.getElementById("main");
   const nodes = sections.map(({ id, title, lead, nodes }) => {
-    const old = document.getElementById(id);
-    const node = old || html("section", { id, "aria-labelledby": `${id}-title` }, html("h2", { id: `${id}-title` }, title), html("p", { class: "lead" }), html("div", { class: "body" }));
-    node.querySelector(".lead").textContent = lead || "";
-    settle(node.querySelector(".body"), nodes);
-    return node;
+    const kept = drawing(`section ${id}`, () => ({ body: html("div", { class: "body" }), lead: html("p", { class: "lead" }) }));
+    kept.node = kept.node || html("section", { id, "aria-labelledby": `${id}-title` }, html("h2", { id: `${id}-title` }, title), kept.lead, kept.body);
+    kept.lead.textContent = lead || "";
+    settle(kept.body, nodes.map((node, i) => (node.kind === undefined ? node : gridElement(`${id} ${i}`, node))));
+    return kept.node;
   });
   if (!nodes.length) nodes.push(note("Nothing to show yet. ", live ? "This page looks again every few seconds." : "The run wrote no numbers."));
-  settle(main, nodes);
+  settle(document.getElementById("main"), nodes);
 }
 
-// replace children only where they differ: moving a video would stop it
+function gridElement(key, { kind, nodes }) {
+  const { node } = drawing(`grid ${key} ${kind}`, () => ({ node: html("div", { class: `grid ${kind}` }) }));
+  settle(node, nodes);
+  return node;
+}
+
+// give a parent these children, and move none that is in its place
 function settle(parent, nodes) {
-  const old = [...parent.children];
+  for (const child of [...parent.childNodes]) if (!nodes.includes(child)) child.remove();
   nodes.forEach((node, i) => {
-    if (old[i] === node) return;
-    if (node.classList.contains("grid") && old[i]?.className === node.className && old.length === nodes.length) settle(old[i], [...node.children]);
-    else parent.insertBefore(node, parent.children[i] || null);
+    if (parent.childNodes[i] !== node) parent.insertBefore(node, parent.childNodes[i] || null);
   });
-  while (parent.children.length > nodes.length) parent.lastChild.remove();
 }
 
 function drawFoot(runs) {

@@ -12,7 +12,8 @@ function section(id, title, lead, ...nodes) {
   return there.length ? { id, title, lead, nodes: there } : null;
 }
 
-const grid = (nodes, kind = "") => (nodes.length ? html("div", { class: `grid ${kind}` }, ...nodes) : null);
+// told, not made: the page keeps the element it has, since a video that is moved stops
+const grid = (nodes, kind = "") => (nodes.length ? { kind, nodes } : null);
 const note = (...content) => html("p", { class: "note" }, ...content);
 
 // --- runs -----------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ function groupOf(name) {
   return /^(success_rate|episode_reward|episode_length)$/.test(name) ? "rollout" : "train";
 }
 
-function curvesSection(id, title, lead, runs, part, names) {
+function curvesSection(id, title, lead, runs, part, names, before = []) {
   const constant = [], nodes = [];
   for (const name of names) {
     const series = shown(runs).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter((one) => one?.y.some(known));
@@ -129,7 +130,7 @@ function curvesSection(id, title, lead, runs, part, names) {
     if (series.length) nodes.push(chart.node);
   }
   const same = constant.length ? html("p", { class: "constant" }, "The same all along: ", ...constant) : null;
-  return section(id, title, lead, grid(nodes), nodes.length ? same : null);
+  return section(id, title, lead, grid([...before, ...nodes]), same);
 }
 
 const STALE = /staleness/;
@@ -247,8 +248,8 @@ function stalenessSection(runs) {
   if (!rows.length) return null;
   const bars = drawing("behind", () => new Bars("Rollouts by updates behind", "behind_k", 150));
   bars.set(rows);
-  const curves = curvesSection("", "", null, runs, "metrics", namesOf(runs, "metrics").filter((name) => STALE.test(name)));
-  return section("staleness", "Staleness", "How old the weights were that collected what was learned from.", grid([bars.node]), ...(curves?.nodes || []));
+  const names = namesOf(runs, "metrics").filter((name) => STALE.test(name));
+  return curvesSection("staleness", "Staleness", "How old the weights were that collected what was learned from.", runs, "metrics", names, [bars.node]);
 }
 
 // --- tables -----------------------------------------------------------------------------------------------------------
