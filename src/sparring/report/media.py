@@ -76,7 +76,7 @@ def data_uri(path: Path) -> str:
 
 
 def _video(name: str, size: int, told: dict) -> Picture:
-    """What the index tells, or else the name: rollout_<update>_<robot>, episode_<n>_<robot>, a prediction's episode_<n>."""
+    """What the index tells, or else the name: rollout_<update>_*, episode_<n>_*, of predictions episode_<n>."""
     guess = {}
     if match := re.match(r"rollout_(\d+)", name):
         guess = {"kind": "rollout", "update": int(match[1])}
