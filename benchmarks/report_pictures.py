@@ -1,7 +1,7 @@
 """How does the report look? Trains a few small runs and takes the screenshots of docs/report.md with Chromium.
 
-    python benchmarks/report_pictures.py                   # some minutes; needs the extra `browser` and a Chromium
-    python benchmarks/report_pictures.py --runs FOLDER     # of runs that are there
+python benchmarks/report_pictures.py                   # some minutes; needs the extra `browser` and a Chromium
+python benchmarks/report_pictures.py --runs FOLDER     # of runs that are there
 """
 
 import argparse

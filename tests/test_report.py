@@ -303,7 +303,7 @@ def test_runs_of_earlier_versions_are_shown_too(tmp_path):
     assert points["curves"]["eval/random_reward"]["mean"].tolist() == [1]
     about = run.parts["about"]
     assert (
-        about["last"]["success_rate"] == 0.75 and about["progress"]["env_steps"] == 20 and about["state"] == "waiting"
+        about["last"]["success_rate"] == 0.75 and about["progress"]["env_steps"] == 20 and about["state"] == "unknown"
     )
 
 

@@ -30,8 +30,9 @@ def browser():
 class Visit:
     """A page, and all that it asked for and complained about."""
 
-    def __init__(self, browser, address, width=1280, scheme="light"):
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def __init__(self, browser, address, width=1280, scheme="light", touch=False):
+        size = {"width": width, "height": 900}
+        self.page = browser.new_page(viewport=size, color_scheme=scheme, has_touch=touch)
         self.said, self.asked = [], []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
@@ -93,6 +94,23 @@ def test_values_are_told_where_one_points(browser, report):
     for _ in range(9):
         visit.page.keyboard.press("ArrowLeft")
     assert "1,100 steps" in visit.text("#tip") and "90 %\n70 % to 97 %" in visit.text("#tip")
+
+
+def test_what_was_tapped_stays_until_something_else_is(browser, report):
+    visit = Visit(browser, report, 390, touch=True)
+
+    def tap(selector):
+        visit.page.locator(selector).first.scroll_into_view_if_needed()
+        # scrolling takes the read-out away
+        visit.page.wait_for_timeout(200)
+        visit.page.locator(selector).first.tap()
+
+    tap("#success .plot")
+    assert "seed 1, evaluation" in visit.text("#tip") and visit.count(".cursor line") == 1
+    tap("#learning .plot")
+    assert "seed 1" in visit.text("#tip") and visit.count(".cursor line") == 1
+    tap("#learning h2")
+    assert not visit.page.locator("#tip").is_visible() and visit.count(".cursor line") == 0
 
 
 def test_what_curves_show_can_be_chosen(browser, report):

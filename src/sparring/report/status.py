@@ -12,7 +12,7 @@ def read_status(folder: Path) -> dict:
     """`status.json`, with the state `killed` where a run had no time to write how it ended."""
     status = read_object(folder / "status.json")
     if not status:
-        started = (folder / "config.yaml").exists()
+        started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
         why = "this run kept no status.json" if started else "nothing has been written here yet"
         return {"state": "unknown" if started else "waiting", "why": why}
     if status.get("state") == "running" and not _lives(folder, status):

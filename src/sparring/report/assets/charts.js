@@ -2,14 +2,19 @@
 
 const view = { axis: "total_steps", smooth: 0.6, hidden: new Set(), open: new Set() };
 
+// tells every drawing its width, at first too: to ask the browser for it between two drawings would be slow
 const widths = new ResizeObserver((entries) => {
-  for (const entry of entries) entry.target.chart.draw();
+  for (const { target, contentRect } of entries) {
+    target.chart.width = contentRect.width;
+    target.chart.draw();
+  }
 });
 
 class Drawing {
   constructor(title, name, height) {
     this.title = title;
     this.height = height;
+    this.width = 0;
     this.value = html("span", { class: "value" });
     this.plot = html("div", { class: "plot" });
     this.node = html("figure", { class: "card chart", tabindex: 0 }, html("figcaption", {}, html("span", { title: name }, title), this.value), this.plot);
@@ -17,17 +22,14 @@ class Drawing {
     widths.observe(this.plot);
     this.plot.addEventListener("pointermove", (event) => this.point(event.clientX, event.clientY));
     this.plot.addEventListener("pointerdown", (event) => this.point(event.clientX, event.clientY));
-    this.plot.addEventListener("pointerleave", () => this.leave());
-    this.node.addEventListener("blur", () => this.leave());
+    // what was tapped stays until something else is
+    this.plot.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && tip.hide());
+    this.node.addEventListener("blur", () => tip.hide());
     this.node.addEventListener("keydown", (event) => this.key(event));
   }
 
-  get width() {
-    return this.plot.clientWidth;
-  }
-
   leave() {
-    tip.hide();
+    this.cursor?.replaceChildren();
   }
 
   key() {}
@@ -44,8 +46,8 @@ class Curves extends Drawing {
 
   set(series) {
     this.series = series.filter((one) => one.x && one.y.some(known)).map((one) => ({ ...one, line: one.smooth ? smoothed(one.y, view.smooth) : one.y }));
-    const lasts = this.series.filter((one) => !one.faint && !one.level).map((one) => this.tell(lastOf(one.line)));
-    this.value.textContent = lasts.length <= 3 ? lasts.join("  ") : "";
+    const lasts = this.series.filter((one) => !one.faint && !one.level).map((one) => html("span", { style: `color:${one.colour}` }, this.tell(lastOf(one.line))));
+    this.value.replaceChildren(...(lasts.length <= 3 ? lasts : []));
     const summary = this.series.map((one) => `${one.label}: last ${this.tell(lastOf(one.y))}, from ${this.tell(least(one.y))} to ${this.tell(most(one.y))}`);
     this.node.setAttribute("role", "img");
     this.node.setAttribute("aria-label", `${this.title} over ${AXES[view.axis].words}. ${summary.join("; ")}`);
@@ -68,6 +70,7 @@ class Curves extends Drawing {
     const xs = this.series.flatMap((one) => [least(one.x), most(one.x)]);
     let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     if (!(x1 > x0)) [x0, x1] = [x0 - 0.5, x0 + 0.5];
+    if (x0 > 0 && x0 < x1 / 4) x0 = 0;
     const [y0, y1] = this.isShare ? [0, 1] : range(this.series);
     const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.right - box.left);
     const y = (value) => box.bottom - ((value - y0) / (y1 - y0)) * (box.bottom - box.top);
@@ -123,12 +126,7 @@ class Curves extends Drawing {
     }
     const at = this.x(where);
     this.cursor.replaceChildren(svg("line", { x1: at, x2: at, y1: this.box.top, y2: this.box.bottom }), ...marks);
-    tip.show(clientX, clientY, AXES[view.axis].tell(where), lines);
-  }
-
-  leave() {
-    super.leave();
-    this.cursor?.replaceChildren();
+    tip.show(this, clientX, clientY, AXES[view.axis].tell(where), lines);
   }
 
   key(event) {
@@ -186,12 +184,7 @@ class Lanes extends Drawing {
     if (!this.lanes || seconds > this.end) return;
     const lines = this.lanes.map((lane) => ({ colour: stageColour(lane.stage), label: `${lane.who} · ${lane.stage}`, value: lane.turns ? turnAt(lane.turns, seconds) : percent(lane.share[Math.floor(seconds / lane.bin)] ?? 0, 0) }));
     this.cursor.replaceChildren(svg("line", { x1: at, x2: at, y1: 0, y2: this.height - 22 }));
-    tip.show(clientX, clientY, duration(this.from + seconds), lines.filter((line) => line.value !== null));
-  }
-
-  leave() {
-    super.leave();
-    this.cursor?.replaceChildren();
+    tip.show(this, clientX, clientY, duration(this.from + seconds), lines.filter((line) => line.value !== null));
   }
 }
 
@@ -230,7 +223,7 @@ class Bars extends Drawing {
 
   point(clientX, clientY) {
     const lines = this.rows.map((row) => ({ colour: row.colour, label: row.label, value: row.bars.map(([k, share]) => `${k}: ${percent(share)}`).join("  ") }));
-    tip.show(clientX, clientY, "updates behind", lines);
+    tip.show(this, clientX, clientY, "updates behind", lines);
   }
 }
 

@@ -88,9 +88,12 @@ function clock(seconds) {
 const colour = (index) => `var(--run${index % 8})`;
 const dashes = (index) => (index >= 8 ? "6 3" : null);
 
-// the read-out beside the pointer
+// the read-out beside the pointer, of one drawing at a time
 const tip = {
-  show(x, y, title, lines) {
+  of: null,
+  show(drawing, x, y, title, lines) {
+    if (tip.of !== drawing) tip.of?.leave();
+    tip.of = drawing;
     const box = document.getElementById("tip");
     box.replaceChildren(
       html("div", { class: "when" }, title),
@@ -110,5 +113,7 @@ const tip = {
   },
   hide() {
     document.getElementById("tip").hidden = true;
+    tip.of?.leave();
+    tip.of = null;
   },
 };

@@ -119,3 +119,4 @@ take(JSON.parse(document.getElementById("content").textContent));
 drawAll();
 if (live) setTimeout(follow, 1000 * SECONDS_BETWEEN);
 addEventListener("scroll", () => tip.hide(), { passive: true });
+addEventListener("pointerdown", (event) => event.target.closest(".plot") || tip.hide());

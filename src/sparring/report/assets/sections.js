@@ -49,7 +49,7 @@ function gauge({ last, best }) {
       best && known(best.success_rate) ? html("i", { class: "best", style: `left:${place(best.success_rate)}` }) : null,
       html("i", { class: "dot", style: `left:${place(last.success_rate)}` })),
     html("p", { class: "small" }, [told, known(last.episodes) ? `${whole(last.episodes)} episodes` : null,
-      best && best.update !== last.update ? `best ${percent(best.success_rate)} at update ${whole(best.update)}` : null].filter(Boolean).join(" · ")));
+      best && best.success_rate > last.success_rate ? `best ${percent(best.success_rate)} at update ${whole(best.update)}` : null].filter(Boolean).join(" · ")));
 }
 
 // --- curves -----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ function curvesSection(id, title, lead, runs, part, names, before = []) {
   for (const name of names) {
     const series = shown(runs).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter((one) => one?.y.some(known));
     const values = series.flatMap((one) => [least(one.low || one.y), most(one.high || one.y)]);
-    const flat = part === "metrics" && series.length && Math.min(...values) === Math.max(...values);
+    const flat = series.some((one) => part === "metrics" || one.y.length > 1) && Math.min(...values) === Math.max(...values);
     if (flat) {
       constant.push(html("span", {}, words(name) + " ", html("b", {}, number(values[0]))));
       continue;
