@@ -24,7 +24,7 @@ class Drawing {
     this.plot.addEventListener("pointerdown", (event) => this.point(event.clientX, event.clientY));
     // what was tapped stays until something else is
     this.plot.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && tip.hide());
-    this.node.addEventListener("blur", () => tip.hide());
+    this.node.addEventListener("blur", () => tip.of === this && tip.hide());
     this.node.addEventListener("keydown", (event) => this.key(event));
   }
 
