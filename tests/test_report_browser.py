@@ -153,11 +153,14 @@ def test_videos_play_failures_first(browser, report):
 
 
 def test_the_live_page_follows_its_run(browser, tmp_path):
-    run = make_run(tmp_path / "run", pictures=True, state="crashed", why="RuntimeError: <b>bold</b>")
+    run = tmp_path / "run"
     server = open_server([run], 17430)
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://{HOST}:{server.server_address[1]}/"
     visit = Visit(browser, address)
+    assert visit.text("#main") == "Nothing to show yet. This page looks again every few seconds."
+    make_run(run, pictures=True, state="crashed", why="RuntimeError: <b>bold</b>")
+    visit.page.wait_for_selector("#videos")
     assert visit.text(".why") == "RuntimeError: <b>bold</b>"
     video = visit.page.locator("video").first
     video.scroll_into_view_if_needed()

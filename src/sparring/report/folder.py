@@ -17,7 +17,7 @@ _DEPTH = 3
 
 
 class RunFolder:
-    """`parts` is what a page draws; `changed` gives each part's version."""
+    """`parts` is what a page draws; `changed` tells at which version each part was made."""
 
     def __init__(self, path: Path, source: Callable[[Path, media.Picture], str], budget: int | None = None):
         self.path = path
@@ -37,9 +37,7 @@ class RunFolder:
         """Read what is new; parts that differ from what they were get this version."""
         for reader in (self.metrics, self.evaluations, self.timeline):
             reader.refresh()
-        config_file = self.path / "config.yaml"
-        stamp = config_file.stat().st_mtime_ns if config_file.exists() else None
-        if self._differs("config", stamp):
+        if self._differs("config", _written(self.path / "config.yaml")):
             self.config = read_config(self.path)
         videos, strips = media.videos(self.path), media.strips(self.path)
         last = self._last_evaluation()
@@ -148,6 +146,14 @@ def as_row(evaluation: dict) -> dict:
             row[f"eval/{name}{before}success_high"] = rate.get("high")
             row[f"eval/{name}{before}reward"] = score.get("reward")
     return row | ({"eval/episodes": evaluation.get("episodes")} if row else {})
+
+
+def _written(file: Path) -> int | None:
+    """When; None where it is not there."""
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def find_runs(path: Path, depth: int = _DEPTH) -> list[Path]:
