@@ -33,16 +33,16 @@ PICTURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, metavar="FOLDER", help="where they are, or are to be kept")
-    folder = parser.parse_args().runs or Path(tempfile.mkdtemp(prefix="report_pictures_"))
+    folder = (parser.parse_args().runs or Path(tempfile.mkdtemp()) / "outputs").absolute()
     for name, words in RUNS.items():
         if not (folder / name).exists():
-            sparring("train", *words, "--output", str(folder / name))
+            sparring(folder, "train", *words, "--output", f"{folder.name}/{name}")
     with sync_playwright() as playwright:
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name, (runs, *look) in PICTURES.items():
             page = folder / f"{name}.html"
-            sparring("report", str(folder / runs), "--output", str(page))
+            sparring(folder, "report", f"{folder.name}/{runs}", "--output", str(page))
             print(picture(browser, page, IMAGES / f"report_{name}.png", *look))
 
 
@@ -60,8 +60,10 @@ def picture(browser: Browser, page: Path, image: Path, width: int, height: int, 
     return image
 
 
-def sparring(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "sparring", *words], check=True)
+def sparring(folder: Path, *words: str) -> None:
+    """From beside the runs: a page tells their paths as they were given."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "sparring", *words], cwd=folder.parent, check=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_everything_is_drawn_and_fits(browser, report, width, scheme):
     visit = Visit(browser, report, width, scheme)
     titles = [title.inner_text() for title in visit.page.locator("h2").all()]
     shown = (
-        "Success, Evaluation, Learning, Reward terms, Videos, Predicted and true, Stages, Staleness, Settings, System"
+        "Success, Learning, Evaluation, Reward terms, Videos, Predicted and true, Stages, Staleness, Settings, System"
     )
     assert titles == shown.split(", ")
     # of each run: evaluations with a band and rollouts; a dotted level each

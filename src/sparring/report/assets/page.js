@@ -23,8 +23,10 @@ function drawAll() {
   drawHead(runs);
   drawBar(runs, axes);
   const curves = curveSections(runs);
+  const success = successSection(runs);
   const sections = [
-    successSection(runs), curves.evaluation, curves.learning, curves.rewards, curves.world,
+    // of what knows no success, evaluations are what matters most
+    success || curves.evaluation, curves.learning, success && curves.evaluation, curves.rewards, curves.world,
     mediaSection(runs, "videos", "videos", "Videos", "Failures first, then the newest.", videoCard),
     mediaSection(runs, "strips", "strips", "Predicted and true", "Left what the world model foretold, right what came; a row for each camera.", stripCard),
     timelineSection(runs), stalenessSection(runs), curves.speed,
