@@ -165,6 +165,15 @@ def test_busy_shares_add_up_however_long_turns_are(tmp_path):
     assert [lane["seconds"] for lane in timeline.lanes()["lanes"]] == pytest.approx([57.26, 11.5])
 
 
+def test_spans_that_are_none_are_left_out(tmp_path):
+    file = tmp_path / "timeline.jsonl"
+    write_lines(file, [{"who": "learner", "stage": "learn", "begin": BEGAN, "end": None}, span("learn", 1, 1)])
+    timeline = Timeline(file)
+    timeline.refresh()
+    (lane,) = timeline.lanes()["lanes"]
+    assert lane["seconds"] == 0 and lane["share"].tolist() == [0]
+
+
 def test_the_close_look_is_of_the_last_fine_turns(tmp_path):
     file = tmp_path / "timeline.jsonl"
     fine = [span("simulate", i, i + 0.5) for i in range(2000)]

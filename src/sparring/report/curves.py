@@ -1,11 +1,10 @@
 """Any number of rows as curves of few points: every bucket of rows keeps its mean, its least and its most."""
 
 from operator import itemgetter
-from pathlib import Path
 
 import numpy as np
 
-from sparring.report.tail import Tail
+from sparring.report.tail import Follower
 
 BUCKETS = 1024
 # what a curve may be drawn over
@@ -100,32 +99,14 @@ class Curves:
             self.count[:, half], self.sum[:, half], self.least[:, half], self.most[:, half] = 0, 0, np.inf, -np.inf
 
 
-class Table:
-    """The curves of a JSONL file, as far as it has been written."""
+class Table(Follower):
+    """The curves of a JSONL file."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.starts = 0
-        self._start()
+    def forget(self) -> None:
+        self.curves = Curves()
 
-    def refresh(self) -> None:
-        if self.tail.was_cut():
-            self._start()
-        for rows in self.tail.rows():
-            self.curves.add(rows)
-
-    @property
-    def stamp(self) -> tuple:
-        """Differs when anything was read."""
-        return self.starts, self.tail.offset
-
-    @property
-    def unreadable(self) -> int:
-        return self.tail.unreadable
-
-    def _start(self) -> None:
-        self.starts += 1
-        self.tail, self.curves = Tail(self.path), Curves()
+    def add(self, rows: list[dict]) -> None:
+        self.curves.add(rows)
 
 
 def _empty(names: int) -> list[np.ndarray]:
@@ -139,11 +120,15 @@ def _columns(rows: list[dict], names: list[str]) -> np.ndarray:
         # rows mostly are all alike: some times faster than to ask each for every name
         return np.array(list(map(itemgetter(*names), rows)), float).reshape(len(rows), -1).T
     except (KeyError, TypeError, ValueError):
-        return np.array([[_number(row.get(name)) for row in rows] for name in names])
+        return np.array([_numbers([row.get(name) for row in rows]) for name in names])
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+def _numbers(values: list) -> np.ndarray:
+    """`[R]`, also where there are words or lists among them."""
+    try:
+        return np.array(values, float)
+    except (TypeError, ValueError):
+        return np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
 
 
 def _since_first(name: str, values: np.ndarray) -> np.ndarray:

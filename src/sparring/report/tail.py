@@ -1,6 +1,7 @@
 """New whole lines of a JSONL file that somebody else writes."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,40 @@ class Tail:
             # a resumed run may leave an empty line where a torn one was cut
             self.unreadable += sum(bool(line.strip()) for line in lines) - len(rows)
         return rows
+
+
+class Follower(ABC):
+    """What the lines of a file come to, as far as it has been written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.starts = 0
+        self._begin()
+
+    def refresh(self) -> None:
+        if self.tail.was_cut():
+            self._begin()
+        for rows in self.tail.rows():
+            self.add(rows)
+
+    @property
+    def stamp(self) -> tuple:
+        """Differs when anything was read."""
+        return self.starts, self.tail.offset
+
+    @property
+    def unreadable(self) -> int:
+        return self.tail.unreadable
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Be as if nothing had been read."""
+
+    @abstractmethod
+    def add(self, rows: list[dict]) -> None:
+        """Rows that follow."""
+
+    def _begin(self) -> None:
+        self.starts += 1
+        self.tail = Tail(self.path)
+        self.forget()

@@ -1,11 +1,10 @@
 """Who was at which stage when: how busy each was over the whole run, and the last turns one by one."""
 
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 
-from sparring.report.tail import Tail
+from sparring.report.tail import Follower
 
 BINS = 480
 # turns that can be told apart on a screen
@@ -14,34 +13,14 @@ CLOSE = 1200
 FINE = ("simulate", "infer")
 
 
-class Timeline:
+class Timeline(Follower):
     """Lanes of `timeline.jsonl`: one for every stage of everyone."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.starts = 0
-        self._start()
-
-    def refresh(self) -> None:
-        if self.tail.was_cut():
-            self._start()
-        for rows in self.tail.rows():
-            self._add([row for row in rows if row.keys() >= {"who", "stage", "begin", "end"}])
-
-    @property
-    def stamp(self) -> tuple:
-        """Differs when anything was read."""
-        return self.starts, self.tail.offset
-
-    @property
-    def unreadable(self) -> int:
-        return self.tail.unreadable
 
     def lanes(self) -> dict | None:
         """`lanes`: who, stage, busy seconds of each bin `[B]`, turns of the close look `[[begin, end], ...]`."""
         if not self.busy:
             return None
-        used = 1 + max(np.flatnonzero(busy)[-1] for busy in self.busy.values() if busy.any())
+        used = 1 + max((np.flatnonzero(busy)[-1] for busy in self.busy.values() if busy.any()), default=0)
         close = [span for span in self.close if span[3] > span[2]]
         began = min((span[2] for span in close), default=0.0)
         lanes = []
@@ -59,9 +38,7 @@ class Timeline:
             )
         return {"lanes": lanes, "bin_seconds": self.width, "close_began": began - self.began}
 
-    def _start(self) -> None:
-        self.starts += 1
-        self.tail = Tail(self.path)
+    def forget(self) -> None:
         self.began: float | None = None
         # seconds of a bin
         self.width = 0.05
@@ -71,10 +48,10 @@ class Timeline:
         self.close: deque[tuple[str, str, float, float]] = deque(maxlen=CLOSE)
         self._since_fine: list[tuple[str, str, float, float]] = []
 
-    def _add(self, rows: list[dict]) -> None:
-        if not rows:
+    def add(self, rows: list[dict]) -> None:
+        spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in rows if _is_span(row)]
+        if not spans:
             return
-        spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in rows]
         if self.began is None:
             self.began = min(begin for _, _, begin, _ in spans)
         self._look_closely(spans)
@@ -101,6 +78,10 @@ class Timeline:
                 self._since_fine.clear()
         # what followed the last fine one by far is of no use
         del self._since_fine[: -len(FINE) * 4]
+
+
+def _is_span(row: dict) -> bool:
+    return isinstance(row.get("begin"), float) and isinstance(row.get("end"), float) and row.keys() >= {"who", "stage"}
 
 
 def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:
