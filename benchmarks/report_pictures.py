@@ -19,7 +19,13 @@ RUNS = {
     "reach/seed0": TRAIN,
     "reach/seed1": [*TRAIN, "seed=1"],
     "async": [*TRAIN, "rollout.mode=async", "rollout.staleness=1", "rollout.groups=2"],
-    "teacher": ["teacher", "training.iterations=12", "training.log_every=2", "teacher.gradient_steps=60"],
+    "teacher": [
+        "teacher",
+        "training.iterations=8",
+        "training.log_every=1",
+        "teacher.gradient_steps=40",
+        "evaluation.episodes=4",
+    ],
 }
 # name -> runs, width, height, colour scheme, where it begins
 PICTURES = {

@@ -186,6 +186,26 @@ def test_the_close_look_is_of_the_last_fine_turns(tmp_path):
     assert lanes["simulate"]["turns"][-1].tolist() == [1199, 1199.5]
 
 
+def test_the_close_look_begins_where_every_lane_does(tmp_path):
+    """The last 1200 of 2 x 400 turns of each of three rollouts: of the second only group 1 is whole."""
+    file = tmp_path / "timeline.jsonl"
+    lines = []
+    for rollout in range(3):
+        for group in (0, 1):
+            lines += [
+                span("infer", 400 * rollout + i, 400 * rollout + i + 0.5, f"collector {group}") for i in range(400)
+            ]
+    write_lines(file, [*lines, span("learn", 100, 900, "learner"), span("infer", 1200, 1201, "collector 0")])
+    timeline = Timeline(file)
+    timeline.refresh()
+    told = timeline.lanes()
+    assert told["close_began"] == 800
+    turns = {(lane["who"], lane["stage"]): lane["turns"] for lane in told["lanes"]}
+    assert len(turns["collector 0", "infer"]) == 401 and len(turns["collector 1", "infer"]) == 400
+    # what had begun before is cut
+    assert turns["learner", "learn"].tolist() == [[0, 100]]
+
+
 # --- pictures ---
 
 

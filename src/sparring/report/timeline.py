@@ -21,8 +21,8 @@ class Timeline(Follower):
         if not self.busy:
             return None
         used = 1 + max((np.flatnonzero(busy)[-1] for busy in self.busy.values() if busy.any()), default=0)
-        close = [span for span in self.close if span[3] > span[2]]
-        began = min((span[2] for span in close), default=0.0)
+        began = self._close_began()
+        close = [(who, stage, max(begin, began), end) for who, stage, begin, end in self.close if end > began]
         lanes = []
         for who, stage in sorted(self.busy, key=_order):
             turns = [[begin - began, end - began] for *lane, begin, end in close if lane == [who, stage]]
@@ -37,6 +37,14 @@ class Timeline(Follower):
                 }
             )
         return {"lanes": lanes, "bin_seconds": self.width, "close_began": began - self.began}
+
+    def _close_began(self) -> float:
+        """From when on every lane is there: turns of one group are written after those of another."""
+        firsts: dict[tuple[str, str], float] = {}
+        for who, stage, begin, _ in self.close:
+            if stage in FINE:
+                firsts.setdefault((who, stage), begin)
+        return max(firsts.values(), default=self.began)
 
     def forget(self) -> None:
         self.began: float | None = None
