@@ -337,10 +337,10 @@ def test_runs_of_earlier_versions_are_shown_too(tmp_path):
 
 
 def test_run_folders_are_found_below_a_folder(tmp_path):
-    first, second = make_run(tmp_path / "a" / "x"), make_run(tmp_path / "b")
+    first, second, third = make_run(tmp_path / "a" / "x"), make_run(tmp_path / "seed2"), make_run(tmp_path / "seed10")
     (first / "checkpoint-3").mkdir()
     (first / "checkpoint-3" / "config.yaml").touch()
-    assert find_runs(tmp_path) == [first, second]
+    assert find_runs(tmp_path) == [first, second, third]
     assert find_runs(first) == [first]
     with pytest.raises(UserError, match="is a checkpoint; give its run folder: "):
         find_runs(first / "checkpoint-3")

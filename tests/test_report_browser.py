@@ -160,7 +160,8 @@ def test_the_live_page_follows_its_run(browser, tmp_path):
     visit = Visit(browser, address)
     assert visit.text("#main") == "Nothing to show yet. This page looks again every few seconds."
     make_run(run, pictures=True, state="crashed", why="RuntimeError: <b>bold</b>")
-    visit.page.wait_for_selector("#videos")
+    # what is written last
+    visit.page.wait_for_selector("#strips")
     assert visit.text(".why") == "RuntimeError: <b>bold</b>"
     video = visit.page.locator("video").first
     video.scroll_into_view_if_needed()

@@ -1,6 +1,7 @@
 """`sparring watch`."""
 
 import argparse
+import os
 import sys
 import webbrowser
 from pathlib import Path
@@ -27,7 +28,7 @@ def _watch(arguments, overrides) -> int:
         print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
     address = f"http://{HOST}:{port}/"
     print(f"{address}  (Ctrl-C ends it)", flush=True)
-    if not arguments.no_browser:
+    if not arguments.no_browser and _has_screen():
         webbrowser.open(address)
     try:
         server.serve_forever()
@@ -36,6 +37,11 @@ def _watch(arguments, overrides) -> int:
     finally:
         server.server_close()
     return 0
+
+
+def _has_screen() -> bool:
+    """Where there is none, a browser of the terminal would take it over."""
+    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
 
 
 def _port(text: str) -> int:

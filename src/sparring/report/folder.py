@@ -164,5 +164,10 @@ def find_runs(path: Path, depth: int = _DEPTH) -> list[Path]:
         return [path]
     if depth == 0 or not path.is_dir():
         return []
-    below = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("checkpoint-"))
-    return [run for folder in below for run in find_runs(folder, depth - 1)]
+    below = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("checkpoint-")]
+    return [run for folder in sorted(below, key=_by_number) for run in find_runs(folder, depth - 1)]
+
+
+def _by_number(folder: Path) -> list:
+    """seed2 before seed10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", folder.name)]

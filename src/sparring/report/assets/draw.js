@@ -47,6 +47,7 @@ function duration(seconds) {
 }
 
 function bytes(count) {
+  if (count < 1000) return count + " bytes";
   return count >= 1e6 ? number(count / 1e6) + " MB" : number(count / 1e3) + " kB";
 }
 
@@ -75,7 +76,7 @@ const AXES = {
   total_steps: { words: "steps", tell: (x) => whole(x) + " steps", tick: number },
   update: { words: "updates", tell: (x) => "update " + whole(x), tick: number },
   episode: { words: "episodes", tell: (x) => whole(x) + " episodes", tick: number },
-  timestamp: { words: "time", tell: duration, tick: (x) => clock(x), sizes: MINUTES },
+  timestamp: { words: "time", tell: duration, tick: clock, sizes: MINUTES },
 };
 
 function clock(seconds) {

@@ -54,22 +54,22 @@ function gauge({ last, best }) {
 
 // --- curves -----------------------------------------------------------------------------------------------------------
 
-const AXIS_COLUMNS = (part) => part?.axes?.[view.axis];
+const axisOf = (part) => part?.axes?.[view.axis];
 
 function line(run, part, name, more = {}) {
   const curve = part?.curves?.[name];
-  return curve ? { label: run.label, colour: run.colour, dash: run.dash, x: AXIS_COLUMNS(part), y: curve.mean, low: curve.low, high: curve.high, ...more } : null;
+  return curve ? { label: run.label, colour: run.colour, dash: run.dash, x: axisOf(part), y: curve.mean, low: curve.low, high: curve.high, ...more } : null;
 }
 
 const shown = (runs) => runs.filter((run) => !view.hidden.has(run.id));
 const firstOf = (part, names) => names.find((name) => part?.curves?.[name]);
-const several = (runs) => runs.length > 1;
+const areSeveral = (runs) => runs.length > 1;
 
 // success of evaluations with Wilson intervals, of rollouts beneath, of random actions as a level
 function successSeries(runs, before, rollouts) {
   return shown(runs).flatMap((run) => {
     const part = run.evaluations, curves = part?.curves || {};
-    const name = several(runs) ? run.label + ", " : "";
+    const name = areSeveral(runs) ? run.label + ", " : "";
     const low = curves[`${before}success_low`]?.mean, high = curves[`${before}success_high`]?.mean;
     return [
       line(run, part, `${before}success_rate`, { label: `${name}evaluation`, low, high: low && high, dots: true }),
@@ -80,7 +80,7 @@ function successSeries(runs, before, rollouts) {
 
 // what random actions reach, as a dotted line
 function levels(runs, name) {
-  return shown(runs).map((run) => line(run, run.evaluations, name, { label: several(runs) ? `${run.label}, random actions` : "random actions", colour: several(runs) ? run.colour : "var(--muted)", low: null, level: true })).filter(Boolean);
+  return shown(runs).map((run) => line(run, run.evaluations, name, { label: areSeveral(runs) ? `${run.label}, random actions` : "random actions", colour: areSeveral(runs) ? run.colour : "var(--muted)", low: null, level: true })).filter(Boolean);
 }
 
 function successSection(runs) {
@@ -168,7 +168,7 @@ function mediaSection(runs, kind, id, title, lead, card) {
   const all = there.flatMap((run) => run.media[kind].map((one, place) => ({ run, one, place })));
   // of several runs in turns
   if (kind === "videos") all.sort((a, b) => WORST_FIRST[a.one.success] - WORST_FIRST[b.one.success] || a.place - b.place);
-  const nodes = all.map(({ run, one }) => drawing(`${run.id}/${one.file}/${one.bytes}`, () => ({ node: card(run, one, several(runs)) })).node);
+  const nodes = all.map(({ run, one }) => drawing(`${run.id}/${one.file}/${one.bytes}`, () => ({ node: card(run, one, areSeveral(runs)) })).node);
   const open = view.open.has(id) ? nodes.length : AT_FIRST;
   const more = nodes.length > open ? html("button", { type: "button", class: "more", onclick: () => { view.open.add(id); drawAll(); } }, `show ${nodes.length - open} more`) : null;
   return section(id, title, lead, note(mediaTold(there, kind)), grid(nodes.slice(0, open), kind), more);
@@ -226,21 +226,31 @@ function stripCard(run, one, several) {
 const FINE = ["simulate", "infer"];
 
 function timelineSection(runs) {
-  const nodes = shown(runs).filter((run) => run.timeline).flatMap((run) => {
-    const { lanes, bin_seconds: bin, close_began: from } = run.timeline;
-    const whole = lanes[0].share.length * bin;
-    const name = several(runs) ? `${run.label}: ` : "";
-    const all = drawing(`${run.id}/whole`, () => new Lanes(`${name}the whole run`, "timeline.jsonl"));
-    // single turns are written at the beginning only; what takes next to no time would be an empty lane
-    const worth = lanes.filter((lane) => lane.seconds > whole / 200 && !FINE.includes(lane.stage));
-    all.set({ lanes: (worth.length ? worth : lanes).map(({ turns, ...lane }) => ({ ...lane, bin, of: lane.seconds / whole })), end: whole, from: 0, note: "height: share of the time" });
-    const end = Math.max(0, ...lanes.flatMap((lane) => lane.turns.map((turn) => turn[1])));
-    if (!end) return [all.node];
-    const close = drawing(`${run.id}/close`, () => new Lanes(`${name}a close look`, "timeline.jsonl"));
-    close.set({ lanes: lanes.filter((lane) => lane.turns.length).map((lane) => ({ ...lane, of: lane.seconds / whole })), end, from, note: `${duration(end)}, from ${duration(from)} on` });
-    return [all.node, close.node];
+  const there = shown(runs).filter((run) => run.timeline);
+  const nodes = there.flatMap((run, place) => {
+    const lanes = timelineDrawings(run);
+    if (!areSeveral(runs)) return lanes;
+    // one after the other, the first one open
+    const fold = drawing(`${run.id}/lanes`, () => ({ node: html("details", { open: place === 0 }, html("summary", {}, run.label)) }));
+    settle(fold.node, [fold.node.firstChild, ...lanes]);
+    return [fold.node];
   });
   return section("stages", "Stages", "Who was at work when. Stages that overlap run at the same time; gaps are waiting.", ...nodes);
+}
+
+function timelineDrawings(run) {
+  const { lanes, bin_seconds: bin, close_began: from } = run.timeline;
+  const total = lanes[0].share.length * bin;
+  const all = drawing(`${run.id}/whole`, () => new Lanes("The whole run", "timeline.jsonl"));
+  // single turns are written at the beginning only, rollouts always; what takes next to no time would be an empty lane
+  const rollouts = lanes.some((lane) => lane.stage === "collect");
+  const worth = lanes.filter((lane) => lane.seconds > total / 200 && !(rollouts && FINE.includes(lane.stage)));
+  all.set({ lanes: (worth.length ? worth : lanes).map(({ turns, ...lane }) => ({ ...lane, bin, of: lane.seconds / total })), end: total, from: 0, note: "height: share of the time" });
+  const end = Math.max(0, ...lanes.flatMap((lane) => lane.turns.map((turn) => turn[1])));
+  if (!end) return [all.node];
+  const close = drawing(`${run.id}/close`, () => new Lanes("A close look", "timeline.jsonl"));
+  close.set({ lanes: lanes.filter((lane) => lane.turns.length).map((lane) => ({ ...lane, of: lane.seconds / total })), end, from, note: `${duration(end)}, from ${duration(from)} on` });
+  return [all.node, close.node];
 }
 
 function stalenessSection(runs) {
