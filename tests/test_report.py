@@ -364,7 +364,8 @@ def test_the_report_is_one_file_that_asks_for_nothing(tmp_path, capsys):
     content = content_of(written)
     assert content["together"]["labels"] == ["seed 0", "seed 1"]
     assert content["runs"]["0"]["media"]["videos"][0]["src"].startswith("data:video/mp4;base64,")
-    assert content["runs"]["0"]["media"]["budget"] == 15_000_000
+    # all of it: the other has none
+    assert content["runs"]["0"]["media"]["budget"] == 30_000_000
 
 
 def test_pictures_keep_to_their_budget(tmp_path):

@@ -23,7 +23,8 @@ def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
     if lacking:
         listed = ", ".join(f"'{path}'" for path in lacking)
         raise UserError(f"{listed}: no run there; give run folders, e.g. outputs/finetune_rl")
-    share = budget // len(runs)
+    have_pictures = [run for run in runs if any((run / name).exists() for name in ("videos", "samples"))]
+    share = budget // max(1, len(have_pictures))
     collection = Collection(runs, lambda path: RunFolder(path, lambda run, seen: data_uri(run / seen.file), share))
     collection.refresh()
     try:
