@@ -3,7 +3,14 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./setup_env.sh
-set_up "[dev,demos,vla,tensorboard,wandb]"
+set_up "[dev,demos,vla,tensorboard,wandb,browser]"
+
+# the report is looked at in a real browser where there is one, or where one can be had; else those tests are skipped
+if ! command -v chromium chromium-browser google-chrome > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+  say "installing Chromium for the tests of the report"
+  { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -y -qq --no-install-recommends chromium; } > /dev/null 2>&1 \
+    || say "could not; these tests will be skipped"
+fi
 
 say "ruff"
 ruff check .

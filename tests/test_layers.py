@@ -49,6 +49,7 @@ LAYERS = [
         "inherit",
         "interrupt",
         "prune",
+        "report",
         "runs",
         "summary",
     },

@@ -5,13 +5,26 @@ import os
 import sys
 
 from sparring import __version__
-from sparring.commands import check, compare, completion, config, demos, evaluate, prune, runs, tasks, train
+from sparring.commands import (
+    check,
+    compare,
+    completion,
+    config,
+    demos,
+    evaluate,
+    prune,
+    report,
+    runs,
+    tasks,
+    train,
+    watch,
+)
 from sparring.commands.arguments import OPTIONS
 from sparring.commands.examples import EPILOG
 from sparring.errors import UserError
 
 # in the order of the help
-COMMANDS = (train, evaluate, compare, runs, prune, check, tasks, demos, config, completion)
+COMMANDS = (train, evaluate, compare, report, watch, runs, prune, check, tasks, demos, config, completion)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -74,6 +74,8 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--sheet": FILE,
     },
     "config": {"--config": FILE, "--output": FILE},
+    "report": {"--output": FILE, "--media-mb": NUMBER},
+    "watch": {"--port": NUMBER, "--no-browser": SWITCH},
     "completion": {},
 }
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def look_at(folder: Path) -> RunState:
         path=str(folder),
         phase=status.get("phase") or config.get("phase"),
         task=status.get("task") or _task(config),
-        state=_state(folder, status.get("state")),
+        state=_state(folder, status),
         why=status.get("why"),
         updates=progress.get("updates"),
         env_steps=progress.get("env_steps"),
@@ -88,6 +89,22 @@ def is_held(folder: Path) -> bool | None:
     finally:
         os.close(handle)
     return False
+
+
+def lives(folder: Path, status: dict) -> bool | None:
+    """Whether the process that wrote this status is still there; None: nothing can tell.
+
+    By its number where it is of this machine, elsewhere by the lock: who looks often would hold it when a run begins.
+    """
+    if status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
+        return is_held(folder)
+    try:
+        os.kill(status["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def json_lines(file: Path) -> Iterator[dict]:
@@ -121,13 +138,11 @@ def _folders(root: Path) -> Iterator[Path]:
         names[:] = [name for name in names if name not in INNER and not name.startswith((".", "checkpoint-"))]
 
 
-def _state(folder: Path, said: str | None) -> str:
-    held = is_held(folder)
-    if held:
-        return "running"
-    if said == "running" and held is False:
-        return "killed"
-    return said or "unknown"
+def _state(folder: Path, status: dict) -> str:
+    said = status.get("state")
+    if said == "running":
+        return "killed" if lives(folder, status) is False else "running"
+    return "running" if is_held(folder) else said or "unknown"
 
 
 def _read(file: Path) -> dict:

@@ -1,0 +1,50 @@
+"""`sparring watch`."""
+
+import argparse
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from sparring.commands.arguments import OPTIONS
+
+PORT = 6007
+
+
+def add(commands) -> None:
+    watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
+    watch.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold or will hold some")
+    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help="or the next free one (%(default)s)")
+    watch.add_argument("--no-browser", action="store_true", help="only tell the address")
+    watch.set_defaults(command=_watch)
+
+
+def _watch(arguments, overrides) -> int:
+    from sparring.report.server import HOST, open_server
+
+    server = open_server([Path(run) for run in arguments.runs], arguments.port)
+    port = server.server_address[1]
+    if port != arguments.port:
+        print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
+    address = f"http://{HOST}:{port}/"
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    if not arguments.no_browser and _has_screen():
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0
+
+
+def _has_screen() -> bool:
+    """Where there is none, a browser of the terminal would take it over."""
+    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got '{text}'")
+    return int(text)

@@ -1,0 +1,173 @@
+"""Everything there is to show of one run folder, in parts that are made again only when they changed."""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from sparring.errors import UserError
+from sparring.report import media
+from sparring.report.curves import Curves, Table
+from sparring.report.settings import read_config
+from sparring.report.status import read_object, read_status
+from sparring.report.timeline import Timeline
+
+# deep enough for outputs/<experiment>/<run>; what lies in a run is not looked at
+_DEPTH = 3
+
+
+class RunFolder:
+    """`parts` is what a page draws; `changed` tells at which version each part was made."""
+
+    def __init__(self, path: Path, source: Callable[[Path, media.Picture], str], budget: int | None = None):
+        self.path = path
+        # where a page finds a picture: an address, or the picture itself
+        self.source = source
+        # bytes of pictures that the page may hold; None: it holds none
+        self.budget = budget
+        self.metrics = Table(path / "episode_metrics.jsonl")
+        self.evaluations = Table(path / "evaluations.jsonl")
+        self.timeline = Timeline(path / "timeline.jsonl")
+        self.config: dict = {}
+        self.parts: dict[str, dict | None] = {}
+        self.changed: dict[str, int] = {}
+        self._stamps: dict[str, object] = {}
+
+    def refresh(self, version: int) -> None:
+        """Read what is new; parts that differ from what they were get this version."""
+        for reader in (self.metrics, self.evaluations, self.timeline):
+            reader.refresh()
+        if self._differs("config", _written(self.path / "config.yaml")):
+            self.config = read_config(self.path)
+        videos, strips = media.videos(self.path), media.strips(self.path)
+        last = self._last_evaluation()
+        self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
+        self._update("metrics", self.metrics.stamp, version, self._metrics)
+        self._update("evaluations", [self.evaluations.stamp, last], version, lambda: self._evaluations(last).points())
+        self._update("timeline", self.timeline.stamp, version, self.timeline.lanes)
+        about = self._about(last)
+        self._update("about", about, version, lambda: about)
+
+    def _update(self, name: str, stamp: object, version: int, make: Callable[[], dict | None]) -> None:
+        if self._differs(name, stamp):
+            self.parts[name] = make()
+            self.changed[name] = version
+
+    def _differs(self, name: str, stamp: object) -> bool:
+        if name in self._stamps and self._stamps[name] == stamp:
+            return False
+        self._stamps[name] = stamp
+        return True
+
+    def _metrics(self) -> dict:
+        curves = self.metrics.curves
+        names = {name: re.fullmatch(r"(?:perf/)?behind_(\d+)", name) for name in curves.names}
+        behind = {int(match[1]): curves.mean(name) for name, match in names.items() if match and name in curves}
+        return curves.points() | {"behind": [[k, behind[k]] for k in sorted(behind)]}
+
+    def _media(self, videos: list[media.Picture], strips: list[media.Picture]) -> dict:
+        chosen, shown = media.spread(strips), videos[: media.VIDEOS]
+        if self.budget is not None:
+            chosen = media.within(chosen, self.budget // 4)
+            shown = media.within(shown, self.budget - sum(strip.bytes for strip in chosen))
+        return {
+            "videos": [asdict(video) | {"src": self.source(self.path, video)} for video in shown],
+            "strips": [asdict(strip) | {"src": self.source(self.path, strip)} for strip in chosen],
+            "videos_found": len(videos),
+            "strips_found": len(strips),
+            "budget": self.budget,
+        }
+
+    def _last_evaluation(self) -> dict:
+        """Of runs that kept only their last one, and of those before the first line."""
+        return {} if self.evaluations.curves.rows else read_object(self.path / "evaluation.json")
+
+    def _evaluations(self, last: dict) -> Curves:
+        if not last:
+            return self.evaluations.curves
+        curves = Curves()
+        now = {name: self.metrics.curves.last(name) for name in ("update", "total_steps", "episode", "timestamp")}
+        curves.add([now | as_row(last)])
+        return curves
+
+    def _about(self, last: dict) -> dict:
+        status, metrics = read_status(self.path), self.metrics.curves
+        progress = status.get("progress") or {
+            "updates": metrics.last("update"),
+            "env_steps": metrics.last("total_steps"),
+            "episodes": metrics.last("episode"),
+        }
+        first, last_time = metrics.ends("timestamp") or (None, None)
+        evaluations = self._evaluations(last)
+        return {
+            "path": str(self.path),
+            "phase": status.get("phase") or self.config.get("phase"),
+            "task": status.get("task") or self.config.get("env.task") or self.config.get("env.name"),
+            "state": status["state"],
+            "why": status.get("why"),
+            "progress": progress,
+            "began": status.get("started") or first,
+            "ended": status.get("ended") or status.get("updated") or last_time,
+            "last": status.get("last") or success(evaluations, best=False),
+            "best": status.get("best") or success(evaluations, best=True),
+            "system": status.get("system"),
+            "unreadable": {
+                reader.path.name: reader.unreadable
+                for reader in (self.metrics, self.evaluations, self.timeline)
+                if reader.unreadable
+            },
+        }
+
+
+def success(evaluations: Curves, best: bool) -> dict | None:
+    """The last or best success of evaluations, with its interval."""
+    points = evaluations.points()
+    curves = {name.removeprefix("eval/"): points["curves"][name]["mean"] for name in points["curves"]}
+    rates = curves.get("success_rate")
+    known = [i for i, rate in enumerate(rates) if rate == rate] if rates is not None else []
+    if not known:
+        return None
+    at = max(known, key=lambda i: rates[i]) if best else known[-1]
+    names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
+    found = {name: float(curves[column][at]) for name, column in names.items() if column in curves}
+    return found | {"update": float(points["axes"]["update"][at]) if "update" in points["axes"] else None}
+
+
+def as_row(evaluation: dict) -> dict:
+    """An evaluation.json of a policy as a line of evaluations.jsonl."""
+    row = {}
+    for who, before in (("policy", ""), ("random", "random_")):
+        tasks = (evaluation.get("scores") or {}).get(who) or {}
+        for task, score in tasks.items():
+            name = f"{task}/" if len(tasks) > 1 else ""
+            rate = score.get("success") or {}
+            row[f"eval/{name}{before}success_rate"] = rate.get("rate")
+            row[f"eval/{name}{before}success_low"] = rate.get("low")
+            row[f"eval/{name}{before}success_high"] = rate.get("high")
+            row[f"eval/{name}{before}reward"] = score.get("reward")
+    return row | ({"eval/episodes": evaluation.get("episodes")} if row else {})
+
+
+def _written(file: Path) -> int | None:
+    """When; None where it is not there."""
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def find_runs(path: Path, depth: int = _DEPTH) -> list[Path]:
+    """The path itself if it is a run folder, else the run folders below it."""
+    if re.fullmatch(r"checkpoint-\d+", path.name):
+        raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
+    if any((path / name).exists() for name in ("episode_metrics.jsonl", "config.yaml", "status.json")):
+        return [path]
+    if depth == 0 or not path.is_dir():
+        return []
+    below = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("checkpoint-")]
+    return [run for folder in sorted(below, key=_by_number) for run in find_runs(folder, depth - 1)]
+
+
+def _by_number(folder: Path) -> list:
+    """seed2 before seed10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", folder.name)]

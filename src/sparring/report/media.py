@@ -1,0 +1,102 @@
+"""Videos and strips of a run folder: which there are, and which to show."""
+
+import base64
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparring.report.tail import Tail
+
+STRIPS = 12
+VIDEOS = 48
+TYPES = {".mp4": "video/mp4", ".png": "image/png"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A video or a strip; what is not known is None."""
+
+    # relative to the run folder
+    file: str
+    kind: str
+    bytes: int
+    update: int | None = None
+    episode: int | None = None
+    task: str | None = None
+    success: bool | None = None
+    reward: float | None = None
+    steps: int | None = None
+
+
+def videos(folder: Path) -> list[Picture]:
+    """Those of an index and those that merely lie there; failures first, then the newest."""
+    told = {}
+    for rows in Tail(folder / "videos" / "index.jsonl").rows():
+        told |= {Path(str(row["file"])).name: row for row in rows if "file" in row}
+    found = [_video(name, size, told.get(name, {})) for name, size in _files(folder / "videos", ".mp4").items()]
+    worst_first = {False: 0, None: 1, True: 2}
+    return sorted(found, key=lambda v: (worst_first[v.success], -(v.update or v.episode or 0), v.file))
+
+
+def strips(folder: Path) -> list[Picture]:
+    """Pictures that are not moments of a video, oldest first."""
+    films = {Path(name).stem for name in _files(folder / "videos", ".mp4")}
+    found = []
+    for name, size in _files(folder / "samples", ".png").items():
+        stem = Path(name).stem
+        if stem not in films:
+            number = re.match(r"episode_(\d+)_?(.*)", stem)
+            kind = number[2].replace("_", " ") if number else stem
+            found.append(Picture(f"samples/{name}", kind, size, episode=int(number[1]) if number else None))
+    return sorted(found, key=lambda strip: (strip.episode or 0, strip.file))
+
+
+def spread(pictures: list[Picture], most: int = STRIPS) -> list[Picture]:
+    """At most so many, evenly, with the first and the last."""
+    if len(pictures) <= most:
+        return pictures
+    return [pictures[i] for i in np.linspace(0, len(pictures) - 1, most).round().astype(int)]
+
+
+def within(pictures: list[Picture], budget: int) -> list[Picture]:
+    """Those that fit into so many bytes, the first ones first; a large one does not keep small ones out."""
+    kept = []
+    for picture in pictures:
+        if picture.bytes <= budget:
+            kept.append(picture)
+            budget -= picture.bytes
+    return kept
+
+
+def data_uri(path: Path) -> str:
+    return f"data:{TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _video(name: str, size: int, told: dict) -> Picture:
+    """What the index tells, or else the name: rollout_<update>_*, episode_<n>_*, of predictions episode_<n>."""
+    guess = {}
+    if match := re.match(r"rollout_(\d+)", name):
+        guess = {"kind": "rollout", "update": int(match[1])}
+    elif match := re.match(r"episode_(\d+)(_?)", name):
+        guess = {"kind": "evaluation" if match[2] else "prediction", "episode": int(match[1])}
+    known = {key: told[key] for key in Picture.__dataclass_fields__ if told.get(key) is not None}
+    return Picture(**({"kind": "video"} | guess | known | {"file": f"videos/{name}", "bytes": size}))
+
+
+def _files(folder: Path, suffix: str) -> dict[str, int]:
+    """Names and sizes; a video that is being encoded is empty at first."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(suffix))
+    except FileNotFoundError:
+        return {}
+    return {name: size for name in names if (size := _size(folder / name))}
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # removed since it was listed
+        return 0

@@ -1,0 +1,104 @@
+"""New whole lines of a JSONL file that somebody else writes."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+
+# what comes of it stays in a processor's cache: a quarter faster than blocks of 4 MB
+BLOCK = 1 << 19
+# enough of what was read last to know it again: every line ends with a time
+_FINGERPRINT = 64
+
+
+class Tail:
+    """Reads on where it stopped. A last line without its end is left for the next time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0
+        self.unreadable = 0
+        self._seen = b""
+
+    def was_cut(self) -> bool:
+        """Whether what was read is no longer there: a run that goes on from a checkpoint forgets later lines."""
+        if not self.offset:
+            return False
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset - len(self._seen))
+                return file.read(len(self._seen)) != self._seen
+        except FileNotFoundError:
+            return True
+
+    def rows(self) -> Iterator[list[dict]]:
+        """The objects of the lines that are new, some hundred at a time."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            # a line that is being written while we read is of the next time
+            end = os.fstat(file.fileno()).st_size
+            file.seek(self.offset)
+            rest = b""
+            while (left := end - self.offset - len(rest)) > 0 and (block := file.read(min(BLOCK, left))):
+                text, newline, torn = (rest + block).rpartition(b"\n")
+                rest = torn
+                if newline:
+                    self.offset += len(text) + 1
+                    self._seen = (text + newline)[-_FINGERPRINT:]
+                    yield self._parsed(text)
+
+    def _parsed(self, text: bytes) -> list[dict]:
+        lines, rows = text.split(b"\n"), []
+        for line in lines:
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+        if len(rows) < len(lines):
+            # a resumed run may leave an empty line where a torn one was cut
+            self.unreadable += sum(bool(line.strip()) for line in lines) - len(rows)
+        return rows
+
+
+class Follower(ABC):
+    """What the lines of a file come to, as far as it has been written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.starts = 0
+        self._begin()
+
+    def refresh(self) -> None:
+        if self.tail.was_cut():
+            self._begin()
+        for rows in self.tail.rows():
+            self.add(rows)
+
+    @property
+    def stamp(self) -> tuple:
+        """Differs when anything was read."""
+        return self.starts, self.tail.offset
+
+    @property
+    def unreadable(self) -> int:
+        return self.tail.unreadable
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Be as if nothing had been read."""
+
+    @abstractmethod
+    def add(self, rows: list[dict]) -> None:
+        """Rows that follow."""
+
+    def _begin(self) -> None:
+        self.starts += 1
+        self.tail = Tail(self.path)
+        self.forget()
