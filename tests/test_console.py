@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from sparring.envs.backend import EnvSpec
 from sparring.evaluate import Evaluation, Score, wilson
 from sparring.measures.evaluation import WorldModelEvaluation
 from sparring.measures.exploration import Exploration, ExplorationEvaluation
@@ -211,9 +212,9 @@ def test_what_was_reached_in_a_line():
     def score(successes: int, reward: float) -> dict[str, Score]:
         return {"reach_d0": Score(wilson(successes, 100), reward, 0.0, 50.0)}
 
-    evaluation = Evaluation(100, 0, {"policy": score(95, 12.0), "random": score(2, 3.0)}, [])
+    evaluation = Evaluation(100, 0, {"policy": score(95, 12.0), "random": score(2, 3.0)}, [], EnvSpec({}, 1))
     assert reached(evaluation) == ["success 95.0% (95 % 88.8% to 97.8%); random actions 2.0%"]
-    evaluation.shows_success = False
+    evaluation.spec = EnvSpec({}, 1, reports_success=False)
     assert reached(evaluation) == ["reward 12.00; random actions 3.00"]
     del evaluation.scores["random"]
     assert reached(evaluation) == ["reward 12.00"]

@@ -12,6 +12,7 @@ from metric_names import unexplained
 
 from sparring.algorithms.losses import spread
 from sparring.distributed import Distributed
+from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, Score, wilson
 from sparring.record.names import EVALUATIONS, FAMILIES, FLAT, NAMES, file_name
@@ -129,13 +130,13 @@ def test_what_a_line_says_of_an_evaluation():
         return Score(wilson(successes, episodes), reward, 0.0, 5.0)
 
     tasks = {"push": score(1, 2, 1.0), "lift": score(2, 2, 3.0), "all": score(3, 4, 2.0)}
-    told = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [])
+    told = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [], EnvSpec({}, 1))
     numbers = told.numbers()
     assert (numbers["episodes"], numbers["success_rate"], numbers["reward"], numbers["steps"]) == (4, 0.75, 2.0, 5.0)
     assert numbers["success_low"] == wilson(3, 4).low and numbers["success_high"] == wilson(3, 4).high
     assert (numbers["push/success_rate"], numbers["lift/reward"], numbers["random_success_rate"]) == (0.5, 3.0, 0.0)
     assert "all/reward" not in numbers and "push/success_low" not in numbers
-    told.scores, told.shows_success = {"policy": {"task": score(0, 4, 2.0)}}, False
+    told.scores, told.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
     numbers = told.numbers()
     assert numbers["success_rate"] is numbers["success_low"] is numbers["success_high"] is None
     assert numbers["reward"] == 2.0 and "task/reward" not in numbers and "random_reward" not in numbers

@@ -137,7 +137,7 @@ class Evaluation:
         """For evaluations.jsonl: over all tasks, of each where there are several, and of who else has played."""
         tasks = self.scores["policy"]
         success = _overall(tasks).success
-        low, high = (success.low, success.high) if self.shows_success else (None, None)
+        low, high = (success.low, success.high) if self.spec.reports_success else (None, None)
         numbers = {"episodes": self.episodes, "success_low": low, "success_high": high}
         numbers |= self._told("", _overall(tasks))
         for task in tasks if "all" in tasks else ():
@@ -147,7 +147,7 @@ class Evaluation:
         return numbers
 
     def _told(self, prefix: str, score: Score) -> dict[str, float | None]:
-        rate = score.success.rate if self.shows_success else None
+        rate = score.success.rate if self.spec.reports_success else None
         return {f"{prefix}success_rate": rate, f"{prefix}reward": score.reward, f"{prefix}steps": score.steps}
 
     def write(self, path: Path) -> Path:

@@ -41,7 +41,7 @@ def reached(evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluatio
         return [f"in touch with an object in {policy.contact:.1%} of its decisions; random actions {noise:.1%} at most"]
     whole = {who: scores.get("all", next(iter(scores.values()))) for who, scores in evaluation.scores.items()}
     policy, random = whole["policy"], whole.get("random")
-    if evaluation.shows_success:
+    if evaluation.spec.reports_success:
         rate, beside = policy.success, f"; random actions {random.success.rate:.1%}" if random else ""
         return [f"success {rate.rate:.1%} (95 % {rate.low:.1%} to {rate.high:.1%}){beside}"]
     return [f"reward {policy.reward:.2f}" + (f"; random actions {random.reward:.2f}" if random else "")]
