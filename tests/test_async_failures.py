@@ -100,6 +100,19 @@ def test_a_hang_of_the_env(tmp_path, groups):
     assert_it_goes_on(tmp_path, groups=groups)
 
 
+def test_a_stop_while_it_waits_for_weights(tmp_path):
+    """It is at no stage then that could last too long."""
+
+    def stop(folder, run):
+        time.sleep(0.5)
+        os.kill(int((folder / "word.pid").read_text()), signal.SIGSTOP)
+
+    error, seconds = fails_in_update_3(tmp_path, stop, watchdog_s=1.5)
+    assert str(error).startswith("the collecting process failed: it does nothing, for 1.5 seconds")
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path)
+
+
 @pytest.fixture
 def gym_doubles(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent / "envs")
