@@ -25,8 +25,10 @@ import report
 RUNS = Path(__file__).parent / "runs"
 RESULTS = report.RESULTS / "async_stale.json"
 STALENESS = 4
-# the learner must be the slower one; rollouts of a run that is going on are fresh for a moment
-LEAST_STALENESS = 3.5
+# the first rollouts of a run are fresher, and not counted; those after an evaluation or a break may be, too
+FRESHER, LEAST_STALENESS = 5, 3.5
+# how much longer the learner takes over a rollout than the robots
+SLOWER = 1.5
 SETTINGS = [
     "task_name=reach_d0",
     "rollout.n_envs=16",
@@ -43,7 +45,7 @@ WAYS = {
         for correction in ("none", "truncated", "decoupled", "vtrace")
     },
 }
-EVALUATE_EVERY = 10_000
+EVALUATE_EVERY = 5_000
 EPISODES_BETWEEN, EPISODES = 50, 200
 
 
@@ -64,8 +66,12 @@ def train(way: str, seed: int, minutes: float, changes: list[str], folder: Path)
     try:
         while run.fraction < 1 and time.time() < deadline:
             started = time.perf_counter()
-            record["staleness"].append(int(run.phase.step(run.fraction).get("staleness", 0)))
+            metrics = run.phase.step(run.fraction)
             record["seconds"] += time.perf_counter() - started
+            record["staleness"].append(int(metrics.get("staleness", 0)))
+            if way != "sync":
+                # a learner that is slower than its robots, however busy the machine is
+                time.sleep(max(0.0, SLOWER * metrics["collect_seconds"] - metrics["update_seconds"]))
             due = (record["curve"][-1]["steps"] if record["curve"] else 0) // EVALUATE_EVERY + 1
             if progress.env_steps >= due * EVALUATE_EVERY or run.fraction >= 1:
                 point = {"steps": progress.env_steps, "seconds": round(record["seconds"], 1)}
@@ -77,7 +83,7 @@ def train(way: str, seed: int, minutes: float, changes: list[str], folder: Path)
         run.phase.env.close()
     about = {"problem": way, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     about |= {"settings": SETTINGS + WAYS[way] + changes, "load": report.load(), "done": run.fraction >= 1}
-    staleness = round(statistics.fmean(record["staleness"]), 3)
+    staleness = round(statistics.fmean(record["staleness"][FRESHER:] or [0]), 3)
     return about | record | {"staleness": staleness, "updates": progress.updates}
 
 
