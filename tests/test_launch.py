@@ -8,11 +8,13 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from sparring.checkpoint import checkpoints
+from sparring.launch import _exit_code, _told
 from sparring.signs import BEATS, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, Signs, Watchdog
 
 SOON = 10.0
@@ -120,6 +122,26 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
         launcher.send_signal(signal.SIGTERM)
         assert "The same command goes on from here" in launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("codes", "told", "code"),
+    [
+        ([0, 0], None, 0),
+        ([130, 130], None, 130),
+        ([0, 130], None, 130),
+        ([3, 1], "process 1 (pid 11) of 0..1 failed with exit code 1", 1),
+        ([1, -11], "process 1 (pid 11) of 0..1 died: killed by signal 11 (SIGSEGV).", 1),
+        # one has told a mistake, the other that it is alone
+        ([2, 3], None, 2),
+        ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, which is often", 1),
+    ],
+)
+def test_who_failed(codes, told, code):
+    workers = [SimpleNamespace(returncode=code, pid=10 + rank) for rank, code in enumerate(codes)]
+    said = _told(workers)
+    assert said is None if told is None else said.startswith(told)
+    assert _exit_code([code for code in codes if code is not None]) == code
 
 
 # ---- the watchdog by hand

@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from sparring.errors import LEFT_ALONE
+from sparring.errors import LEFT_ALONE, UserError
 from sparring.signs import FILE, Signs, Watchdog
 
-INTERRUPTED = 130
+INTERRUPTED, MISTAKE = 130, UserError.exit_code
 LOOK_S = 0.05
 # what the others get to notice that one has failed, and to put their robots away; NCCL never notices
 PATIENCE = 5.0
@@ -86,12 +86,11 @@ def _end_after_a_failure(workers: list[subprocess.Popen]) -> str | None:
 
 
 def _told(workers: list[subprocess.Popen]) -> str | None:
-    """Of the one that failed first. The others leave because they are alone; a mistake was told in a sentence."""
-    codes = {rank: w.returncode for rank, w in enumerate(workers) if w.returncode not in (None, 0, INTERRUPTED, 2)}
-    culprits = sorted((code == LEFT_ALONE, code, rank) for rank, code in codes.items())
-    if not culprits:
+    """Which one it was that failed: the others leave because they are alone. None where it has said all there is."""
+    codes = {rank: w.returncode for rank, w in enumerate(workers) if w.returncode not in (None, 0, INTERRUPTED)}
+    if not codes or MISTAKE in codes.values():
         return None
-    _, code, rank = culprits[0]
+    _, code, rank = min((code == LEFT_ALONE, code, rank) for rank, code in codes.items())
     who = _named([rank], workers)
     if code >= 0:
         return f"{who} failed with exit code {code}; what it said is above."
@@ -112,9 +111,9 @@ def _way_on(folder: Path) -> str:
 
 
 def _exit_code(codes: list[int]) -> int:
-    """Of the first failure by rank; 130 where all left because they were asked to."""
+    """As if there were one process: 130 where all left because they were asked to."""
     failures = [code for code in codes if code not in (0, INTERRUPTED)]
-    return 2 if 2 in failures else 1 if failures else max(codes)
+    return MISTAKE if MISTAKE in failures else 1 if failures else max(codes)
 
 
 def _kill(workers: list[subprocess.Popen]) -> None:
