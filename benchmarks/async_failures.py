@@ -1,6 +1,7 @@
 """Whatever is killed or hangs, does an asynchronous run end soon, by name, with nothing left, and go on afterwards?
 
     python benchmarks/async_failures.py --times 50
+    python benchmarks/async_failures.py --times 50 --only "policy hangs"      # measured again; the others are kept
 
 Each repetition is a real `sparring train finetune rollout.mode=async` on CartPole-v1 (4 robots, two worker processes)
 that learns until something happens to it, at a random moment: a worker of the env, the collecting process or (with
@@ -16,6 +17,7 @@ Results: results/async_failures.json.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -132,13 +134,14 @@ KINDS = {
 }
 
 
-def repeat(times: int, seed: int) -> dict:
-    """`times` failures, shared out evenly over the kinds: of each kind, how they ended."""
-    draw, found = random.Random(seed), {}
+def repeat(times: int, seed: int, only: list[str] | None = None) -> dict:
+    """`times` failures, shared out evenly over the kinds: of each kind, or of some only, how they ended."""
+    found = {}
     for number, (name, kind) in enumerate(KINDS.items()):
         count = times // len(KINDS) + (number < times % len(KINDS))
-        if count:
-            found[name] = _repeat_kind(kind, count, draw)
+        if count and (not only or name in only):
+            found[name] = _repeat_kind(kind, count, random.Random(f"{seed} {name}"))
+            found[name] |= {"commit": report.commit(), "load": report.load()}
             print(name, found[name], flush=True)
     return found
 
@@ -188,11 +191,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
     args = parser.parse_args()
-    about = report.metadata()
-    kinds = repeat(args.times, args.seed)
-    about["load_after"] = report.load()
-    report.write_json(RESULTS, {"about": about, "times": args.times, "seed": args.seed, "kinds": kinds})
+    kinds = json.loads(RESULTS.read_text())["kinds"] if args.only and RESULTS.is_file() else {}
+    kinds |= repeat(args.times, args.seed, args.only)
+    kinds = {name: kinds[name] for name in KINDS if name in kinds}
+    report.write_json(RESULTS, {"about": report.metadata(), "times": args.times, "seed": args.seed, "kinds": kinds})
     columns = ["repetitions", "hangs", "worst_seconds", "median_seconds", "named", "nothing_left", "resumed"]
     print(report.table([("kind", *columns), *((kind, *(row[c] for c in columns)) for kind, row in kinds.items())]))
 

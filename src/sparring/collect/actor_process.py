@@ -19,8 +19,8 @@ from sparring.errors import StageFailed, UserError
 
 # how often a learner that waits looks whether the other still lives, and is not late
 LOOK_S = 0.2
-# what it gets to close its envs before it is killed; and when it hangs, which it has 2 s to notice itself
-CLOSE_S, CLOSE_HUNG_S = 5.0, 3.0
+# what it gets to close its envs before it is killed; and when it hangs, which it leaves after 1 s by itself
+CLOSE_S, CLOSE_HUNG_S = 5.0, 2.0
 # of the learner's rank; the collecting process belongs to no group of processes
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DOING = {
@@ -152,10 +152,17 @@ class ActorProcess:
 def _end(connection, process: subprocess.Popen, patience_s: float) -> None:
     connection.close()
     try:
-        process.wait(patience_s)
+        process.wait(0 if _is_stopped(process) else patience_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _is_stopped(process: subprocess.Popen) -> bool:
+    """By a signal: it cannot put anything away."""
+    if process.poll() is not None or not hasattr(os, "waitid"):
+        return False
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _environment() -> dict[str, str]:
