@@ -47,7 +47,7 @@ class Training:
     def __init__(self, folder: Path, *more: str):
         self.word, self.lines, self.log = folder / "word", folder / "run" / "episode_metrics.jsonl", folder / "said"
         self.word.unlink(missing_ok=True)
-        before = self.updates()
+        goes_on = self.saved()
         here = str(Path(__file__).parent)
         path = {"PYTHONPATH": os.pathsep.join([here, *sys.path]), "OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-m", "sparring", *WORDS, "--output", str(folder / "run"), *more]
@@ -57,10 +57,10 @@ class Training:
             )
         deadline = time.monotonic() + START_S
         # it may begin by taking back lines that its checkpoint does not know of
-        while "goes on from" not in self.said() and before and self._may_still_begin(deadline):
+        while goes_on and "goes on from" not in self.said() and self._may_still_begin(deadline):
             pass
         first = self.updates()
-        while self.updates() < first + 2 and self._may_still_begin(deadline):
+        while (self.updates() < first + 2 or not self.saved()) and self._may_still_begin(deadline):
             pass
 
     def _may_still_begin(self, deadline: float) -> bool:
@@ -69,6 +69,9 @@ class Training:
             self.end()
             raise RuntimeError(f"it did not begin:\n{self.said()}")
         return True
+
+    def saved(self) -> bool:
+        return any(self.lines.parent.glob("checkpoint-*"))
 
     def updates(self) -> int:
         return self.lines.read_text().count("\n") if self.lines.exists() else 0
@@ -194,9 +197,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
     args = parser.parse_args()
     kinds = json.loads(RESULTS.read_text())["kinds"] if args.only and RESULTS.is_file() else {}
-    kinds |= repeat(args.times, args.seed, args.only)
-    kinds = {name: kinds[name] for name in KINDS if name in kinds}
-    report.write_json(RESULTS, {"about": report.metadata(), "times": args.times, "seed": args.seed, "kinds": kinds})
+    for name in args.only or KINDS:
+        kinds |= repeat(args.times, args.seed, [name])
+        kinds = {name: kinds[name] for name in KINDS if name in kinds}
+        report.write_json(RESULTS, {"about": report.metadata(), "times": args.times, "seed": args.seed, "kinds": kinds})
     columns = ["repetitions", "hangs", "worst_seconds", "median_seconds", "named", "nothing_left", "resumed"]
     print(report.table([("kind", *columns), *((kind, *(row[c] for c in columns)) for kind, row in kinds.items())]))
 
