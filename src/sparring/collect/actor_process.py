@@ -94,11 +94,8 @@ class ActorProcess:
             _end(self.connection, self.process, patience_s)
 
     def _answer(self) -> Any:
-        while not self.connection.poll(LOOK_S):
-            self._check_alive()
-            self._check_in_time()
         try:
-            message = receive(self.connection)
+            message = receive(self.connection, self._wait)
         except (EOFError, ConnectionResetError):
             raise self._death() from None
         self._at_nothing_since = None
@@ -106,6 +103,11 @@ class ActorProcess:
         if isinstance(message, Failure):
             raise self._failed(message)
         return message
+
+    def _wait(self) -> None:
+        while not self.connection.poll(LOOK_S):
+            self._check_alive()
+            self._check_in_time()
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None and not self.connection.poll():
