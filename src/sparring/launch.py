@@ -18,7 +18,7 @@ from sparring.signs import FILE, Signs, Watchdog
 INTERRUPTED, MISTAKE = 130, UserError.exit_code
 LOOK_S = 0.05
 # what the others get to notice that one has failed, and to put their robots away; NCCL never notices
-PATIENCE = 5.0
+PATIENCE = 3.0
 
 
 def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path) -> int:
@@ -33,9 +33,12 @@ def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: _terminate(workers))
         failure = _wait_for_all(workers, Watchdog(signs, processes, watchdog_s))
+    code = _exit_code([worker.returncode for worker in workers])
     if failure:
-        print(f"sparring: {failure}{_way_on(folder)}", file=sys.stderr)
-    return _exit_code([worker.returncode for worker in workers])
+        print(f"sparring: {failure}{_way_on(folder)}", file=sys.stderr, flush=True)
+        # nothing is left to put away; libraries, which classes of one's own may have brought, would take their time
+        os._exit(code)
+    return code
 
 
 def _start(processes: int, arguments: list[str], signs: Path) -> list[subprocess.Popen]:
