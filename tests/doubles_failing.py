@@ -13,7 +13,7 @@ from sparring.policies.actor_critic import ActorCritic
 
 class FailingConfig(Section):
     name: str = "doubles_failing:Failing"
-    # with a word in it: raise, hang
+    # with a word in it: raise, raise 1 (in rank 1 alone), hang
     file: str = ""
     # seconds that a step takes
     slow: float = 0.0
@@ -73,7 +73,8 @@ class Failing:
 
     def _fail(self):
         word = self.file.read_text() if self.file and self.file.exists() else ""
-        if word == "raise":
+        # in all processes, or in that of one rank
+        if word in ("raise", f"raise {os.environ.get('RANK')}"):
             raise ZeroDivisionError("the gripper fell off")
         if word == "hang":
             time.sleep(600)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 from test_async import ROLLOUT, SMALL, trained
 
 from sparring.checkpoint import checkpoints
+from sparring.collect.shared import receive, send
 from sparring.errors import StageFailed, UserError
 from sparring.run import Run
 from sparring.tree import load_config
@@ -98,6 +100,41 @@ def test_a_hang_of_the_env(tmp_path, groups):
     assert str(error).startswith("the collecting process failed: simulating (a step of the env) has not come to an end")
     assert seconds < SOON
     assert_it_goes_on(tmp_path, groups=groups)
+
+
+def test_a_stop_while_it_waits_for_weights(tmp_path):
+    """It is at no stage then that could last too long."""
+
+    def stop(folder, run):
+        time.sleep(0.5)
+        os.kill(int((folder / "word.pid").read_text()), signal.SIGSTOP)
+
+    error, seconds = fails_in_update_3(tmp_path, stop, watchdog_s=1.5)
+    assert str(error).startswith("the collecting process failed: it does nothing, for 1.5 seconds")
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path)
+
+
+def test_a_message_of_which_only_a_part_comes_is_not_waited_for_unwatched():
+    ours, theirs = Pipe()
+    message = list(range(20_000))
+
+    def wait():
+        if not ours.poll(0.1):
+            raise StageFailed("nothing comes")
+
+    send(theirs, message)
+    assert receive(ours, wait) == message
+    send(theirs, message)
+    whole = []
+    while ours.poll():
+        whole.append(ours.recv_bytes())
+    # one that is written at once: who sees that it begins has all of it
+    assert len(whole) > 2 and max(map(len, whole)) <= 16_384
+    for part in whole[:-1]:
+        theirs.send_bytes(part)
+    with pytest.raises(StageFailed):
+        receive(ours, wait)
 
 
 @pytest.fixture

@@ -401,11 +401,11 @@ def test_output_base_is_where_runs_go_by_default(monkeypatch, here):
 
 def test_several_processes_are_given_the_words_as_they_were(monkeypatch, here):
     calls = []
-    monkeypatch.setattr("sparring.launch.launch", lambda processes, words: calls.append((processes, words)) or 7)
+    monkeypatch.setattr("sparring.launch.launch", lambda *given: calls.append(given) or 7)
     monkeypatch.delenv("RANK", raising=False)
-    words = ["train", "finetune", "--gpus", "2", "--ppo.gamma", "0.5", "seed=1"]
+    words = ["train", "finetune", "--gpus", "2", "--ppo.gamma", "0.5", "seed=1", "rollout.watchdog_s=7"]
     assert main(words) == 7
-    assert calls == [(2, words)]
+    assert calls == [(2, words, 7.0, Path("outputs/finetune_rl"))]
 
 
 # ---- Ctrl-C and progress

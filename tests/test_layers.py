@@ -21,6 +21,7 @@ LAYERS = [
         "lora_configs",
         "out_of_memory",
         "random_state",
+        "signs",
     },
     {"envs", "policies", "data"},
     {"world_models"},

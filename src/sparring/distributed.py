@@ -4,6 +4,8 @@ Alone (the usual case on a laptop) everything here is free: no process group, no
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from statistics import fmean
@@ -11,7 +13,11 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from sparring.errors import UserError
+from sparring.errors import LeftAlone, UserError
+from sparring.signs import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_row
+
+# what gloo says where another process has gone
+_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
 
 
 class DeviceError(UserError):
@@ -24,6 +30,8 @@ class Distributed:
     def __init__(self, device: str = "auto"):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exact_float32()
+        # what the launcher sees of this process
+        self.signs = own_row() if self.world_size > 1 else None
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
@@ -41,7 +49,8 @@ class Distributed:
         for tensor in (held.detach() for held in [*module.parameters(), *module.buffers()]):
             # bytes, which all kinds of numbers are; where they are already here, these are the module's own
             shared = tensor.to(self.device).contiguous()
-            torch.distributed.broadcast(shared.view(-1).view(torch.uint8), src=0)
+            with self._in_collective():
+                torch.distributed.broadcast(shared.view(-1).view(torch.uint8), src=0)
             tensor.copy_(shared)
 
     def average_(self, gradient: torch.Tensor) -> None:
@@ -49,18 +58,25 @@ class Distributed:
         if not self.accelerator:
             return
         shared = gradient.to(self.device)
-        torch.distributed.all_reduce(shared)
+        with self._in_collective():
+            torch.distributed.all_reduce(shared)
         gradient.copy_(shared.div_(self.world_size))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, "sum") if self.accelerator else tensor
+        if not self.accelerator:
+            return tensor
+        with self._in_collective():
+            return self.accelerator.reduce(tensor, "sum")
 
     def mean(self, values: dict[str, float]) -> dict[str, float]:
         """Each value averaged over the processes; all of them must bring the same keys."""
         if not self.accelerator:
             return values
-        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))
-        return dict(zip(values, (total / self.world_size).tolist(), strict=True))
+        own = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        with self._in_collective():
+            # NCCL waits for the others where numbers are read
+            means = (self.accelerator.reduce(own, "sum") / self.world_size).tolist()
+        return dict(zip(values, means, strict=True))
 
     def mean_of_all(self, values: dict[str, float]) -> dict[str, float]:
         """As `mean`, of each value over the processes that bring it; for now and then: it is slower."""
@@ -71,7 +87,8 @@ class Distributed:
     def max(self, value: float) -> float:
         if not self.accelerator:
             return value
-        return float(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.device)).max())
+        with self._in_collective():
+            return float(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.device)).max())
 
     def gather_objects(self, values: list) -> list:
         """The lists of all processes, joined in order of rank."""
@@ -79,11 +96,36 @@ class Distributed:
             return values
         from accelerate.utils import gather_object
 
-        return gather_object(values)
+        with self._in_collective():
+            return gather_object(values)
 
     def barrier(self) -> None:
+        """Where some may come minutes after the others. Elsewhere, who lets the others wait for long hangs."""
         if self.accelerator:
-            self.accelerator.wait_for_everyone()
+            with self._in_collective(PATIENT):
+                self.accelerator.wait_for_everyone()
+
+    def update_done(self) -> None:
+        """Everything has been through once: from now on a process that is not heard of soon hangs."""
+        if self.signs:
+            self.signs[UPDATES] += 1
+
+    @contextmanager
+    def _in_collective(self, place: int = TOGETHER) -> Iterator[None]:
+        """The launcher is told; that another process has gone is told in a sentence."""
+        if self.signs:
+            self.signs[PLACE] = place
+            self.signs[ENTERED] += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in _GONE):
+                raise
+            said = str(error).splitlines()[0]
+            raise LeftAlone(f"process {self.rank}: another process of this run has gone ({said})") from error
+        finally:
+            if self.signs:
+                self.signs[PLACE] = ELSEWHERE
 
     def _check_alike(self, module: nn.Module) -> None:
         held = [

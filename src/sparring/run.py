@@ -190,6 +190,9 @@ class Run:
                 if progress.updates % training.log_every == 0 or self.fraction >= 1:
                     self._write_line()
                     self._write_pictures()
+                # pictures take the main process its time
+                self.distributed.barrier()
+                self.distributed.update_done()
                 if progress.updates % training.save_every == 0:
                     self.save()
                     self._film_what_comes()

@@ -16,6 +16,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.process import ProcessBackend, WorkerError, _slices
 from sparring.envs.serial import SerialBackend
+from sparring.envs.worker import LEAVE_S
 from sparring.errors import UserError
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
@@ -273,3 +274,12 @@ def test_death_of_the_parent_ends_the_workers():
     script.kill()
     script.communicate(timeout=60)
     assert_gone(workers)
+
+
+def test_death_of_the_parent_ends_a_worker_that_never_ends_its_step():
+    script = start_script("sleep")
+    workers = [int(pid) for pid in script.stdout.readline().split()]
+    time.sleep(0.2)
+    script.kill()
+    script.communicate(timeout=60)
+    assert_gone(workers, LEAVE_S + 3)

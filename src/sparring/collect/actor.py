@@ -31,7 +31,7 @@ from sparring.errors import UserError
 from sparring.random_state import random_state, seed_everything, set_random_state
 
 # what is left of a hung process to end in peace, after the learner hung up
-LEAVE_S = 2.0
+LEAVE_S = 1.0
 
 
 class HungUp(Exception):

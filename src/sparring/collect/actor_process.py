@@ -23,8 +23,8 @@ log = logging.getLogger("sparring.env")
 
 # how often a learner that waits looks whether the other still lives, and is not late
 LOOK_S = 0.2
-# what it gets to close its envs before it is killed
-CLOSE_S = 5.0
+# what it gets to close its envs before it is killed; and when it hangs, which it leaves after 1 s by itself
+CLOSE_S, CLOSE_HUNG_S = 5.0, 2.0
 # of the learner's rank; the collecting process belongs to no group of processes
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DOING = {
@@ -63,7 +63,10 @@ class ActorProcess:
         self.words = ChildWords(self.process, "collecting process")
         log.debug("collecting process started as process %s", self.process.pid)
         # also runs when this is garbage, and when the interpreter ends
-        self._finalizer = weakref.finalize(self, _end, self.connection, self.process)
+        self._finalizer = weakref.finalize(self, _end, self.connection, self.process, CLOSE_S)
+        # since when it has been seen at no stage, and how much longer than usual that may last
+        self._at_nothing_since: float | None = None
+        self._known = False
         folder = Path(config.buffer.folder) if config.buffer.folder else None
         threads = config.threads or 1
         self.say(Start(acting, threads, rollout.staleness, self.watchdog_s, folder, table.handle()))
@@ -94,20 +97,25 @@ class ActorProcess:
         self._check_alive()
         return reports
 
-    def close(self) -> None:
-        self._finalizer()
+    def close(self, patience_s: float = CLOSE_S) -> None:
+        if self._finalizer.detach():
+            _end(self.connection, self.process, patience_s)
 
     def _answer(self) -> Any:
-        while not self.connection.poll(LOOK_S):
-            self._check_alive()
-            self._check_in_time()
         try:
-            message = receive(self.connection)
+            message = receive(self.connection, self._wait)
         except (EOFError, ConnectionResetError):
             raise self._death() from None
+        self._at_nothing_since = None
+        self._known = self._known or isinstance(message, Report)
         if isinstance(message, Failure):
             raise self._failed(message)
         return message
+
+    def _wait(self) -> None:
+        while not self.connection.poll(LOOK_S):
+            self._check_alive()
+            self._check_in_time()
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None and not self.connection.poll():
@@ -116,13 +124,26 @@ class ActorProcess:
     def _check_in_time(self) -> None:
         now = time.monotonic()
         for group, stage in np.argwhere((self._deadlines > 0) & (self._deadlines < now)):
-            self.close()
+            self.close(CLOSE_HUNG_S)
             given = f"rollout.watchdog_s={self.watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
             given = f"{MAKING_S:g} seconds" if WATCHED[stage] == "make" else given
             raise StageFailed(
                 f"the collecting process failed: {_DOING[WATCHED[stage]]} has not come to an end, in group {group}; "
                 f"it is given {given}"
             )
+        self._check_at_something(now)
+
+    def _check_at_something(self, now: float) -> None:
+        """Between two stages hardly any time goes by, and it is not the weights that it waits for: we wait for it."""
+        if self._deadlines.any():
+            self._at_nothing_since = None
+            return
+        self._at_nothing_since = self._at_nothing_since or now
+        patience = self.watchdog_s * (1 if self._known else FIRST_TIME)
+        if now - self._at_nothing_since > patience:
+            self.close(CLOSE_HUNG_S)
+            given = f"{patience:g} seconds (rollout.watchdog_s; the first time {FIRST_TIME} times as long)"
+            raise StageFailed(f"the collecting process failed: it does nothing, for {given}")
 
     def _failed(self, failure: Failure) -> UserError:
         self.close()
@@ -141,13 +162,20 @@ class ActorProcess:
         )
 
 
-def _end(connection, process: subprocess.Popen) -> None:
+def _end(connection, process: subprocess.Popen, patience_s: float) -> None:
     connection.close()
     try:
-        process.wait(CLOSE_S)
+        process.wait(0 if _is_stopped(process) else patience_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _is_stopped(process: subprocess.Popen) -> bool:
+    """By a signal: it cannot put anything away."""
+    if process.poll() is not None or not hasattr(os, "waitid"):
+        return False
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What two processes share: tensors in memory, and messages over a pipe."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 from sparring.data.storage import Column, Key, Layout, Memory, shared_memory_folder
+
+# bytes of a message that are written at once: of up to 16,384 a reader who sees the first has all
+_PART = 16_000
+_MORE, _LAST = b"+", b"."
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,17 @@ class SharedTensors:
 
 def send(connection: Connection, message: Any) -> None:
     """By value: torch would have a plain `send` pass its tensors on through files and sockets of its own."""
-    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    for first in range(0, len(text), _PART):
+        last = first + _PART >= len(text)
+        connection.send_bytes((_LAST if last else _MORE) + text[first : first + _PART])
 
 
-def receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
+def receive(connection: Connection, wait: Callable[[], None] | None = None) -> Any:
+    """The next message. `wait` returns when there is something to read: who sends may stop between two parts."""
+    parts = []
+    while not parts or parts[-1][:1] == _MORE:
+        if wait:
+            wait()
+        parts.append(connection.recv_bytes())
+    return pickle.loads(b"".join(part[1:] for part in parts))

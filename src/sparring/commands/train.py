@@ -52,7 +52,7 @@ def _train(arguments, overrides) -> int:
     if arguments.gpus > 1 and "RANK" not in os.environ:
         from sparring.launch import launch
 
-        return launch(arguments.gpus, arguments.words)
+        return launch(arguments.gpus, arguments.words, config.rollout.watchdog_s, config.run_folder)
     if arguments.dry_run:
         from sparring.dry_run import dry_run
 

@@ -4,8 +4,12 @@ Run as `python -m sparring.envs.worker <fd>`, where fd is its end of the pipe. I
 which also happens when the parent dies.
 """
 
+import os
+import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -17,6 +21,9 @@ from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.serial import Block, Fleet, Frames
 from sparring.errors import UserError
+
+# what a worker whose parent hung up gets to close its envs in peace
+LEAVE_S = 5.0
 
 
 class Worker:
@@ -102,12 +109,23 @@ def serve(connection: Connection, worker: Worker) -> None:
             return
 
 
+def leave_with_the_parent(connection: Connection) -> None:
+    """A worker in the middle of a step, which may never end, hears of nothing else."""
+    hung_up = select.poll()
+    # of no event but the end, which is always told
+    hung_up.register(connection.fileno(), 0)
+    hung_up.poll()
+    time.sleep(LEAVE_S)
+    os._exit(1)
+
+
 def main() -> None:
     # Ctrl-C is for the parent, which then hangs up
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = Worker()
+    worker, connection = Worker(), Connection(int(sys.argv[1]))
+    threading.Thread(target=leave_with_the_parent, args=(connection,), daemon=True).start()
     try:
-        serve(Connection(int(sys.argv[1])), worker)
+        serve(connection, worker)
     finally:
         worker.close()
 

@@ -18,7 +18,7 @@ from sparring.data.buffer import Buffer
 from sparring.distributed import Distributed
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.errors import StageFailed
+from sparring.errors import OtherFailed, StageFailed
 from sparring.phases.acting import act_apart, make_collector, make_robots, make_rollout_buffer
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
@@ -129,8 +129,10 @@ class Finetune:
             self.collector.collect(self.buffer)
         except StageFailed as error:
             failure = error
+        # robots need not be alike fast
+        self.distributed.barrier()
         if self.distributed.max(float(failure is not None)):
-            raise failure or StageFailed("another process of this run has failed to collect")
+            raise failure or OtherFailed("another process of this run has failed to collect")
 
     def pay(self) -> dict[str, float]:
         return self.rewards.pay(self.buffer) if self.rewards else {}

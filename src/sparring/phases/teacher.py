@@ -96,6 +96,8 @@ class Teacher:
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self._open_store()
         accuracy, rewards = self._collect()
+        # robots need not be alike fast
+        self.distributed.barrier()
         collected = time.perf_counter()
         self.replay.refresh()
         if fraction >= 0.5:

@@ -1,0 +1,181 @@
+"""Is learning from rollouts that are four versions behind worse without a correction than with one?
+
+    python benchmarks/async_stale.py none --seed 0
+    python benchmarks/async_stale.py decoupled --seed 1 --minutes 5      # again to go on
+    python benchmarks/async_stale.py --summary
+
+`reach_d0` from state with `rollout.mode=async rollout.staleness=4`, and in turns (sync) beside it. All ways have the
+same settings (`SETTINGS`), but for `ppo.correction`. The learner rests between updates until it is slower than the
+robots, so rollouts really are four behind: a run whose staleness, from the sixth update on, is below 3.5 on average is
+refused. Every 5,000 steps the greedy policy plays 50 held-out episodes, at the end 200.
+
+Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2. What was tried with seed 100,
+greedy success at the end:
+
+| task and settings | sync | none | truncated | decoupled | vtrace |
+| --- | --- | --- | --- | --- | --- |
+| CartPole, lr 3e-3, minibatches of 64, 20 epochs, 40,000 steps | 32 % | 85 % | | fell to 0 % by 20,000, stopped | |
+| CartPole, lr 1e-3, minibatches of 256, 20 epochs, 30,000 steps | 100 % | up and down, stopped | | | |
+| reach_d0, lr 1e-3, 10 epochs, clip 0.2, 60,000 steps | 100 % | 100 % | | 64 % | |
+| reach_d0, lr 1e-3, 4 epochs, clip 0.2, 25,000 steps | 100 % | 90.5 % | 77 % | 51 % | |
+| reach_d0, lr 1e-3, 10 epochs, clip 0.05, 25,000 steps (chosen) | 100 % | 66.5 % | 94 % | 100 % | 99.5 % |
+
+So a correction is not better whatever the settings. Without one, the clip holds a policy to within `clip_ratio` of the
+weights that acted, four versions back: slow, but steady. With one, each update may go that far again from where it is,
+on advantages that are four versions old: with the usual 0.2 and steps as large as these it overshoots.
+
+One process on one thread learns, another collects. A run that is cut short goes on from its last checkpoint in
+benchmarks/runs/; what is done is kept in results/async_stale.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import report
+
+RUNS = Path(__file__).parent / "runs"
+RESULTS = report.RESULTS / "async_stale.json"
+STALENESS = 4
+# the first rollouts of a run are fresher, and not counted; those after an evaluation or a break may be, too
+FRESHER, LEAST_STALENESS = 5, 3.5
+# how much longer the learner takes over a rollout than the robots
+SLOWER = 1.5
+SETTINGS = [
+    "task_name=reach_d0",
+    "rollout.n_envs=16",
+    "rollout.steps=32",
+    "ppo.policy_lr=0.001",
+    "ppo.mini_batch_size=128",
+    "ppo.ppo_epochs=10",
+    "ppo.clip_ratio=0.05",
+    "training.total_timesteps=25000",
+]
+WAYS = {
+    "sync": [],
+    **{
+        correction: ["rollout.mode=async", f"rollout.staleness={STALENESS}", f"ppo.correction={correction}"]
+        for correction in ("none", "truncated", "decoupled", "vtrace")
+    },
+}
+EVALUATE_EVERY = 5_000
+EPISODES_BETWEEN, EPISODES = 50, 200
+
+
+def train(way: str, seed: int, minutes: float, changes: list[str], folder: Path) -> dict:
+    """Train until the last step or out of time; what is known of the run so far."""
+    import torch
+
+    from sparring.config_text import parse_overrides
+    from sparring.run import Run
+    from sparring.tree import load_config
+
+    torch.set_num_threads(1)
+    fixed = [f"seed={seed}", "threads=1", "env.threads=1", f"output={folder}", "rollout.render_episodes=0"]
+    run = Run(load_config(None, parse_overrides([*SETTINGS, *WAYS[way], *fixed, *changes])), quiet=True)
+    log = folder / "judged.json"
+    record = json.loads(log.read_text()) if log.is_file() else {"seconds": 0.0, "curve": [], "staleness": []}
+    progress, deadline = run.phase.progress, time.time() + 60 * minutes
+    try:
+        while run.fraction < 1 and time.time() < deadline:
+            started = time.perf_counter()
+            metrics = run.phase.step(run.fraction)
+            record["seconds"] += time.perf_counter() - started
+            record["staleness"].append(int(metrics.get("staleness", 0)))
+            if way != "sync":
+                # a learner that is slower than its robots, however busy the machine is
+                time.sleep(max(0.0, SLOWER * metrics["collect_seconds"] - metrics["update_seconds"]))
+            due = (record["curve"][-1]["steps"] if record["curve"] else 0) // EVALUATE_EVERY + 1
+            if progress.env_steps >= due * EVALUATE_EVERY or run.fraction >= 1:
+                point = {"steps": progress.env_steps, "seconds": round(record["seconds"], 1)}
+                record["curve"].append(point | judge(run, EPISODES if run.fraction >= 1 else EPISODES_BETWEEN))
+                print(f"{way} seed {seed}: {record['curve'][-1]}", flush=True)
+                run.save()
+                report.write_json(log, record)
+    finally:
+        run.phase.env.close()
+    about = {"problem": way, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
+    about |= {"settings": SETTINGS + WAYS[way] + changes, "load": report.load(), "done": run.fraction >= 1}
+    staleness = round(statistics.fmean(record["staleness"][FRESHER:] or [0]), 3)
+    return about | record | {"staleness": staleness, "updates": progress.updates}
+
+
+def judge(run, episodes: int) -> dict:
+    """The greedy policy on held-out episodes, with 95 % intervals."""
+    from sparring.envs.make import make_env
+    from sparring.evaluate import play, wilson
+
+    env = make_env(run.config.env, num_envs=50)
+    played, _ = play(run.phase.policy, env, episodes, run.config.seed)
+    env.close()
+    rewards = [episode.reward for episode in played]
+    won = wilson(sum(episode.success for episode in played), episodes)
+    return {
+        "reward": round(statistics.fmean(rewards), 2),
+        "reward_margin": round(1.96 * statistics.stdev(rewards) / episodes**0.5, 2),
+        "success": won.rate,
+        "low": round(won.low, 4),
+        "high": round(won.high, 4),
+    }
+
+
+def summary(runs: dict) -> str:
+    """Over the seeds: the end, and the whole way as the mean of all points of the curve."""
+    rows = [("way", "seeds", "staleness", "final reward of each", "mean", "successes", "mean of the curve")]
+    for way in WAYS:
+        known = [run for run in runs.values() if run["problem"] == way]
+        if known:
+            rows.append((way, *_row(known)))
+    return report.table(rows)
+
+
+def _row(known: list[dict]) -> tuple:
+    from sparring.evaluate import wilson
+
+    ends = [run["curve"][-1] for run in known]
+    won = wilson(round(sum(end["success"] for end in ends) * EPISODES), EPISODES * len(ends))
+    rewards = [end["reward"] for end in ends]
+    whole = statistics.fmean(statistics.fmean(point["reward"] for point in run["curve"]) for run in known)
+    return (
+        len(known),
+        f"{statistics.fmean(run['staleness'] for run in known):.2f}",
+        " ".join(f"{end['reward']:.0f}+-{end['reward_margin']:.0f}" for end in ends),
+        f"{statistics.fmean(rewards):.0f}",
+        report.rate_in_words({"success": won.rate, "low": won.low, "high": won.high}),
+        f"{whole:.0f}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; none: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop each after this long; the same call goes on")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
+    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    args = parser.parse_args()
+    if not args.summary:
+        for way in args.ways or WAYS:
+            go(way, args)
+    if RESULTS.is_file():
+        print(summary(json.loads(RESULTS.read_text())["runs"]))
+
+
+def go(way: str, args) -> None:
+    folder = args.runs / "_".join(["async_stale", way, f"seed{args.seed}", *args.set])
+    folder.mkdir(parents=True, exist_ok=True)
+    outcome = train(way, args.seed, args.minutes, args.set, folder)
+    print({key: value for key, value in outcome.items() if key not in ("curve", "settings")}, flush=True)
+    if not outcome["done"]:
+        print("not done yet, so not kept: the same call goes on (with more --minutes)")
+    elif way != "sync" and outcome["staleness"] < LEAST_STALENESS:
+        raise SystemExit(f"{way}: rollouts were {outcome['staleness']} behind; robots must be faster than the learner")
+    elif not args.set and args.seed != 100:
+        report.keep_run(RESULTS, RUNS, outcome)
+
+
+if __name__ == "__main__":
+    main()
