@@ -1,9 +1,8 @@
 """How long an update takes, in turns and at the same time, and how much faster it could be at best.
 
-A stage is work that one resource does: the cores simulate, a processor decides, another or the same one learns. Nothing
-is faster than its busiest resource, so that
+Nothing is faster than its busiest resource, and no stage than it is with the whole machine for itself, so that
 
-    bound = synchronous time / max(simulate, infer, learn, and on a GPU its kernels of all stages together)
+    bound = synchronous time / max(simulate, infer, learn, CPU seconds / cores, seconds of the GPU's kernels)
 
 where all are of the synchronous run. That run is the fastest of several that use the machine differently, groups of
 robots among them (which overlap simulating and deciding in turns with learning, too).
@@ -25,12 +24,15 @@ class Timing:
     seconds: float
     stages: dict[str, float]
     metrics: dict[str, float]
+    # of all threads of this process
+    cpu_seconds: float
     gpu_seconds: float | None
     spans: list = field(repr=False)
 
     def told(self) -> dict:
         told = {"settings": self.settings, "seconds": round(self.seconds, 4)}
         told |= {"stages": _rounded(self.stages), "metrics": _rounded(self.metrics)}
+        told["cpu_seconds"] = round(self.cpu_seconds, 4)
         return told | ({} if self.gpu_seconds is None else {"gpu_seconds": round(self.gpu_seconds, 4)})
 
 
@@ -54,9 +56,9 @@ def time_updates(settings: list[str], updates: int, warm_up: int, profiled: bool
         for _ in range(warm_up):
             phase.step(0.5)
         phase.drain_spans()
-        began = _now(phase)
+        began, busy = _now(phase), time.process_time()
         rows = [phase.step(0.5) for _ in range(updates)]
-        seconds = (_now(phase) - began) / updates
+        seconds, busy = (_now(phase) - began) / updates, (time.process_time() - busy) / updates
         spans = phase.drain_spans()
         gpu = gpu_seconds(lambda: phase.step(0.5)) if profiled and phase.env.device.type == "cuda" else None
     finally:
@@ -64,7 +66,7 @@ def time_updates(settings: list[str], updates: int, warm_up: int, profiled: bool
     means = {name: sum(row[name] for row in rows) / updates for name in rows[-1] if all(name in row for row in rows)}
     stages = {stage: means[f"{'update' if stage == 'learn' else stage}_seconds"] for stage in STAGES}
     told = ("collect_seconds", "staleness", "ess", "learner_idle", "actor_idle", "queue_depth", "approx_kl")
-    return Timing(settings, seconds, stages, {n: means[n] for n in told if n in means}, gpu, spans)
+    return Timing(settings, seconds, stages, {n: means[n] for n in told if n in means}, busy, gpu, spans)
 
 
 def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]], updates: int, warm_up: int) -> dict:
@@ -72,10 +74,11 @@ def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]]
     sync = [time_updates([*base, *more], updates, warm_up, profiled=True) for more in in_turns]
     both = [time_updates([*base, "rollout.mode=async", *more], updates, warm_up) for more in at_once]
     best, other = (min(tried, key=lambda timing: timing.seconds) for tried in (sync, both))
-    busiest = max([*best.stages.values(), best.gpu_seconds or 0.0])
+    cores = len(os.sched_getaffinity(0))
+    busiest = max([*best.stages.values(), best.cpu_seconds / cores, best.gpu_seconds or 0.0])
     bound, gain = best.seconds / busiest, best.seconds / other.seconds
     return {
-        "cores": os.cpu_count(),
+        "cores": cores,
         "sync": best.told(),
         "async": other.told(),
         "tried": [timing.told() for timing in (*sync, *both)],

@@ -66,6 +66,8 @@ class Run:
         self.console = Console(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.saved_at = -1
+        # after how many updates last, and what was found
+        self.evaluated = (-1, None)
         # only now, when all that was given has been found to fit, is anything written
         if self.folder:
             make_room(config)
@@ -214,6 +216,10 @@ class Run:
             raise
 
     def _evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
+        """Once after an update, however often it is asked for."""
+        updates, evaluation = self.evaluated
+        if updates == self.phase.progress.updates:
+            return evaluation
         evaluation = None
         if self.distributed.is_main:
             self.console.end()
@@ -225,6 +231,7 @@ class Run:
                 evaluation.table(),
             )
         self.distributed.barrier()
+        self.evaluated = (self.phase.progress.updates, evaluation)
         return evaluation
 
     def _made(self) -> str:
