@@ -5,7 +5,7 @@
     python benchmarks/async_stale.py --summary
 
 `reach_d0` from state with `rollout.mode=async rollout.staleness=4`, and in turns (sync) beside it. All ways have the
-same settings (`SETTINGS`), but for `ppo.correction`. The learner rests between updates until it is slower than the
+same settings (`SETTINGS`), but for `ppo.correction`; robots are not paced (`rollout.least_ess=0`). The learner rests between updates until it is slower than the
 robots, so rollouts really are four behind: a run whose staleness, from the sixth update on, is below 3.5 on average is
 refused. Every 5,000 steps the greedy policy plays 50 held-out episodes, at the end 200.
 
@@ -22,7 +22,7 @@ greedy success at the end:
 
 So a correction is not better whatever the settings. Without one, the clip holds a policy to within `clip_ratio` of the
 weights that acted, four versions back: slow, but steady. With one, each update may go that far again from where it is,
-on advantages that are four versions old: with the usual 0.2 and steps as large as these it overshoots.
+on advantages that are four versions old: presumably with the usual 0.2 and steps as large as these it overshoots.
 
 One process on one thread learns, another collects. A run that is cut short goes on from its last checkpoint in
 benchmarks/runs/; what is done is kept in results/async_stale.json.
@@ -56,7 +56,12 @@ SETTINGS = [
 WAYS = {
     "sync": [],
     **{
-        correction: ["rollout.mode=async", f"rollout.staleness={STALENESS}", f"ppo.correction={correction}"]
+        correction: [
+            "rollout.mode=async",
+            f"rollout.staleness={STALENESS}",
+            "rollout.least_ess=0",
+            f"ppo.correction={correction}",
+        ]
         for correction in ("none", "truncated", "decoupled", "vtrace")
     },
 }
