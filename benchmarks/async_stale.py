@@ -7,7 +7,8 @@
 `reach_d0` from state with `rollout.mode=async rollout.staleness=4`, and in turns (sync) beside it. All ways have the
 same settings (`SETTINGS`), but for `ppo.correction`; robots are not paced (`rollout.least_ess=0`). The learner rests
 between updates until it is slower than the robots, so rollouts really are four behind: a run whose staleness, from the
-sixth update on, is below 3.5 on average is refused. Every 5,000 steps the greedy policy plays 50 held-out episodes, at the end 200.
+sixth update on, is below 3.5 on average is refused. Every 5,000 steps the greedy policy plays 50 held-out episodes, at
+the end 200.
 
 Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2. What was tried with seed 100,
 greedy success at the end:
