@@ -20,23 +20,28 @@ def add(commands) -> None:
 
 
 def _watch(arguments, overrides) -> int:
-    from sparring.report.server import HOST, open_server
+    from sparring.report.server import open_server
 
     server = open_server([Path(run) for run in arguments.runs], arguments.port)
-    port = server.server_address[1]
-    if port != arguments.port:
-        print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
-    address = f"http://{HOST}:{port}/"
-    print(f"{address}  (Ctrl-C ends it)", flush=True)
-    if not arguments.no_browser and _has_screen():
-        webbrowser.open(address)
     try:
+        _tell(server.server_address[1], arguments)
         server.serve_forever()
     except KeyboardInterrupt:
         pass
     finally:
         server.server_close()
     return 0
+
+
+def _tell(port: int, arguments) -> None:
+    from sparring.report.server import HOST
+
+    if port != arguments.port:
+        print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
+    address = f"http://{HOST}:{port}/"
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    if not arguments.no_browser and _has_screen():
+        webbrowser.open(address)
 
 
 def _has_screen() -> bool:

@@ -143,3 +143,9 @@ def file_name(short: str) -> str:
         return short
     group = next((family.name for prefix, family in FAMILIES.items() if short.startswith(prefix)), "train/")
     return f"{group}{short}"
+
+
+def meanings() -> dict[str, str]:
+    """What files call it -> what it is."""
+    plain = {key: metric.meaning for key, metric in FLAT.items()}
+    return plain | {metric.name: metric.meaning for metric in NAMES.values()} | EVALUATIONS

@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 
 from sparring import __version__
+from sparring.record.names import meanings
 from sparring.report.folder import RunFolder, find_runs
 from sparring.report.settings import defaults, differences, labels, short_names
 
@@ -64,5 +65,6 @@ class Collection:
             "settings": compared,
             # of one run, what its settings are compared with
             "columns": columns,
+            "meanings": meanings(),
             "sparring": __version__,
         }

@@ -17,7 +17,7 @@ class Drawing {
     this.width = 0;
     this.value = html("span", { class: "value" });
     this.plot = html("div", { class: "plot" });
-    this.node = html("figure", { class: "card chart", tabindex: 0 }, html("figcaption", {}, html("span", { title: name }, title), this.value), this.plot);
+    this.node = html("figure", { class: "card chart", tabindex: 0 }, html("figcaption", {}, html("span", { title: explained(name) }, title), this.value), this.plot);
     this.plot.chart = this;
     widths.observe(this.plot);
     this.plot.addEventListener("pointermove", (event) => this.point(event.clientX, event.clientY));

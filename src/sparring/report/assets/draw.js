@@ -53,6 +53,10 @@ function bytes(count) {
 
 const SPELLED = { lr: "Learning rate", avg_loss: "Loss", avg_acc: "Accuracy", approx_kl: "KL divergence", ess: "Effective sample size", grad_norm: "Gradient norm" };
 
+// name -> what it means, told by the page
+const meanings = {};
+const explained = (name) => (name in meanings ? `${name}: ${meanings[name]}` : name);
+
 // "train/policy_loss" -> "Policy loss"
 function words(name) {
   const short = name.slice(name.lastIndexOf("/") + 1);

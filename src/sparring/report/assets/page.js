@@ -8,6 +8,7 @@ function take(news) {
   state.version = news.version;
   state.made = news.made;
   state.together = news.together || state.together;
+  Object.assign(meanings, state.together.meanings);
   for (const [id, parts] of Object.entries(news.runs)) state.runs[id] = { ...state.runs[id], ...parts };
 }
 
