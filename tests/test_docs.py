@@ -202,7 +202,7 @@ def test_the_readmes_show_the_same_in_both_languages():
     rows = [[line for line in page.splitlines() if line.startswith("|")] for page in pages]
     assert len(rows[0]) == len(rows[1])
     for ours, theirs in zip(*rows, strict=True):
-        assert sorted(re.findall(r"\d[\d.,-]*", ours)) == sorted(re.findall(r"\d[\d.,-]*", theirs)), theirs
+        assert sorted(re.findall(r"\d+(?:[.,]\d+)*", ours)) == sorted(re.findall(r"\d+(?:[.,]\d+)*", theirs)), theirs
 
 
 def snippets(page: str) -> list[str]:
