@@ -21,7 +21,9 @@ from sparring.summary import next_commands
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+)
 TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "imitate.steps_per_update=2"]
 TINY += ["teacher.gradient_steps=2", "adversarial.wm_updates_per_iter=2", "adversarial.warmup_steps=0", "env.threads=1"]
 
@@ -187,6 +189,20 @@ def test_metrics_that_a_run_writes_are_explained(trained, phase):
     found = {key for key in evaluation if key.startswith("eval/")}
     names = {"finetune": "success_rate", "teacher": "head/psnr", "student": "contact", "imitate": "reward"}
     assert f"eval/{names[phase]}" in found and evaluation["update"] == 1
+
+
+def test_the_readmes_show_the_same_in_both_languages():
+    """Commands, what they print, links and figures; comments and words are in the reader's language."""
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
+    pages = [page.replace("README.zh.md", "README.md") for page in (english, chinese)]
+    blocks = [re.sub(r" +# .*", "", "".join(re.findall(r"```(.*?)```", page, re.S))) for page in pages]
+    assert blocks[0] == blocks[1] and "sparring train finetune" in blocks[0]
+    targets = [sorted(re.findall(r"\]\(([^)]+)\)", page)) for page in pages]
+    assert targets[0] == targets[1]
+    rows = [[line for line in page.splitlines() if line.startswith("|")] for page in pages]
+    assert len(rows[0]) == len(rows[1])
+    for ours, theirs in zip(*rows, strict=True):
+        assert sorted(re.findall(r"\d+(?:[.,]\d+)*", ours)) == sorted(re.findall(r"\d+(?:[.,]\d+)*", theirs)), theirs
 
 
 def snippets(page: str) -> list[str]:

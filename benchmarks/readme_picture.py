@@ -1,0 +1,116 @@
+"""How does it look when a robot has learned? Makes the moving picture of the README from run folders.
+
+    python benchmarks/suite_learning.py lift_d0 --seed 0      # makes benchmarks/runs/lift_d0_seed0; so with the others
+    python benchmarks/readme_picture.py outputs/finetune_rl benchmarks/runs/lift_d0_seed0 benchmarks/runs/stack_d0_seed0
+
+A column for each run: above the policy with its first weights, which samples its actions, as training begins; below
+the newest checkpoint, which acts greedily. Both play the same held-out episodes, in the order of their seeds: none is
+chosen. What is seen is the head camera. Prints how many of the episodes on the picture were successes.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from sparring.api import load_policy
+from sparring.checkpoint import checkpoint_folder
+from sparring.collect.camera import Film
+from sparring.envs.env import Env
+from sparring.evaluate import held_out_env, play
+from sparring.policies.make import make_policy
+from sparring.policies.policy import Policy
+from sparring.random_state import seed_everything
+from sparring.record.films import by_camera
+from sparring.tree import load_config
+
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "learning.webp"
+EPISODES = 2
+# pixels
+TILE, GAP, LINE, SIDE, EDGE = 200, 8, 26, 30, 4
+PAPER, INK, GREEN = (24, 26, 31), (236, 238, 242), (52, 168, 104)
+# pictures for which an episode that is over stands still; of 25 pictures a second every `STRIDE`-th is shown
+HOLD, STRIDE = 12, 2
+ROWS = ("before", "after")
+
+
+def films(run: Path, episodes: int) -> tuple[str, list[Film], list[Film], Env]:
+    """Task, the first episodes before and after training, and what they were played in."""
+    checkpoint = checkpoint_folder(run)
+    config = load_config(checkpoint / "config.yaml")
+    env = held_out_env(config, "cpu", robots=episodes)
+    seed_everything(config.seed)
+    untrained = make_policy(config.policy, env.spec, config.rollout.action_steps)
+    before = _first_episodes(untrained, env, config, episodes, greedy=False)
+    after = _first_episodes(load_policy(checkpoint), env, config, episodes, greedy=True)
+    return config.env.task[0], before, after, env
+
+
+def _first_episodes(policy: Policy, env: Env, config, episodes: int, greedy: bool) -> list[Film]:
+    _, played = play(policy, env, episodes, config.seed, config.rollout.action_steps, greedy, films=episodes)
+    return sorted((film.developed() for film in played), key=lambda film: film.episode.env)
+
+
+def head(film: Film, env: Env) -> list[Image.Image]:
+    pictures = by_camera(film.frames, env.spec.film_cameras)["head"][::STRIDE]
+    return [Image.fromarray(np.ascontiguousarray(p)).resize((TILE, TILE), Image.Resampling.LANCZOS) for p in pictures]
+
+
+def pages(columns: list[tuple[str, list[Film], list[Film], Env]]) -> Iterator[Image.Image]:
+    """Episode after episode; a column whose episode is over waits for the longest one."""
+    for number in range(EPISODES):
+        tiles = [[head(film[number], env) for film in (before, after)] for _, before, after, env in columns]
+        won = [[film[number].episode.success for film in (before, after)] for _, before, after, _ in columns]
+        length = max(len(pictures) for column in tiles for pictures in column)
+        for moment in range(length + HOLD):
+            yield _page([task for task, *_ in columns], tiles, won, moment)
+
+
+def _page(tasks: list[str], tiles: list[list[list[Image.Image]]], won: list[list[bool]], moment: int) -> Image.Image:
+    font, upright = ImageFont.load_default(15), ImageFont.load_default(14)
+    page = Image.new("RGB", (SIDE + len(tasks) * (TILE + GAP), LINE + len(ROWS) * (TILE + GAP)), PAPER)
+    pen = ImageDraw.Draw(page)
+    for row, word in enumerate(ROWS):
+        label = Image.new("RGB", (TILE, SIDE - GAP), PAPER)
+        ImageDraw.Draw(label).text((TILE / 2, (SIDE - GAP) / 2), word, INK, upright, anchor="mm")
+        page.paste(label.rotate(90, expand=True), (GAP // 2, LINE + row * (TILE + GAP)))
+    for column, task in enumerate(tasks):
+        left = SIDE + column * (TILE + GAP)
+        pen.text((left + TILE / 2, LINE / 2), task, INK, font, anchor="mm")
+        for row, pictures in enumerate(tiles[column]):
+            top = LINE + row * (TILE + GAP)
+            page.paste(pictures[min(moment, len(pictures) - 1)], (left, top))
+            if moment >= len(pictures) and won[column][row]:
+                pen.rectangle((left, top, left + TILE - 1, top + TILE - 1), outline=GREEN, width=EDGE)
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders of policies, a column each")
+    parser.add_argument("--output", type=Path, default=PICTURE, metavar="WEBP")
+    parser.add_argument("--quality", type=int, default=60)
+    args = parser.parse_args()
+    columns = [films(run, EPISODES) for run in args.runs]
+    for task, before, after, env in columns:
+        won = [sum(film.episode.success for film in row) for row in (before, after)]
+        print(f"{task}: of {EPISODES} episodes {won[0]} were successes before and {won[1]} after training")
+        env.close()
+    first, *others = pages(columns)
+    milliseconds = round(1000 * STRIDE / columns[0][3].spec.control_hz)
+    first.save(
+        args.output,
+        save_all=True,
+        append_images=others,
+        duration=milliseconds,
+        loop=0,
+        quality=args.quality,
+        method=4,
+    )
+    print(f"{args.output}: {1 + len(others)} pictures, {args.output.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
