@@ -1,3 +1,4 @@
+import logging
 import os
 import signal
 
@@ -15,3 +16,14 @@ import torch  # noqa: E402
 def one_thread():
     """Two test processes on two cores are faster with one thread each, and small numbers do not gain from more."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nobody_logs():
+    """Runs set up logging for their process; what one test left must not be there in the next."""
+    logger = logging.getLogger("sparring")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

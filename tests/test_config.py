@@ -534,6 +534,7 @@ def test_any_number_within_its_bounds_survives_override_printing_and_loading(tmp
         "rollout.n_episodes_per_batch": ["rollout.n_envs=1"],
         "world_model.lora_r": ["world_model.trunk=x"],
         "rollout.staleness": ["rollout.mode=async"],
+        "rollout.least_ess": ["rollout.mode=async"],
         "rollout.groups": [f"rollout.n_envs={value!r}"],
         "rollout.group_size": [f"rollout.n_envs={value!r}", f"rollout.n_episodes_per_batch={value!r}"],
         **{f"world_model.lora_{name}": ["world_model.trunk=vla"] for name in ("r", "alpha", "dropout")},

@@ -55,6 +55,8 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--against": FILE,
     },
     "compare": {"--episodes": NUMBER, "--seed": NUMBER, "--json": FILE, "--world-model": SWITCH},
+    "report": {"--output": FILE, "--media-mb": NUMBER},
+    "watch": {"--port": NUMBER, "--no-browser": SWITCH},
     "runs": {"--json": SWITCH},
     "prune": {"--keep-best": NUMBER, "--keep-last": NUMBER, "--dry-run": SWITCH, "--yes": SWITCH},
     "check": {},
@@ -74,8 +76,6 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "--sheet": FILE,
     },
     "config": {"--config": FILE, "--output": FILE},
-    "report": {"--output": FILE, "--media-mb": NUMBER},
-    "watch": {"--port": NUMBER, "--no-browser": SWITCH},
     "completion": {},
 }
 

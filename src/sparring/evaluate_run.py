@@ -101,7 +101,11 @@ def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, P
     """The checkpoint, the folder that it is evaluated in, and where the numbers go."""
     checkpoint = checkpoint_folder(path)
     folder = Path(path) if Path(path).is_dir() else checkpoint
-    return checkpoint, folder, json_file or folder / name
+    json_file = json_file or folder / name
+    if not json_file.parent.is_dir():
+        # told before hours are spent
+        raise UserError(f"'{json_file}': there is no folder '{json_file.parent}'; make it first")
+    return checkpoint, folder, json_file
 
 
 def config_of(checkpoint: Path, settings: list[Setting]) -> Config:

@@ -163,7 +163,7 @@ def test_a_worker_that_crashes_leaves_its_last_words(make, monkeypatch):
         backend.step(chunks(1, steps=2))
     lines = str(told.value).splitlines()
     assert lines[1:3] == ["  about to crash", "  Fatal Python error: Segmentation fault"]
-    assert "gym_doubles.py" in lines[4]
+    assert any("gym_doubles.py" in line for line in lines[3:])
 
 
 def test_death_is_noticed_while_another_worker_is_busy(make):
