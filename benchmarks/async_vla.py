@@ -53,6 +53,8 @@ def finetune(one: stages.Stages, mode: str, seed: int) -> dict:
     config = one.load(one.finetuning, fixed, ("imitate.",))
     run = Run(config.model_copy(update={"seed": seed}), quiet=True)
     ends, spans, rows, shown = [], [], [], []
+    # every turn of every stage, to the end
+    run.phase.told_in_full = PROBLEM.steps
     while run.fraction < 1:
         rows.append(run.phase.step(run.fraction))
         torch.cuda.synchronize()

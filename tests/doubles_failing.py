@@ -33,7 +33,7 @@ class Failing:
     def reset(self, seeds: EpisodeSeeds):
         self.seeds, self.episode, self.count = seeds, np.zeros(self.num_envs, int), np.zeros(self.num_envs, int)
         self.seen = self._first(range(self.num_envs))
-        return {"state": self.seen.copy()}
+        return {"state": self.seen.astype(np.float64) if self._word() == "wrong numbers" else self.seen.copy()}
 
     def step(self, action):
         self._fail()
@@ -71,11 +71,16 @@ class Failing:
         seeds = [self.seeds(int(env), int(self.episode[env])) for env in envs]
         return np.array([np.random.default_rng(seed).uniform(-1, 1, 2) for seed in seeds], np.float32)
 
+    def _word(self):
+        return self.file.read_text() if self.file and self.file.exists() else ""
+
     def _fail(self):
-        word = self.file.read_text() if self.file and self.file.exists() else ""
+        word = self._word()
         # in all processes, or in that of one rank
         if word in ("raise", f"raise {os.environ.get('RANK')}"):
             raise ZeroDivisionError("the gripper fell off")
+        if word == "reset by peer":
+            raise ConnectionResetError("the simulator has gone")
         if word == "hang":
             time.sleep(600)
 

@@ -204,13 +204,35 @@ def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "worth, allowed", [([0.49], 1), ([0.5], 2), ([0.4, 0.4, 0.4], 0), ([0.1, 0.7], 1), ([0.1, 0.76], 2)]
+    "worth, allowed",
+    [
+        ([0.49], 1),
+        ([0.5], 2),
+        ([0.4, 0.4, 0.4], 0),
+        # after a fall it takes two good ones, after two falls four; in a row
+        ([0.1, 0.76], 1),
+        ([0.1, 0.76, 0.76], 2),
+        ([0.1, 0.76, 0.74, 0.76], 1),
+        ([0.1, 0.1, 1.0, 1.0, 1.0], 0),
+        ([0.1, 0.1, 1.0, 1.0, 1.0, 1.0], 1),
+    ],
 )
 def test_pacing_by_hand(worth, allowed):
     collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=2, least_ess=0.5)
     for ess in worth:
+        collector.version = collector._rollout_version = collector.version + 1
         collector.pace(ess)
     assert collector.allowed == allowed
+
+
+def test_what_began_before_the_robots_were_held_back_does_not_hold_them_back_further():
+    collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=4, least_ess=0.5)
+    # versions of rollouts that four updates learn from: the second change is for the first that began after one
+    allowed = []
+    for collector.version, collector._rollout_version in ((4, 0), (5, 1), (6, 4), (7, 5), (8, 5)):
+        collector.pace(0.1)
+        allowed.append(collector.allowed)
+    assert allowed == [3, 3, 3, 2, 2]
 
 
 def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
@@ -231,7 +253,7 @@ def test_the_timeline_shows_collecting_while_learning(tmp_path):
     more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
     spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    collector = {"wait", "load", "collect", "reset", "infer", "simulate", "complete", "gate", "share"}
+    collector = {"wait", "load", "collect", "reset", "infer", "simulate", "complete", "gate", "share", "report"}
     learner = {"wait", "take", "learn", "publish"}
     assert {span.stage for span in spans if span.who == "collector"} == collector
     assert {span.stage for span in spans if span.who == "learner"} == learner

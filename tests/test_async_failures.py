@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 from test_async import ROLLOUT, SMALL, trained
 
 from sparring.checkpoint import checkpoints
+from sparring.collect.actor_process import _DOING
 from sparring.collect.shared import receive, send
 from sparring.errors import StageFailed, UserError
 from sparring.run import Run
 from sparring.tree import load_config
 
+COLLECT = Path(__file__).parents[1] / "src" / "sparring" / "collect"
 # of the promise, which is 10 s; machines that run tests are busy
 SOON = 10.0
 
@@ -135,6 +138,23 @@ def test_a_message_of_which_only_a_part_comes_is_not_waited_for_unwatched():
         theirs.send_bytes(part)
     with pytest.raises(StageFailed):
         receive(ours, wait)
+
+
+def test_an_error_of_the_simulators_own_connection_is_not_the_learner_hanging_up(tmp_path):
+    error, seconds = fails_in_update_3(tmp_path, say("reset by peer"))
+    assert "simulating (a step of the env): ConnectionResetError: the simulator has gone" in str(error)
+    assert seconds < SOON and checkpoints(tmp_path / "run")
+
+
+def test_what_goes_wrong_between_two_stages_has_a_name_too(tmp_path):
+    (tmp_path / "word").write_text("wrong numbers")
+    with pytest.raises(StageFailed, match=r"failed: collecting: env.reset: observation/state is torch.float64"):
+        Run(load_config(settings_in(tmp_path))).run()
+
+
+def test_every_stage_that_may_fail_has_words():
+    used = re.findall(r'stages\.at\("(\w+)"', "".join(path.read_text() for path in COLLECT.glob("*.py")))
+    assert set(used) - {"learn", "take", "publish"} <= _DOING.keys() and len(set(used)) > 8
 
 
 @pytest.fixture

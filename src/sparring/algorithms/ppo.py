@@ -121,7 +121,9 @@ def ppo_loss(
 def _value_loss(value_clip: float | None, batch: TensorDict, value: torch.Tensor) -> torch.Tensor:
     if value_clip is None:
         return nn.functional.mse_loss(value, batch["return"])
-    clipped = batch["value"] + (value - batch["value"]).clamp(-value_clip, value_clip)
+    # of stale decisions, the critic's with which the update began, not of who acted
+    before = batch["value"] if batch.get("proximal_value", None) is None else batch["proximal_value"]
+    clipped = before + (value - before).clamp(-value_clip, value_clip)
     return torch.max((value - batch["return"]).square(), (clipped - batch["return"]).square()).mean()
 
 

@@ -77,7 +77,7 @@ class Scorer:
             log_prob[index], value[index] = scored["log_prob"].to(log_prob.dtype), scored["value"].to(value.dtype)
         rollout["proximal_log_prob"] = log_prob.unflatten(0, rollout.batch_size)
         rollout["proximal_value"] = value.unflatten(0, rollout.batch_size)
-        return ["age", "proximal_log_prob"]
+        return ["age", "proximal_log_prob", "proximal_value"]
 
     def _stale_metrics(self, flat: TensorDict, rows: torch.Tensor, terms: list[LossTerms]) -> dict[str, float]:
         """How old the data was and what it was worth; nothing where all of it is fresh."""

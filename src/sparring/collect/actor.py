@@ -8,20 +8,24 @@ closed, as it also is when the learner dies.
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
 
+from sparring.algorithms.parity import Parity
 from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
-from sparring.collect.shared import SharedTensors, receive, send
+from sparring.collect.shared import SharedTensors, pack, receive, send_packed
 from sparring.collect.snapshot import SnapshotReader
 from sparring.collect.stages import Stages
 from sparring.data.row_writer import leaves
@@ -39,36 +43,72 @@ class HungUp(Exception):
 
 
 class Line:
-    """The pipe to the learner. A thread listens: what the learner says, and above all when it says nothing any more."""
+    """The pipe to the learner.
+
+    What is said is sent by a thread of its own: a learner that is busy does not hold up the robots. Another listens to
+    what the learner says, and a third for when it hangs up, as it also does when it dies.
+    """
 
     def __init__(self, connection: Connection):
         self.connection = connection
         self.version, self.staleness, self.films, self.hung_up = -1, 0, 0, False
+        # what there is to put away then, in whatever the robots are at
+        self.at_hang_up: Callable[[], None] = lambda: None
         self._news = threading.Condition()
-        self._at_hang_up: Callable | None = None
+        self._sender = ThreadPoolExecutor(1)
+        threading.Thread(target=self._leave, daemon=True).start()
 
-    def listen(self, at_hang_up: Callable[[], None]) -> None:
-        self._at_hang_up = at_hang_up
+    def say(self, message: Any) -> None:
+        """As it is now; it may change before it is sent."""
+        self._sender.submit(self._send, pack(message))
+
+    def finish(self) -> None:
+        """When all that was said is sent, or nobody is there to hear it."""
+        self._sender.shutdown()
+
+    def hear(self) -> Any:
+        try:
+            return receive(self.connection)
+        except (EOFError, OSError):
+            raise HungUp from None
+
+    def listen(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
+    def _send(self, text: bytes) -> None:
         try:
+            send_packed(self.connection, text)
+        except OSError:
+            self._hang_up()
+
+    def _listen(self) -> None:
+        with suppress(HungUp):
             while True:
-                message = receive(self.connection)
+                message = self.hear()
                 with self._news:
                     if isinstance(message, NewVersion):
                         self.version, self.staleness = message.version, message.staleness
                     else:
                         self.films = message.robots
                     self._news.notify()
-        except (EOFError, OSError):
-            with self._news:
-                self.hung_up = True
-                self._news.notify()
-        # whatever the robots are at: whoever waits for this process does not wait for them
+
+    def _leave(self) -> None:
+        """Whoever waits for this process does not wait for robots in the middle of something."""
+        gone = select.poll()
+        # of no event but the end, which is always told
+        gone.register(self.connection.fileno(), 0)
+        gone.poll()
+        self._hang_up()
         time.sleep(LEAVE_S)
-        self._at_hang_up()
+        closing = threading.Thread(target=self.at_hang_up, daemon=True)
+        closing.start()
+        closing.join(LEAVE_S)
         os._exit(1)
+
+    def _hang_up(self) -> None:
+        with self._news:
+            self.hung_up = True
+            self._news.notify()
 
     def wait_for_turn(self, number: int) -> None:
         """Until the rollout of this number may begin."""
@@ -118,6 +158,7 @@ class Actor:
             part.stages = self._watched(f"collector {lane}", lane)
         self.collector.stages = self.stages
         self.places: SharedTensors | None = None
+        self.reported = False
         self.deadlines[0, WATCHED.index("make")] = 0
 
     def _watched(self, who: str, lane: int) -> WatchedStages:
@@ -128,10 +169,10 @@ class Actor:
         return next((part.stages.failed for part in parts if part.stages.failed), None) or self.stages.failed or "wait"
 
     def load_state_dict(self, state: dict) -> bool:
-        """Go on from the state of a report; of a run that collected in the learner's process it is the same but one."""
-        if "random" in state:
+        """Go on from the state of a report."""
+        with self.stages.at("load", self.collector.version):
             set_random_state(state["random"], self.device)
-        return self.collector.load_state_dict(state)
+            return self.collector.load_state_dict(state)
 
     def reseed(self, more: int) -> None:
         self.collector.reseed(more)
@@ -148,30 +189,38 @@ class Actor:
             if films := self.line.take_films():
                 self.collector.film(films)
             self.collector.collect(self.buffer)
-            send(self.line.connection, self._report(number))
+            parity = self._hand_over(number)
+            with self.stages.at("report", self.collector.version):
+                self.line.say(self._report(number, parity))
             number += 1
 
-    def _report(self, number: int) -> Report:
+    def _hand_over(self, number: int) -> Parity | None:
+        """The rollout into its place, scored again before its weights are gone."""
         collector, rollout = self.collector, self.buffer.rollout()
         with self.stages.at("gate", collector.version):
             parity = self.scorer.replay(rollout, collector.version) if self.scorer else None
         with self.stages.at("share", collector.version):
-            first = self.places is None
-            if first:
+            if self.places is None:
                 self.places = self._make_places(rollout)
             place = number % (self.start.staleness + 1)
             for key, value in leaves(rollout):
                 self.places.tensors[key][place, : len(rollout)].copy_(value)
-        seconds = {f"{stage}_seconds": s for stage, s in self.stages.seconds.items() if stage in ("collect", "wait")}
+        return parity
+
+    def _report(self, number: int, parity: Parity | None) -> Report:
+        collector, seconds = self.collector, self.stages.seconds
+        told = {f"{stage}_seconds": seconds[stage] for stage in ("collect", "wait")}
+        told["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
         figures, spans = collector.drain_stages()
+        first, self.reported = not self.reported, True
         return Report(
             number,
             collector.version,
-            len(rollout),
+            len(self.buffer.rollout()),
             collector.env_steps,
             collector.env.spec,
             collector.state_dict() | {"random": random_state(self.device)},
-            figures | seconds,
+            figures | told,
             parity,
             collector.drain_episodes(),
             [film.developed() for film in collector.drain_films()],
@@ -190,26 +239,26 @@ def serve(line: Line) -> None:
     """Make the robots, do what is asked once, then collect until hung up on; the last word is what went wrong."""
     actor = None
     try:
-        start = receive(line.connection)
+        start = line.hear()
         exact_float32()
         torch.set_num_threads(start.threads)
         seed_everything(start.acting.random_seed)
         actor = Actor(line, start)
-        send(line.connection, Made(actor.collector.env.spec))
-        while not isinstance(message := receive(line.connection), Begin):
+        line.at_hang_up = actor.collector.env.close
+        line.say(Made(actor.collector.env.spec))
+        while not isinstance(message := line.hear(), Begin):
             method, arguments = message
-            send(line.connection, getattr(actor, method)(*arguments))
+            line.say(getattr(actor, method)(*arguments))
         line.version, line.staleness, line.films = message.number, start.staleness, message.films
-        line.listen(actor.collector.env.close)
+        line.listen()
         actor.act(message)
-    except (HungUp, EOFError, BrokenPipeError, ConnectionResetError):
+    except HungUp:
         return
     except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is told
         told = " ".join([*_in_words(error), *getattr(error, "__notes__", ())])
         stage = actor.failed_at() if actor else "make"
-        failure = Failure(told, stage, None if isinstance(error, UserError) else traceback.format_exc())
-        with suppress(BrokenPipeError, ConnectionResetError):
-            send(line.connection, failure)
+        line.say(Failure(told, stage, None if isinstance(error, UserError) else traceback.format_exc()))
+        line.finish()
     finally:
         if actor:
             actor.collector.env.close()

@@ -28,6 +28,9 @@ CLOSE_S, CLOSE_HUNG_S = 5.0, 2.0
 # of the learner's rank; the collecting process belongs to no group of processes
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DOING = {
+    "collect": "collecting",
+    "load": "loading weights, or a checkpoint",
+    "report": "telling of a rollout (the env's state, films)",
     "make": "making the env and the policy",
     "reset": "resetting the env",
     "simulate": "simulating (a step of the env)",

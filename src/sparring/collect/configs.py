@@ -72,6 +72,9 @@ def _async_mistakes(config) -> list[tuple[str, str]]:
         if getattr(rollout, name) != RolloutConfig.model_fields[name].default:
             told = "is read with rollout.mode=async only; set that too, or leave it out"
             mistakes.append((f"rollout.{name}", told))
+    paced = rollout.least_ess != RolloutConfig.model_fields["least_ess"].default
+    if paced and rollout.mode == "async" and not rollout.staleness:
+        mistakes.append(("rollout.least_ess", "rollout.staleness=0 leaves nothing to pace; leave it out"))
     return mistakes
 
 

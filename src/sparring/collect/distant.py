@@ -16,6 +16,9 @@ from sparring.collect.snapshot import SnapshotWriter
 from sparring.collect.stages import Span, Stages
 from sparring.policies.policy import Policy
 
+# good rollouts after which robots may be further behind again, at most
+MOST_NEEDED = 32
+
 
 class DistantEnv:
     """What there is to know of robots that are elsewhere."""
@@ -64,9 +67,12 @@ class DistantCollector:
         self.env, self.actor, self.policy, self.staleness = env, env.actor, policy, staleness
         # of what is collected from now on, at most `staleness`
         self.least_ess, self.allowed = least_ess, staleness
+        # since which version; how many good rollouts in a row there were, and how many it takes to be allowed more
+        self._paced_at, self._good, self._good_needed = 0, 0, 1
         self.version = self.env_steps = 0
         # of the newest rollout, found by who collected it
         self.parity: Parity | None = None
+        self._rollout_version = 0
         self.stages = Stages("learner")
         self._state: dict | None = None
         self._weights: SnapshotWriter | None = None
@@ -93,7 +99,7 @@ class DistantCollector:
         with self.stages.at("take", self.version):
             buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
         self.env.spec, self.env_steps, self._state = report.spec, report.env_steps, report.state
-        self.parity = report.parity
+        self.parity, self._rollout_version = report.parity, report.version
         self._episodes += report.episodes
         self._films += report.films
         self._tell(report)
@@ -106,14 +112,26 @@ class DistantCollector:
         self.actor.say(NewVersion(self.version, self.allowed))
 
     def pace(self, ess: float) -> None:
-        """Of the rollout that was learned from: worth little, and the robots wait for newer weights from now on.
+        """By what the newest rollout was worth: little, and the robots wait for newer weights from now on.
 
-        So nothing that was collected is thrown away. Twice as close to worth all, they may hurry again.
+        So nothing that was collected is thrown away. What began before the last change says nothing about it. After
+        each fall it takes twice as many good rollouts until robots may hurry again.
         """
-        if ess < self.least_ess:
-            self.allowed = max(0, self.allowed - 1)
-        elif ess > (1 + self.least_ess) / 2:
-            self.allowed = min(self.staleness, self.allowed + 1)
+        if self._rollout_version < self._paced_at:
+            return
+        if ess < self.least_ess and self.allowed > 0:
+            self._allow(self.allowed - 1)
+            self._good_needed = min(2 * self._good_needed, MOST_NEEDED)
+        elif ess > (1 + self.least_ess) / 2 and self.allowed < self.staleness:
+            self._good += 1
+            if self._good >= self._good_needed:
+                self._allow(self.allowed + 1)
+        else:
+            self._good = 0
+
+    def _allow(self, staleness: int) -> None:
+        # told with the next version: rollouts that begin then have it
+        self.allowed, self._paced_at, self._good = staleness, self.version + 1, 0
 
     def _begin(self) -> None:
         self._weights = SnapshotWriter(self.policy, self.version)
@@ -134,7 +152,7 @@ class DistantCollector:
         # over several updates their means are shares
         figures |= {f"behind_{versions}": float(versions == behind) for versions in range(self.staleness + 1)}
         figures["actor_wait_seconds"] = idle = figures.pop("wait_seconds", 0.0)
-        figures["actor_idle"] = idle / (idle + figures["collect_seconds"])
+        figures["actor_idle"] = idle / (idle + figures["collect_seconds"] + figures["handover_seconds"])
         figures["learner_wait_seconds"] = waited["wait"]
         if self._taken_at is not None:
             figures["learner_idle"] = waited["wait"] / (now - self._taken_at)
@@ -164,10 +182,11 @@ class DistantCollector:
 
     def state_dict(self) -> dict | None:
         """None: nothing was collected yet."""
-        return None if self._state is None else self._state | {"version": self.version}
+        return None if self._state is None else self._state | {"version": self.version, "allowed": self.allowed}
 
     def load_state_dict(self, state: dict | None) -> bool:
         if state is None:
             return True
         self._state, self.version, self.env_steps = state, state["version"], state["env_steps"]
+        self.allowed = min(self.staleness, state.get("allowed", self.staleness))
         return self.actor.call("load_state_dict", state)

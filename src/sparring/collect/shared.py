@@ -47,8 +47,15 @@ class SharedTensors:
 
 
 def send(connection: Connection, message: Any) -> None:
+    send_packed(connection, pack(message))
+
+
+def pack(message: Any) -> bytes:
     """By value: torch would have a plain `send` pass its tensors on through files and sockets of its own."""
-    text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def send_packed(connection: Connection, text: bytes) -> None:
     for first in range(0, len(text), _PART):
         last = first + _PART >= len(text)
         connection.send_bytes((_LAST if last else _MORE) + text[first : first + _PART])

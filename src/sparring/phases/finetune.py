@@ -142,7 +142,10 @@ class Finetune:
         started = time.perf_counter()
         with self.stages.at("learn", self.progress.updates):
             found = self._gate_what_came()
-            metrics = self.algorithm.update(self.buffer.rollout(), fraction) | found
+            metrics = self.algorithm.update(self.buffer.rollout(), fraction)
+            # each compares what the other cannot
+            metrics |= {name: max(metrics.get(name, 0.0), value) for name, value in found.items()}
+            metrics |= {"parity_skipped": 0.0} if found else {}
         self.spans += self.stages.drain()[1]
         if isinstance(self.collector, DistantCollector):
             # fresh data has no weights, and is worth all of it
@@ -156,7 +159,7 @@ class Finetune:
         if not isinstance(self.collector, DistantCollector) or self.collector.parity is None:
             return {}
         parity = self.algorithm.gate(self.collector.parity)
-        return {"parity": parity.drift, "parity_ratio": parity.ratio, "parity_skipped": 0.0}
+        return {"parity": parity.drift, "parity_ratio": parity.ratio}
 
     def film(self, episodes: int) -> None:
         self.collector.film(episodes)

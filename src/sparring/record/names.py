@@ -93,6 +93,7 @@ NAMES = {
     "infer_seconds": Metric("perf/infer_seconds", "Deciding, as part of collecting."),
     "update_seconds": Metric("perf/update_seconds", "Learning from a rollout, or the gradient steps of an update."),
     "wm_update_seconds": Metric("perf/world_model_seconds", "The world model's gradient steps in adversarial."),
+    "handover_seconds": Metric("perf/handover_seconds", "The collecting process took weights and gave a rollout."),
     "actor_wait_seconds": Metric("perf/actor_wait_seconds", "The collecting process waited for weights."),
     "learner_wait_seconds": Metric("perf/learner_wait_seconds", "The learner waited for a rollout."),
     "actor_idle": Metric("perf/actor_idle", "Share of its time that the collecting process waited."),
