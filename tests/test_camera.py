@@ -182,13 +182,13 @@ def test_films_are_drawn_while_robots_go_on():
     env.close()
 
 
-def run_of(folder, **rollout):
+def run_of(folder, video_share=1.0, **rollout):
     settings = {
         "rollout": {"n_envs": 2, "steps": 4, "max_episode_steps": 4} | rollout,
         "env": {"threads": 1},
         "ppo": {"mini_batch_size": 8, "ppo_epochs": 1},
         "training": {"iterations": 4, "save_every": 2},
-        "logging": {"console_level": "ERROR"},
+        "logging": {"console_level": "ERROR", "video_share": video_share},
     }
     return Run(load_config(settings | {"output": str(folder)}))
 
@@ -204,6 +204,11 @@ def test_a_run_films_when_it_starts_and_after_each_checkpoint(tmp_path):
     # episodes are as long as rollouts; the one of update 3 had begun when the checkpoint was written
     assert videos == ["rollout_000001_0.mp4", "rollout_000004_0.mp4"]
     assert (tmp_path / "samples" / "rollout_000004_0.png").exists()
+
+
+def test_a_short_run_has_no_time_for_videos(tmp_path):
+    trained(run_of(tmp_path, video_share=0.02, render_episodes=1))
+    assert not (tmp_path / "videos").exists()
 
 
 def test_none_are_asked_for_and_nothing_is_drawn(tmp_path, monkeypatch):

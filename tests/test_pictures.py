@@ -258,3 +258,17 @@ def test_without_rerun_it_says_what_to_install(tmp_path, monkeypatch):
         UserError, match=r"logging.rerun=true: rerun-sdk is not installed; pip install 'sparring\[rerun\]'"
     ):
         Films(tmp_path, rerun=True)
+
+
+def test_videos_are_made_as_often_as_there_is_time(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("sparring.record.films.time.monotonic", lambda: now[0])
+    films = Films(tmp_path, share=0.02)
+    # none is known yet: two of them are taken to need 3 s
+    now[0] += 149
+    assert not films.affords(2) and films.affords(1)
+    now[0] += 1
+    assert films.affords(2)
+    films.encoder.done, films.encoder.seconds = 2, 2.0
+    assert films.affords(1) and not films.affords(2)
+    assert Films(tmp_path, share=1.0).affords(1000) and not Films(tmp_path, share=0.0).affords(1)

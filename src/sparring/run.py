@@ -77,7 +77,7 @@ class Run:
             if self.folder:
                 open_folder(config)
             log_to_files(config.logging, self.folder)
-            self.recorder = Recorder(self.folder, rerun=config.logging.rerun)
+            self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
             if checkpoint is not None:
                 self._go_on_from(checkpoint)
             elif pretrained:
@@ -250,7 +250,8 @@ class Run:
     def _write_pictures(self) -> None:
         """What the phase has to show, by the main process."""
         if self.folder is not None and isinstance(self.phase, ShowsPictures) and (shown := self.phase.pictures()):
-            self.recorder.films.prediction(shown, self.phase.progress, self.phase.env.spec)
+            # the last one is what people look for
+            self.recorder.films.prediction(shown, self.phase.progress, self.phase.env.spec, self.fraction >= 1)
 
     def _evaluate_here(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation:
         config, device = self.config, self.distributed.device
@@ -272,9 +273,10 @@ class Run:
         return evaluation
 
     def _film_what_comes(self) -> None:
-        """When a run begins or goes on, and after every checkpoint."""
-        if self.folder is not None and isinstance(self.phase, Filmed):
-            self.phase.film(self.config.rollout.render_episodes)
+        """When a run begins or goes on, and after every checkpoint, where there is time for it."""
+        episodes = self.config.rollout.render_episodes
+        if self.folder is not None and isinstance(self.phase, Filmed) and self.recorder.films.affords(episodes):
+            self.phase.film(episodes)
 
     def _write_films(self) -> None:
         if self.folder is not None and isinstance(self.phase, Filmed) and (films := self.phase.drain_films()):

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from sparring.errors import UserError
@@ -30,6 +31,8 @@ class Encoder:
         self._lock = threading.Lock()
         self._told: set[str] = set()
         self.left_out = 0
+        # jobs that are done, and how long they took
+        self.done, self.seconds = 0, 0.0
 
     def submit(self, job: Callable[[], None]) -> bool:
         """At once. False: it was left out."""
@@ -61,10 +64,12 @@ class Encoder:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
+            began = time.monotonic()
             try:
                 job()
             except Exception as error:  # drawing, disks and ffmpeg fail in many ways; training goes on in each
                 self._tell(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+            self.done, self.seconds = self.done + 1, self.seconds + time.monotonic() - began
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,9 @@ from sparring.record.pictures import filmstrip, write_png, write_video
 from sparring.record.rerun import RerunFile
 
 log = logging.getLogger(LOGGER)
+
+# seconds that a video takes, as long as none was made
+FIRST_GUESS_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,24 @@ class Films:
     each in the encoder's thread: `on_video(file, line of the index)`.
     """
 
-    def __init__(self, folder: Path, rerun: bool = False, on_video: Callable[[Path, dict], None] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        rerun: bool = False,
+        on_video: Callable[[Path, dict], None] | None = None,
+        share: float = 1.0,
+    ):
+        """`share`: of the time since then, what videos other than of evaluations may take."""
         self.folder, self.on_video = folder, on_video
+        self.share, self.began = share, time.monotonic()
         self.encoder = Encoder()
         self.rerun = RerunFile(folder) if rerun else None
+
+    def affords(self, videos: int = 1) -> bool:
+        """Whether there is time for so many more; what one takes is learned from those before."""
+        encoder = self.encoder
+        each = encoder.seconds / encoder.done if encoder.done else FIRST_GUESS_S
+        return self.share == 1 or encoder.seconds + videos * each <= self.share * (time.monotonic() - self.began)
 
     def rollouts(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
         """Training episodes that ended in this update."""
@@ -92,8 +110,10 @@ class Films:
             log.info("to look at: %s", path)
         return path
 
-    def prediction(self, foretold: Foretold, progress: Progress, spec: EnvSpec) -> None:
-        """An episode beside what a world model foretold: all of it as a video, its middle as a picture."""
+    def prediction(self, foretold: Foretold, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
+        """An episode beside what a world model foretold: its middle as a picture and, where there is time or `anyway`,
+        all of it as a video.
+        """
         number = _number(progress)
         video = Video(
             f"episode_{number:06d}",
@@ -105,7 +125,8 @@ class Films:
             float(foretold.rewards.sum()),
             None,
         )
-        self.encoder.submit(partial(self._make_prediction, video, f"episode_{number:04d}_pred_vs_gt", foretold, spec))
+        picture = f"episode_{number:04d}_pred_vs_gt"
+        self.encoder.submit(partial(self._make_prediction, video, picture, foretold, spec, anyway))
 
     def finish(self, patience_s: float = PATIENCE_S) -> None:
         """Wait for all that was filmed."""
@@ -122,9 +143,11 @@ class Films:
         if self.rerun is not None:
             self.rerun.film(video.name, film, views)
 
-    def _make_prediction(self, video: Video, picture: str, foretold: Foretold, spec: EnvSpec) -> None:
+    def _make_prediction(self, video: Video, picture: str, foretold: Foretold, spec: EnvSpec, anyway: bool) -> None:
         strip = Path("samples", f"{picture}.png")
         write_png(self.folder / strip, foretold.moment(video.steps // 2))
+        if not (anyway or self.affords()):
+            return
         self._make(video, strip, prediction_scene(foretold, spec))
         if self.rerun is not None:
             self.rerun.prediction(video.name, foretold)

@@ -29,12 +29,16 @@ class Recorder:
     still being drawn and encoded.
     """
 
-    def __init__(self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False):
+    def __init__(
+        self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False, video_share: float = 1.0
+    ):
         self.folder = folder
         self.sinks = sinks or []
         # videos that are there, told by the encoder's thread, for the sinks, which are this one's
         self._complete: deque[Path] = deque()
-        self.films = Films(folder, rerun, on_video=lambda file, line: self._complete.append(file)) if folder else None
+        self.films: Films | None = None
+        if folder is not None:
+            self.films = Films(folder, rerun, lambda file, line: self._complete.append(file), video_share)
 
     def __enter__(self) -> "Recorder":
         return self
