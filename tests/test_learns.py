@@ -11,8 +11,7 @@ def test_reach_d0_is_learned_and_random_is_not(tmp_path):
             "training": {"total_timesteps": 75_000},
             "evaluation": {"episodes": 50},
             "rollout": {"render_episodes": 1},
-            "logging": {"video_share": 1.0},
-            "logging": {"console_level": "ERROR"},
+            "logging": {"console_level": "ERROR", "video_share": 1.0},
         }
     )
     run = Run(config)
