@@ -15,7 +15,8 @@ from sparring.collect.shared import SharedTensors
 from sparring.collect.snapshot import SnapshotReader, SnapshotWriter
 from sparring.collect.stages import Span
 from sparring.config import ConfigError
-from sparring.data.storage import Column
+from sparring.data.storage import Column, shared_memory_folder
+from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.run import Run
 from sparring.tree import load_config
@@ -359,3 +360,15 @@ def test_shared_memory_has_no_name_once_both_have_it():
     assert not file.exists()
     mine.tensors["x",][1, 2] = 5
     assert theirs.tensors["x",][1, 2] == 5 and theirs.tensors["flag",].shape == ()
+
+
+def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
+    room = {shared_memory_folder(): 1000}
+    monkeypatch.setattr("sparring.data.storage._free_space", lambda folder: room.get(folder, 10**9))
+    run = Run(config_in(tmp_path / "small", **APART))
+    with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    elsewhere = tmp_path / "elsewhere"
+    trained(config_in(tmp_path / "large", {"buffer": {"folder": str(elsewhere)}}, **APART))
+    assert list(elsewhere.iterdir()) == []

@@ -74,18 +74,26 @@ class Memory:
 
     @classmethod
     @torch.inference_mode(False)
-    def in_file(cls, nbytes: int, needed: int, folder: Path, shared: bool) -> "Memory":
+    def in_file(
+        cls,
+        nbytes: int,
+        needed: int,
+        folder: Path,
+        shared: bool,
+        what: str = "the buffer",
+        instead: str = "a smaller buffer.size, or another buffer.folder",
+    ) -> "Memory":
         """A new sparse file, gone with this object. `needed`: how much of it is sure to be written.
 
         Only a `shared` one keeps its name: without, the system frees it when the process ends in whatever way.
+        Where there is no room, `what` it is for and what to choose `instead` are said.
         """
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         free = _free_space(folder)
         if needed > free:
             raise UserError(
-                f"the buffer needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; "
-                "choose a smaller buffer.size, or another buffer.folder"
+                f"{what} needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; choose {instead}"
             )
         handle, file = _new_file(folder)
         os.ftruncate(handle, nbytes)

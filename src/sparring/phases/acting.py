@@ -1,6 +1,7 @@
 """What acts in a run that learns from robots: here, in groups, or in a process of its own."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -81,7 +82,8 @@ def act_apart(config, distributed: Distributed) -> DistantEnv:
 
 def make_collector(config, env: Env | GroupedEnv | DistantEnv, policy: Policy):
     if isinstance(env, DistantEnv):
-        return DistantCollector(env, policy, config.rollout.staleness, config.rollout.least_ess)
+        folder = Path(config.buffer.folder) if config.buffer.folder else None
+        return DistantCollector(env, policy, config.rollout.staleness, config.rollout.least_ess, folder)
     envs = env.envs if isinstance(env, GroupedEnv) else [env]
     chunk, (_, episodes) = config.rollout.action_steps, rollout_length(config, env)
     collectors = [Collector(env, policy, config.seed, chunk=chunk, episodes=episodes) for env in envs]
