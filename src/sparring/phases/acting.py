@@ -69,11 +69,11 @@ def make_robots(config, seat: Distributed | Seat) -> Env | GroupedEnv:
 
 def act_apart(config, distributed: Distributed) -> DistantEnv:
     """As many robots in a process of their own, which this one hears of."""
-    for key in ("env", "policy"):
-        name = getattr(config, key).name
+    names = {"env.name": config.env.name, "policy.name": config.policy.name, "algorithm": config.algorithm}
+    for key, name in names.items():
         if name.startswith("__main__:"):
             raise UserError(
-                f"{key}.name={name!r} is defined in the script or notebook itself, which the collecting process cannot "
+                f"{key}={name!r} is defined in the script or notebook itself, which the collecting process cannot "
                 "import; move the class to a module, or use rollout.mode=sync"
             )
     acting = Acting(config, Seat(distributed.device, distributed.rank, distributed.world_size))
