@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from metric_names import unexplained
 from sparring.algorithms.flat import FlatParameters
 from sparring.algorithms.parity import ParityError
 from sparring.collect.distant import DistantCollector
+from sparring.collect.groups import GroupedEnv
 from sparring.collect.shared import SharedTensors
 from sparring.collect.snapshot import SnapshotReader, SnapshotWriter
 from sparring.collect.stages import Span
@@ -129,6 +131,20 @@ def test_the_episodes_of_groups_are_numbered_through(tmp_path):
     run.phase.collector.collect(run.phase.buffer)
     assert [episode.env for episode in run.phase.collector.drain_episodes()] == [0, 1, 2, 3]
     run.phase.env.close()
+
+
+def test_all_groups_are_closed_though_one_fails():
+    closed = []
+
+    def close(group):
+        closed.append(group)
+        if group == 1:
+            raise OSError("the arm is stuck")
+
+    envs = [SimpleNamespace(close=partial(close, g), num_envs=1, device=None, config=None) for g in range(3)]
+    with pytest.raises(OSError, match="stuck"):
+        GroupedEnv(envs).close()
+    assert closed == [0, 1, 2]
 
 
 @pytest.mark.parametrize("groups", [1, 2])
