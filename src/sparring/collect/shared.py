@@ -23,7 +23,11 @@ class SharedHandle:
 
 
 class SharedTensors:
-    """Tensors by key that another process sees too. Nothing is left of them when both have ended, in whatever way."""
+    """Tensors by key that another process sees too.
+
+    Once it has attached, nothing is left of them when both have ended, in whatever way. A maker that is killed before
+    leaves a file, which goes when the next one is made in that folder.
+    """
 
     def __init__(self, memory: Memory, layout: Layout):
         self.memory, self.layout = memory, layout
