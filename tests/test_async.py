@@ -3,6 +3,7 @@
 import json
 import time
 from functools import partial
+from math import isfinite
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +197,16 @@ def test_what_is_behind_passes_the_gate_where_it_was_collected(tmp_path):
     told = [run.phase.step(0.0) for _ in range(4)]
     run.phase.env.close()
     assert told[-1]["staleness"] >= 1 and told[-1]["parity_skipped"] == 0 and told[-1]["parity"] < 1e-4
+
+
+@pytest.mark.parametrize("way", ["by episodes", "grpo", "ring", "flow"])
+def test_so_it_does_in_every_way_of_learning(tmp_path, way):
+    rollout = WAYS[way].get("rollout", ROLLOUT) | {"mode": "async", "staleness": 2}
+    run = Run(config_in(tmp_path, WAYS[way] | {"rollout": rollout}))
+    told = [run.phase.step(0.0) for _ in range(4)]
+    run.phase.env.close()
+    assert max(row["staleness"] for row in told) >= 1
+    assert all(row["parity_skipped"] == 0 and row["parity"] < 1e-4 and isfinite(row["loss"]) for row in told), told
 
 
 def test_and_what_is_scored_wrongly_does_not(tmp_path):

@@ -11,7 +11,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from test_async import ROLLOUT, SMALL, trained
+from test_async import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
 
 from sparring.algorithms import ALGORITHMS
 from sparring.checkpoint import checkpoints
@@ -245,6 +245,10 @@ def test_a_learner_that_is_killed_takes_the_collecting_process_with_it(tmp_path)
 
 
 def test_evaluations_between_disturb_nothing(tmp_path):
-    more = {"evaluation": {"every": 2, "episodes": 3}, "training": SMALL["training"]}
-    settings = SMALL | {"rollout": ROLLOUT | {"mode": "async", "staleness": 0}, "output": str(tmp_path)} | more
-    assert trained(load_config(settings)).phase.progress.updates == 5
+    rollout = ROLLOUT | {"mode": "async", "staleness": 0}
+    without = trained(config_in(tmp_path / "without", {"evaluation": {"every": 0}}, **rollout))
+    between = trained(config_in(tmp_path / "between", {"evaluation": {"every": 2, "episodes": 3}}, **rollout))
+    assert len((tmp_path / "between" / "evaluations.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "without" / "evaluations.jsonl").exists()
+    assert between.phase.progress == without.phase.progress
+    assert_equal(weights(without), weights(between))
