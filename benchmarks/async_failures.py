@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +90,17 @@ class Training:
         return psutil.Process(self.process.pid).children()
 
     def end(self) -> None:
-        for process in [*self.everyone(), self.process] if self.process.poll() is None else []:
-            process.kill()
+        if self.process.poll() is None:
+            kill([*self.everyone(), psutil.Process(self.process.pid)])
         self.process.wait()
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """But for the trackers of shared memory, which end by themselves: they free what the killed ones leave."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
 
 
 @dataclass(frozen=True)
@@ -183,8 +192,7 @@ def _fail(training: Training, kind: Kind, draw: random.Random) -> tuple[float, s
         code = None
     took = time.monotonic() - began
     _, left = psutil.wait_procs(everyone, max(0.0, SOON - took))
-    for process in left:
-        process.kill()
+    kill(left)
     if code == 0:
         raise RuntimeError(f"it ended as if nothing had happened:\n{training.said()}")
     return took, training.said(), left

@@ -2,6 +2,8 @@
 
 import json
 import time
+from functools import partial
+from math import isfinite
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,13 @@ from metric_names import unexplained
 from sparring.algorithms.flat import FlatParameters
 from sparring.algorithms.parity import ParityError
 from sparring.collect.distant import DistantCollector
+from sparring.collect.groups import GroupedEnv
 from sparring.collect.shared import SharedTensors
 from sparring.collect.snapshot import SnapshotReader, SnapshotWriter
 from sparring.collect.stages import Span
 from sparring.config import ConfigError
-from sparring.data.storage import Column
+from sparring.data.storage import Column, shared_memory_folder
+from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.run import Run
 from sparring.tree import load_config
@@ -130,6 +134,20 @@ def test_the_episodes_of_groups_are_numbered_through(tmp_path):
     run.phase.env.close()
 
 
+def test_all_groups_are_closed_though_one_fails():
+    closed = []
+
+    def close(group):
+        closed.append(group)
+        if group == 1:
+            raise OSError("the arm is stuck")
+
+    envs = [SimpleNamespace(close=partial(close, g), num_envs=1, device=None, config=None) for g in range(3)]
+    with pytest.raises(OSError, match="stuck"):
+        GroupedEnv(envs).close()
+    assert closed == [0, 1, 2]
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups):
     rollout = APART | {"groups": groups}
@@ -179,6 +197,16 @@ def test_what_is_behind_passes_the_gate_where_it_was_collected(tmp_path):
     told = [run.phase.step(0.0) for _ in range(4)]
     run.phase.env.close()
     assert told[-1]["staleness"] >= 1 and told[-1]["parity_skipped"] == 0 and told[-1]["parity"] < 1e-4
+
+
+@pytest.mark.parametrize("way", ["by episodes", "grpo", "ring", "flow"])
+def test_so_it_does_in_every_way_of_learning(tmp_path, way):
+    rollout = WAYS[way].get("rollout", ROLLOUT) | {"mode": "async", "staleness": 2}
+    run = Run(config_in(tmp_path, WAYS[way] | {"rollout": rollout}))
+    told = [run.phase.step(0.0) for _ in range(4)]
+    run.phase.env.close()
+    assert max(row["staleness"] for row in told) >= 1
+    assert all(row["parity_skipped"] == 0 and row["parity"] < 1e-4 and isfinite(row["loss"]) for row in told), told
 
 
 def test_and_what_is_scored_wrongly_does_not(tmp_path):
@@ -381,3 +409,15 @@ def test_shared_memory_has_no_name_once_both_have_it():
     assert not file.exists()
     mine.tensors["x",][1, 2] = 5
     assert theirs.tensors["x",][1, 2] == 5 and theirs.tensors["flag",].shape == ()
+
+
+def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
+    room = {shared_memory_folder(): 1000}
+    monkeypatch.setattr("sparring.data.storage._free_space", lambda folder: room.get(folder, 10**9))
+    run = Run(config_in(tmp_path / "small", **APART))
+    with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    elsewhere = tmp_path / "elsewhere"
+    trained(config_in(tmp_path / "large", {"buffer": {"folder": str(elsewhere)}}, **APART))
+    assert list(elsewhere.iterdir()) == []

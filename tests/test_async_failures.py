@@ -12,12 +12,16 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from test_async import ROLLOUT, SMALL, trained
+from test_async import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
 
+from sparring.algorithms import ALGORITHMS
 from sparring.checkpoint import checkpoints
 from sparring.collect.actor_process import _DOING
 from sparring.collect.shared import receive, send
+from sparring.envs import ENVS
 from sparring.errors import StageFailed, UserError
+from sparring.policies import POLICIES
+from sparring.resolve import resolve
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -183,11 +187,17 @@ def test_what_a_person_can_mend_is_a_sentence(tmp_path, gym_doubles):
     assert str(apart.value) == str(sync.value) and "Traceback" not in str(sync.value)
 
 
-def test_a_class_of_the_script_itself_is_refused(tmp_path):
-    sys.modules["__main__"].MyEnv = sys.modules["doubles_failing"].Failing
-    settings = SMALL | {"env": {"name": "__main__:MyEnv"}, "rollout": ROLLOUT | {"mode": "async"}}
-    with pytest.raises(UserError, match="which the collecting process cannot import; move the class to a module"):
-        Run(load_config(settings | {"output": str(tmp_path)}))
+@pytest.mark.parametrize(
+    ("key", "mine"),
+    [("env.name", "doubles_failing:Failing"), ("policy.name", "actor_critic"), ("algorithm", "ppo")],
+)
+def test_a_class_of_the_script_itself_is_refused(tmp_path, monkeypatch, key, mine):
+    kinds = {"env.name": ENVS, "policy.name": POLICIES, "algorithm": ALGORITHMS}
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", resolve(mine, kinds[key], key), raising=False)
+    settings = {"env.name": SMALL["env"]["name"], "rollout": ROLLOUT | {"mode": "async"}, "output": str(tmp_path)}
+    said = f"{key}='__main__:Mine' is defined .*, which the collecting process cannot import; move the class to a mod"
+    with pytest.raises(UserError, match=said):
+        Run(load_config(settings | {key: "__main__:Mine"}))
 
 
 CHILD = textwrap.dedent("""
@@ -255,6 +265,10 @@ def test_a_learner_that_is_killed_takes_the_collecting_process_with_it(tmp_path)
 
 
 def test_evaluations_between_disturb_nothing(tmp_path):
-    more = {"evaluation": {"every": 2, "episodes": 3}, "training": SMALL["training"]}
-    settings = SMALL | {"rollout": ROLLOUT | {"mode": "async", "staleness": 0}, "output": str(tmp_path)} | more
-    assert trained(load_config(settings)).phase.progress.updates == 5
+    rollout = ROLLOUT | {"mode": "async", "staleness": 0}
+    without = trained(config_in(tmp_path / "without", {"evaluation": {"every": 0}}, **rollout))
+    between = trained(config_in(tmp_path / "between", {"evaluation": {"every": 2, "episodes": 3}}, **rollout))
+    assert len((tmp_path / "between" / "evaluations.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "without" / "evaluations.jsonl").exists()
+    assert between.phase.progress == without.phase.progress
+    assert_equal(weights(without), weights(between))

@@ -269,6 +269,19 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
     assert hashes(run_folder) == before
 
 
+def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(capsys, run_folder):
+    file = run_folder / "config.yaml"
+    for key in ("gae_lambda", "seed", "algorithm_config"):
+        file.write_text(re.sub(rf"(?m)^ *{key}: .*\n", "", file.read_text()))
+    words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
+    assert told(capsys, *words)[0] == 0
+    code, _, err = told(capsys, *words, "ppo.gae_lambda=0.5", "seed=3")
+    assert code == 2 and err.splitlines()[1:3] == [
+        "  ppo.gae_lambda: not there in the folder, 0.5 now",
+        "  seed: not there in the folder, 3 now",
+    ]
+
+
 def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     metrics = (run_folder / "episode_metrics.jsonl").read_text()
     code, out, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1")

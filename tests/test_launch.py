@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,8 +39,11 @@ def training(folder, *more):
             time.sleep(0.02)
         yield launcher
     finally:
-        for process in [*psutil.Process(launcher.pid).children(recursive=True)] if launcher.poll() is None else []:
-            process.kill()
+        for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else []:
+            # trackers end by themselves, and free the shared memory that the others leave
+            with suppress(psutil.NoSuchProcess):
+                if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
         launcher.kill()
         launcher.communicate()
 

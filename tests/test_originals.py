@@ -125,7 +125,17 @@ SNIPPETS = {
         },
     ),
     "standard.json": ('{"trainer": {"buffer_type": "standard"}}', "finetune", {"buffer.type": "standard"}),
-    "async.json": ('{"trainer": {"buffer_type": "vla"}}', "finetune", {"buffer.type": "vla"}),
+    "async.json": (
+        '{"trainer": {"buffer_type": "vla"}}',
+        "finetune",
+        {"buffer.type": "vla", "rollout.mode": "async"},
+    ),
+    # robots that are paid by a world model are never elsewhere
+    "in_turns.json": (
+        '{"trainer": {"buffer_type": "vla"}}',
+        "student",
+        {"buffer.type": "vla", "rollout.mode": "sync"},
+    ),
     "vla.json": (
         VLA,
         "finetune",
@@ -335,6 +345,20 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
         assert main(["config", *words]) == 2 and "sparring config import FILE [PHASE]" in capsys.readouterr().err
     assert main(["config", "import", "f.yaml", "--output", "no/where.yaml"]) == 2
     assert "cannot write there (No such file or directory)" in capsys.readouterr().err
+
+
+def test_the_asynchronous_mode_of_the_document_is_one_of_ours(tmp_path, capsys):
+    file = in_file(tmp_path, '{"trainer": {"buffer_type": "vla"}}', "f.json")
+    assert main(["config", "finetune", "--config", str(file)]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == "read as: trainer.buffer_type -> buffer.type, trainer.buffer_type=vla -> rollout.mode=async"
+    # what is said of the mode itself wins, there or later
+    both = in_file(tmp_path, '{"rollout": {"mode": "sync"}, "trainer": {"buffer_type": "vla"}}', "both.json")
+    assert load_config(both).rollout.mode == "sync"
+    assert load_config(file, [Setting("rollout.mode", "sync", "command line")]).rollout.mode == "sync"
+    # our own key is about the buffer alone
+    for key in ("buffer.type", "buffer_type"):
+        assert load_config({key: "vla"}).rollout.mode == "sync"
 
 
 def test_a_run_says_once_what_was_renamed(tmp_path, capsys):

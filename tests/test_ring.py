@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import sparring.data.ring as ring_module
 from sparring.data.ring import VLABuffer
 from sparring.data.ring_rows import ring_layout, row_bytes
 from sparring.data.rollout import RolloutBuffer
+from sparring.data.storage import Memory, _sweep
 from sparring.errors import UserError
 
 
@@ -241,6 +243,34 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert set(tmp_path.iterdir()) == {one.handle().file, two.handle().file} and not left.exists()
     del one, two, ring
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    make, made = tempfile.mkstemp, []
+
+    def make_and_sweep(**where):
+        made.append(make(**where))
+        if len(made) == 1:
+            _sweep(tmp_path)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_and_sweep)
+    memory = Memory.in_file(64, 64, tmp_path, shared=True)
+    assert len(made) == 2 and str(memory.file) == made[1][1]
+    _sweep(tmp_path)
+    memory.data.fill_(7)
+    assert (Memory.open(memory.file, 64).data == 7).all()
+
+
+def test_what_is_not_there_as_it_was_made_is_not_opened(tmp_path):
+    missing, short = tmp_path / "missing", tmp_path / "short"
+    with pytest.raises(FileNotFoundError):
+        Memory.open(missing, 64)
+    short.write_bytes(b"7" * 63)
+    with pytest.raises(ValueError, match="has 63 bytes, not 64"):
+        Memory.open(short, 64)
+    # and neither made nor lengthened
+    assert not missing.exists() and short.stat().st_size == 63
 
 
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.checkpoint import CheckpointError, checkpoints, find_checkpoint
-from sparring.config import ConfigError
+from sparring.config import ConfigError, Section
 from sparring.config_text import flatten, read_settings, value_text
 from sparring.data.episode_files import take_lock
 from sparring.errors import UserError
@@ -101,14 +101,30 @@ def way_on(checkpoint: Path, config: Config) -> str:
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
-    """Keys whose values are not the same, in words; `saved` has dotted keys."""
+    """Keys whose values are not the same, in words; `saved` has dotted keys.
+
+    A setting that did not exist when it was saved is the same where it has its default.
+    """
     now = flatten(config.dump())
     return [
         f"{key}: {_shown(saved, key)} in the folder, {_shown(now, key)} now"
         for key in sorted(saved.keys() | now.keys())
         if not key.startswith((*FREE_TO_DIFFER, *NOT_READ.get(config.phase, ())))
         and _shown(saved, key) != _shown(now, key)
+        and (key in saved or not _is_default(config, key))
     ]
+
+
+def _is_default(config: Config, key: str) -> bool:
+    section, _, leaf = key.partition(".")
+    holder, name = (getattr(config, section), leaf) if leaf else (config, section)
+    # None: a key within a setting
+    field = type(holder).model_fields.get(name)
+    if field is None:
+        return False
+    value = getattr(holder, name)
+    # of a section there are its keys, but for one that has none
+    return isinstance(value, Section) or value == field.get_default(call_default_factory=True)
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

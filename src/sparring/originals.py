@@ -127,6 +127,8 @@ PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for t
 
 # our key -> their value -> ours
 VALUES = {"env.task": {"random_exploration": "explore"}}
+# theirs -> its value -> what it asks for besides, in finetune: our key and value
+BESIDES = {"trainer.buffer_type": {"vla": ("rollout.mode", "async")}}
 # theirs, true or false -> our key, whose list has this word where it is true
 LISTED = {
     "environment.camera.collect_head_camera": ("env.cameras", "head"),

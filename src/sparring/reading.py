@@ -10,7 +10,7 @@ from typing import Any
 
 from sparring.config import Tree
 from sparring.config_text import Setting, value_text
-from sparring.originals import ALIASES, LISTED, SO_ANYWAY, VALUES, WITHOUT_MEANING
+from sparring.originals import ALIASES, BESIDES, LISTED, SO_ANYWAY, VALUES, WITHOUT_MEANING
 from sparring.phases import CHAIN
 
 
@@ -61,6 +61,10 @@ def read_as_ours(settings: list[Setting], tree: Tree, phase: str) -> Reading:
                 (own if owner else common).append(_for_alone(ours, phase) if owner else ours)
             if key != setting.key:
                 reading.renamed[setting.key] = key
+            if phase == "finetune" and (more := _besides(setting)):
+                # first: what is said of it itself wins
+                common.insert(0, more)
+                reading.renamed[f"{setting.key}={setting.value}"] = f"{more.key}={more.value}"
         common = [_list_of(flags[s.key], s) if s.key in flags and s.written is None else s for s in common]
         reading.settings.extend(common + own)
     return reading
@@ -109,6 +113,15 @@ def _is_flag(setting: Setting) -> bool:
 def _list_of(flags: list[Setting], place: Setting) -> Setting:
     words = [LISTED[flag.key][1] for flag in flags if flag.value]
     return replace(place, value=words, written=", ".join(flag.key for flag in flags))
+
+
+def _besides(setting: Setting) -> Setting | None:
+    values = BESIDES.get(setting.key, {})
+    if not isinstance(setting.value, str) or setting.value not in values:
+        return None
+    key, value = values[setting.value]
+    # another source: the same file may say otherwise
+    return replace(setting, key=key, value=value, source=setting.where, line=None, written=setting.as_written)
 
 
 def _value(key: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 from tensordict import TensorDict
@@ -63,8 +64,10 @@ class DistantCollector:
     goes on, by newer weights. So a checkpoint needs nothing of the collecting process, not even that it lives.
     """
 
-    def __init__(self, env: DistantEnv, policy: Policy, staleness: int, least_ess: float = 0.0):
+    def __init__(self, env: DistantEnv, policy: Policy, staleness: int, least_ess: float = 0.0, folder=None):
         self.env, self.actor, self.policy, self.staleness = env, env.actor, policy, staleness
+        # where weights lie; None: in shared memory
+        self.folder: Path | None = folder
         # of what is collected from now on, at most `staleness`
         self.least_ess, self.allowed = least_ess, staleness
         # since which version; how many good rollouts in a row there were, and how many it takes to be allowed more
@@ -134,7 +137,7 @@ class DistantCollector:
         self.allowed, self._paced_at, self._good = staleness, self.version + 1, 0
 
     def _begin(self) -> None:
-        self._weights = SnapshotWriter(self.policy, self.version)
+        self._weights = SnapshotWriter(self.policy, self.version, self.folder)
         self.actor.say(Begin(self.version, self._weights.handle(), self._to_film))
 
     def _next_report(self) -> Report:

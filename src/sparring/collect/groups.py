@@ -5,6 +5,7 @@ turn, always in the same order: the same batches meet the same weights, whatever
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -35,8 +36,10 @@ class GroupedEnv:
         return next((env.spec for env in self.envs if env.spec.reports_success), self.envs[0].spec)
 
     def close(self) -> None:
-        for env in self.envs:
-            env.close()
+        """All of them, also where one raises."""
+        with ExitStack() as closing:
+            for env in reversed(self.envs):
+                closing.callback(env.close)
 
 
 class GroupedCollector:

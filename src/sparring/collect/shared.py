@@ -23,17 +23,27 @@ class SharedHandle:
 
 
 class SharedTensors:
-    """Tensors by key that another process sees too. Nothing is left of them when both have ended, in whatever way."""
+    """Tensors by key that another process sees too.
+
+    Once it has attached, nothing is left of them when both have ended, in whatever way. A maker that is killed before
+    leaves a file, which goes when the next one is made in that folder.
+    """
 
     def __init__(self, memory: Memory, layout: Layout):
         self.memory, self.layout = memory, layout
         self.tensors: dict[Key, torch.Tensor] = layout.views(memory.data)
 
     @classmethod
-    def make(cls, columns: Mapping[Key, Column], folder: Path | None = None) -> "SharedTensors":
+    def make(
+        cls,
+        columns: Mapping[Key, Column],
+        folder: Path | None = None,
+        what: str = "what is shared with the collecting process",
+    ) -> "SharedTensors":
+        """In a file there; None: in shared memory."""
         layout = Layout.of(columns)
-        nbytes = max(layout.nbytes, 1)
-        return cls(Memory.in_file(nbytes, nbytes, folder or shared_memory_folder(), shared=True), layout)
+        nbytes, folder = max(layout.nbytes, 1), folder or shared_memory_folder()
+        return cls(Memory.in_file(nbytes, nbytes, folder, True, what, instead="another buffer.folder"), layout)
 
     @classmethod
     def attach(cls, handle: SharedHandle) -> "SharedTensors":

@@ -6,6 +6,7 @@ has come round to that place meanwhile; so neither ever waits for the other, and
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,17 +35,18 @@ class SnapshotHandle:
 class SnapshotWriter:
     """The learner's end."""
 
-    def __init__(self, model: nn.Module, version: int):
+    def __init__(self, model: nn.Module, version: int, folder: Path | None = None):
+        what = "the collecting process's copy of the weights"
         weights = model.state_dict()
         resting = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self.model = model
         self.names = [name for name in weights if name not in resting]
         columns = {(name,): _column(weight) for name, weight in weights.items()}
-        self.whole: SharedTensors | None = SharedTensors.make(columns)
+        self.whole: SharedTensors | None = SharedTensors.make(columns, folder, what)
         for (name,), place in self.whole.tensors.items():
             place.copy_(weights[name])
         columns = {(name,): _column(weights[name], places=2) for name in self.names}
-        self.shared = SharedTensors.make(columns | {_CONTROL: Column((2,), torch.int64)})
+        self.shared = SharedTensors.make(columns | {_CONTROL: Column((2,), torch.int64)}, folder, what)
         self.write(version)
 
     def handle(self) -> SnapshotHandle:

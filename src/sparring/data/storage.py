@@ -74,28 +74,34 @@ class Memory:
 
     @classmethod
     @torch.inference_mode(False)
-    def in_file(cls, nbytes: int, needed: int, folder: Path, shared: bool) -> "Memory":
+    def in_file(
+        cls,
+        nbytes: int,
+        needed: int,
+        folder: Path,
+        shared: bool,
+        what: str = "the buffer",
+        instead: str = "a smaller buffer.size, or another buffer.folder",
+    ) -> "Memory":
         """A new sparse file, gone with this object. `needed`: how much of it is sure to be written.
 
         Only a `shared` one keeps its name: without, the system frees it when the process ends in whatever way.
+        Where there is no room, `what` it is for and what to choose `instead` are said.
         """
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         free = _free_space(folder)
         if needed > free:
             raise UserError(
-                f"the buffer needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; "
-                "choose a smaller buffer.size, or another buffer.folder"
+                f"{what} needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; choose {instead}"
             )
-        handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder)
-        # held as long as the process lives, see _sweep
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        handle, file = _new_file(folder)
         os.ftruncate(handle, nbytes)
-        memory = cls.open(Path(name), nbytes)
+        memory = cls.open(file, nbytes)
         if shared:
-            weakref.finalize(memory, _remove, handle, Path(name))
+            weakref.finalize(memory, _remove, handle, file)
         else:
-            _remove(handle, Path(name))
+            _remove(handle, file)
             memory.file = None
         return memory
 
@@ -103,6 +109,9 @@ class Memory:
     @torch.inference_mode(False)
     def open(cls, file: Path, nbytes: int) -> "Memory":
         """The same bytes, from any process."""
+        # torch would make a file that is missing, and lengthen one that is too short
+        if (found := file.stat().st_size) != nbytes:
+            raise ValueError(f"{file} has {found} bytes, not {nbytes}")
         return cls(torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8), file)
 
 
@@ -135,6 +144,17 @@ def gigabytes(nbytes: int) -> str:
 
 def _two_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _new_file(folder: Path) -> tuple[int, Path]:
+    """A file and its lock, which is held as long as the process lives, see _sweep."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        # another process may have swept it before it was locked
+        if Path(name).exists():
+            return handle, Path(name)
+        os.close(handle)
 
 
 def _remove(handle: int, file: Path) -> None:

@@ -1,6 +1,7 @@
 """What acts in a run that learns from robots: here, in groups, or in a process of its own."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -68,11 +69,11 @@ def make_robots(config, seat: Distributed | Seat) -> Env | GroupedEnv:
 
 def act_apart(config, distributed: Distributed) -> DistantEnv:
     """As many robots in a process of their own, which this one hears of."""
-    for key in ("env", "policy"):
-        name = getattr(config, key).name
+    names = {"env.name": config.env.name, "policy.name": config.policy.name, "algorithm": config.algorithm}
+    for key, name in names.items():
         if name.startswith("__main__:"):
             raise UserError(
-                f"{key}.name={name!r} is defined in the script or notebook itself, which the collecting process cannot "
+                f"{key}={name!r} is defined in the script or notebook itself, which the collecting process cannot "
                 "import; move the class to a module, or use rollout.mode=sync"
             )
     acting = Acting(config, Seat(distributed.device, distributed.rank, distributed.world_size))
@@ -81,7 +82,8 @@ def act_apart(config, distributed: Distributed) -> DistantEnv:
 
 def make_collector(config, env: Env | GroupedEnv | DistantEnv, policy: Policy):
     if isinstance(env, DistantEnv):
-        return DistantCollector(env, policy, config.rollout.staleness, config.rollout.least_ess)
+        folder = Path(config.buffer.folder) if config.buffer.folder else None
+        return DistantCollector(env, policy, config.rollout.staleness, config.rollout.least_ess, folder)
     envs = env.envs if isinstance(env, GroupedEnv) else [env]
     chunk, (_, episodes) = config.rollout.action_steps, rollout_length(config, env)
     collectors = [Collector(env, policy, config.seed, chunk=chunk, episodes=episodes) for env in envs]
