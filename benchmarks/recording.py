@@ -29,7 +29,7 @@ import report
 
 TARGET = 0.03
 # all that can be switched on; videos are by default
-ON = {"logging.rerun": True}
+ON = {"logging.rerun": True, "logging.tensorboard": True, "logging.mode": "offline"}
 # name -> what is trained, by default settings but for how long
 TRAININGS = {
     "finetune": {"phase": "finetune"},
