@@ -243,14 +243,18 @@ def test_wandb_gets_a_video_with_the_step_that_is_open(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     from sparring.record.wandb import WeightsAndBiases
 
-    (tmp_path / "rollout_3.mp4").write_bytes(b"film")
+    names = ("rollout_000003_0", "rollout_000003_1", "episode_000008_000003_0", "episode_000008")
+    for name in names:
+        (tmp_path / f"{name}.mp4").write_bytes(name.encode())
     sink = WeightsAndBiases(load_config({"logging": {"mode": "offline"}}).logging, tmp_path, {})
     sink.write(3, {"train/loss": 1.0})
-    sink.video("rollout_3", tmp_path / "rollout_3.mp4")
+    for name in names:
+        sink.video(name, tmp_path / f"{name}.mp4")
     sink.write(4, {"train/loss": 2.0})
     sink.close(failed=False)
     (part,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     (step, third), (next_step, fourth) = history(part, 2)
-    assert (step, next_step, fourth["train/loss"]) == (3, 4, 2.0) and "videos/rollout/path" not in fourth
-    assert (part.parent / "files" / third["videos/rollout/path"]).read_bytes() == b"film"
-    assert third["videos/rollout/caption"] == "rollout_3"
+    assert (step, next_step, fourth["train/loss"]) == (3, 4, 2.0) and "videos/rollout_0/path" not in fourth
+    for key, name in zip(("rollout_0", "rollout_1", "episode_0", "episode"), names, strict=True):
+        assert (part.parent / "files" / third[f"videos/{key}/path"]).read_bytes() == name.encode()
+        assert third[f"videos/{key}/caption"] == name
