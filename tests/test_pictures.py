@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -88,6 +89,40 @@ def test_an_encoder_that_is_missing_or_fails_is_told_and_leaves_nothing(tmp_path
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", nowhere)
     with pytest.raises(UserError, match="no videos: No ffmpeg exe could be found"):
         write_video(tmp_path / "v.mp4", [plain(1)], 10)
+
+
+@pytest.mark.parametrize(("own", "told"), [(0, 10), (15, 15)])
+def test_encoding_never_gives_way_less_than_the_run_does(tmp_path, monkeypatch, own, told):
+    asked = []
+
+    def refused(which, pid, nice):
+        asked.append(nice)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "getpriority", lambda which, pid: own)
+    monkeypatch.setattr(os, "setpriority", refused)
+    assert write_video(tmp_path / "v.mp4", [plain(1)] * 2, 10).exists() and asked == [told]
+
+
+def test_frames_are_drawn_while_others_are_encoded(tmp_path, monkeypatch):
+    """At most a few are there at a time, however long the video is."""
+    there, most = set(), 0
+
+    class Counted(np.ndarray):
+        def __del__(self):
+            there.discard(self.number)
+
+    def drawn():
+        nonlocal most
+        for number in range(20):
+            frame = plain(number).view(Counted)
+            frame.number = number
+            there.add(number)
+            most = max(most, len(there))
+            yield frame
+
+    write_video(tmp_path / "v.mp4", drawn(), 10)
+    assert most <= 4
 
 
 def test_a_film_whose_drawing_fails_leaves_no_video(tmp_path):
