@@ -302,6 +302,15 @@ def test_what_is_told_of_a_run(tmp_path):
     assert [strip["kind"] for strip in run.parts["media"]["strips"]] == ["pred vs gt"]
 
 
+def test_metrics_and_evaluations_have_one_clock(tmp_path):
+    path = tmp_path / "run"
+    write_lines(path / "episode_metrics.jsonl", [{"update": i, "timestamp": BEGAN + 10 * i} for i in (1, 2)])
+    write_lines(path / "evaluations.jsonl", [{"update": 2, "eval/reward": 1.0, "timestamp": BEGAN + 25}])
+    run = open_run(path)
+    assert run.parts["metrics"]["axes"]["timestamp"].tolist() == [0, 10]
+    assert run.parts["evaluations"]["axes"]["timestamp"].tolist() == [15]
+
+
 def test_only_what_changed_gets_a_new_version(tmp_path):
     path = make_run(tmp_path / "run", pictures=True)
     run = open_run(path)

@@ -42,8 +42,13 @@ class RunFolder:
         videos, strips = media.videos(self.path), media.strips(self.path)
         last = self._last_evaluation()
         self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
-        self._update("metrics", self.metrics.stamp, version, self._metrics)
-        self._update("evaluations", [self.evaluations.stamp, last], version, lambda: self._evaluations(last).points())
+        # of both, so that they are drawn over the same time
+        began = min(
+            filter(None, (part.curves.first("timestamp") for part in (self.metrics, self.evaluations))), default=None
+        )
+        self._update("metrics", [self.metrics.stamp, began], version, lambda: self._metrics(began))
+        evaluations = self._evaluations(last)
+        self._update("evaluations", [self.evaluations.stamp, last, began], version, lambda: evaluations.points(began))
         self._update("timeline", self.timeline.stamp, version, self.timeline.lanes)
         about = self._about(last)
         self._update("about", about, version, lambda: about)
@@ -59,11 +64,11 @@ class RunFolder:
         self._stamps[name] = stamp
         return True
 
-    def _metrics(self) -> dict:
+    def _metrics(self, began: float | None) -> dict:
         curves = self.metrics.curves
         names = {name: re.fullmatch(r"(?:perf/)?behind_(\d+)", name) for name in curves.names}
         behind = {int(match[1]): curves.mean(name) for name, match in names.items() if match and name in curves}
-        return curves.points() | {"behind": [[k, behind[k]] for k in sorted(behind)]}
+        return curves.points(began) | {"behind": [[k, behind[k]] for k in sorted(behind)]}
 
     def _media(self, videos: list[media.Picture], strips: list[media.Picture]) -> dict:
         chosen, shown = media.spread(strips), videos[: media.VIDEOS]
