@@ -265,7 +265,17 @@ def test_one_run_is_compared_with_the_defaults(tmp_path):
 def test_a_run_that_says_running_is_looked_for(tmp_path):
     here = {"state": "running", "host": platform.node()}
     run = make_run(tmp_path / "a", **here, pid=os.getpid())
+    # the number of a process that lives may be another's by now
+    assert read_status(run)["state"] == "killed"
+    lock = take_lock(run)
     assert read_status(run)["state"] == "running"
+    os.close(lock)
+
+
+def test_where_there_are_no_locks_a_run_is_looked_for_by_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.runs.is_held", lambda folder: None)
+    here = {"state": "running", "host": platform.node()}
+    assert read_status(make_run(tmp_path / "a", **here, pid=os.getpid()))["state"] == "running"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run = make_run(tmp_path / "b", **here, pid=gone.pid)

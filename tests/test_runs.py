@@ -1,7 +1,9 @@
 """Run folders seen from outside, and their checkpoints pruned."""
 
+import fcntl
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -70,6 +72,15 @@ def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
         assert look_at(run).state == "running"
     (run / "writer.lock").unlink()
     assert look_at(run).state == "killed"
+
+
+def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
+    run = folder("run")
+    handle = os.open(run / "writer.lock", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [handle]).start()
+    with alone_in(run):
+        assert look_at(run).state == "running"
 
 
 def test_a_folder_without_a_status_tells_what_it_can(folder):

@@ -73,11 +73,13 @@ def look_at(folder: Path) -> RunState:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process trains there; None: the file system cannot tell."""
+    """Whether a process trains there; None: it cannot be told. Asking takes the lock for a moment, see `take_lock`."""
     try:
         handle = os.open(folder / "writer.lock", os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,10 +96,11 @@ def is_held(folder: Path) -> bool | None:
 def lives(folder: Path, status: dict) -> bool | None:
     """Whether the process that wrote this status is still there; None: nothing can tell.
 
-    By its number where it is of this machine, elsewhere by the lock: who looks often would hold it when a run begins.
+    By the lock; where that tells nothing, by the number of the process, which after a restart may be another's.
     """
-    if status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
-        return is_held(folder)
+    held = is_held(folder)
+    if held is not None or status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
+        return held
     try:
         os.kill(status["pid"], 0)
     except ProcessLookupError:
