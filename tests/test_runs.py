@@ -185,11 +185,34 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("; nothing to remove\n")
 
 
-def test_without_evaluations_only_the_last_are_kept(folder, capsys):
-    run = folder("run", checkpoints=FIVE)
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([{"eval/success_rate": None, "eval/reward": reward} for reward in (1.0, 7.5, 3.0)], "reward 7.5"),
+        (
+            [{"eval/head/changed_mse_ratio": x, "eval/wrist/changed_mse_ratio": x + 0.2} for x in (0.9, 0.3, 0.5)],
+            "MSE ratio 0.400",
+        ),
+    ],
+)
+def test_where_success_is_not_told_reward_or_foretelling_is(folder, capsys, lines, said):
+    run = folder("run", checkpoints=[10, 20, 30, 40])
+    told = [line | {"update": update} for update, line in zip((10, 20, 30), lines, strict=True)]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     assert main(["prune", str(run), "--yes"]) == 0
+    assert f"keeps checkpoint-20 ({said}), checkpoint-40 (last)" in capsys.readouterr().out
+    assert names(run) == ["checkpoint-20", "checkpoint-40"]
+
+
+def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
+    run = folder("run", checkpoints=FIVE)
+    assert main(["prune", str(run), "--yes"]) == 2
+    told = capsys.readouterr()
+    assert "no evaluation tells which are best" in told.out
+    assert "no evaluation tells which checkpoints are best; give --keep-best 0" in told.err
+    assert len(names(run)) == 5
+    assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
     assert names(run) == ["checkpoint-50"]
-    assert "no evaluation tells which are best" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", 1), ("", 2), ("n", 2)])
