@@ -18,7 +18,7 @@ from sparring.report import curves, tail
 from sparring.report.collection import Collection
 from sparring.report.curves import Curves, Table
 from sparring.report.folder import RunFolder, find_runs
-from sparring.report.media import Picture, spread, videos, within
+from sparring.report.media import Picture, spread, strips, videos, within
 from sparring.report.page import page
 from sparring.report.settings import defaults, differences, labels, read_config, short_names
 from sparring.report.status import read_status
@@ -226,6 +226,14 @@ def test_failures_come_first_then_the_newest(tmp_path):
     assert [video.kind for video in found] == ["evaluation", "rollout", "prediction", "rollout", "evaluation"]
     assert (found[0].success, found[0].reward, found[0].task) == (False, 3.5, "reach_d0")
     assert found[1].update == 12 and found[1].success is None
+
+
+def test_only_predictions_are_shown_as_such(tmp_path):
+    """Six moments of a film, whose video is not encoded yet or failed, are none."""
+    run = make_run(tmp_path / "run", pictures=True)
+    for name in ("rollout_000003_0.png", "episode_000160_000020_0.png"):
+        (run / "samples" / name).write_bytes(b"x")
+    assert [strip.file for strip in strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
 
 
 def test_pictures_are_chosen_by_number_and_by_size():
