@@ -188,6 +188,18 @@ def test_frames_hold_all_cameras_enlarged_and_end_with_the_verdict(success, colo
         assert np.array_equal(shown[1], shown[-1])
 
 
+def test_every_evaluation_has_videos_of_its_own(tmp_path):
+    """Also where no episode ended between two; where none is played, updates are what is counted."""
+    films = Films(tmp_path)
+    for episodes, updates in ((0, 5), (5, 6), (5, 7)):
+        films.evaluation([film_of(), film_of()], Progress(updates=updates, episodes=episodes), SPEC)
+    films.finish()
+    assert {path.stem for path in (tmp_path / "videos").glob("*.mp4")} == {
+        *("episode_000005_0", "episode_000005_1", "episode_000005_000006_0", "episode_000005_000006_1"),
+        *("episode_000005_000007_0", "episode_000005_000007_1"),
+    }
+
+
 def test_long_titles_are_cut_and_large_pictures_stay():
     tiles = [("", [plain(7, 500)])]
     (first, *_) = frames(Scene([tiles], "a very long story " * 20, [("step 0",)], None, fps=1))
@@ -216,7 +228,11 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
         "cameras": ["head", "wrist"],
         "strip": "samples/rollout_000007_4.png",
     }
-    assert (second["file"], second["kind"], second["success"]) == ("videos/episode_000032_0.mp4", "evaluation", False)
+    assert (second["file"], second["kind"], second["success"]) == (
+        "videos/episode_000032_000007_0.mp4",
+        "evaluation",
+        False,
+    )
     assert told == [(tmp_path / line["file"], line) for line in (first, second)]
     meta, decoded = read_video(tmp_path / second["file"])
     # 4 pictures, the last for a second; the frame around it is red
