@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import os
 import platform
 import shlex
@@ -19,6 +20,9 @@ from torch import nn
 from sparring import __version__
 from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
+from sparring.record.log import LOGGER
+
+log = logging.getLogger(LOGGER)
 
 # between two writes of no more than progress
 SECONDS = 1.0
@@ -33,6 +37,7 @@ class Status:
         self.told |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
         self.told |= {"progress": None, "best": None, "last": None, "system": system}
         self._written = -float("inf")
+        self._warned = False
 
     def begin(self, progress: Progress, fraction: float, evaluations: list[dict]) -> None:
         """`evaluations`: lines of evaluations.jsonl so far."""
@@ -71,8 +76,14 @@ class Status:
             return
         self.told["updated"] = time.time()
         partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.told, indent=2) + "\n")
-        partial.replace(self.file)
+        try:
+            partial.write_text(json.dumps(self.told, indent=2) + "\n")
+            partial.replace(self.file)
+        except OSError as error:
+            # a full disk: training, or what ended it, matters more than what is told of it
+            if not self._warned:
+                log.warning("cannot write '%s' (%s); it is out of date", self.file, error.strerror)
+            self._warned = True
         self._written = time.monotonic()
 
 
