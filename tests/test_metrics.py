@@ -146,13 +146,18 @@ def test_what_a_line_says_of_an_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"mode": "offline"}, "wandb")]
+    ("setting", "package", "extra"),
+    [
+        ({"tensorboard": True}, "tensorboard", "tensorboard"),
+        ({"mode": "offline"}, "wandb", "wandb"),
+        ({"rerun": True}, "rerun-sdk", "rerun"),
+    ],
 )
-def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package):
+def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package, extra):
     monkeypatch.setattr("sparring.record.sinks.find_spec", lambda name: None)
     monkeypatch.setattr("sparring.run.resolve", lambda *_: pytest.fail("built"))
     config = load_config(SMALL | {"output": str(tmp_path / "run"), "logging": setting})
-    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'sparring\[{package}\]'"):
+    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'sparring\[{extra}\]'"):
         Run(config)
     assert not (tmp_path / "run").exists()
 

@@ -301,11 +301,3 @@ def test_a_run_that_goes_on_keeps_the_recording_it_had(tmp_path):
         films.rollouts([film_of()], Progress(1, 1, 1), SPEC)
         films.finish()
     assert sorted(path.name for path in tmp_path.glob("*.rrd")) == ["recording-2.rrd", "recording.rrd"]
-
-
-def test_without_rerun_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rerun", None)
-    with pytest.raises(
-        UserError, match=r"logging.rerun=true: rerun-sdk is not installed; pip install 'sparring\[rerun\]'"
-    ):
-        Films(tmp_path, rerun=True)
