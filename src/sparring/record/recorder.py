@@ -18,15 +18,15 @@ from sparring.record.sinks import Sink
 
 log = logging.getLogger(LOGGER)
 
-# for what is still being encoded; what went wrong is to be told soon
-AFTER_AN_ERROR_S = 5.0
+# for what is still being encoded; what went wrong is to be told soon, and before `launch` loses its patience
+AFTER_AN_ERROR_S = 2.0
 
 
 class Recorder:
     """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl` and, as `films`, videos and pictures.
 
     Without a folder, nothing. Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for what is
-    still being drawn and encoded.
+    still being drawn and encoded; what ends by an exception is closed.
     """
 
     def __init__(self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False):
@@ -44,6 +44,8 @@ class Recorder:
             # who interrupts twice does not want to wait
             self.films.finish(0.0 if kind is KeyboardInterrupt else AFTER_AN_ERROR_S if kind else PATIENCE_S)
             self._share_videos()
+        if kind is not None:
+            self.close(failed=True)
 
     @property
     def metrics_file(self) -> Path:

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,13 @@ log = logging.getLogger(LOGGER)
 SECONDS = 1.0
 
 
+class Ended(NamedTuple):
+    """How: finished, interrupted or crashed."""
+
+    state: str
+    why: str | None = None
+
+
 class Status:
     """Written at once as a whole, so that nobody reads half of it. Without a folder, not at all."""
 
@@ -36,6 +44,8 @@ class Status:
         self.told = {"state": "running", "why": None, "pid": os.getpid(), "host": socket.gethostname()}
         self.told |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
         self.told |= {"progress": None, "best": None, "last": None, "system": system}
+        # the last time, of this process
+        self.ended: Ended | None = None
         self._written = -float("inf")
         self._warned = False
 
@@ -56,8 +66,9 @@ class Status:
         self.told["last"] = rates[-1] if rates else None
         self._write()
 
-    def end(self, progress: Progress, fraction: float, state: str, why: str | None = None) -> None:
-        self.told |= {"state": state, "why": why, "ended": time.time()}
+    def end(self, progress: Progress, fraction: float, ended: Ended) -> None:
+        self.ended = ended
+        self.told |= ended._asdict() | {"ended": time.time()}
         self.told["progress"] = asdict(progress) | {"fraction": fraction}
         self._write()
 
