@@ -135,7 +135,9 @@ def test_what_a_line_says_of_an_evaluation():
     assert (numbers["episodes"], numbers["success_rate"], numbers["reward"], numbers["steps"]) == (4, 0.75, 2.0, 5.0)
     assert numbers["success_low"] == wilson(3, 4).low and numbers["success_high"] == wilson(3, 4).high
     assert (numbers["push/success_rate"], numbers["lift/reward"], numbers["random_success_rate"]) == (0.5, 3.0, 0.0)
-    assert "all/reward" not in numbers and "push/success_low" not in numbers
+    assert (numbers["push/success_low"], numbers["push/success_high"]) == (wilson(1, 2).low, wilson(1, 2).high)
+    assert (numbers["random_success_low"], numbers["random_success_high"]) == (0.0, wilson(0, 4).high)
+    assert "all/reward" not in numbers
     told.scores, told.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
     numbers = told.numbers()
     assert numbers["success_rate"] is numbers["success_low"] is numbers["success_high"] is None

@@ -17,7 +17,7 @@ from sparring.errors import UserError
 from sparring.report import curves, tail
 from sparring.report.collection import Collection
 from sparring.report.curves import Curves, Table
-from sparring.report.folder import RunFolder, find_runs
+from sparring.report.folder import RunFolder, as_row, find_runs
 from sparring.report.media import Picture, spread, strips, videos, within
 from sparring.report.page import page
 from sparring.report.settings import defaults, differences, labels, read_config, short_names
@@ -361,6 +361,16 @@ def test_runs_of_earlier_versions_are_shown_too(tmp_path):
     assert (
         about["last"]["success_rate"] == 0.75 and about["progress"]["env_steps"] == 20 and about["state"] == "unknown"
     )
+
+
+def test_of_several_tasks_all_are_what_counts():
+    def score(rate):
+        return {"success": {"rate": rate, "low": rate - 0.1, "high": rate + 0.1}, "reward": rate}
+
+    scores = {who: {"push": score(0.2), "lift": score(0.4), "all": score(0.3)} for who in ("policy", "random")}
+    row = as_row({"episodes": 8, "scores": scores})
+    assert (row["eval/success_rate"], row["eval/push/success_rate"], row["eval/random_reward"]) == (0.3, 0.2, 0.3)
+    assert not any("all" in name for name in row)
 
 
 def test_run_folders_are_found_below_a_folder(tmp_path):

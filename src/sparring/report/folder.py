@@ -144,7 +144,7 @@ def as_row(evaluation: dict) -> dict:
     for who, before in (("policy", ""), ("random", "random_")):
         tasks = (evaluation.get("scores") or {}).get(who) or {}
         for task, score in tasks.items():
-            name = f"{task}/" if len(tasks) > 1 else ""
+            name = "" if len(tasks) == 1 or task == "all" else f"{task}/"
             rate = score.get("success") or {}
             row[f"eval/{name}{before}success_rate"] = rate.get("rate")
             row[f"eval/{name}{before}success_low"] = rate.get("low")
