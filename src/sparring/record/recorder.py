@@ -106,18 +106,23 @@ class Recorder:
             self._each_sink(lambda sink, file=file: sink.video(file.stem, file))
 
     def state_dict(self) -> dict:
-        exists = self.folder is not None and self.metrics_file.exists()
-        return {"metrics_bytes": self.metrics_file.stat().st_size if exists else 0}
+        return {"metrics_bytes": self._bytes("episode_metrics.jsonl"), "timeline_bytes": self._bytes("timeline.jsonl")}
 
     def load_state_dict(self, state: dict, updates: int) -> None:
         """Forget lines that a run wrote after the checkpoint it now goes on from: it will write them again."""
         if self.folder is None:
             return
-        if self.metrics_file.exists():
-            size = self.metrics_file.stat().st_size
-            os.truncate(self.metrics_file, min(size, state["metrics_bytes"]))
+        # checkpoints of earlier versions do not tell how long the timeline was
+        known = {"episode_metrics.jsonl": state["metrics_bytes"], "timeline.jsonl": state.get("timeline_bytes")}
+        for name, size in known.items():
+            if size is not None and size < self._bytes(name):
+                os.truncate(self.folder / name, size)
         # not by their bytes: an update is evaluated after it is saved
         self._keep_evaluations(updates)
+
+    def _bytes(self, name: str) -> int:
+        file = self.folder / name if self.folder else None
+        return file.stat().st_size if file and file.exists() else 0
 
     def _keep_evaluations(self, updates: int) -> None:
         """Of the first so many updates."""
