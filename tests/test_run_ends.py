@@ -11,6 +11,7 @@ from sparring.errors import UserError
 from sparring.launch import PATIENCE
 from sparring.record.log import LOGGER
 from sparring.record.recorder import AFTER_AN_ERROR_S
+from sparring.record.status import why
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -97,6 +98,10 @@ def test_how_it_ended_is_told_before_videos_are_waited_for(tmp_path, monkeypatch
     # of an error, W&B is told after the videos that are there; who launched this waits no longer than PATIENCE
     assert waited == [(2.0, "crashed", []) if error else (120.0, "finished", [])]
     assert closed == ([True] if error else []) and AFTER_AN_ERROR_S < PATIENCE
+
+
+def test_why_does_not_announce_what_it_leaves_out():
+    assert why(UserError("a worker died; its last words:\n  Segmentation fault")) == "a worker died"
 
 
 def test_an_evaluation_before_the_end_interrupts_nothing(tmp_path):

@@ -133,6 +133,6 @@ def _system(device: torch.device, model: nn.Module) -> dict:
 
 
 def why(error: BaseException) -> str:
-    """An exception in a line."""
-    line = next(iter(str(error).splitlines()), "")
+    """An exception in a line, without the last words of a process, which follow in lines of their own."""
+    line = next(iter(str(error).splitlines()), "").removesuffix("; its last words:")
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".removesuffix(": ")
