@@ -17,7 +17,7 @@ from sparring.errors import UserError
 from sparring.report import curves, tail
 from sparring.report.collection import Collection
 from sparring.report.curves import Curves, Table
-from sparring.report.folder import RunFolder, as_row, find_runs
+from sparring.report.folder import RunFolder, as_row, runs_in
 from sparring.report.media import Picture, spread, strips, videos, within
 from sparring.report.page import page
 from sparring.report.settings import defaults, differences, labels, read_config, short_names
@@ -377,10 +377,10 @@ def test_run_folders_are_found_below_a_folder(tmp_path):
     first, second, third = make_run(tmp_path / "a" / "x"), make_run(tmp_path / "seed2"), make_run(tmp_path / "seed10")
     (first / "checkpoint-3").mkdir()
     (first / "checkpoint-3" / "config.yaml").touch()
-    assert find_runs(tmp_path) == [first, second, third]
-    assert find_runs(first) == [first]
+    assert runs_in(tmp_path) == [first, second, third]
+    assert runs_in(first) == [first]
     with pytest.raises(UserError, match="is a checkpoint; give its run folder: "):
-        find_runs(first / "checkpoint-3")
+        runs_in(first / "checkpoint-3")
 
 
 # --- the page ---

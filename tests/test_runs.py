@@ -107,9 +107,15 @@ def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
     folder("b", status("finished", updated=now - 100))
     folder("b/again", status("finished", updated=now - 10))
     folder("b/episodes/part", status("finished"))
+    # of which nothing else was kept
+    (tmp_path / "numbers").mkdir()
+    (tmp_path / "numbers/episode_metrics.jsonl").touch()
+    os.utime(tmp_path / "numbers/episode_metrics.jsonl", (now - 900, now - 900))
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/config.yaml").touch()
-    assert [os.path.relpath(run.path, tmp_path) for run in find_runs(tmp_path)] == ["b/again", "b", "a/finetune_rl"]
+    assert [os.path.relpath(run.path, tmp_path) for run in find_runs(tmp_path)] == [
+        *("b/again", "b", "a/finetune_rl", "numbers")
+    ]
 
 
 def test_the_table(folder, tmp_path, monkeypatch, capsys):

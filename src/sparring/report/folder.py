@@ -11,9 +11,7 @@ from sparring.report.curves import Curves, Table
 from sparring.report.settings import read_config
 from sparring.report.status import read_object, read_status
 from sparring.report.timeline import Timeline
-
-# deep enough for outputs/<experiment>/<run>; what lies in a run is not looked at
-_DEPTH = 3
+from sparring.runs import run_folders
 
 
 class RunFolder:
@@ -161,18 +159,13 @@ def _written(file: Path) -> int | None:
         return None
 
 
-def find_runs(path: Path, depth: int = _DEPTH) -> list[Path]:
-    """The path itself if it is a run folder, else the run folders below it."""
+def runs_in(path: Path) -> list[Path]:
+    """The path itself if it is a run folder, and those below it."""
     if re.fullmatch(r"checkpoint-\d+", path.name):
         raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
-    if any((path / name).exists() for name in ("episode_metrics.jsonl", "config.yaml", "status.json")):
-        return [path]
-    if depth == 0 or not path.is_dir():
-        return []
-    below = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("checkpoint-")]
-    return [run for folder in sorted(below, key=_by_number) for run in find_runs(folder, depth - 1)]
+    return sorted(run_folders(path), key=_by_number)
 
 
 def _by_number(folder: Path) -> list:
     """seed2 before seed10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", folder.name)]
+    return [[int(word) if word.isdigit() else word for word in re.split(r"(\d+)", part)] for part in folder.parts]
