@@ -23,6 +23,7 @@ from sparring.envs.tabletop.tasks import TASKS
 from sparring.errors import UserError
 from sparring.folder import alone_in
 from sparring.phases import PHASES
+from sparring.phases.phase import Progress
 from sparring.policies import POLICIES
 from sparring.tree import load_config
 
@@ -252,6 +253,29 @@ def test_a_run_leaves_what_it_says(trained):
     }  # fmt: skip
     lines = [json.loads(line) for line in (trained / "episode_metrics.jsonl").read_text().splitlines()]
     assert [(line["update"], line["total_steps"]) for line in lines] == [(1, 16), (2, 32)]
+
+
+def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
+    from sparring.evaluate_run import _progress
+
+    (first, _) = map(json.loads, (run_folder / "episode_metrics.jsonl").read_text().splitlines())
+    found = _progress(run_folder / "checkpoint-1")
+    assert (found.updates, found.env_steps, found.episodes) == (1, 16, first["episode"])
+    (run_folder / "checkpoint-1/training_state.pt").unlink()
+    assert _progress(run_folder / "checkpoint-1") == Progress(updates=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [([], "give --json FILE in a folder of yours"), (["--json", "x.json", "--videos", "1"], "leave out --videos")],
+)
+def test_a_folder_that_cannot_be_written_is_told_before_episodes_are_played(
+    capsys, run_folder, monkeypatch, words, instead
+):
+    monkeypatch.setattr("sparring.evaluate_run.os.access", lambda path, mode: path == Path("."))
+    monkeypatch.setattr("sparring.evaluate_run.evaluate_config", lambda *_: pytest.fail("played"))
+    code, _, err = told(capsys, "eval", "run", *words)
+    assert code == 2 and f"'run': cannot write there; {instead}" in err
 
 
 def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(capsys, run_folder):

@@ -12,6 +12,7 @@ from sparring.collect.episodes import Episode
 from sparring.compare import OWN_WAY, Comparison, Measured, in_order
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
+from sparring.errors import UserError
 from sparring.evaluate import play
 from sparring.measures.paired import Difference, in_means, in_successes, mcnemar, student
 from sparring.tree import load_config
@@ -28,9 +29,9 @@ def pairs(both: int, only_a: int, only_b: int, neither: int) -> tuple[np.ndarray
 
 @pytest.mark.parametrize(
     ("only_a", "only_b", "p"),
-    [(0, 0, 1), (1, 0, 1), (5, 0, 2 / 32), (0, 6, 2 / 64), (12, 2, 2 * (1 + 14 + 91) / 2**14), (7, 7, 1)],
+    [(0, 0, 1), (1, 0, 0.5), (5, 0, 1 / 32), (0, 6, 1 / 64), (12, 2, (2 * (1 + 14) + 91) / 2**14), (7, 7, 1)],
 )
-def test_mcnemars_exact_test_counts_coins(only_a, only_b, p):
+def test_mcnemars_mid_p_test_counts_coins(only_a, only_b, p):
     assert mcnemar(only_a, only_b) == pytest.approx(p)
 
 
@@ -39,7 +40,7 @@ def test_newcombes_interval_by_hand():
     found = in_successes(*pairs(14, 5, 0, 22))
     assert found.effect == pytest.approx(5 / 41)
     assert (round(found.low, 3), round(found.high, 3)) == (0.011, 0.226)
-    assert found.p == pytest.approx(2 / 32)
+    assert found.p == pytest.approx(1 / 32) and found.is_shown
     turned = in_successes(*reversed(pairs(14, 5, 0, 22)))
     assert (turned.effect, turned.low, turned.high) == pytest.approx((-found.effect, -found.high, -found.low))
 
@@ -64,6 +65,22 @@ def test_flipping_signs_by_hand():
 @pytest.mark.parametrize(("freedom", "quantile"), [(5, 2.571), (9, 2.262), (29, 2.045), (99, 1.984)])
 def test_students_quantiles_are_those_of_the_tables(freedom, quantile):
     assert student(freedom) == pytest.approx(quantile, abs=5e-3)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_no_number_is_told(odd):
+    with pytest.raises(UserError, match="1 of 3 episodes have figures that are not finite"):
+        in_means(np.array([1.0, odd, 2.0]), np.zeros(3))
+
+
+def test_the_test_of_successes_keeps_its_word_and_seldom_differs_from_the_interval():
+    """Of two that are as likely to succeed in 40 episodes."""
+    rng, tries, alarms, edges = np.random.default_rng(0), 2000, 0, 0
+    for a, b in rng.random((tries, 2, 40)) < 0.7:
+        found = in_successes(a, b)
+        alarms += found.p < 0.05
+        edges += found.is_on_the_edge
+    assert 0.03 <= alarms / tries <= 0.06 and edges / tries < 0.02
 
 
 @pytest.mark.parametrize(("a", "b", "alike", "n"), [(0.8, 0.7, 0.5, 50), (0.95, 0.95, 0.5, 100), (0.99, 0.9, 0.0, 50)])
@@ -151,6 +168,11 @@ REWARD = Measured("reward", 2.0, 1.0, Difference(1.0, 0.5, 1.5, 0.0001), "reward
             "+1.500), p < 0.001",
         ),
         (
+            [measured(0.12, 0.01, 0.23, 0.062)],
+            "on the edge with 100 episodes: +12.0 points of success (95 % +1.0 to +23.0), p = 0.062; by only one of "
+            "interval and p there is a difference, and more would tell",
+        ),
+        (
             [replace(REWARD, more_is_better=False, unit="of the MSE ratio")],
             "B is better: -1.000 of the MSE ratio (95 % -1.500 to -0.500), p < 0.001",
         ),
@@ -227,7 +249,7 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
     [
         (["one", "easy"], "A and B were trained in different episodes; give both the same, e.g. env.success_return=12"),
         (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
-        (["one", "two", "--episodes", "1"], "1 episode(s) to tell from are too few"),
+        (["one", "two", "--episodes", "5"], "5 episode(s) to tell from are too few to know what is chance; give 6 or"),
         (["one", "nowhere"], "'nowhere' does not exist"),
         (["one", "two", "--json", "no/where.json"], "--json no/where.json: there is no folder 'no'; make it first"),
         (["one", "two", "policy.hidden=[4]"], "policy.hidden: cannot be changed after training"),
@@ -242,6 +264,6 @@ def test_what_cannot_be_compared_is_refused_in_words(runs, capsys, monkeypatch, 
 
 def test_runs_of_different_episodes_can_be_given_the_same(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
-    assert main(["compare", "one", "easy", "--episodes", "4", "env.success_return=12"]) == 0
+    assert main(["compare", "one", "easy", "--episodes", "6", "env.success_return=12"]) == 0
     # both were trained alike
-    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 4 episodes"
+    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 6 episodes"

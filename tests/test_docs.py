@@ -108,7 +108,7 @@ def run_small(command: str, capsys) -> None:
             at = words.index("--gpus")
             del words[at : at + 2]
     if words[0] in ("eval", "compare"):
-        words += ["--episodes", "3"] + (
+        words += ["--episodes", "6"] + (
             [] if {*words} & {"--world-model", "--exploration"} else ["evaluation.baseline=false"]
         )
     if words[0] == "demos" and words[1] != "show":

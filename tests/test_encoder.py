@@ -65,13 +65,13 @@ def test_what_goes_wrong_costs_one_job_and_is_told_once(told):
         raise error
 
     encoder, done = Encoder(), []
-    for error in (UserError("no videos: no ffmpeg"), UserError("no videos: no ffmpeg"), OSError(28, "disk is full")):
+    for error in (UserError("'1.mp4': no ffmpeg"), UserError("'2.mp4': no ffmpeg"), OSError(28, "disk is full")):
         encoder.submit(lambda error=error: fail(error))
     encoder.submit(lambda: done.append(1))
     encoder.finish()
     assert done == [1]
     assert told() == [
-        "a picture or video is missing: no videos: no ffmpeg",
+        "a picture or video is missing: '1.mp4': no ffmpeg",
         "a picture or video is missing: OSError: [Errno 28] disk is full",
     ]
 

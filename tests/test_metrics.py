@@ -135,7 +135,9 @@ def test_what_a_line_says_of_an_evaluation():
     assert (numbers["episodes"], numbers["success_rate"], numbers["reward"], numbers["steps"]) == (4, 0.75, 2.0, 5.0)
     assert numbers["success_low"] == wilson(3, 4).low and numbers["success_high"] == wilson(3, 4).high
     assert (numbers["push/success_rate"], numbers["lift/reward"], numbers["random_success_rate"]) == (0.5, 3.0, 0.0)
-    assert "all/reward" not in numbers and "push/success_low" not in numbers
+    assert (numbers["push/success_low"], numbers["push/success_high"]) == (wilson(1, 2).low, wilson(1, 2).high)
+    assert (numbers["random_success_low"], numbers["random_success_high"]) == (0.0, wilson(0, 4).high)
+    assert "all/reward" not in numbers
     told.scores, told.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
     numbers = told.numbers()
     assert numbers["success_rate"] is numbers["success_low"] is numbers["success_high"] is None
@@ -146,13 +148,18 @@ def test_what_a_line_says_of_an_evaluation():
 
 
 @pytest.mark.parametrize(
-    ("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"mode": "offline"}, "wandb")]
+    ("setting", "package", "extra"),
+    [
+        ({"tensorboard": True}, "tensorboard", "tensorboard"),
+        ({"mode": "offline"}, "wandb", "wandb"),
+        ({"rerun": True}, "rerun-sdk", "rerun"),
+    ],
 )
-def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package):
+def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package, extra):
     monkeypatch.setattr("sparring.record.sinks.find_spec", lambda name: None)
     monkeypatch.setattr("sparring.run.resolve", lambda *_: pytest.fail("built"))
     config = load_config(SMALL | {"output": str(tmp_path / "run"), "logging": setting})
-    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'sparring\[{package}\]'"):
+    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'sparring\[{extra}\]'"):
         Run(config)
     assert not (tmp_path / "run").exists()
 
@@ -243,14 +250,18 @@ def test_wandb_gets_a_video_with_the_step_that_is_open(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     from sparring.record.wandb import WeightsAndBiases
 
-    (tmp_path / "rollout_3.mp4").write_bytes(b"film")
+    names = ("rollout_000003_0", "rollout_000003_1", "episode_000008_000003_0", "episode_000008")
+    for name in names:
+        (tmp_path / f"{name}.mp4").write_bytes(name.encode())
     sink = WeightsAndBiases(load_config({"logging": {"mode": "offline"}}).logging, tmp_path, {})
     sink.write(3, {"train/loss": 1.0})
-    sink.video("rollout_3", tmp_path / "rollout_3.mp4")
+    for name in names:
+        sink.video(name, tmp_path / f"{name}.mp4")
     sink.write(4, {"train/loss": 2.0})
     sink.close(failed=False)
     (part,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     (step, third), (next_step, fourth) = history(part, 2)
-    assert (step, next_step, fourth["train/loss"]) == (3, 4, 2.0) and "videos/rollout/path" not in fourth
-    assert (part.parent / "files" / third["videos/rollout/path"]).read_bytes() == b"film"
-    assert third["videos/rollout/caption"] == "rollout_3"
+    assert (step, next_step, fourth["train/loss"]) == (3, 4, 2.0) and "videos/rollout_0/path" not in fourth
+    for key, name in zip(("rollout_0", "rollout_1", "episode_0", "episode"), names, strict=True):
+        assert (part.parent / "files" / third[f"videos/{key}/path"]).read_bytes() == name.encode()
+        assert third[f"videos/{key}/caption"] == name

@@ -2,8 +2,8 @@
 
 import io
 import json
+import os
 import subprocess
-import sys
 
 import imageio_ffmpeg
 import numpy as np
@@ -90,6 +90,40 @@ def test_an_encoder_that_is_missing_or_fails_is_told_and_leaves_nothing(tmp_path
         write_video(tmp_path / "v.mp4", [plain(1)], 10)
 
 
+@pytest.mark.parametrize(("own", "told"), [(0, 10), (15, 15)])
+def test_encoding_never_gives_way_less_than_the_run_does(tmp_path, monkeypatch, own, told):
+    asked = []
+
+    def refused(which, pid, nice):
+        asked.append(nice)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "getpriority", lambda which, pid: own)
+    monkeypatch.setattr(os, "setpriority", refused)
+    assert write_video(tmp_path / "v.mp4", [plain(1)] * 2, 10).exists() and asked == [told]
+
+
+def test_frames_are_drawn_while_others_are_encoded(tmp_path, monkeypatch):
+    """At most a few are there at a time, however long the video is."""
+    there, most = set(), 0
+
+    class Counted(np.ndarray):
+        def __del__(self):
+            there.discard(self.number)
+
+    def drawn():
+        nonlocal most
+        for number in range(20):
+            frame = plain(number).view(Counted)
+            frame.number = number
+            there.add(number)
+            most = max(most, len(there))
+            yield frame
+
+    write_video(tmp_path / "v.mp4", drawn(), 10)
+    assert most <= 4
+
+
 def test_a_film_whose_drawing_fails_leaves_no_video(tmp_path):
     def torn():
         yield plain(1)
@@ -153,6 +187,18 @@ def test_frames_hold_all_cameras_enlarged_and_end_with_the_verdict(success, colo
         assert np.array_equal(shown[1], shown[-1])
 
 
+def test_every_evaluation_has_videos_of_its_own(tmp_path):
+    """Also where no episode ended between two; where none is played, updates are what is counted."""
+    films = Films(tmp_path)
+    for episodes, updates in ((0, 5), (5, 6), (5, 7)):
+        films.evaluation([film_of(), film_of()], Progress(updates=updates, episodes=episodes), SPEC)
+    films.finish()
+    assert {path.stem for path in (tmp_path / "videos").glob("*.mp4")} == {
+        *("episode_000005_0", "episode_000005_1", "episode_000005_000006_0", "episode_000005_000006_1"),
+        *("episode_000005_000007_0", "episode_000005_000007_1"),
+    }
+
+
 def test_long_titles_are_cut_and_large_pictures_stay():
     tiles = [("", [plain(7, 500)])]
     (first, *_) = frames(Scene([tiles], "a very long story " * 20, [("step 0",)], None, fps=1))
@@ -181,7 +227,11 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
         "cameras": ["head", "wrist"],
         "strip": "samples/rollout_000007_4.png",
     }
-    assert (second["file"], second["kind"], second["success"]) == ("videos/episode_000032_0.mp4", "evaluation", False)
+    assert (second["file"], second["kind"], second["success"]) == (
+        "videos/episode_000032_000007_0.mp4",
+        "evaluation",
+        False,
+    )
     assert told == [(tmp_path / line["file"], line) for line in (first, second)]
     meta, decoded = read_video(tmp_path / second["file"])
     # 4 pictures, the last for a second; the frame around it is red
@@ -250,14 +300,6 @@ def test_a_run_that_goes_on_keeps_the_recording_it_had(tmp_path):
         films.rollouts([film_of()], Progress(1, 1, 1), SPEC)
         films.finish()
     assert sorted(path.name for path in tmp_path.glob("*.rrd")) == ["recording-2.rrd", "recording.rrd"]
-
-
-def test_without_rerun_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rerun", None)
-    with pytest.raises(
-        UserError, match=r"logging.rerun=true: rerun-sdk is not installed; pip install 'sparring\[rerun\]'"
-    ):
-        Films(tmp_path, rerun=True)
 
 
 def test_videos_are_made_as_often_as_there_is_time(tmp_path, monkeypatch):

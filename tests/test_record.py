@@ -2,6 +2,7 @@
 
 import json
 
+from sparring.collect.stages import Span
 from sparring.phases.phase import Progress
 from sparring.record.recorder import Recorder
 
@@ -29,12 +30,15 @@ def test_metrics_are_one_json_object_a_line_whatever_the_numbers(tmp_path):
 def test_lines_after_a_checkpoint_are_forgotten_on_going_back(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.write(Progress(updates=1), {})
+    recorder.timeline([Span("learner", "learn", 1.0, 2.0, version=0)])
     state = recorder.state_dict()
     recorder.write(Progress(updates=2), {})
+    recorder.timeline([Span("learner", "learn", 2.0, 3.0, version=1)])
     with recorder.metrics_file.open("a") as file:
         file.write('{"torn')
     recorder.load_state_dict(state, 1)
     assert [json.loads(line)["update"] for line in recorder.metrics_file.read_text().splitlines()] == [1]
+    assert [json.loads(line)["version"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()] == [0]
 
 
 def test_evaluations_of_updates_to_come_are_forgotten_on_going_back_and_others_are_not(tmp_path):

@@ -17,8 +17,8 @@ from sparring.errors import UserError
 from sparring.report import curves, tail
 from sparring.report.collection import Collection
 from sparring.report.curves import Curves, Table
-from sparring.report.folder import RunFolder, find_runs
-from sparring.report.media import Picture, spread, videos, within
+from sparring.report.folder import RunFolder, as_row, runs_in
+from sparring.report.media import Picture, spread, strips, videos, within
 from sparring.report.page import page
 from sparring.report.settings import defaults, differences, labels, read_config, short_names
 from sparring.report.status import read_status
@@ -228,6 +228,14 @@ def test_failures_come_first_then_the_newest(tmp_path):
     assert found[1].update == 12 and found[1].success is None
 
 
+def test_only_predictions_are_shown_as_such(tmp_path):
+    """Six moments of a film, whose video is not encoded yet or failed, are none."""
+    run = make_run(tmp_path / "run", pictures=True)
+    for name in ("rollout_000003_0.png", "episode_000160_000020_0.png"):
+        (run / "samples" / name).write_bytes(b"x")
+    assert [strip.file for strip in strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
+
+
 def test_pictures_are_chosen_by_number_and_by_size():
     pictures = [Picture(str(i), "strip", bytes=10 * i) for i in range(1, 8)]
     assert [picture.file for picture in spread(pictures, 4)] == ["1", "3", "5", "7"]
@@ -265,7 +273,17 @@ def test_one_run_is_compared_with_the_defaults(tmp_path):
 def test_a_run_that_says_running_is_looked_for(tmp_path):
     here = {"state": "running", "host": platform.node()}
     run = make_run(tmp_path / "a", **here, pid=os.getpid())
+    # the number of a process that lives may be another's by now
+    assert read_status(run)["state"] == "killed"
+    lock = take_lock(run)
     assert read_status(run)["state"] == "running"
+    os.close(lock)
+
+
+def test_where_there_are_no_locks_a_run_is_looked_for_by_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.runs.is_held", lambda folder: None)
+    here = {"state": "running", "host": platform.node()}
+    assert read_status(make_run(tmp_path / "a", **here, pid=os.getpid()))["state"] == "running"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run = make_run(tmp_path / "b", **here, pid=gone.pid)
@@ -302,6 +320,15 @@ def test_what_is_told_of_a_run(tmp_path):
     assert [strip["kind"] for strip in run.parts["media"]["strips"]] == ["pred vs gt"]
 
 
+def test_metrics_and_evaluations_have_one_clock(tmp_path):
+    path = tmp_path / "run"
+    write_lines(path / "episode_metrics.jsonl", [{"update": i, "timestamp": BEGAN + 10 * i} for i in (1, 2)])
+    write_lines(path / "evaluations.jsonl", [{"update": 2, "eval/reward": 1.0, "timestamp": BEGAN + 25}])
+    run = open_run(path)
+    assert run.parts["metrics"]["axes"]["timestamp"].tolist() == [0, 10]
+    assert run.parts["evaluations"]["axes"]["timestamp"].tolist() == [15]
+
+
 def test_only_what_changed_gets_a_new_version(tmp_path):
     path = make_run(tmp_path / "run", pictures=True)
     run = open_run(path)
@@ -336,14 +363,24 @@ def test_runs_of_earlier_versions_are_shown_too(tmp_path):
     )
 
 
+def test_of_several_tasks_all_are_what_counts():
+    def score(rate):
+        return {"success": {"rate": rate, "low": rate - 0.1, "high": rate + 0.1}, "reward": rate}
+
+    scores = {who: {"push": score(0.2), "lift": score(0.4), "all": score(0.3)} for who in ("policy", "random")}
+    row = as_row({"episodes": 8, "scores": scores})
+    assert (row["eval/success_rate"], row["eval/push/success_rate"], row["eval/random_reward"]) == (0.3, 0.2, 0.3)
+    assert not any("all" in name for name in row)
+
+
 def test_run_folders_are_found_below_a_folder(tmp_path):
     first, second, third = make_run(tmp_path / "a" / "x"), make_run(tmp_path / "seed2"), make_run(tmp_path / "seed10")
     (first / "checkpoint-3").mkdir()
     (first / "checkpoint-3" / "config.yaml").touch()
-    assert find_runs(tmp_path) == [first, second, third]
-    assert find_runs(first) == [first]
+    assert runs_in(tmp_path) == [first, second, third]
+    assert runs_in(first) == [first]
     with pytest.raises(UserError, match="is a checkpoint; give its run folder: "):
-        find_runs(first / "checkpoint-3")
+        runs_in(first / "checkpoint-3")
 
 
 # --- the page ---

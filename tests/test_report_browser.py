@@ -176,5 +176,9 @@ def test_the_live_page_follows_its_run(browser, tmp_path):
     assert visit.said == [] and all(url.startswith((address, "data:")) for url in visit.asked)
     visit.page.route("**/data.json*", lambda route: route.abort())
     visit.page.wait_for_selector(".live.lost", timeout=15000)
+    # somebody else answers, then we do again
+    visit.page.unroute("**/data.json*")
+    visit.page.route("**/data.json*", lambda route: route.fulfill(body="<h1>down</h1>"), times=2)
+    visit.page.wait_for_selector(".live:not(.lost)", timeout=15000)
     server.shutdown()
     server.server_close()

@@ -1,7 +1,9 @@
 """Run folders seen from outside, and their checkpoints pruned."""
 
+import fcntl
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -72,6 +74,15 @@ def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
     assert look_at(run).state == "killed"
 
 
+def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
+    run = folder("run")
+    handle = os.open(run / "writer.lock", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [handle]).start()
+    with alone_in(run):
+        assert look_at(run).state == "running"
+
+
 def test_a_folder_without_a_status_tells_what_it_can(folder):
     run = folder("old", checkpoints=[5])
     assert (look_at(run).state, look_at(run).phase, look_at(run).task) == ("unknown", "imitate", "lift_d0, lift_d1")
@@ -96,9 +107,15 @@ def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
     folder("b", status("finished", updated=now - 100))
     folder("b/again", status("finished", updated=now - 10))
     folder("b/episodes/part", status("finished"))
+    # of which nothing else was kept
+    (tmp_path / "numbers").mkdir()
+    (tmp_path / "numbers/episode_metrics.jsonl").touch()
+    os.utime(tmp_path / "numbers/episode_metrics.jsonl", (now - 900, now - 900))
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/config.yaml").touch()
-    assert [os.path.relpath(run.path, tmp_path) for run in find_runs(tmp_path)] == ["b/again", "b", "a/finetune_rl"]
+    assert [os.path.relpath(run.path, tmp_path) for run in find_runs(tmp_path)] == [
+        *("b/again", "b", "a/finetune_rl", "numbers")
+    ]
 
 
 def test_the_table(folder, tmp_path, monkeypatch, capsys):
@@ -174,11 +191,34 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("; nothing to remove\n")
 
 
-def test_without_evaluations_only_the_last_are_kept(folder, capsys):
-    run = folder("run", checkpoints=FIVE)
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([{"eval/success_rate": None, "eval/reward": reward} for reward in (1.0, 7.5, 3.0)], "reward 7.5"),
+        (
+            [{"eval/head/changed_mse_ratio": x, "eval/wrist/changed_mse_ratio": x + 0.2} for x in (0.9, 0.3, 0.5)],
+            "MSE ratio 0.400",
+        ),
+    ],
+)
+def test_where_success_is_not_told_reward_or_foretelling_is(folder, capsys, lines, said):
+    run = folder("run", checkpoints=[10, 20, 30, 40])
+    told = [line | {"update": update} for update, line in zip((10, 20, 30), lines, strict=True)]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     assert main(["prune", str(run), "--yes"]) == 0
+    assert f"keeps checkpoint-20 ({said}), checkpoint-40 (last)" in capsys.readouterr().out
+    assert names(run) == ["checkpoint-20", "checkpoint-40"]
+
+
+def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
+    run = folder("run", checkpoints=FIVE)
+    assert main(["prune", str(run), "--yes"]) == 2
+    told = capsys.readouterr()
+    assert "no evaluation tells which are best" in told.out
+    assert "no evaluation tells which checkpoints are best; give --keep-best 0" in told.err
+    assert len(names(run)) == 5
+    assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
     assert names(run) == ["checkpoint-50"]
-    assert "no evaluation tells which are best" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", 1), ("", 2), ("n", 2)])

@@ -47,6 +47,15 @@ def news(server, since=0):
     return json.loads(ask(server, f"/data.json?since={since}")[2])
 
 
+def test_a_folder_that_may_not_be_read_is_not_taken_for_a_port(tmp_path, monkeypatch):
+    def refuse(collection):
+        raise PermissionError(13, "Permission denied", "run/config.yaml")
+
+    monkeypatch.setattr("sparring.report.server.Collection.refresh", refuse)
+    with pytest.raises(PermissionError, match="config.yaml"):
+        open_server([make_run(tmp_path / "run")], 17310)
+
+
 def test_only_what_changed_is_sent(tmp_path, serve):
     run = make_run(tmp_path / "run")
     server = serve(run)

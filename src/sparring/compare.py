@@ -29,6 +29,8 @@ OWN_WAY = tuple(
         *("control_mode", "action_scale", "video_renderer", "threads", "vectorize", "workers"),
     )
 )
+# of fewer gaps all have one sign by chance in one of 16 cases or more: nothing could be shown
+FEWEST = 6
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,10 @@ class Comparison:
         first, *others = self.measured
         if first.difference.is_shown:
             return first.winner()
-        doubt = f"no difference could be shown with {self.episodes} episodes: {first.in_words()}; four times as many "
-        doubt += "would halve the interval"
+        doubt, advice = "no difference could be shown", "four times as many would halve the interval"
+        if first.difference.is_on_the_edge:
+            doubt, advice = "on the edge", "by only one of interval and p there is a difference, and more would tell"
+        doubt = f"{doubt} with {self.episodes} episodes: {first.in_words()}; {advice}"
         # a shaped reward may tell what few successes do not
         by_reward = [other for other in others if other.name == "reward" and other.difference.is_shown]
         return f"{doubt}; by reward, {by_reward[0].winner()}" if by_reward else doubt
@@ -147,8 +151,8 @@ def compare_world_models(a: str, b: str, settings: list[Setting]) -> Comparison:
     _refuse_other_episodes(config, config_of(checkpoint_folder(b), settings))
     seen, _ = foretold_episodes(config, device)
     ratios = [ratio_by_episode(model, seen).numpy() for model in models]
-    # where nothing changed, there was nothing to foretell
-    told = np.isfinite(ratios[0])
+    # where nothing changed, there was nothing to foretell, for either
+    told = np.isfinite(ratios[0]) | np.isfinite(ratios[1])
     _refuse_too_few(int(told.sum()))
     found = Measured.of_foretelling(*(ratio[told] for ratio in ratios))
     return Comparison(a, b, int(told.sum()), config.seed, [found], bool((ratios[0] == ratios[1])[told].all()))
@@ -183,9 +187,10 @@ def _same(a: list[Episode], b: list[Episode]) -> bool:
 
 
 def _refuse_too_few(episodes: int) -> None:
-    if episodes < 2:
+    if episodes < FEWEST:
         raise UserError(
-            f"{episodes} episode(s) to tell from are too few to know what is chance; give more: --episodes N"
+            f"{episodes} episode(s) to tell from are too few to know what is chance; give {FEWEST} or more: "
+            "--episodes N"
         )
 
 

@@ -136,10 +136,7 @@ class Evaluation:
     def numbers(self) -> dict[str, float | None]:
         """For evaluations.jsonl: over all tasks, of each where there are several, and of who else has played."""
         tasks = self.scores["policy"]
-        success = _overall(tasks).success
-        low, high = (success.low, success.high) if self.spec.reports_success else (None, None)
-        numbers = {"episodes": self.episodes, "success_low": low, "success_high": high}
-        numbers |= self._told("", _overall(tasks))
+        numbers = {"episodes": self.episodes} | self._told("", _overall(tasks))
         for task in tasks if "all" in tasks else ():
             numbers |= {} if task == "all" else self._told(f"{task}/", tasks[task])
         for who, prefix in (("policy, sampled", "sampled_"), ("random", "random_")):
@@ -147,8 +144,12 @@ class Evaluation:
         return numbers
 
     def _told(self, prefix: str, score: Score) -> dict[str, float | None]:
-        rate = score.success.rate if self.spec.reports_success else None
-        return {f"{prefix}success_rate": rate, f"{prefix}reward": score.reward, f"{prefix}steps": score.steps}
+        success = score.success
+        known = (success.rate, success.low, success.high) if self.spec.reports_success else (None, None, None)
+        told = dict(zip(("success_rate", "success_low", "success_high"), known, strict=True))
+        return {
+            f"{prefix}{name}": value for name, value in (told | {"reward": score.reward, "steps": score.steps}).items()
+        }
 
     def write(self, path: Path) -> Path:
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}

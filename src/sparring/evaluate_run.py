@@ -1,10 +1,11 @@
 """`sparring eval`: a checkpoint, its env, held-out episodes. Of a policy, an explorer or a world model."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from sparring.api import load_policy, load_world_model
-from sparring.checkpoint import checkpoint_folder, load_spec, spec_differences
+from sparring.checkpoint import CheckpointError, checkpoint_folder, load_spec, load_training_state, spec_differences
 from sparring.config_text import Setting, flatten
 from sparring.distributed import pick_device
 from sparring.envs.backend import EnvSpec
@@ -33,6 +34,8 @@ def evaluate_checkpoint(
     """Print the table, write the numbers (and videos) beside the checkpoint."""
     # beside evaluation.json, which is the run's own
     checkpoint, folder, json_file = _places(path, json_file, "eval.json")
+    if videos:
+        _refuse_unwritable(folder, "leave out --videos")
     config = config_of(checkpoint, settings)
     refuse_world_model(path, config)
     device = pick_device(config.device)
@@ -43,9 +46,9 @@ def evaluate_checkpoint(
     print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {how} actions")
     print(evaluation.table())
     print(f"numbers: {evaluation.write(json_file)}")
-    films = Films(folder)
+    films, progress = Films(folder), _progress(checkpoint) if evaluation.films else Progress()
     for number, film in enumerate(evaluation.films):
-        print(f"video: {films.film(f'eval_{number}', 'evaluation', film, Progress(), evaluation.spec)}")
+        print(f"video: {films.film(f'eval_{number}', 'evaluation', film, progress, evaluation.spec)}")
         # one after the other: nobody is kept waiting, and none is left out
         films.finish()
     return evaluation
@@ -105,7 +108,23 @@ def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, P
     if not json_file.parent.is_dir():
         # told before hours are spent
         raise UserError(f"'{json_file}': there is no folder '{json_file.parent}'; make it first")
+    _refuse_unwritable(json_file.parent, "give --json FILE in a folder of yours")
     return checkpoint, folder, json_file
+
+
+def _refuse_unwritable(folder: Path, instead: str) -> None:
+    """Told before anything is played."""
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"'{folder}': cannot write there; {instead}")
+
+
+def _progress(checkpoint: Path) -> Progress:
+    """How far the run had come."""
+    try:
+        return Progress(**load_training_state(checkpoint)["phase"]["progress"])
+    except (CheckpointError, KeyError):  # weights alone, or a phase of one's own
+        number = checkpoint.name.rpartition("-")[2]
+        return Progress(updates=int(number) if number.isdecimal() else 0)
 
 
 def config_of(checkpoint: Path, settings: list[Setting]) -> Config:

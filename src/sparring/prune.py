@@ -4,11 +4,29 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from sparring.checkpoint import checkpoints
 from sparring.errors import UserError
 from sparring.folder import alone_in
 from sparring.runs import is_held, json_lines, size_of
+
+
+class Measure(NamedTuple):
+    """How its name in evaluations.jsonl ends, whether more (1) or less (-1) of it is better, and how it is said."""
+
+    name: str
+    sign: int
+    words: str
+
+
+# what tells the best, the first that a run has; the last one is of world models
+MEASURES = (
+    Measure("eval/success_rate", 1, "success {:.0%}"),
+    Measure("eval/reward", 1, "reward {:.4g}"),
+    Measure("/changed_mse_ratio", -1, "MSE ratio {:.3f}"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,7 @@ class Pruning:
 
 
 def plan(run: Path, keep_best: int, keep_last: int) -> Pruning:
-    """Only looks. The best are those whose evaluation, at that update or the next one after it, had most success."""
+    """Only looks. The best are those whose evaluation, at that update or the next one after it, told the best."""
     if not run.is_dir():
         raise UserError(f"'{run}' is no folder; give a run folder")
     if is_held(run):
@@ -37,10 +55,11 @@ def plan(run: Path, keep_best: int, keep_last: int) -> Pruning:
     found = checkpoints(run)
     if not found:
         raise UserError(f"'{run}' holds no checkpoint-<n> folder; give a run folder")
-    rates = {path: rate for path, rate in zip(found, map(_rating(run), found), strict=True) if rate is not None}
+    measure, told = _evaluated(run)
+    rates = {path: rate for path in found if (rate := _rate_of(path, told)) is not None}
     # of equals the newest, which is nearest to what was evaluated
-    best = sorted(rates, key=lambda path: (rates[path], _update(path)), reverse=True)[:keep_best]
-    kept = {path: "last" for path in found[-keep_last:]} | {path: f"success {rates[path]:.0%}" for path in best}
+    best = sorted(rates, key=lambda path: (measure.sign * rates[path], _update(path)), reverse=True)[:keep_best]
+    kept = {path: "last" for path in found[-keep_last:]} | {path: measure.words.format(rates[path]) for path in best}
     # and what a save left that was cut short
     removed = [*run.glob(".partial-checkpoint-*"), *(path for path in found if path not in kept)]
     kept = {path: kept[path] for path in found if path in kept}
@@ -57,11 +76,21 @@ def carry_out(pruning: Pruning) -> None:
             shutil.rmtree(gone)
 
 
-def _rating(run: Path):
-    """Checkpoint -> success rate, or None where no evaluation followed."""
-    told = [(line["update"], line.get("eval/success_rate")) for line in json_lines(run / "evaluations.jsonl")]
-    told = sorted((update, rate) for update, rate in told if rate is not None)
-    return lambda path: next((rate for update, rate in told if update >= _update(path)), None)
+def _evaluated(run: Path) -> tuple[Measure, list[tuple[int, float]]]:
+    """By the first measure that any evaluation has: update and figure of each, in order."""
+    lines = list(json_lines(run / "evaluations.jsonl"))
+    for measure in MEASURES:
+        figures = ((line["update"], [line[name] for name in line if name.endswith(measure.name)]) for line in lines)
+        # of several cameras, their mean
+        told = [(update, fmean(found)) for update, found in figures if found and None not in found]
+        if told:
+            return measure, sorted(told)
+    return MEASURES[0], []
+
+
+def _rate_of(checkpoint: Path, told: list[tuple[int, float]]) -> float | None:
+    """None where no evaluation followed."""
+    return next((rate for update, rate in told if update >= _update(checkpoint)), None)
 
 
 def _update(checkpoint: Path) -> int:

@@ -29,10 +29,10 @@ from sparring.phases import PHASES
 from sparring.phases.phase import Filmed, Phase, ShowsPictures, Timed
 from sparring.random_state import random_state, seed_everything, set_random_state
 from sparring.record.console import Console
-from sparring.record.log import LOGGER, log_normalizers, log_to_console, log_to_files, log_update
+from sparring.record.log import LOGGER, log_by, log_normalizers, log_to_console, log_to_files, log_update
 from sparring.record.recorder import Recorder
 from sparring.record.sinks import check_installed, make_sinks
-from sparring.record.status import status_of, why
+from sparring.record.status import Ended, status_of, why
 from sparring.resolve import resolve
 from sparring.tree import Config
 from sparring.world_models.world_model import WorldModel
@@ -73,20 +73,21 @@ class Run:
             make_room(config)
         # the others keep episodes in the folder too: not in the one that is being moved aside
         self.distributed.barrier()
+        self.status = status_of(config, self.folder, self.phase, self.distributed.device)
         with self._alone():
             if self.folder:
                 open_folder(config)
-            log_to_files(config.logging, self.folder)
-            self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
-            if checkpoint is not None:
-                self._go_on_from(checkpoint)
-            elif pretrained:
-                log.info("starts from the weights of %s: %s", pretrained, loaded)
-            if self.folder:
-                self.recorder.sinks = make_sinks(config, self.folder, self.phase.progress.updates)
+            with self._told_if_it_fails():
+                self.log_handlers = log_to_files(config.logging, self.folder)
+                self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
+                if checkpoint is not None:
+                    self._go_on_from(checkpoint)
+                elif pretrained:
+                    log.info("starts from the weights of %s: %s", pretrained, loaded)
+                if self.folder:
+                    self.recorder.sinks = make_sinks(config, self.folder, self.phase.progress.updates)
         # also when this is garbage, and when the interpreter ends
         weakref.finalize(self, self.recorder.close)
-        self.status = status_of(config, self.folder, self.phase, self.distributed.device)
 
     def extend(self, config: Config) -> None:
         """Go on in the same process and folder, further than was first asked."""
@@ -127,12 +128,12 @@ class Run:
 
     def run(self) -> bool:
         """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
-        with self._alone(), self._told(), self.recorder:
+        with self._alone(), self.recorder, self._told():
             return self._train()
 
     def evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         """Held-out episodes by the main process, with videos; the others wait."""
-        with self._alone(), self._told(), self.recorder:
+        with self._alone(), self.recorder, self._told(trains=False):
             return self._evaluate()
 
     def save(self) -> None:
@@ -156,20 +157,27 @@ class Run:
         return nullcontext() if self.folder is None else alone_in(self.folder)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """status.json says that it goes on, and then how it ended."""
+    def _told(self, trains: bool = True) -> Iterator[None]:
+        """status.json says that it goes on, and then how it ended, also while videos are still being encoded."""
+        log_by(self.log_handlers)
+        before = self.status.ended
         self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations())
+        with self._told_if_it_fails():
+            yield
+        ended = Ended("interrupted", "asked to stop; saved") if trains else before or Ended("finished", "not trained")
+        ended = Ended("finished") if self.fraction >= 1 else ended
+        self.status.end(self.phase.progress, self.fraction, ended)
+
+    @contextmanager
+    def _told_if_it_fails(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             # the console is told by whoever catches it
             log.debug("ended by an exception", exc_info=True)
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed"
-            self.status.end(self.phase.progress, self.fraction, state, why(error))
-            self.recorder.close(failed=True)
+            self.status.end(self.phase.progress, self.fraction, Ended(state, why(error)))
             raise
-        how = ("finished",) if self.fraction >= 1 else ("interrupted", "asked to stop; saved")
-        self.status.end(self.phase.progress, self.fraction, *how)
 
     def _train(self) -> bool:
         training, progress = self.config.training, self.phase.progress

@@ -19,6 +19,8 @@ from sparring.errors import UserError
 
 # what a run leaves beside its config, any of it
 TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
+# what only runs leave, so that it tells one by itself
+PROOF = {"status.json", "episode_metrics.jsonl"}
 # folders in a run folder that hold no runs
 INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos", "wandb"}
 # of a file, enough for its last line
@@ -49,7 +51,16 @@ def find_runs(root: Path) -> list[RunState]:
     """Of `root` and all that is below it, the one last heard of first."""
     if not root.is_dir():
         raise UserError(f"'{root}' is no folder; give the one that your runs are in")
-    return sorted(map(look_at, _folders(root)), key=lambda run: run.age)
+    return sorted(map(look_at, run_folders(root)), key=lambda run: run.age)
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """`root` itself and those below it, as far as they are run folders; what lies in checkpoints is not looked at."""
+    for folder, names, files in os.walk(root):
+        known, saved = set(files), any(name.startswith("checkpoint-") for name in names)
+        if PROOF & known or "config.yaml" in known and (TRACES & known or saved):
+            yield Path(folder)
+        names[:] = [name for name in names if name not in INNER and not name.startswith((".", "checkpoint-"))]
 
 
 def look_at(folder: Path) -> RunState:
@@ -73,11 +84,13 @@ def look_at(folder: Path) -> RunState:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process trains there; None: the file system cannot tell."""
+    """Whether a process trains there; None: it cannot be told. Asking takes the lock for a moment, see `take_lock`."""
     try:
         handle = os.open(folder / "writer.lock", os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,10 +107,11 @@ def is_held(folder: Path) -> bool | None:
 def lives(folder: Path, status: dict) -> bool | None:
     """Whether the process that wrote this status is still there; None: nothing can tell.
 
-    By its number where it is of this machine, elsewhere by the lock: who looks often would hold it when a run begins.
+    By the lock; where that tells nothing, by the number of the process, which after a restart may be another's.
     """
-    if status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
-        return is_held(folder)
+    held = is_held(folder)
+    if held is not None or status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
+        return held
     try:
         os.kill(status["pid"], 0)
     except ProcessLookupError:
@@ -129,13 +143,6 @@ def size_of(folder: Path) -> int:
             except FileNotFoundError:  # a run goes on meanwhile
                 continue
     return total
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    for folder, names, files in os.walk(root):
-        if "config.yaml" in files and (TRACES & set(files) or any(name.startswith("checkpoint-") for name in names)):
-            yield Path(folder)
-        names[:] = [name for name in names if name not in INNER and not name.startswith((".", "checkpoint-"))]
 
 
 def _state(folder: Path, status: dict) -> str:

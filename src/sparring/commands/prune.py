@@ -11,7 +11,7 @@ from sparring.errors import UserError
 def add(commands) -> None:
     prune = commands.add_parser("prune", help="remove checkpoints, but for the best and the last", **OPTIONS)
     prune.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    prune.add_argument("--keep-best", type=count, default=1, metavar="K", help="by success in evaluations (default: 1)")
+    prune.add_argument("--keep-best", type=count, default=1, metavar="K", help="as evaluations tell (default: 1)")
     prune.add_argument("--keep-last", type=positive, default=1, metavar="L", help="the newest (default: 1)")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     prune.add_argument("--yes", action="store_true", help="do not ask")
@@ -32,6 +32,12 @@ def _prune(arguments, overrides) -> int:
     total, bytes_freed = sum(len(p.removed) for p in prunings), sum(p.bytes for p in prunings)
     if arguments.dry_run or not total:
         return 0
+    unrated = [f"'{p.run}'" for p in prunings if p.removed and not p.rated]
+    if arguments.yes and arguments.keep_best and unrated:
+        raise UserError(
+            f"{', '.join(unrated)}: no evaluation tells which checkpoints are best; give --keep-best 0 to keep "
+            "the last only (--keep-last L), or leave out --yes to be asked"
+        )
     if not arguments.yes and not _agreed(total):
         print("nothing was removed")
         return 0

@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from sparring.disk import flush
 from sparring.errors import UserError
 
 META = "meta.json"
+# how long a lock is asked for: who only looks whether somebody writes holds it for a moment
+_LOCK_S = 0.3
 _FORMAT = 1
 # columns start at multiples of it, so that any dtype can be viewed in place
 _ALIGNMENT = 64
@@ -166,14 +169,21 @@ def checksum(pieces: list) -> int:
 def take_lock(folder: Path) -> int:
     """Held until it is closed or the process ends, in whatever way."""
     handle = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(
-            f"'{folder}' is already open for writing; open it with read_only=True, or give another folder"
-        ) from None
-    return handle
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise UserError(
+                    f"'{folder}' is already open for writing; open it with read_only=True, or give another folder"
+                ) from None
+            time.sleep(_LOCK_S / 10)
+        except OSError:
+            os.close(handle)
+            raise
 
 
 def _aligned(size: int) -> int:

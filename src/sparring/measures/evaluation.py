@@ -1,13 +1,12 @@
 """A world model on held-out episodes: figures, a table, a file."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tensordict import TensorDict
 
 from sparring.envs.make import make_env
-from sparring.evaluate import Film
 from sparring.measures.held_out import held_out_episodes
 from sparring.measures.table import lined_up
 from sparring.measures.world_model import OBJECTS, compare, measure
@@ -23,9 +22,6 @@ class WorldModelEvaluation:
     episodes: int
     seed: int
     figures: dict
-    # an evaluation of a policy has some
-    films: list[Film] = field(default_factory=list)
-    fps: float = 30.0
 
     def table(self) -> str:
         return "\n".join([*_cameras(self.figures), "", *_open_loop(self.figures), "", *_in_words(self.figures)])
@@ -57,7 +53,7 @@ def evaluate_world_model(
     figures = {"decision_seconds": config.rollout.action_steps / fps} | measure(model, seen)
     if against is not None:
         figures["against"] = compare(figures, measure(against, seen))
-    return WorldModelEvaluation(config.evaluation.episodes, config.seed, figures, fps=fps)
+    return WorldModelEvaluation(config.evaluation.episodes, config.seed, figures)
 
 
 def foretold_episodes(config: Config, device) -> tuple[TensorDict, float]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ from sparring.collect.collector import Collector
 from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
-from sparring.evaluate import Film
 from sparring.measures.table import lined_up
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, RandomPolicy
@@ -85,9 +84,6 @@ class ExplorationEvaluation:
     episodes: int
     seed: int
     found: dict[str, Exploration]
-    # an evaluation of a policy has some
-    films: list[Film] = field(default_factory=list)
-    fps: float = 30.0
 
     def table(self) -> str:
         rows = [("actions", "contact", "places", "places an episode", "places of objects", "state entropy")]
@@ -121,7 +117,7 @@ def evaluate_exploration(config, policy: Policy, device) -> ExplorationEvaluatio
     finally:
         env.close()
         policy.train(training)
-    return ExplorationEvaluation(episodes, config.seed, found, fps=env.spec.control_hz)
+    return ExplorationEvaluation(episodes, config.seed, found)
 
 
 class _Counts:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparring.errors import UserError
 from sparring.evaluate import wilson
 
 # of signs; so many at a time, for the memory's sake
@@ -27,11 +28,21 @@ class Difference:
 
     @property
     def is_shown(self) -> bool:
-        return self.p < SIGNIFICANT
+        """By the test and by the interval."""
+        return self.p < SIGNIFICANT and self._apart
+
+    @property
+    def is_on_the_edge(self) -> bool:
+        """One of them says so, the other does not."""
+        return (self.p < SIGNIFICANT) != self._apart
+
+    @property
+    def _apart(self) -> bool:
+        return self.low > 0 or self.high < 0
 
 
 def in_successes(a: np.ndarray, b: np.ndarray) -> Difference:
-    """Of `[n]` bool: McNemar's exact test, and Newcombe's interval for paired proportions (1998, method 10)."""
+    """Of `[n]` bool: McNemar's mid-p test, and Newcombe's interval for paired proportions (1998, method 10)."""
     both, only_a, only_b, neither = (int(x.sum()) for x in (a & b, a & ~b, b & ~a, ~a & ~b))
     effect = (only_a - only_b) / len(a)
     of_a, of_b = wilson(both + only_a, len(a)), wilson(both + only_b, len(b))
@@ -46,7 +57,11 @@ def in_means(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
 
     Were A no better than B, each gap could as well be the other way round.
     """
-    gaps = np.asarray(a, float) - np.asarray(b, float)
+    with np.errstate(invalid="ignore"):  # of what is infinite in both
+        gaps = np.asarray(a, float) - np.asarray(b, float)
+    if not np.isfinite(gaps).all():
+        lost = f"{(~np.isfinite(gaps)).sum()} of {len(gaps)} episodes have figures that are not finite"
+        raise UserError(f"{lost}, so means cannot be compared; look for what diverged: sparring eval of each")
     n, effect, rng = len(gaps), float(gaps.mean()), np.random.default_rng(seed)
     # rounding must not make a flip that changes nothing look smaller than what was seen
     seen = abs(effect) - 1e-9 * np.abs(gaps).mean()
@@ -71,10 +86,16 @@ def student(freedom: int) -> float:
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided: were one of them not better, each unlike pair would be a fair coin."""
-    unlike = only_a + only_b
-    tail = sum(math.comb(unlike, k) for k in range(min(only_a, only_b) + 1))
-    return min(1.0, 2 * tail / 2**unlike)
+    """Two-sided: were one of them not better, each unlike pair would be a fair coin.
+
+    What was seen counts half (mid-p; Fagerland, Lydersen, Laake 2013): counted whole, the test is so careful that it
+    often finds nothing where the interval does.
+    """
+    if only_a == only_b:
+        return 1.0
+    unlike, fewer = only_a + only_b, min(only_a, only_b)
+    tail = sum(math.comb(unlike, k) for k in range(fewer + 1))
+    return (2 * tail - math.comb(unlike, fewer)) / 2**unlike
 
 
 def _correlation(both: int, only_a: int, only_b: int, neither: int) -> float:

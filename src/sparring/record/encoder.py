@@ -29,7 +29,7 @@ class Encoder:
         self._thread: threading.Thread | None = None
         # held while a job is put in and while the thread finds that there is none
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._told: set[type[Exception]] = set()
         self.left_out = 0
         # jobs that are done, and how long they took
         self.done, self.seconds = 0, 0.0
@@ -68,7 +68,7 @@ class Encoder:
             try:
                 job()
             except Exception as error:  # drawing, disks and ffmpeg fail in many ways; training goes on in each
-                self._tell(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+                self._tell(error)
             self.done, self.seconds = self.done + 1, self.seconds + time.monotonic() - began
 
     def _next(self) -> Callable[[], None] | None:
@@ -79,7 +79,9 @@ class Encoder:
                 self._thread = None
                 return None
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            log.warning("a picture or video is missing: %s", what)
+    def _tell(self, error: Exception) -> None:
+        """As a warning once of each kind: its words name the file, and so are never the same."""
+        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        level = logging.DEBUG if type(error) in self._told else logging.WARNING
+        self._told.add(type(error))
+        log.log(level, "a picture or video is missing: %s", what)

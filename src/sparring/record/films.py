@@ -90,7 +90,7 @@ class Films:
 
     def evaluation(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
         for number, film in enumerate(films):
-            self.film(f"episode_{_number(progress):06d}_{number}", "evaluation", film, progress, spec)
+            self.film(f"episode_{_when(progress)}_{number}", "evaluation", film, progress, spec)
 
     def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec) -> Path:
         """An episode as a video and as six of its moments; where the video will be."""
@@ -221,6 +221,12 @@ def _title(spec: EnvSpec, task: int) -> str:
 def _number(progress: Progress) -> int:
     """Where no robot acts, updates are all there is to count."""
     return progress.episodes or progress.updates
+
+
+def _when(progress: Progress) -> str:
+    """As `_number`, with the update: a policy may be evaluated twice while no episode ends."""
+    counted = f"{_number(progress):06d}"
+    return f"{counted}_{progress.updates:06d}" if progress.episodes else counted
 
 
 def _figure(value: float) -> str:

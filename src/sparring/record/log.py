@@ -39,8 +39,8 @@ def log_to_console(config, quiet: bool = False, rank: int = 0) -> None:
     logger.setLevel(logging.DEBUG)
 
 
-def log_to_files(config, folder: Path | None) -> None:
-    """From now on also to the logs of a run folder, where there is one."""
+def log_to_files(config, folder: Path | None) -> list[logging.Handler]:
+    """From now on also to the logs of a run folder, where there is one. By these handlers, for `log_by`."""
     logger = logging.getLogger(LOGGER)
     early = [handler for handler in logger.handlers if isinstance(handler, _Early)]
     files = _files(config, folder) if folder is not None and config.enable_file_logging else []
@@ -52,6 +52,17 @@ def log_to_files(config, folder: Path | None) -> None:
             file.handle(record)
     # what nobody keeps need not be put into words
     logger.setLevel(min(handler.level for handler in logger.handlers))
+    return list(logger.handlers)
+
+
+def log_by(handlers: list[logging.Handler]) -> None:
+    """As before another run of this process was made; files that it closed are opened again by what is said."""
+    if logging.getLogger(LOGGER).handlers == handlers:
+        return
+    logger = _taken_down()
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(min(handler.level for handler in handlers))
 
 
 def log_update(update: int, metrics: dict[str, float]) -> None:

@@ -1,5 +1,6 @@
 """PNG and MP4 (H.264) writers. Heavy libraries are imported where used. A file that is there is whole."""
 
+import itertools
 import os
 import subprocess
 import tempfile
@@ -47,11 +48,11 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
         # of its own session: Ctrl-C is ours to answer, and must not cut a video short
         ffmpeg = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=words, start_new_session=True)
         try:
-            os.setpriority(os.PRIO_PROCESS, ffmpeg.pid, _NICE)
-            for frame in (first, *frames):
+            _give_way(ffmpeg.pid)
+            for frame in itertools.chain([first], frames):
                 ffmpeg.stdin.write(np.ascontiguousarray(frame).data)
             ffmpeg.stdin.close()
-        except (BrokenPipeError, ProcessLookupError):
+        except BrokenPipeError:
             pass  # it has ended, and says why
         except BaseException:
             ffmpeg.kill()
@@ -65,6 +66,15 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
             raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {code}'})")
     partial.replace(path)
     return path
+
+
+def _give_way(pid: int) -> None:
+    """To others; a process that has ended, or that may not be told, is as it is."""
+    try:
+        # never less than we do: whoever is nice himself may not take that back
+        os.setpriority(os.PRIO_PROCESS, pid, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+    except OSError:
+        pass
 
 
 def filmstrip(frames: list[np.ndarray], columns: int = 3, rows: int = 2) -> np.ndarray:

@@ -18,15 +18,15 @@ from sparring.record.sinks import Sink
 
 log = logging.getLogger(LOGGER)
 
-# for what is still being encoded; what went wrong is to be told soon
-AFTER_AN_ERROR_S = 5.0
+# for what is still being encoded; what went wrong is to be told soon, and before `launch` loses its patience
+AFTER_AN_ERROR_S = 2.0
 
 
 class Recorder:
     """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl` and, as `films`, videos and pictures.
 
     Without a folder, nothing. Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for what is
-    still being drawn and encoded.
+    still being drawn and encoded; what ends by an exception is closed.
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class Recorder:
             # who interrupts twice does not want to wait
             self.films.finish(0.0 if kind is KeyboardInterrupt else AFTER_AN_ERROR_S if kind else PATIENCE_S)
             self._share_videos()
+        if kind is not None:
+            self.close(failed=True)
 
     @property
     def metrics_file(self) -> Path:
@@ -108,18 +110,23 @@ class Recorder:
             self._each_sink(lambda sink, file=file: sink.video(file.stem, file))
 
     def state_dict(self) -> dict:
-        exists = self.folder is not None and self.metrics_file.exists()
-        return {"metrics_bytes": self.metrics_file.stat().st_size if exists else 0}
+        return {"metrics_bytes": self._bytes("episode_metrics.jsonl"), "timeline_bytes": self._bytes("timeline.jsonl")}
 
     def load_state_dict(self, state: dict, updates: int) -> None:
         """Forget lines that a run wrote after the checkpoint it now goes on from: it will write them again."""
         if self.folder is None:
             return
-        if self.metrics_file.exists():
-            size = self.metrics_file.stat().st_size
-            os.truncate(self.metrics_file, min(size, state["metrics_bytes"]))
+        # checkpoints of earlier versions do not tell how long the timeline was
+        known = {"episode_metrics.jsonl": state["metrics_bytes"], "timeline.jsonl": state.get("timeline_bytes")}
+        for name, size in known.items():
+            if size is not None and size < self._bytes(name):
+                os.truncate(self.folder / name, size)
         # not by their bytes: an update is evaluated after it is saved
         self._keep_evaluations(updates)
+
+    def _bytes(self, name: str) -> int:
+        file = self.folder / name if self.folder else None
+        return file.stat().st_size if file and file.exists() else 0
 
     def _keep_evaluations(self, updates: int) -> None:
         """Of the first so many updates."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from sparring.collect.camera import Film
-from sparring.errors import UserError
 from sparring.phases.pictures import Foretold
 
 _JPEG_QUALITY = 85
@@ -21,11 +20,9 @@ class RerunFile:
     """
 
     def __init__(self, folder: Path):
-        try:
-            # here, before training: it takes half a second
-            import rerun
-        except ImportError:
-            raise UserError("logging.rerun=true: rerun-sdk is not installed; pip install 'sparring[rerun]'") from None
+        # here, before training: it takes half a second
+        import rerun
+
         self._rerun, self._stream, self.folder = rerun, None, folder
 
     def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:

@@ -22,12 +22,16 @@ class Sink(Protocol):
 
 def check_installed(logging) -> None:
     """Tells what is missing for a `logging` section, before anything is built."""
-    wanted = {"tensorboard": logging.tensorboard and "tensorboard=true"}
-    wanted["wandb"] = logging.mode != "disabled" and f"mode={logging.mode}"
-    for package, setting in wanted.items():
-        if setting and find_spec(package) is None:
+    # what is imported, by the name of the extra -> whether and how it is asked for, and its package
+    wanted = {
+        "tensorboard": (logging.tensorboard, "tensorboard=true", "tensorboard"),
+        "wandb": (logging.mode != "disabled", f"mode={logging.mode}", "wandb"),
+        "rerun": (logging.rerun, "rerun=true", "rerun-sdk"),
+    }
+    for extra, (asked, setting, package) in wanted.items():
+        if asked and find_spec(extra) is None:
             raise UserError(
-                f"logging.{setting} needs the package {package}: pip install 'sparring[{package}]', or leave it out"
+                f"logging.{setting} needs the package {package}: pip install 'sparring[{extra}]', or leave it out"
             )
 
 

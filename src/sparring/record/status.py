@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import os
 import platform
 import shlex
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,9 +21,19 @@ from torch import nn
 from sparring import __version__
 from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
+from sparring.record.log import LOGGER
+
+log = logging.getLogger(LOGGER)
 
 # between two writes of no more than progress
 SECONDS = 1.0
+
+
+class Ended(NamedTuple):
+    """How: finished, interrupted or crashed."""
+
+    state: str
+    why: str | None = None
 
 
 class Status:
@@ -32,7 +44,10 @@ class Status:
         self.told = {"state": "running", "why": None, "pid": os.getpid(), "host": socket.gethostname()}
         self.told |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
         self.told |= {"progress": None, "best": None, "last": None, "system": system}
+        # the last time, of this process
+        self.ended: Ended | None = None
         self._written = -float("inf")
+        self._warned = False
 
     def begin(self, progress: Progress, fraction: float, evaluations: list[dict]) -> None:
         """`evaluations`: lines of evaluations.jsonl so far."""
@@ -51,8 +66,9 @@ class Status:
         self.told["last"] = rates[-1] if rates else None
         self._write()
 
-    def end(self, progress: Progress, fraction: float, state: str, why: str | None = None) -> None:
-        self.told |= {"state": state, "why": why, "ended": time.time()}
+    def end(self, progress: Progress, fraction: float, ended: Ended) -> None:
+        self.ended = ended
+        self.told |= ended._asdict() | {"ended": time.time()}
         self.told["progress"] = asdict(progress) | {"fraction": fraction}
         self._write()
 
@@ -71,8 +87,14 @@ class Status:
             return
         self.told["updated"] = time.time()
         partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.told, indent=2) + "\n")
-        partial.replace(self.file)
+        try:
+            partial.write_text(json.dumps(self.told, indent=2) + "\n")
+            partial.replace(self.file)
+        except OSError as error:
+            # a full disk: training, or what ended it, matters more than what is told of it
+            if not self._warned:
+                log.warning("cannot write '%s' (%s); it is out of date", self.file, error.strerror)
+            self._warned = True
         self._written = time.monotonic()
 
 
@@ -111,6 +133,6 @@ def _system(device: torch.device, model: nn.Module) -> dict:
 
 
 def why(error: BaseException) -> str:
-    """An exception in a line."""
-    line = next(iter(str(error).splitlines()), "")
+    """An exception in a line, without the last words of a process, which follow in lines of their own."""
+    line = next(iter(str(error).splitlines()), "").removesuffix("; its last words:")
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".removesuffix(": ")

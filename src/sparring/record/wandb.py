@@ -45,9 +45,11 @@ class WeightsAndBiases:
         self.run.log(numbers, step=update)
 
     def video(self, name: str, path: Path) -> None:
-        kind = name.partition("_")[0]
+        # a panel for each place, as in rollout_000051_0: of two with one key a step would keep the second only
+        kind, _, *place = name.split("_")
+        key = "_".join(["videos/" + kind, *place[-1:]])
         # with the step that is open: videos are complete when they are
-        self.run.log({f"videos/{kind}": wandb.Video(str(path), caption=name, format="mp4")}, commit=False)
+        self.run.log({key: wandb.Video(str(path), caption=name, format="mp4")}, commit=False)
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

@@ -8,7 +8,7 @@ import orjson
 
 from sparring import __version__
 from sparring.record.names import meanings
-from sparring.report.folder import RunFolder, find_runs
+from sparring.report.folder import RunFolder, runs_in
 from sparring.report.settings import defaults, differences, labels, short_names
 
 
@@ -28,7 +28,7 @@ class Collection:
     def refresh(self) -> None:
         self.version += 1
         # a folder that is not there yet is waited for
-        found = [run for path in self.paths for run in (find_runs(path) or [path])]
+        found = [run for path in self.paths for run in (runs_in(path) or [path])]
         self.runs = {path: self.runs.get(path) or self.make(path) for path in dict.fromkeys(found)}
         for path, run in self.runs.items():
             self.numbers.setdefault(path, len(self.numbers))

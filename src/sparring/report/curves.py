@@ -65,8 +65,15 @@ class Curves:
         ends = self.ends(name)
         return ends and ends[1]
 
-    def points(self) -> dict:
-        """`axes`: name -> [B]; `curves`: name -> mean, low, high [B], the last two where buckets hold several rows."""
+    def first(self, name: str) -> float | None:
+        """Its least, which of times is the first."""
+        return float(self.least[self.names[name]].min()) if name in self else None
+
+    def points(self, began: float | None = None) -> dict:
+        """`axes`: name -> [B]; `curves`: name -> mean, low, high [B], the last two where buckets hold several rows.
+
+        Times are told from `began` on, or else from the first.
+        """
         used = -(-self.rows // self.width)
         with np.errstate(invalid="ignore"):
             means = self.sum[:, :used] / np.where(self.count[:, :used] > 0, self.count[:, :used], np.nan)
@@ -76,7 +83,10 @@ class Curves:
             curves[name] = {"mean": _short(means[k])}
             if self.width > 1:
                 curves[name] |= {"low": _short(self.least[k, :used]), "high": _short(self.most[k, :used])}
-        axes = {name: _short(_since_first(name, means[self.names[name]])) for name in AXES if name in self}
+        axes = {name: means[self.names[name]] for name in AXES if name in self}
+        if "timestamp" in axes:
+            axes["timestamp"] = axes["timestamp"] - (self.first("timestamp") if began is None else began)
+        axes = {name: _short(values) for name, values in axes.items()}
         return {"rows": self.rows, "width": self.width, "axes": axes, "curves": curves}
 
     def _make_room(self, rows: int) -> None:
@@ -129,11 +139,6 @@ def _numbers(values: list) -> np.ndarray:
         return np.array(values, float)
     except (TypeError, ValueError):
         return np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
-
-
-def _since_first(name: str, values: np.ndarray) -> np.ndarray:
-    """Times are told from the first on."""
-    return values - values[np.isfinite(values)][0] if name == "timestamp" else values
 
 
 def _short(values: np.ndarray) -> np.ndarray:

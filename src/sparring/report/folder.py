@@ -11,9 +11,7 @@ from sparring.report.curves import Curves, Table
 from sparring.report.settings import read_config
 from sparring.report.status import read_object, read_status
 from sparring.report.timeline import Timeline
-
-# deep enough for outputs/<experiment>/<run>; what lies in a run is not looked at
-_DEPTH = 3
+from sparring.runs import run_folders
 
 
 class RunFolder:
@@ -42,8 +40,13 @@ class RunFolder:
         videos, strips = media.videos(self.path), media.strips(self.path)
         last = self._last_evaluation()
         self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
-        self._update("metrics", self.metrics.stamp, version, self._metrics)
-        self._update("evaluations", [self.evaluations.stamp, last], version, lambda: self._evaluations(last).points())
+        # of both, so that they are drawn over the same time
+        began = min(
+            filter(None, (part.curves.first("timestamp") for part in (self.metrics, self.evaluations))), default=None
+        )
+        self._update("metrics", [self.metrics.stamp, began], version, lambda: self._metrics(began))
+        evaluations = self._evaluations(last)
+        self._update("evaluations", [self.evaluations.stamp, last, began], version, lambda: evaluations.points(began))
         self._update("timeline", self.timeline.stamp, version, self.timeline.lanes)
         about = self._about(last)
         self._update("about", about, version, lambda: about)
@@ -59,11 +62,11 @@ class RunFolder:
         self._stamps[name] = stamp
         return True
 
-    def _metrics(self) -> dict:
+    def _metrics(self, began: float | None) -> dict:
         curves = self.metrics.curves
         names = {name: re.fullmatch(r"(?:perf/)?behind_(\d+)", name) for name in curves.names}
         behind = {int(match[1]): curves.mean(name) for name, match in names.items() if match and name in curves}
-        return curves.points() | {"behind": [[k, behind[k]] for k in sorted(behind)]}
+        return curves.points(began) | {"behind": [[k, behind[k]] for k in sorted(behind)]}
 
     def _media(self, videos: list[media.Picture], strips: list[media.Picture]) -> dict:
         chosen, shown = media.spread(strips), videos[: media.VIDEOS]
@@ -139,7 +142,7 @@ def as_row(evaluation: dict) -> dict:
     for who, before in (("policy", ""), ("random", "random_")):
         tasks = (evaluation.get("scores") or {}).get(who) or {}
         for task, score in tasks.items():
-            name = f"{task}/" if len(tasks) > 1 else ""
+            name = "" if len(tasks) == 1 or task == "all" else f"{task}/"
             rate = score.get("success") or {}
             row[f"eval/{name}{before}success_rate"] = rate.get("rate")
             row[f"eval/{name}{before}success_low"] = rate.get("low")
@@ -156,18 +159,13 @@ def _written(file: Path) -> int | None:
         return None
 
 
-def find_runs(path: Path, depth: int = _DEPTH) -> list[Path]:
-    """The path itself if it is a run folder, else the run folders below it."""
+def runs_in(path: Path) -> list[Path]:
+    """The path itself if it is a run folder, and those below it."""
     if re.fullmatch(r"checkpoint-\d+", path.name):
         raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
-    if any((path / name).exists() for name in ("episode_metrics.jsonl", "config.yaml", "status.json")):
-        return [path]
-    if depth == 0 or not path.is_dir():
-        return []
-    below = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("checkpoint-")]
-    return [run for folder in sorted(below, key=_by_number) for run in find_runs(folder, depth - 1)]
+    return sorted(run_folders(path), key=_by_number)
 
 
 def _by_number(folder: Path) -> list:
     """seed2 before seed10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", folder.name)]
+    return [[int(word) if word.isdigit() else word for word in re.split(r"(\d+)", part)] for part in folder.parts]

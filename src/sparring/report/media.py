@@ -42,15 +42,11 @@ def videos(folder: Path) -> list[Picture]:
 
 
 def strips(folder: Path) -> list[Picture]:
-    """Pictures that are not moments of a video, oldest first."""
-    films = {Path(name).stem for name in _files(folder / "videos", ".mp4")}
+    """What world models foretold beside what came, oldest first; the other pictures are moments of a video."""
     found = []
-    for name, size in _files(folder / "samples", ".png").items():
-        stem = Path(name).stem
-        if stem not in films:
-            number = re.match(r"episode_(\d+)_?(.*)", stem)
-            kind = number[2].replace("_", " ") if number else stem
-            found.append(Picture(f"samples/{name}", kind, size, episode=int(number[1]) if number else None))
+    for name, size in _files(folder / "samples", "_pred_vs_gt.png").items():
+        number = re.match(r"episode_(\d+)", name)
+        found.append(Picture(f"samples/{name}", "pred vs gt", size, episode=int(number[1]) if number else None))
     return sorted(found, key=lambda strip: (strip.episode or 0, strip.file))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sparring.errors import UserError
 from sparring.report.collection import Collection
-from sparring.report.folder import RunFolder, find_runs
+from sparring.report.folder import RunFolder, runs_in
 from sparring.report.media import data_uri
 
 SCRIPTS = ("draw.js", "charts.js", "sections.js", "page.js")
@@ -18,8 +18,9 @@ _MAY_FETCH = {
 
 def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
     """The report of these runs, with at most so many bytes of pictures."""
-    runs = [run for path in paths for run in find_runs(path)]
-    lacking = [path for path in paths if not find_runs(path)]
+    found = {path: runs_in(path) for path in paths}
+    runs = [run for below in found.values() for run in below]
+    lacking = [path for path, below in found.items() if not below]
     if lacking:
         listed = ", ".join(f"'{path}'" for path in lacking)
         raise UserError(f"{listed}: no run there; give run folders, e.g. outputs/finetune_rl")

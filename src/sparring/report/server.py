@@ -1,6 +1,7 @@
 """The page, live: a small server that only this machine can reach."""
 
 import errno
+import os
 import re
 import sys
 from http import HTTPStatus
@@ -32,7 +33,6 @@ class Watch(ThreadingHTTPServer):
         self.collection = Collection(paths, self._run)
         # of a page in several tabs, every one asks in a thread of its own
         self.lock = Lock()
-        self.collection.refresh()
 
     def changes(self, since: int) -> bytes:
         with self.lock:
@@ -61,10 +61,18 @@ def open_server(paths: list[Path], port: int) -> Watch:
     """On this port or the next free one."""
     for candidate in range(port, min(port + _MORE_PORTS, 65536)):
         try:
-            return Watch(paths, candidate)
+            server = Watch(paths, candidate)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
+            continue
+        # what is wrong with a run is not wrong with the port
+        try:
+            server.collection.refresh()
+        except BaseException:
+            server.server_close()
+            raise
+        return server
     raise UserError(f"--port {port}: this one and those after it are taken or not allowed; give another")
 
 
@@ -105,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(self, path: Path) -> None:
         """Whole, or the range that was asked for: without ranges a browser cannot seek in a video."""
         with path.open("rb") as file:
-            size = path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             asked = byte_range(self.headers.get("Range"), size)
             if asked is None:
                 self._begin(

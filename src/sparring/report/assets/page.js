@@ -111,7 +111,8 @@ async function follow() {
     pulse().className = "live";
     pulse().textContent = "live";
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error;
+    // nobody answers, or somebody else does, as a proxy with a page of its own
+    if (!(error instanceof TypeError || error instanceof SyntaxError)) throw error;
     pulse().className = "live lost";
     pulse().textContent = "no answer: is sparring watch still running?";
   }

@@ -141,7 +141,7 @@ function curveSections(runs) {
   const names = namesOf(runs, "metrics").sort((a, b) => rank(a) - rank(b)).filter((name) => !/(^|\/)(behind_\d+|success_rate)$/.test(name));
   const of = (...groups) => names.filter((name) => groups.includes(groupOf(name)) && !STALE.test(name));
   const others = names.filter((name) => !["rollout", "train", "perf", "reward", "world_model"].includes(groupOf(name)));
-  const drawnElsewhere = /\/(success_(rate|low|high)|random_[^/]+)$|^eval\/episodes$/;
+  const drawnElsewhere = /\/(success_rate|(sampled_)?success_(low|high)|random_[^/]+)$|^eval\/episodes$/;
   const evaluations = namesOf(runs, "evaluations").filter((name) => name.startsWith("eval/") && !drawnElsewhere.test(name));
   return {
     evaluation: curvesSection("evaluation", "Evaluation", "Other figures of the held-out episodes.", runs, "evaluations", evaluations),
