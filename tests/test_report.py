@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -403,6 +404,15 @@ def test_the_report_is_one_file_that_asks_for_nothing(tmp_path, capsys):
     assert content["runs"]["0"]["media"]["videos"][0]["src"].startswith("data:video/mp4;base64,")
     # all of it: the other has none
     assert content["runs"]["0"]["media"]["budget"] == 30_000_000
+
+
+def test_a_report_lies_with_its_run_and_that_of_several_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", seed=1)
+    assert main(["report", "a"]) == main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out == "a/report.html\nreport.html\n"
+    assert Path("a/report.html").exists() and Path("report.html").exists()
 
 
 def test_pictures_keep_to_their_budget(tmp_path):

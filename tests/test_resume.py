@@ -256,6 +256,14 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert len(lines(tmp_path)) == 5
 
 
+def test_a_run_that_branches_off_from_an_end_keeps_it(tmp_path):
+    run_to_the_end(config_in(tmp_path / "one"))
+    last = checkpoints(tmp_path / "one")[-1]
+    branch = run_to_the_end(config_in(tmp_path / "two", resume=str(last)))
+    assert [path.name for path in checkpoints(tmp_path / "two")] == [last.name]
+    assert branch.phase.progress.updates == int(last.name.rpartition("-")[2])
+
+
 def test_pretrained_starts_from_weights_alone(tmp_path):
     first = run_to_the_end(config_in(tmp_path / "first"))
     second = Run(config_in(tmp_path / "second", pretrained=str(tmp_path / "first" / "checkpoint-5")))

@@ -13,6 +13,7 @@ from threading import Thread
 import pytest
 from doubles_report import make_run, metrics_line, write_lines
 
+from sparring.cli import main
 from sparring.errors import UserError
 from sparring.report.server import HOST, byte_range, open_server
 
@@ -173,3 +174,9 @@ def test_ctrl_c_ends_it_quietly(tmp_path):
     assert line.startswith(f"http://{HOST}:17") and line.endswith("(Ctrl-C ends it)\n")
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[1] == "" and process.returncode == 0
+
+
+def test_a_file_is_no_run(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("")
+    assert main(["watch", str(tmp_path / "config.yaml"), "--no-browser"]) == 2
+    assert "config.yaml' is a file; give a run folder" in capsys.readouterr().err

@@ -315,7 +315,9 @@ class Run:
         set_random_state(own["random"], self.distributed.device)
         self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
         self.pending.update(state["pending"])
-        self.saved_at = self.phase.progress.updates
+        # a run that branches off has nothing in its own folder yet
+        if checkpoint.parent.resolve() == self.config.run_folder.resolve():
+            self.saved_at = self.phase.progress.updates
         log.info("goes on from %s (%s)", checkpoint, self._made())
         for words in lost:
             log.warning("%s", words)

@@ -12,7 +12,9 @@ MEDIA_MB = 30
 def add(commands) -> None:
     report = commands.add_parser("report", help="write what runs learned into one HTML file", **OPTIONS)
     report.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold some")
-    report.add_argument("--output", metavar="HTML", default="report.html", help="where to write it (%(default)s)")
+    report.add_argument(
+        "--output", metavar="HTML", help="where to write it (RUN/report.html; of several ./report.html)"
+    )
     report.add_argument(
         "--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help="of videos and pictures (%(default)s)"
     )
@@ -22,8 +24,10 @@ def add(commands) -> None:
 def _report(arguments, overrides) -> int:
     from sparring.report.page import write_report
 
-    output = Path(arguments.output)
-    collection = write_report([Path(run) for run in arguments.runs], output, int(arguments.media_mb * 1e6))
+    runs = [Path(run) for run in arguments.runs]
+    beside = runs[0] if len(runs) == 1 else Path()
+    output = Path(arguments.output) if arguments.output else beside / "report.html"
+    collection = write_report(runs, output, int(arguments.media_mb * 1e6))
     for path, run in collection.runs.items():
         for file, lines in run.parts["about"]["unreadable"].items():
             print(f"{path / file}: {lines} lines could not be read; they are left out", file=sys.stderr)

@@ -7,6 +7,7 @@ import webbrowser
 from pathlib import Path
 
 from sparring.commands.arguments import OPTIONS
+from sparring.errors import UserError
 
 PORT = 6007
 
@@ -22,6 +23,11 @@ def add(commands) -> None:
 def _watch(arguments, overrides) -> int:
     from sparring.report.server import open_server
 
+    for run in map(Path, arguments.runs):
+        if run.exists() and not run.is_dir():
+            raise UserError(f"'{run}' is a file; give a run folder, e.g. outputs/finetune_rl")
+        if not run.exists():
+            print(f"'{run}' is not there yet; it is shown when it is", file=sys.stderr)
     server = open_server([Path(run) for run in arguments.runs], arguments.port)
     try:
         _tell(server.server_address[1], arguments)
