@@ -107,6 +107,8 @@ def run_small(command: str, capsys) -> None:
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
             del words[at : at + 2]
+    # what a run of the usual length leaves; `trained` is shorter
+    words = [word.replace("/checkpoint-50", "/checkpoint-1") for word in words]
     if words[0] in ("eval", "compare"):
         words += ["--episodes", "6"] + (
             [] if {*words} & {"--world-model", "--exploration"} else ["evaluation.baseline=false"]

@@ -35,19 +35,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was():
-    logger = logging.getLogger("sparring")
-    before = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers.clear()
-    yield
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers[:], logger.level, logger.propagate = before
-    # what a logger is enabled for is remembered
-    logger.manager._clear_cache()
-
-
 def config_in(folder, **more):
     return load_config(SMALL | {"output": str(folder)} | more)
 

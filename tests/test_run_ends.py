@@ -2,14 +2,12 @@
 
 import errno
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from sparring.errors import UserError
 from sparring.launch import PATIENCE
-from sparring.record.log import LOGGER
 from sparring.record.recorder import AFTER_AN_ERROR_S
 from sparring.record.status import why
 from sparring.run import Run
@@ -25,18 +23,6 @@ SMALL = {
     "logging": {"console_level": "ERROR"},
     "device": "cpu",
 }
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was():
-    logger = logging.getLogger(LOGGER)
-    before = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers.clear()
-    yield
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers[:], logger.level, logger.propagate = before
-    logger.manager._clear_cache()
 
 
 def config_in(folder, **more):
