@@ -25,7 +25,7 @@ import torch
 
 from sparring.algorithms.parity import Parity
 from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
-from sparring.collect.shared import SharedTensors, pack, receive, send_packed
+from sparring.collect.shared import SharedTensors, finish_copies, pack, receive, send_packed
 from sparring.collect.snapshot import SnapshotReader
 from sparring.collect.stages import Stages
 from sparring.data.row_writer import leaves
@@ -202,9 +202,11 @@ class Actor:
         with self.stages.at("share", collector.version):
             if self.places is None:
                 self.places = self._make_places(rollout)
+                self.places.pin(self.device)
             place = number % (self.start.staleness + 1)
             for key, value in leaves(rollout):
-                self.places.tensors[key][place, : len(rollout)].copy_(value)
+                self.places.tensors[key][place, : len(rollout)].copy_(value, non_blocking=True)
+            finish_copies(self.device)
         return parity
 
     def _report(self, number: int, parity: Parity | None) -> Report:

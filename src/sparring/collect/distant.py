@@ -46,8 +46,9 @@ class ReceivedRollout:
         robots = next(iter(views.values())).shape[1]
         rollout = TensorDict({}, [decisions, robots])
         for key, view in views.items():
-            rollout.set(key, view)
-        self._rollout = rollout if self.device.type == "cpu" else rollout.to(self.device)
+            # a GPU has read it before it has computed the weights whose publication lets others write there
+            rollout.set(key, view if self.device.type == "cpu" else view.to(self.device, non_blocking=True))
+        self._rollout = rollout
 
     def rollout(self) -> TensorDict:
         """`[T, N]`."""
@@ -98,6 +99,7 @@ class DistantCollector:
             report = self._next_report()
         if report.places is not None:
             self._places = SharedTensors.attach(report.places)
+            self._places.pin(self.env.device)
             self._weights.arrived()
         with self.stages.at("take", self.version):
             buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)

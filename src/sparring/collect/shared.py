@@ -1,6 +1,8 @@
 """What two processes share: tensors in memory, and messages over a pipe."""
 
+import logging
 import pickle
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -10,6 +12,8 @@ from typing import Any
 import torch
 
 from sparring.data.storage import Column, Key, Layout, Memory, shared_memory_folder
+
+log = logging.getLogger(__name__)
 
 # bytes of a message that are written at once: of up to 16,384 a reader who sees the first has all
 _PART = 16_000
@@ -54,6 +58,22 @@ class SharedTensors:
 
     def handle(self) -> SharedHandle:
         return SharedHandle(self.memory.file, self.layout)
+
+    def pin(self, device: torch.device) -> None:
+        """For a GPU, which then copies from here and to here by itself, several times as fast."""
+        if device.type != "cuda":
+            return
+        runtime, data = torch.cuda.cudart(), self.memory.data
+        if refused := int(runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)):
+            log.debug("memory that is shared could not be pinned (CUDA error %s): copies of it are slower", refused)
+        else:
+            weakref.finalize(self.memory, runtime.cudaHostUnregister, data.data_ptr())
+
+
+def finish_copies(device: torch.device) -> None:
+    """When copies to and from pinned memory that did not wait are done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def send(connection: Connection, message: Any) -> None:

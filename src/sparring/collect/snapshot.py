@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparring.collect.shared import SharedHandle, SharedTensors
+from sparring.collect.shared import SharedHandle, SharedTensors, finish_copies
 from sparring.data.storage import Column
 
 # bytes: what memory for tensors begins at a multiple of
@@ -47,6 +47,8 @@ class SnapshotWriter:
             place.copy_(weights[name])
         columns = {(name,): _column(weights[name], places=2) for name in self.names}
         self.shared = SharedTensors.make(columns | {_CONTROL: Column((2,), torch.int64)}, folder, what)
+        self.device = next(model.parameters()).device
+        self.shared.pin(self.device)
         self.write(version)
 
     def handle(self) -> SnapshotHandle:
@@ -64,7 +66,8 @@ class SnapshotWriter:
         control = tensors[_CONTROL].numpy()
         control[_WRITING] = version
         for name in self.names:
-            tensors[name,][version % 2].copy_(weights[name])
+            tensors[name,][version % 2].copy_(weights[name], non_blocking=True)
+        finish_copies(self.device)
         control[_WRITTEN] = version
 
 
@@ -80,6 +83,8 @@ class SnapshotReader:
         self.shared = SharedTensors.attach(handle.changing)
         self.weights = model.state_dict()
         self.names = [key[0] for key in self.shared.tensors if key != _CONTROL]
+        self.device = next(model.parameters()).device
+        self.shared.pin(self.device)
         # another may have been written since
         self.version = -1
 
@@ -89,7 +94,8 @@ class SnapshotReader:
         control = self.shared.tensors[_CONTROL].numpy()
         while self.version != (newest := int(control[_WRITTEN])):
             for name in self.names:
-                self.weights[name].copy_(self.shared.tensors[name,][newest % 2])
+                self.weights[name].copy_(self.shared.tensors[name,][newest % 2], non_blocking=True)
+            finish_copies(self.device)
             # by two it has come round
             if control[_WRITING] < newest + 2:
                 self.version = newest
