@@ -17,6 +17,9 @@ A part that was cut short goes on with the runs that are not there yet; --again 
 import argparse
 import json
 import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import async_speed
@@ -44,11 +47,15 @@ def bound(args) -> dict:
     # in turns every stage may have all cores; at the same time they share them
     in_turns = [[f"env.threads={cores}", f"threads={threads}"] for threads in sorted({1, half, cores})]
     in_turns.append([f"env.threads={cores}", f"threads={cores}", "rollout.groups=2"])
-    at_once = [[f"env.threads={half}", f"threads={threads}"] for threads in sorted({1, half})]
-    at_once.append([f"env.threads={half}", f"threads={half}", "ppo.proximal=interpolated"])
+    proximals = ("ppo.proximal=exact", "ppo.proximal=interpolated")
+    at_once = [
+        [f"env.threads={half}", f"threads={threads}", proximal]
+        for threads in sorted({max(1, half // 2), half})
+        for proximal in proximals
+    ]
     found = {}
     for epochs in (1, 4):
-        found[f"{epochs} epochs"] = async_speed.compare([*CAMERA, f"ppo.ppo_epochs={epochs}"], in_turns, at_once, 6, 2)
+        found[f"{epochs} epochs"] = async_speed.compare([*CAMERA, f"ppo.ppo_epochs={epochs}"], in_turns, at_once, 10, 2)
         found[f"{epochs} epochs"].pop("spans")
     return found
 
@@ -59,11 +66,17 @@ def vla(args) -> dict:
     for seed in args.seeds:
         for mode in args.modes:
             if f"{mode}/{seed}" not in known:
-                known[f"{mode}/{seed}"] = outcome = async_vla.finetune(one, mode, seed)
+                known[f"{mode}/{seed}"] = outcome = alone(async_vla.finetune, one, mode, seed)
                 print(json.dumps({k: v for k, v in outcome.items() if k != "spans"}), flush=True)
                 known["imitated"] = json.loads((one.folder / "judged.json").read_text())["imitated"]
                 _keep("vla", known, args.device)
     return known
+
+
+def alone(function: Callable, *arguments):
+    """In a process of its own, which knows nothing of what ran before."""
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def bits(args) -> dict:

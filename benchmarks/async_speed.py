@@ -2,13 +2,14 @@
 
 Nothing is faster than its busiest resource, and no stage than it is with the whole machine for itself, so that
 
-    bound = synchronous time / max(simulate, infer, learn, CPU seconds / cores, seconds of the GPU's kernels)
+    bound = synchronous time / max(simulate, infer, learn, CPU seconds / cores)
 
-where all are of the synchronous run. That run is the fastest of several that use the machine differently, groups of
-robots among them (which overlap simulating and deciding in turns with learning, too).
+where a GPU's seconds count too (async_vla.py). Synchronous time is that of the fastest of several runs that use the
+machine differently, groups of robots among them (which overlap simulating and deciding in turns with learning, too).
+What it is divided by is of each the least that any of these runs took: threads that wait for each other burn time that
+the work does not need.
 """
 
-import gc
 import os
 import time
 from dataclasses import dataclass, field
@@ -26,18 +27,16 @@ class Timing:
     metrics: dict[str, float]
     # of all threads of this process
     cpu_seconds: float
-    gpu_seconds: float | None
     spans: list = field(repr=False)
 
     def told(self) -> dict:
         told = {"settings": self.settings, "seconds": round(self.seconds, 4)}
         told |= {"stages": _rounded(self.stages), "metrics": _rounded(self.metrics)}
-        told["cpu_seconds"] = round(self.cpu_seconds, 4)
-        return told | ({} if self.gpu_seconds is None else {"gpu_seconds": round(self.gpu_seconds, 4)})
+        return told | {"cpu_seconds": round(self.cpu_seconds, 4)}
 
 
-def time_updates(settings: list[str], updates: int, warm_up: int, profiled: bool = False) -> Timing:
-    """`updates` of them after `warm_up`; `profiled`: one more, for which the GPU's kernels are timed."""
+def time_updates(settings: list[str], updates: int, warm_up: int) -> Timing:
+    """`updates` of them after `warm_up`."""
     import torch
 
     from sparring.config_text import parse_overrides
@@ -45,10 +44,6 @@ def time_updates(settings: list[str], updates: int, warm_up: int, profiled: bool
     from sparring.phases.finetune import Finetune
     from sparring.tree import load_config
 
-    # what the last one left on the GPU
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     config = load_config(None, parse_overrides(["phase=finetune", "rollout.render_episodes=0", *settings]))
     torch.set_num_threads(config.threads or 1)
     phase = Finetune.from_config(config, Distributed(config.device))
@@ -56,27 +51,27 @@ def time_updates(settings: list[str], updates: int, warm_up: int, profiled: bool
         for _ in range(warm_up):
             phase.step(0.5)
         phase.drain_spans()
-        began, busy = _now(phase), time.process_time()
+        began, busy = time.perf_counter(), time.process_time()
         rows = [phase.step(0.5) for _ in range(updates)]
-        seconds, busy = (_now(phase) - began) / updates, (time.process_time() - busy) / updates
+        seconds, busy = (time.perf_counter() - began) / updates, (time.process_time() - busy) / updates
         spans = phase.drain_spans()
-        gpu = gpu_seconds(lambda: phase.step(0.5)) if profiled and phase.env.device.type == "cuda" else None
     finally:
         phase.env.close()
     means = {name: sum(row[name] for row in rows) / updates for name in rows[-1] if all(name in row for row in rows)}
     stages = {stage: means[f"{'update' if stage == 'learn' else stage}_seconds"] for stage in STAGES}
     told = ("collect_seconds", "staleness", "ess", "learner_idle", "actor_idle", "queue_depth", "approx_kl")
-    return Timing(settings, seconds, stages, {n: means[n] for n in told if n in means}, busy, gpu, spans)
+    return Timing(settings, seconds, stages, {n: means[n] for n in told if n in means}, busy, spans)
 
 
 def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]], updates: int, warm_up: int) -> dict:
     """The fastest of each, the bound, and what part of it is reached."""
-    sync = [time_updates([*base, *more], updates, warm_up, profiled=True) for more in in_turns]
+    sync = [time_updates([*base, *more], updates, warm_up) for more in in_turns]
     both = [time_updates([*base, "rollout.mode=async", *more], updates, warm_up) for more in at_once]
     best, other = (min(tried, key=lambda timing: timing.seconds) for tried in (sync, both))
     cores = len(os.sched_getaffinity(0))
-    busiest = max([*best.stages.values(), best.cpu_seconds / cores, best.gpu_seconds or 0.0])
-    bound, gain = best.seconds / busiest, best.seconds / other.seconds
+    needed = [min(timing.stages[stage] for timing in sync) for stage in STAGES]
+    needed.append(min(timing.cpu_seconds for timing in sync) / cores)
+    bound, gain = best.seconds / max(needed), best.seconds / other.seconds
     return {
         "cores": cores,
         "sync": best.told(),
@@ -113,16 +108,8 @@ def _merged(parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _now(phase) -> float:
-    """When all that was asked of the GPU is done."""
-    import torch
-
-    if phase.env.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def gpu_seconds(work) -> float:
+    """Of its kernels. What launches kernels in this process afterwards is slower: ask last."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -2,12 +2,14 @@
 
 Scripted experts show how to lift a cube; the VLA, which sees two cameras and what the robot feels, imitates them
 (configs/vla_small_imitate.yaml) and is then fine-tuned by PPO (configs/vla_small_finetune.yaml), in turns and at the
-same time, with the same seeds and as many steps. Each run has the machine for itself. All go on from one imitation.
+same time, with the same seeds and as many steps. Each run has the machine and a process for itself. All go on from one
+imitation.
 
 Seconds are those of the updates after the first two, in which things are compiled, for as many updates as there were.
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -15,14 +17,15 @@ import stages
 from async_speed import STAGES, gpu_seconds, overlaps
 from stages import Problem
 
-PROBLEM = Problem(("lift_d0",), ["env.cameras=[head,wrist]", "env.image_size=128"], 60, 320_000)
+PROBLEM = Problem(("lift_d0",), ["env.cameras=[head,wrist]", "env.image_size=224"], 60, 320_000)
 CONFIGS = ("vla_small_imitate.yaml", "vla_small_finetune.yaml")
 EPISODES = 300
 # updates that are not timed
 FIRST = 2
 # of the async run, what is kept for the picture of its timeline
 SHOWN = (10, 15)
-MODES = {"sync": ["rollout.mode=sync"], "async": ["rollout.mode=async"]}
+# who works when -> the share of the cores that simulates, and the groups of robots: what each was fastest with
+MODES = {"sync": (1.0, 1), "async": (12 / 16, 2)}
 TOLD = (
     *(f"{stage}_seconds" for stage in ("simulate", "infer", "collect", "update")),
     *("staleness", "ess", "learner_idle", "actor_idle", "parity", "parity_ratio", "approx_kl", "explained_variance"),
@@ -48,9 +51,12 @@ def finetune(one: stages.Stages, mode: str, seed: int) -> dict:
     from sparring.run import Run
 
     fixed = [f"pretrained={one.folder / 'imitate'}", f"output={one.folder / f'{mode}_{seed}'}", "resume=never"]
-    fixed += [f"training.total_timesteps={PROBLEM.steps}", "rollout.render_episodes=0", *MODES[mode]]
+    fixed += [f"training.total_timesteps={PROBLEM.steps}", "rollout.render_episodes=0", f"rollout.mode={mode}"]
+    share, groups = MODES[mode]
+    fixed.append(f"rollout.groups={groups}")
     made = time.perf_counter()
-    config = one.load(one.finetuning, fixed, ("imitate.",))
+    machine = replace(one, threads=max(1, round(share * one.threads)))
+    config = machine.load(one.finetuning, fixed, ("imitate.",))
     run = Run(config.model_copy(update={"seed": seed}), quiet=True)
     ends, spans, rows, shown = [], [], [], []
     # every turn of every stage, to the end
@@ -68,6 +74,8 @@ def finetune(one: stages.Stages, mode: str, seed: int) -> dict:
     told = {
         "mode": mode,
         "seed": seed,
+        "simulating_threads": config.env.threads,
+        "groups": groups,
         "updates": len(ends),
         "env_steps": run.phase.progress.env_steps,
         "seconds": round(each * len(ends), 1),
