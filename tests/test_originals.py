@@ -218,7 +218,9 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
     file = in_file(tmp_path, text, "rl_config.yaml")
     written, told = import_config(file)
     ours = in_file(tmp_path, written, "ours.yaml")
-    assert written.startswith("# rl_config.yaml for all, by")
+    assert written.startswith(
+        "# From rl_config.yaml, by `sparring config import`. For `sparring train all` and each of"
+    )
     for phase in CHAIN:
         theirs = build_config([*kept(file), *start(phase), Setting("phase", phase, "here")])
         others = set(CHAIN) - {phase}
@@ -238,8 +240,8 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
     # no key is lost: it is a setting, named as what one was, or a comment
     for setting in read_settings(file):
         assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
-    assert "#   model.config_file: f1.yaml  (describes F1's network; " in written
-    assert "model.lora.bias (from rl_config.yaml line 3) is a comment now: it is so here anyway" in told
+    assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
+    assert "model.lora.bias (from rl_config.yaml line 3) is a comment now: it is always so here" in told
 
 
 def test_adapters_go_to_what_learns(tmp_path):
@@ -250,6 +252,62 @@ def test_adapters_go_to_what_learns(tmp_path):
     assert (teacher.world_model.lora_r, teacher.world_model.lora_targets) == (8, ("q_proj",))
     with pytest.raises(ConfigError, match=r"^model.lora.r \(from lora.yaml line 1\): .* policy.name=native_vla"):
         load_config(file)
+
+
+ADAPTERS = """model:
+  lora:
+    r: 8
+    lora_alpha: 32
+    target_modules: [q_proj]
+training: {batch_size: 4}
+"""
+POLICIES = "policy.name=vla or policy.name=native_vla or policy.name=pi0"
+
+
+def test_adapters_of_a_file_that_names_no_network_for_them_are_comments(tmp_path):
+    file = in_file(tmp_path, ADAPTERS, "rl_config.yaml")
+    written, told = import_config(file, "teacher")
+    ours = in_file(tmp_path, written, "ours.yaml")
+    assert load_config(ours).teacher.batch_size == 4
+    lines = [
+        "#   model.lora.r: 8  (line 3: it would be world_model.lora_r, which needs world_model.trunk)",
+        "#   model.lora.lora_alpha: 32  (line 4: it would be world_model.lora_alpha, which needs world_model.trunk)",
+        "#   model.lora.target_modules: [q_proj]  (line 5: it would be world_model.lora_targets, which needs "
+        "world_model.trunk)",
+    ]
+    assert written.splitlines()[-3:] == lines
+    assert (
+        "model.lora.r (from rl_config.yaml line 3) is a comment now: it would be world_model.lora_r, which " in told[1]
+    )
+    assert f"(line 3: it would be policy.lora_r, which needs {POLICIES})" in import_config(file, "student")[0]
+    both = "in teacher it would be world_model.lora_r, which needs world_model.trunk; in student and adversarial it "
+    assert f"{both}would be policy.lora_r, which needs {POLICIES})" in import_config(file, "all")[0]
+
+
+def test_adapters_are_written_where_there_is_a_network_for_them(tmp_path):
+    file = in_file(tmp_path, ADAPTERS + "policy: {name: native_vla}\n", "f.yaml")
+    student = load_config(in_file(tmp_path, import_config(file, "student")[0], "ours.yaml"), start("student"))
+    assert (student.policy.lora_r, student.policy.lora_alpha, student.policy.lora_targets) == (8, 32, ("q_proj",))
+    # in a chain, in the phases that have it, and a comment for the one that does not
+    written, _ = import_config(file, "all")
+    chain = in_file(tmp_path, written, "chain.yaml")
+    assert load_config(chain, start("adversarial"), "adversarial").policy.lora_r == 8
+    assert load_config(chain, phase="teacher").world_model.lora_r == 0
+    assert "#   model.lora.r: 8  (line 3: in teacher it would be world_model.lora_r" in written
+
+
+def test_what_adapters_take_is_nothing_without_a_rank(tmp_path):
+    file = in_file(tmp_path, "model: {lora: {lora_alpha: 32}}\npolicy: {name: pi0, model_path: x}\n", "f.yaml")
+    written, _ = import_config(file, "finetune")
+    assert "model.lora.lora_alpha: 32  (line 1: it would be policy.lora_alpha, which needs policy.lora_r)" in written
+
+
+def test_the_whole_file_is_imported_with_its_adapters_for_every_phase(tmp_path):
+    file = in_file(tmp_path, WHOLE, "rl_config.yaml")
+    for phase in (*CHAIN, "finetune", "all"):
+        written, _ = import_config(file, phase)
+        load_config(in_file(tmp_path, written, "ours.yaml"), start(phase), None if phase != "all" else "teacher")
+        assert all(setting.key in written for setting in read_settings(file) if setting.key.startswith("model."))
 
 
 def test_the_command_line_wins_over_what_a_file_says_for_a_phase(tmp_path):
@@ -332,11 +390,11 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
     ]
     text = (tmp_path / "ours.yaml").read_text()
     assert text.splitlines() == [
-        "# f.yaml for finetune, by `sparring config import`",
+        "# From f.yaml, by `sparring config import`. For `sparring train finetune`.",
         "rollout:",
         "  n_envs: 4  # was trainer.num_envs",
-        "# not written, and why:",
-        "#   trainer.exp_name: mine  (a run is called what its folder is called: say output)",
+        "# Not settings here; each with its line in f.yaml, and why:",
+        "#   trainer.exp_name: mine  (line 1: a run is called what its folder is called: say output)",
     ]
     assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
     assert main(["config", "import", "f.yaml", "wm"]) == 0

@@ -121,7 +121,8 @@ def _besides(setting: Setting) -> Setting | None:
         return None
     key, value = values[setting.value]
     # another source: the same file may say otherwise
-    return replace(setting, key=key, value=value, source=setting.where, line=None, written=setting.as_written)
+    written = f"{setting.as_written}={setting.value}"
+    return replace(setting, key=key, value=value, source=setting.where, line=None, written=written)
 
 
 def _value(key: str, value: Any) -> Any:

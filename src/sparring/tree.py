@@ -231,12 +231,13 @@ def _check_gym_id(name: str) -> None:
 
 def _explained(key: str, setting: Setting) -> str | None:
     """What is to be said of a key that is unknown here: it is one of the originals, or of another env, policy, ..."""
-    others = _elsewhere(key)
-    known = f"unknown key; it is a key of {' and '.join(others)}" if others else None
+    others = kinds_with(key)
+    what = "unknown key; it is" if setting.as_written == key else f"{key} in our words, which is"
+    known = f"{what} a key of {' and '.join(others)}" if others else None
     return why_not(setting.as_written, setting.value) or known
 
 
-def _elsewhere(key: str) -> list[str]:
+def kinds_with(key: str) -> list[str]:
     """The names of built-in envs, policies, ... whose config has this key."""
     section, _, leaf = key.partition(".")
     kinds = {"env": envs, "policy": policies, "world_model": world_models, "rewards": rewards}
