@@ -331,12 +331,23 @@ def test_what_does_not_go_together_is_said(tmp_path):
     wrong = {
         "async goes with finetune only": ("teacher", {"mode": "async"}),
         "is read with rollout.mode=async only": ("finetune", {"staleness": 2}),
-        "4 robots cannot be put into 3 groups": ("finetune", {"groups": 3}),
+        "4 robots cannot be put into 3 groups; expected one of 1, 2, 4, or rollout.n_envs=3 or 6": (
+            "finetune",
+            {"groups": 3},
+        ),
         "does not go with rollout.n_episodes_per_batch": ("finetune", {"groups": 2, "n_episodes_per_batch": 4}),
     }
     for told, (phase, rollout) in wrong.items():
         with pytest.raises(ConfigError, match=told):
             load_config({"rollout": ROLLOUT | rollout}, phase=phase)
+
+
+def test_nothing_is_paced_without_weights_and_that_is_said():
+    with pytest.raises(ConfigError, match=r"^rollout.least_ess = 0.7 .*: ppo.correction=none weighs nothing, so "):
+        load_config({"rollout": ROLLOUT | {"mode": "async", "least_ess": 0.7}, "ppo": {"correction": "none"}})
+    # never to pace is what is so
+    config = load_config({"rollout": ROLLOUT | {"mode": "async", "least_ess": 0}, "ppo": {"correction": "none"}})
+    assert config.rollout.least_ess == 0
 
 
 def test_only_what_changes_is_sent_again():

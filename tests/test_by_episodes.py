@@ -225,7 +225,10 @@ class Endless(CountingBackend):
     ("settings", "said"),
     [
         ({"rollout": {"n_envs": 4, "n_episodes_per_batch": 6}}, "6 episodes cannot be shared out evenly over the 4"),
-        ({"rollout": {"n_envs": 4, "group_size": 3, "n_episodes_per_batch": 4}}, "4 robots cannot be put into groups"),
+        (
+            {"rollout": {"n_envs": 4, "group_size": 3, "n_episodes_per_batch": 4}},
+            "groups of 3; expected one of 1, 2, 4, or ",
+        ),
         ({"rollout": {"n_envs": 4, "group_size": 2}}, "set rollout.n_episodes_per_batch too"),
         (
             {"rollout": {"n_envs": 4, "n_episodes_per_batch": 4}, "buffer": {"type": "vla"}},

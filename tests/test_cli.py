@@ -25,6 +25,7 @@ from sparring.folder import alone_in
 from sparring.phases import PHASES
 from sparring.phases.phase import Progress
 from sparring.policies import POLICIES
+from sparring.signs import FILE
 from sparring.tree import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +104,20 @@ def test_help_of_a_command(capsys):
     assert told(capsys, "train", "finetune", "--ppo.gamma", "0.9", "--help")[:2] == (code, out)
 
 
+def test_help_shows_that_the_word_after_dry_run_may_be_left_out(capsys):
+    assert "[--dry-run [rollout]]" in told(capsys, "train", "--help")[1]
+
+
+def test_what_all_processes_of_a_launch_would_say_is_said_once(capsys, here, monkeypatch):
+    monkeypatch.setenv(FILE, str(here / "signs"))
+    assert told(capsys, "train", "finetuna")[2].startswith("sparring: phase = finetuna")
+    assert told(capsys, "train", "finetuna") == (2, "", "")
+    assert told(capsys, "train", "imitatd")[2].startswith("sparring: phase = imitatd")
+    # the launcher has gone
+    monkeypatch.setenv(FILE, str(here / "gone" / "signs"))
+    assert told(capsys, "train", "finetuna")[2].startswith("sparring: phase = finetuna")
+
+
 def test_version(capsys):
     assert told(capsys, "--version") == (0, f"sparring {sparring.__version__}\n", "")
 
@@ -126,7 +141,8 @@ def test_version(capsys):
         (["train", "wmm"], "sparring: phase = wmm (from command line): this phase is unknown; one of: finetune"),
         (["config", "phase4"], "phase = phase4 (from command line): this phase is unknown; one of: "),
         (["config", "all"], "sparring: phase = all (from command line): this phase is unknown; one of: "),
-        (["train", "finetuna"], "phase = finetuna (from command line): this phase is unknown; one of: finetune"),
+        (["train", "finetuna"], "adversarial, all; did you mean finetune?"),
+        (["train", "al"], "adversarial, all; did you mean all?"),
         (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml': cannot read it (No such file"),
         (["eval", "nowhere"], "sparring: 'nowhere' does not exist; give a run folder or a checkpoint folder"),
         (["train", "finetune", "pretrained=nowhere", "--dry-run", "--envs", "1"], "sparring: 'nowhere' does not exist"),

@@ -327,7 +327,7 @@ def test_the_name_decides_which_keys_a_section_has():
     assert load("env.name=gym:CartPole-v1", "env.vectorize=process").env.vectorize == "process"
     assert mistakes("env.vectorize=process")[0].startswith("env.vectorize (from command line): unknown key; ")
     assert mistakes("env.name=gym:CartPole-v1", "task_name=reach_d0") == [
-        "task_name (from command line): unknown key; it is a key of env.name=tabletop"
+        "task_name (from command line): unknown key; as env.task it is a key of env.name=tabletop"
     ]
 
 

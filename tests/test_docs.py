@@ -108,7 +108,7 @@ def run_small(command: str, capsys) -> None:
             at = words.index("--gpus")
             del words[at : at + 2]
     # what a run of the usual length leaves; `trained` is shorter
-    words = [word.replace("/checkpoint-50", "/checkpoint-1") for word in words]
+    words = [re.sub(r"/checkpoint-[25]0$", "/checkpoint-1", word) for word in words]
     if words[0] in ("eval", "compare"):
         words += ["--episodes", "6"] + (
             [] if {*words} & {"--world-model", "--exploration"} else ["evaluation.baseline=false"]

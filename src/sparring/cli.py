@@ -22,6 +22,7 @@ from sparring.commands import (
 from sparring.commands.arguments import OPTIONS
 from sparring.commands.examples import EPILOG
 from sparring.errors import UserError
+from sparring.signs import is_first_to_say
 
 # in the order of the help
 COMMANDS = (train, evaluate, compare, report, watch, runs, prune, check, tasks, demos, config, completion)
@@ -35,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled
     except UserError as error:
-        print(f"sparring: {error}", file=sys.stderr)
+        if is_first_to_say(str(error)):
+            print(f"sparring: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ from sparring.config import insert
 from sparring.config_text import ConfigTextError, Setting, read_settings, to_yaml, value_text
 from sparring.lora_configs import LoraConfig
 from sparring.phases import ALIASES as PHASE_NAMES
-from sparring.phases import CHAIN, PHASES
+from sparring.phases import CHAIN, PHASES, unknown_phase
 from sparring.reading import without_meaning
 from sparring.tree import build_config, kinds_with, reading_of, tree_of
 
@@ -49,7 +49,7 @@ def _about(given: list[Setting]) -> str:
 def _known(phase: Any) -> str:
     name = PHASE_NAMES.get(str(phase), phase)
     if name not in (*PHASES, "all"):
-        raise ConfigTextError(f"phase = {value_text(phase)}: this phase is unknown; one of: {', '.join(PHASES)}, all")
+        raise ConfigTextError(f"phase = {value_text(phase)}: {unknown_phase(phase, 'all')}")
     return name
 
 

@@ -34,7 +34,7 @@ from sparring.resolve import config_class, import_module, import_path, path_of
 def _known_phase(name: str) -> str:
     phase = phases.ALIASES.get(name, name)
     if phase not in phases.PHASES:
-        raise ValueError(f"this phase is unknown; one of: {', '.join(phases.PHASES)}")
+        raise ValueError(phases.unknown_phase(name))
     return phase
 
 
@@ -232,8 +232,8 @@ def _check_gym_id(name: str) -> None:
 def _explained(key: str, setting: Setting) -> str | None:
     """What is to be said of a key that is unknown here: it is one of the originals, or of another env, policy, ..."""
     others = kinds_with(key)
-    what = "unknown key; it is" if setting.as_written == key else f"{key} in our words, which is"
-    known = f"{what} a key of {' and '.join(others)}" if others else None
+    ours = "" if setting.as_written == key else f"as {key} "
+    known = f"unknown key; {ours}it is a key of {' and '.join(others)}" if others else None
     return why_not(setting.as_written, setting.value) or known
 
 

@@ -54,7 +54,8 @@ def rollout_mistakes(config) -> list[tuple[str, str]]:
         needs = "rollout.n_episodes_per_batch needs buffer.type=standard, and no buffer.size"
         mistakes.append(("buffer.type", f"{needs}: its rollouts are as long as their episodes"))
     if robots % group:
-        mistakes.append(("rollout.group_size", f"{robots} robots cannot be put into groups of {group}"))
+        split = f"{robots} robots cannot be put into groups of {group}"
+        mistakes.append(("rollout.group_size", f"{split}; {_what_fits(robots, group)}"))
     if group > 1 and not episodes:
         mistakes.append(("rollout.group_size", "groups play whole episodes; set rollout.n_episodes_per_batch too"))
     if group > 1 and len(getattr(config.env, "task", ())) > 1:
@@ -75,6 +76,10 @@ def _async_mistakes(config) -> list[tuple[str, str]]:
     paced = rollout.least_ess != RolloutConfig.model_fields["least_ess"].default
     if paced and rollout.mode == "async" and not rollout.staleness:
         mistakes.append(("rollout.least_ess", "rollout.staleness=0 leaves nothing to pace; leave it out"))
+    # 0 asks for what is so without weights
+    if paced and rollout.least_ess and getattr(config.algorithm_section, "correction", None) == "none":
+        why = f"{config.algorithm}.correction=none weighs nothing, so nothing is paced"
+        mistakes.append(("rollout.least_ess", f"{why}; set another correction, or leave it out"))
     return mistakes
 
 
@@ -90,5 +95,15 @@ def _group_mistakes(config) -> list[tuple[str, str]]:
         mistakes.append(("rollout.groups", f"does not go with {other}; leave one of them out"))
     if rollout.n_envs % (groups * tasks):
         each = f", each with a multiple of {tasks} for env.task" if tasks > 1 else ""
-        mistakes.append(("rollout.groups", f"{rollout.n_envs} robots cannot be put into {groups} groups{each}"))
+        split = f"{rollout.n_envs} robots cannot be put into {groups} groups{each}"
+        mistakes.append(("rollout.groups", f"{split}; {_what_fits(rollout.n_envs, groups, tasks)}"))
     return mistakes
+
+
+def _what_fits(robots: int, parts: int, tasks: int = 1) -> str:
+    """Numbers instead of `parts`, and of robots that go with it; each part holds a multiple of `tasks`."""
+    fitting = [n for n in range(1, robots + 1) if robots % (n * tasks) == 0]
+    shown = f"expected one of {', '.join(map(str, fitting))}, or " if fitting else "expected "
+    # the next ones below and above
+    fewer = robots // (parts * tasks) * parts * tasks
+    return f"{shown}rollout.n_envs={fewer or ''}{' or ' if fewer else ''}{fewer + parts * tasks}"

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from sparring import phases
 from sparring.commands.arguments import OPTIONS, positive
 from sparring.commands.examples import EPILOG
 from sparring.commands.settings import config_of, settings_of
@@ -17,19 +18,35 @@ def add(commands) -> None:
     train.add_argument(
         "phase",
         metavar="PHASE",
-        help="finetune (task RL), imitate (demonstrations), teacher (world model), student (explorer), adversarial "
-        "(both), all (teacher, student, adversarial)",
+        help="finetune (RL on a task), imitate (of demonstrations), teacher (a world model), student (an explorer), "
+        "adversarial (both against each other), all (the last three, one after the other)",
     )
     train.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
-    train.add_argument("--gpus", type=positive, default=1, metavar="N", help="processes, one per GPU (on CPU: gloo)")
-    train.add_argument("--envs", type=positive, metavar="N", help="robots per process (rollout.n_envs)")
-    train.add_argument("--output", metavar="DIR", help="run folder (default: outputs/<phase>_rl)")
-    train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help="default auto: go on where the folder stopped")
+    train.add_argument(
+        "--gpus",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes, one per GPU, or so many on the CPU (default: 1)",
+    )
+    train.add_argument("--envs", type=positive, metavar="N", help="robots of each process; short for rollout.n_envs=N")
+    train.add_argument(
+        "--output",
+        metavar="DIR",
+        help="run folder (default: outputs/<phase>_rl); with all: what holds the three folders",
+    )
+    train.add_argument(
+        "--resume",
+        metavar="auto|never|CHECKPOINT",
+        help="auto (default): go on where the run folder stopped; never: start anew, the old run is moved aside; or "
+        "the checkpoint to start from",
+    )
     train.add_argument(
         "--dry-run",
         choices=DRY_RUNS,
+        nargs="?",
         metavar="rollout",
-        help="one rollout and one update (or the rollout alone), nothing written",
+        help="try one rollout and one update, and write nothing; with the word rollout, only the rollout",
     )
     train.set_defaults(command=_train)
 
@@ -48,6 +65,10 @@ def with_dry_run_in_one_word(argv: list[str]) -> list[str]:
 def _train(arguments, overrides) -> int:
     if arguments.phase == "all":
         return _train_all(arguments, overrides)
+    if phases.ALIASES.get(arguments.phase, arguments.phase) not in phases.PHASES:
+        raise UserError(
+            f"phase = {arguments.phase} (from command line): {phases.unknown_phase(arguments.phase, 'all')}"
+        )
     config = config_of(arguments, overrides)
     if arguments.gpus > 1 and "RANK" not in os.environ:
         from sparring.launch import launch

@@ -1,5 +1,8 @@
 """Phases: stages of training, each composed of the same parts."""
 
+import difflib
+from typing import Any
+
 PHASES = {
     "finetune": "sparring.phases.finetune:Finetune",
     "imitate": "sparring.phases.imitate:Imitate",
@@ -17,3 +20,10 @@ ALIASES = {
     "phase3": "adversarial",
     "adv": "adversarial",
 }
+
+
+def unknown_phase(name: Any, *more: str) -> str:
+    """What is said of a word that is neither a phase nor one of `more`."""
+    near = difflib.get_close_matches(str(name), [*PHASES, *more, *ALIASES], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"this phase is unknown; one of: {', '.join([*PHASES, *more])}{hint}"
