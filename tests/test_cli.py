@@ -128,12 +128,13 @@ def test_version(capsys):
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
         (["train"], "the following arguments are required: PHASE"),
-        (["train", "finetune", "extra"], "unrecognized arguments: extra"),
+        (["train", "finetune", "extra"], "unrecognized arguments: extra; `sparring train --help` shows what it takes"),
         (["train", "finetune", "--gpus", "0"], "argument --gpus: expected a whole number >= 1, got '0'"),
         (["train", "finetune", "--gpus", "-1"], "argument --gpus: "),
         (["train", "finetune", "--envs", "x"], "argument --envs: expected a whole number >= 1, got 'x'"),
         (["train", "finetune", "--envs"], "argument --envs: expected one argument"),
         (["eval", "x", "--videos", "many"], "argument --videos: expected a whole number >= 0, got 'many'"),
+        (["eval", "x", "--seed", "y"], "argument --seed: expected a whole number >= 0, got 'y'"),
         (["tasks", "ppo.gamma=1"], "unrecognized arguments: ppo.gamma=1"),
         (["completion", "csh"], "argument shell: invalid choice: 'csh'"),
         (["train", "finetune", "--ppo.gama", "1"], "ppo.gama (from command line): unknown key; nearest: ppo.gamma"),
@@ -155,6 +156,12 @@ def test_what_is_wrong_is_said_and_exits_with_2(capsys, here, words, said):
     assert code == 2
     assert said in err
     assert list(here.iterdir()) == []
+
+
+def test_a_file_that_is_no_checkpoint_is_named(capsys, here):
+    (here / "notes.txt").write_text("hello")
+    said = "sparring: 'notes.txt': no config.yaml is beside it, to tell what it holds weights of; give a run folder or "
+    assert told(capsys, "eval", "notes.txt")[2].startswith(said)
 
 
 def test_all_mistakes_are_shown_at_once(capsys, here):

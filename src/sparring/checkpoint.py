@@ -84,9 +84,12 @@ def checkpoint_folder(path: str | Path) -> Path:
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     if not (folder / "config.yaml").is_file():
-        raise CheckpointError(
-            f"'{folder}' has weights but no config.yaml beside them, to tell what they are weights of"
+        what = (
+            f"'{found}': no config.yaml is beside it"
+            if found.is_file()
+            else f"'{found}' has weights but no config.yaml"
         )
+        raise CheckpointError(f"{what}, to tell what it holds weights of; give a run folder or a checkpoint folder")
     return folder
 
 

@@ -60,7 +60,9 @@ def _run(argv: list[str]) -> int:
     # argparse would take `ppo.gamma=1` for a PHASE and knows nothing of `--ppo.gamma 1`
     if argv[:1] and argv[0] in TAKES_OVERRIDES:
         overrides, argv = split_overrides(train.with_dry_run_in_one_word(argv), flags_of(argv[0]))
-    arguments = build_parser().parse_args(argv)
+    arguments, others = build_parser().parse_known_args(argv)
+    if others:
+        raise UserError(f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes")
     arguments.words = words
     return arguments.command(arguments, overrides) or 0
 

@@ -1,6 +1,6 @@
 """`sparring compare`."""
 
-from sparring.commands.arguments import OPTIONS, positive
+from sparring.commands.arguments import OPTIONS, count, positive
 from sparring.commands.settings import flag_settings, json_place
 
 
@@ -9,7 +9,7 @@ def add(commands) -> None:
     compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
     compare.add_argument("b", metavar="B", help="another one")
     compare.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as A is configured)")
-    compare.add_argument("--seed", type=int, metavar="S", help="of the held-out episodes (default: A's)")
+    compare.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: A's)")
     compare.add_argument("--json", metavar="FILE", help="write the numbers there, too")
     compare.add_argument("--world-model", action="store_true", help="compare what two world models foretell")
     compare.set_defaults(command=_compare)

@@ -9,7 +9,7 @@ def add(commands) -> None:
     evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **OPTIONS)
     evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
     evaluate.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as configured)")
-    evaluate.add_argument("--seed", type=int, metavar="S", help="of the held-out episodes (default: the run's)")
+    evaluate.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: the run's)")
     actions = evaluate.add_mutually_exclusive_group()
     actions.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
     actions.add_argument(

@@ -100,7 +100,9 @@ def _read_info(path: Path) -> dict[str, Any]:
     if not (path / "meta/info.json").exists():
         if (path / RECORDING).is_dir():
             raise DatasetError(f"'{path}' is still being recorded; run the command that records it again to finish it")
-        raise DatasetError(f"'{path}' has no meta/info.json: it is no LeRobotDataset")
+        raise DatasetError(
+            f"'{path}' has no meta/info.json: it is no LeRobotDataset; `sparring demos TASK --episodes N` records one"
+        )
     info = _read_json(path / "meta/info.json")
     missing = [key for key in ("codebase_version", "fps", "features", "data_path", "total_frames") if key not in info]
     if missing:
