@@ -271,6 +271,26 @@ def test_a_stopped_run_goes_on_bit_for_bit(runs, tmp_path):
     assert played == 4
 
 
+def test_an_explorer_that_fails_after_it_has_learned_is_not_saved(runs, tmp_path):
+    run = run_of(runs, tmp_path, "adversarial.explorer_updates_per_iter=2", "adversarial.warmup_steps=0")
+    collect, turns = run.phase.explorer.collector.collect, []
+
+    def collect_or_fail(buffer):
+        turns.append(len(turns))
+        if turns[-1] in (2, 6):
+            raise ZeroDivisionError("the gripper fell off")
+        return collect(buffer)
+
+    run.phase.explorer.collector.collect = collect_or_fail
+    # the first rollout of the second update, the second one of the next
+    for learning in (False, True):
+        with pytest.raises(ZeroDivisionError):
+            run.run()
+        assert run.phase.learning == learning
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    closed(run)
+
+
 def test_both_are_loaded_and_evaluated(runs, tmp_path, capsys):
     run = run_of(runs, tmp_path / "run", "training.iterations=1")
     assert run.run()

@@ -62,14 +62,14 @@ def ended(launcher) -> tuple[str, float, list]:
     return said, seconds
 
 
-def assert_it_goes_on(folder, said):
+def assert_it_goes_on(folder, said, *more):
     """By the same command, from the checkpoint that was named."""
     named = re.search(r"The same command goes on from (\S+/checkpoint-\d+)\.", said).group(1)
     last = checkpoints(folder / "run")[-1]
     assert Path(named) == last
     (folder / "word").unlink(missing_ok=True)
     # nothing hangs now: a busy machine is given its time
-    with training(folder, "rollout.watchdog_s=60") as launcher:
+    with training(folder, "rollout.watchdog_s=60", *more) as launcher:
         launcher.terminate()
         said = launcher.communicate(timeout=60)[1]
         assert launcher.returncode == 130 and f"goes on from {last}" in said
@@ -102,14 +102,17 @@ def test_a_rank_that_is_stopped(tmp_path, rank):
 
 
 def test_an_exception_in_one_rank(tmp_path):
-    with training(tmp_path) as launcher:
+    """Both save together before they leave."""
+    rarely = "training.save_every=1000000"
+    with training(tmp_path, rarely) as launcher:
         (tmp_path / "word").write_text("raise 1")
         victim = ranks(launcher)[1]
         said, seconds = ended(launcher)
     assert f"process 1 (pid {victim.pid}) of 0..1 failed with exit code 1; what it said is above." in said
     assert said.count("Traceback") == 1 and "ZeroDivisionError: the gripper fell off" in said
     assert launcher.returncode == 1 and seconds < SOON
-    assert_it_goes_on(tmp_path, said)
+    assert re.search(r"failed after \d+ updates; saved", said)
+    assert_it_goes_on(tmp_path, said, rarely)
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):

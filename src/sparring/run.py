@@ -19,14 +19,13 @@ from sparring.checkpoint import (
     save_checkpoint,
 )
 from sparring.distributed import Distributed
-from sparring.errors import StageFailed
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
 from sparring.interrupt import Interrupt
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
 from sparring.phases import PHASES
-from sparring.phases.phase import Filmed, Phase, ShowsPictures, Timed
+from sparring.phases.phase import Collects, Filmed, Phase, ShowsPictures, Timed
 from sparring.random_state import random_state, seed_everything, set_random_state
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, log_by, log_normalizers, log_to_console, log_to_files, log_update
@@ -219,9 +218,20 @@ class Run:
     def _step(self) -> dict[str, float]:
         try:
             return self.phase.step(self.fraction)
-        except StageFailed:
-            self._stop_early()
+        except Exception:
+            # in the middle of an update weights and optimiser do not belong together
+            if isinstance(self.phase, Collects) and not self.phase.learning:
+                self._save_what_was_learned()
             raise
+
+    def _save_what_was_learned(self) -> None:
+        """Robots, or who decides for them, failed: all else is as the last update left it."""
+        if not _is_finite(self.phase.model):
+            self.console.end()
+            log.warning("failed, and is not saved: its weights are NaN or infinite by now")
+        # a start that fails does not take the folder
+        elif self.phase.progress.updates:
+            self._stop_early("failed")
 
     def _evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
         """Once after an update, however often it is asked for."""
@@ -290,13 +300,14 @@ class Run:
         if self.folder is not None and isinstance(self.phase, Filmed) and (films := self.phase.drain_films()):
             self.recorder.films.rollouts(films, self.phase.progress, self.phase.env.spec)
 
-    def _stop_early(self) -> None:
+    def _stop_early(self, how: str = "stopped") -> None:
         self.console.end()
         if self.saved_at != self.phase.progress.updates:
             self.save()
         if self.folder is not None:
-            how = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
-            log.warning("stopped after %s updates; saved. %s goes on from here.", self.phase.progress.updates, how)
+            command = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
+            updates = self.phase.progress.updates
+            log.warning("%s after %s updates; saved. %s goes on from here.", how, updates, command)
 
     def _go_on_from(self, checkpoint) -> None:
         try:
@@ -326,6 +337,10 @@ class Run:
 def _is_small(phase: Phase) -> bool:
     """Without images, networks are so small that more threads mostly wait for each other and for the simulator's."""
     return phase.env.device.type == "cpu" and not any(name.startswith("image/") for name in phase.env.spec.observation)
+
+
+def _is_finite(model: nn.Module) -> bool:
+    return all(bool(weights.isfinite().all()) for weights in model.parameters())
 
 
 def _in_words(metrics: dict[str, float]) -> str:

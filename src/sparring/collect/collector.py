@@ -1,5 +1,8 @@
 """Collector: the only place where an env meets a policy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -76,16 +79,26 @@ class Collector:
     @torch.inference_mode()
     def decide(self) -> TensorDict:
         """One transition [N], for those who look on; its tensors are not fit for training."""
-        with self._memory_told():
+        with self._acting():
             return self._decide(self.noise(1)[0])
 
     def collect(self, buffer: Buffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
-        with self._memory_told(), self.stages.at("collect", self.version):
+        with self._acting(), self.stages.at("collect", self.version):
             self._collect(buffer)
 
-    def _memory_told(self):
-        return memory_told("acting", self.policy, self.env.num_envs, "rollout.n_envs")
+    def forget_robots(self) -> None:
+        """Wherever they are after a failure: the next rollout, also that of a run that goes on, begins new episodes."""
+        self.root = None
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        try:
+            with memory_told("acting", self.policy, self.env.num_envs, "rollout.n_envs"):
+                yield
+        except Exception:
+            self.forget_robots()
+            raise
 
     def _collect(self, buffer: Buffer) -> None:
         buffer.start()
@@ -228,7 +241,8 @@ class Collector:
         if self.episodes_each is not None:
             counts = ("decision", "env_steps", "version", "batches")
             return {name: getattr(self, name) for name in counts} | {"env": None, "root": None}
-        env = self.env.state()
+        # an env whose robots are forgotten may be broken
+        env = None if self.root is None else self.env.state()
         return {
             "decision": self.decision,
             "env_steps": self.env_steps,

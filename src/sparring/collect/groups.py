@@ -69,16 +69,28 @@ class GroupedCollector:
     def collect(self, buffer: Buffer) -> None:
         robots = self.collectors[0].env.num_envs
         told = memory_told("acting", self.policy, robots, "rollout.n_envs")
-        with told, self.stages.at("collect", self.version):
-            buffer.start()
-            with torch.inference_mode():
-                self._act(buffer)
-            with self.stages.at("complete", self.version):
-                first = self.collectors[0].decision == buffer.steps
-                root = torch.cat([collector.root for collector in self.collectors])
-                values = complete_rollout(self.policy, buffer, root, self.version, check=first)
-                # its robots are the first of all
-                self.collectors[0].camera.appraise(values)
+        try:
+            with told, self.stages.at("collect", self.version):
+                self._collect(buffer)
+        except Exception:
+            self.forget_robots()
+            raise
+
+    def forget_robots(self) -> None:
+        """Each when what it simulates is done."""
+        for thread, collector in zip(self.threads, self.collectors, strict=True):
+            thread.submit(collector.forget_robots).result()
+
+    def _collect(self, buffer: Buffer) -> None:
+        buffer.start()
+        with torch.inference_mode():
+            self._act(buffer)
+        with self.stages.at("complete", self.version):
+            first = self.collectors[0].decision == buffer.steps
+            root = torch.cat([collector.root for collector in self.collectors])
+            values = complete_rollout(self.policy, buffer, root, self.version, check=first)
+            # its robots are the first of all
+            self.collectors[0].camera.appraise(values)
 
     def _act(self, buffer: Buffer) -> None:
         self._start()

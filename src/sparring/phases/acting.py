@@ -1,5 +1,7 @@
 """What acts in a run that learns from robots: here, in groups, or in a process of its own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_training_env
-from sparring.errors import UserError
+from sparring.errors import OtherFailed, UserError
 from sparring.phases.imagination import imagine
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
@@ -78,6 +80,22 @@ def act_apart(config, distributed: Distributed) -> DistantEnv:
             )
     acting = Acting(config, Seat(distributed.device, distributed.rank, distributed.world_size))
     return DistantEnv(acting, config)
+
+
+@contextmanager
+def together(distributed: Distributed) -> Iterator[None]:
+    """Around collecting: all processes stop together where one of them has lost its robots, and can then save together.
+
+    Robots need not be alike fast, and the others are waited for.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:  # whatever envs and policies raise; raised again below
+        failure = error
+    distributed.barrier()
+    if distributed.max(float(failure is not None)):
+        raise failure or OtherFailed("another process of this run has failed to collect")
 
 
 def make_collector(config, env: Env | GroupedEnv | DistantEnv, policy: Policy):

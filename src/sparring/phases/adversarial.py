@@ -125,8 +125,14 @@ class Adversarial:
         parameters = sum(parameter.numel() for parameter in self.world_model.parameters())
         return f"{self.explorer.learns_from}, and a world model of {parameters:,} parameters"
 
+    @property
+    def learning(self) -> bool:
+        """From its explorer's first rollout on: the explorer learns from each of them."""
+        return self.explorer.learning
+
     def step(self, fraction: float) -> dict[str, float]:
         self._open_stores()
+        self.explorer.learning = False
         self.generations.begin(self.progress.updates // self.config.generation_every)
         metrics = _means([self._explore(fraction) for _ in range(self.config.explorer_updates_per_iter)])
         metrics |= self._learn(fraction)

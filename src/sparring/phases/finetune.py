@@ -18,8 +18,7 @@ from sparring.data.buffer import Buffer
 from sparring.distributed import Distributed
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.errors import OtherFailed, StageFailed
-from sparring.phases.acting import act_apart, make_collector, make_robots, make_rollout_buffer
+from sparring.phases.acting import act_apart, make_collector, make_robots, make_rollout_buffer, together
 from sparring.phases.phase import Progress
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
@@ -60,6 +59,7 @@ class Finetune:
         self.collector = collector or Collector(env, policy, seed, chunk=chunk, episodes=episodes)
         self.stages = Stages("learner")
         self.spans: list[Span] = []
+        self.learning = False
         self.progress = Progress()
 
     @classmethod
@@ -104,13 +104,17 @@ class Finetune:
         return f"{robots} robots{where}, by {type(self.algorithm).__name__}"
 
     def step(self, fraction: float) -> dict[str, float]:
+        self.learning = False
         collected = self.collect()
         return self.learn(fraction) | collected
 
     def collect(self) -> dict[str, float]:
         """A rollout in the buffer, paid for; what it and the episodes that ended were like."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
-        self._take_rollout()
+        with together(self.distributed):
+            self.collector.collect(self.buffer)
+        # what pays learns, too
+        self.learning = True
         paid = self.pay()
         seconds = time.perf_counter() - started
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
@@ -121,18 +125,6 @@ class Finetune:
         figures, spans = self.collector.drain_stages()
         self.spans += spans
         return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds} | figures
-
-    def _take_rollout(self) -> None:
-        """All processes stop together where one of them has lost its robots, and can then save together."""
-        failure = None
-        try:
-            self.collector.collect(self.buffer)
-        except StageFailed as error:
-            failure = error
-        # robots need not be alike fast
-        self.distributed.barrier()
-        if self.distributed.max(float(failure is not None)):
-            raise failure or OtherFailed("another process of this run has failed to collect")
 
     def pay(self) -> dict[str, float]:
         return self.rewards.pay(self.buffer) if self.rewards else {}

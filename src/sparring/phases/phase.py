@@ -50,6 +50,14 @@ class Phase(Protocol):
 
 
 @runtime_checkable
+class Collects(Protocol):
+    """A phase whose robots act before it learns from what they did."""
+
+    # whether the newest step came so far; one that failed before left all that was learned as it was: it can be saved
+    learning: bool
+
+
+@runtime_checkable
 class Filmed(Protocol):
     """A phase whose robots can be watched while they learn."""
 

@@ -17,6 +17,7 @@ from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_training_env
 from sparring.errors import UserError
+from sparring.phases.acting import together
 from sparring.phases.configs import TeacherConfig
 from sparring.phases.phase import Progress
 from sparring.phases.pictures import Foretold, foretold
@@ -66,6 +67,7 @@ class Teacher:
         self.memory = MemoryStateManager(env.num_envs, model.memory_size, device=env.device)
         self.foretold = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
         self.store: EpisodeStore | None = None
+        self.learning = False
         self.progress = Progress()
 
     @classmethod
@@ -95,9 +97,10 @@ class Teacher:
     def step(self, fraction: float) -> dict[str, float]:
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self._open_store()
-        accuracy, rewards = self._collect()
-        # robots need not be alike fast
-        self.distributed.barrier()
+        self.learning = False
+        with together(self.distributed):
+            accuracy, rewards = self._collect()
+        self.learning = True
         collected = time.perf_counter()
         self.replay.refresh()
         if fraction >= 0.5:
