@@ -26,7 +26,7 @@ LAYERS = [
     {"envs", "policies", "data"},
     {"world_models"},
     {"rewards"},
-    {"collect", "algorithms", "checkpoint"},
+    {"collect", "algorithms", "checkpoint", "runs"},
     {"phases"},
     {"record"},
     {
@@ -51,7 +51,6 @@ LAYERS = [
         "interrupt",
         "prune",
         "report",
-        "runs",
         "summary",
     },
     {"cli", "commands", "launch", "chain", "__main__"},

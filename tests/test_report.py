@@ -314,7 +314,7 @@ def test_what_is_told_of_a_run(tmp_path):
     run = open_run(make_run(tmp_path / "run", pictures=True))
     about = run.parts["about"]
     assert (about["state"], about["phase"], about["task"]) == ("finished", "finetune", "reach_d0")
-    assert about["best"]["success_rate"] == 0.9 and about["ended"] - about["began"] == 40
+    assert about["best"]["success_rate"] == 0.9 and about["seconds"] == 40
     assert run.parts["metrics"]["behind"] == [[0, 0.25], [1, 0.75]]
     assert run.parts["evaluations"]["curves"]["eval/success_low"]["mean"].tolist() == pytest.approx([0.1, 0.7, 0.6])
     assert [video["success"] for video in run.parts["media"]["videos"]] == [False, True]

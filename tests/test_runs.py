@@ -159,16 +159,16 @@ FIVE = [10, 20, 30, 40, 50]
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        # 10 was evaluated at 15, 20 at 20, 30 and 40 at 45; nothing after 50
+        # nothing was evaluated before 10; 20 at 20, 30 last at 25, 40 at 35, 50 at 45
         ([], [20, 50]),
-        (["--keep-best", "2"], [20, 40, 50]),
+        (["--keep-best", "2"], [20, 30, 50]),
         (["--keep-best", "3"], [20, 30, 40, 50]),
         (["--keep-best", "0", "--keep-last", "2"], [40, 50]),
         (["--keep-last", "9"], FIVE),
     ],
 )
 def test_the_best_and_the_last_are_kept(folder, capsys, words, left):
-    run = folder("run", checkpoints=FIVE, evaluations=[(15, 0.5), (20, 0.9), (45, 0.7)])
+    run = folder("run", checkpoints=FIVE, evaluations=[(15, 0.5), (20, 0.9), (25, 0.7), (35, 0.6), (45, 0.1)])
     assert main(["prune", str(run), "--yes", *words]) == 0
     assert names(run) == sorted(f"checkpoint-{number}" for number in left)
     out = capsys.readouterr().out
@@ -189,6 +189,17 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     assert names(run) == ["checkpoint-20", "checkpoint-50"]
     assert main(["prune", "run"]) == 0
     assert capsys.readouterr().out.endswith("; nothing to remove\n")
+
+
+def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder("run", checkpoints=FIVE, evaluations=[(20, 0.5), (28, 0.8), (55, 0.9)])
+    assert main(["prune", "run", "--dry-run", "--keep-best", "3"]) == 0
+    # of those that an evaluation came before, the nearest to it
+    said = "30 (success 80% at update 28), checkpoint-40 (success 80% at update 28), checkpoint-50 (success 80% at"
+    assert capsys.readouterr().out.startswith(f"run: keeps checkpoint-{said}")
+    assert main(["prune", "run", "--dry-run", "--keep-best", "1"]) == 0
+    assert "keeps checkpoint-30 (success 80% at update 28), checkpoint-50 (last);" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -244,3 +255,42 @@ def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
     assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2
     assert "is no folder" in capsys.readouterr().err
     assert len(names(run)) == len(names(other)) == 2
+
+
+# ---- folders without a checkpoint
+
+
+COMMANDS = (["prune", "{}", "--yes"], ["eval", "{}"], ["compare", "{}", "{}"], ["eval", "{}", "--world-model"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
+    run = folder("run", status("running"))
+    with (run / "config.yaml").open("a") as config:
+        config.write("training:\n  save_every: 20\n")
+    assert main([word.format(run) for word in command]) == 2
+    assert capsys.readouterr().err == (
+        f"sparring: '{run}' has no checkpoint yet: its run was killed after 30 updates, and one is saved every 20 "
+        "updates (training.save_every) and at the end; train it again by the same command\n"
+    )
+    if command[0] == "eval":
+        with alone_in(run):
+            assert main([word.format(run) for word in command]) == 2
+        assert "its run goes on after 30 updates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs/notes").mkdir(parents=True)
+    for name in ("b", "a", "all/teacher_rl"):
+        folder(f"outputs/{name}", status("finished"), checkpoints=[1])
+    assert main([word.format("outputs") for word in command]) == 2
+    said = "sparring: 'outputs' is no run but holds some; did you mean outputs/a, outputs/b, outputs/all/teacher_rl?\n"
+    assert capsys.readouterr().err == said
+    for name in range(4):
+        folder(f"outputs/c{name}")
+    assert main([word.format("outputs") for word in command]) == 2
+    assert "outputs/c1, outputs/c2 or 2 more?" in capsys.readouterr().err
+    assert main([word.format("outputs/notes") for word in command]) == 2
+    assert "'outputs/notes' holds no checkpoint" in capsys.readouterr().err

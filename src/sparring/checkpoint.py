@@ -22,6 +22,7 @@ from sparring.config_text import read_settings
 from sparring.disk import flush
 from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
+from sparring.runs import why_no_checkpoint
 
 # settings of an env that leave all shapes as they are and change what an action does
 SAME_MEANING = ("control_mode", "action_scale")
@@ -73,9 +74,8 @@ def find_checkpoint(path: str | Path) -> Path:
         raise CheckpointError(f"'{path}' does not exist; give a run folder or a checkpoint folder")
     found = checkpoints(path) if path.is_dir() else []
     if not found:
-        raise CheckpointError(
-            f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)"
-        )
+        nothing = f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)"
+        raise CheckpointError(why_no_checkpoint(path) or nothing)
     return found[-1]
 
 

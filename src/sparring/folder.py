@@ -139,10 +139,17 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 
 
 def _start(folder: Path, config: Config) -> None:
+    # of a run that was stopped before its first checkpoint; they will be written again
+    earlier = [folder / name for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "wandb/id")]
+    if earlier[0].exists() or (folder / "status.json").exists():
+        logging.getLogger(LOGGER).warning(
+            "'%s' holds an earlier try that left no checkpoint: starts from the beginning, and writes its numbers anew "
+            "(logs and videos stay)",
+            folder,
+        )
     try:
-        # lines of a run that was stopped before its first checkpoint; they will be written again
-        for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "wandb/id"):
-            (folder / name).unlink(missing_ok=True)
+        for file in earlier:
+            file.unlink(missing_ok=True)
         (folder / "config.yaml").write_text(config.to_yaml())
     except OSError as error:
         raise ConfigError([f"output = '{folder}': cannot write there ({error.strerror})"]) from None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sparring.checkpoint import checkpoints
 from sparring.errors import UserError
 from sparring.folder import alone_in
-from sparring.runs import is_held, json_lines, size_of
+from sparring.runs import is_held, json_lines, size_of, why_no_checkpoint
 
 
 class Measure(NamedTuple):
@@ -47,23 +47,22 @@ class Pruning:
 
 
 def plan(run: Path, keep_best: int, keep_last: int) -> Pruning:
-    """Only looks. The best are those whose evaluation, at that update or the next one after it, told the best."""
+    """Only looks. The best are those whose evaluation, at that update or the last one before it, told the best."""
     if not run.is_dir():
         raise UserError(f"'{run}' is no folder; give a run folder")
     if is_held(run):
         raise UserError(f"'{run}': a process is training there; wait until it is done, or leave it out")
     found = checkpoints(run)
     if not found:
-        raise UserError(f"'{run}' holds no checkpoint-<n> folder; give a run folder")
+        raise UserError(why_no_checkpoint(run) or f"'{run}' holds no checkpoint-<n> folder; give a run folder")
     measure, told = _evaluated(run)
-    rates = {path: rate for path in found if (rate := _rate_of(path, told)) is not None}
-    # of equals the newest, which is nearest to what was evaluated
-    best = sorted(rates, key=lambda path: (measure.sign * rates[path], _update(path)), reverse=True)[:keep_best]
-    kept = {path: "last" for path in found[-keep_last:]} | {path: measure.words.format(rates[path]) for path in best}
+    rated = {path: rating for path in found if (rating := _rating_of(path, told))}
+    best = sorted(rated, key=lambda path: _rank(path, *rated[path], measure), reverse=True)[:keep_best]
+    kept = {path: "last" for path in found[-keep_last:]} | {path: _said(path, *rated[path], measure) for path in best}
     # and what a save left that was cut short
     removed = [*run.glob(".partial-checkpoint-*"), *(path for path in found if path not in kept)]
     kept = {path: kept[path] for path in found if path in kept}
-    return Pruning(run, kept, {path: size_of(path) for path in removed}, bool(rates))
+    return Pruning(run, kept, {path: size_of(path) for path in removed}, bool(rated))
 
 
 def carry_out(pruning: Pruning) -> None:
@@ -88,9 +87,19 @@ def _evaluated(run: Path) -> tuple[Measure, list[tuple[int, float]]]:
     return MEASURES[0], []
 
 
-def _rate_of(checkpoint: Path, told: list[tuple[int, float]]) -> float | None:
-    """None where no evaluation followed."""
-    return next((rate for update, rate in told if update >= _update(checkpoint)), None)
+def _rating_of(checkpoint: Path, told: list[tuple[int, float]]) -> tuple[int, float] | None:
+    """Update and figure of the newest evaluation until then; None where there was none."""
+    return max((rating for rating in told if rating[0] <= _update(checkpoint)), default=None)
+
+
+def _rank(checkpoint: Path, update: int, figure: float, measure: Measure) -> tuple[float, int, int]:
+    """Of equals the one nearest to what was evaluated, then the newest."""
+    return measure.sign * figure, update - _update(checkpoint), update
+
+
+def _said(checkpoint: Path, update: int, figure: float, measure: Measure) -> str:
+    earlier = f" at update {update}" if update != _update(checkpoint) else ""
+    return measure.words.format(figure) + earlier
 
 
 def _update(checkpoint: Path) -> int:

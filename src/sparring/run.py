@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -72,12 +73,13 @@ class Run:
             make_room(config)
         # the others keep episodes in the folder too: not in the one that is being moved aside
         self.distributed.barrier()
-        self.status = status_of(config, self.folder, self.phase, self.distributed.device)
+        goes_on = checkpoint is not None and _is_in(checkpoint, config.run_folder)
+        self.status = status_of(config, self.folder, self.phase, self.distributed.device, goes_on)
         with self._alone():
             if self.folder:
                 open_folder(config)
             with self._told_if_it_fails():
-                self.log_handlers = log_to_files(config.logging, self.folder)
+                self.log_handlers = log_to_files(config.logging, self.folder, link=not self.status.was_finished)
                 self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
                 if checkpoint is not None:
                     self._go_on_from(checkpoint)
@@ -160,7 +162,7 @@ class Run:
         """status.json says that it goes on, and then how it ended, also while videos are still being encoded."""
         log_by(self.log_handlers)
         before = self.status.ended
-        self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations())
+        self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
         with self._told_if_it_fails():
             yield
         ended = Ended("interrupted", "asked to stop; saved") if trains else before or Ended("finished", "not trained")
@@ -304,6 +306,9 @@ class Run:
         self.console.end()
         if self.saved_at != self.phase.progress.updates:
             self.save()
+        # to look at meanwhile; what goes on from here forgets it, and makes a whole one of what is pending
+        if self.pending:
+            self._write_line()
         if self.folder is not None:
             command = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
             updates = self.phase.progress.updates
@@ -327,11 +332,15 @@ class Run:
         self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
         self.pending.update(state["pending"])
         # a run that branches off has nothing in its own folder yet
-        if checkpoint.parent.resolve() == self.config.run_folder.resolve():
+        if _is_in(checkpoint, self.config.run_folder):
             self.saved_at = self.phase.progress.updates
         log.info("goes on from %s (%s)", checkpoint, self._made())
         for words in lost:
             log.warning("%s", words)
+
+
+def _is_in(checkpoint: Path, folder: Path) -> bool:
+    return checkpoint.parent.resolve() == folder.resolve()
 
 
 def _is_small(phase: Phase) -> bool:

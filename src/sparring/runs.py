@@ -23,6 +23,10 @@ TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log"
 PROOF = {"status.json", "episode_metrics.jsonl"}
 # folders in a run folder that hold no runs
 INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos", "wandb"}
+# a state in words
+_HOW = {"running": "goes on", "interrupted": "was interrupted", "crashed": "crashed", "killed": "was killed"}
+# of runs that somebody may have meant, so many are named
+NAMED = 5
 # of a file, enough for its last line
 TAIL = 1 << 16
 
@@ -57,14 +61,41 @@ def find_runs(root: Path) -> list[RunState]:
 def run_folders(root: Path) -> Iterator[Path]:
     """`root` itself and those below it, as far as they are run folders; what lies in checkpoints is not looked at."""
     for folder, names, files in os.walk(root):
-        known, saved = set(files), any(name.startswith("checkpoint-") for name in names)
-        if PROOF & known or "config.yaml" in known and (TRACES & known or saved):
+        if _is_run({*names, *files}):
             yield Path(folder)
         names[:] = [name for name in names if name not in INNER and not name.startswith((".", "checkpoint-"))]
 
 
+def why_no_checkpoint(folder: Path) -> str | None:
+    """In words, where a folder without one is a run, or holds some; None: it is something else."""
+    if _is_run_folder(folder):
+        run, often = look_at(folder), _config(folder).get("training.save_every")
+        done = f" after {run.updates:,} updates" if run.updates else ""
+        mend = "wait for it" if run.state == "running" else "train it again by the same command"
+        return (
+            f"'{folder}' has no checkpoint yet: its run {_HOW.get(run.state, 'ended')}{done}, and one is saved every "
+            f"{often or 'so many'} updates (training.save_every) and at the end; {mend}"
+        )
+    # not deeper: it may be anybody's folder
+    found = [path for deep in ("*", "*/*") for path in sorted(folder.glob(deep)) if _is_run_folder(path)]
+    if not found:
+        return None
+    more = f" or {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"'{folder}' is no run but holds some; did you mean {', '.join(map(str, found[:NAMED]))}{more}?"
+
+
+def _is_run_folder(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith("checkpoint-") and _is_run(set(os.listdir(path)))
+
+
+def _is_run(names: set[str]) -> bool:
+    """By what lies in a folder."""
+    saved = any(name.startswith("checkpoint-") for name in names)
+    return bool(PROOF & names) or "config.yaml" in names and (bool(TRACES & names) or saved)
+
+
 def look_at(folder: Path) -> RunState:
-    status = _read(folder / "status.json")
+    status = read_json(folder / "status.json")
     config = {} if status else _config(folder)
     last = _last_line(folder / "episode_metrics.jsonl")
     progress = status.get("progress") or {"updates": last.get("update"), "env_steps": last.get("total_steps")}
@@ -133,6 +164,13 @@ def json_lines(file: Path) -> Iterator[dict]:
                 continue
 
 
+def seconds_of(status: dict) -> float | None:
+    """That a run has trained by its status.json, over all its starts; earlier versions told of the last one only."""
+    if "seconds" in status or "started" not in status:
+        return status.get("seconds")
+    return (status.get("ended") or status.get("updated") or status["started"]) - status["started"]
+
+
 def size_of(folder: Path) -> int:
     """In bytes, of all files; links are not followed."""
     total = 0
@@ -152,7 +190,8 @@ def _state(folder: Path, status: dict) -> str:
     return "running" if is_held(folder) else said or "unknown"
 
 
-def _read(file: Path) -> dict:
+def read_json(file: Path) -> dict:
+    """Nothing where there is none, or half of one."""
     try:
         return json.loads(file.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -186,7 +225,7 @@ def _last_line(file: Path) -> dict:
 
 def _evaluated(folder: Path, last: dict) -> dict[str, Any] | None:
     """Of a run without a status, its last evaluation, where the env tells success from failure."""
-    scores = _read(folder / "evaluation.json").get("scores", {}).get("policy", {})
+    scores = read_json(folder / "evaluation.json").get("scores", {}).get("policy", {})
     if not scores or last.get("success_rate") is None:
         return None
     success = scores.get("all", next(iter(scores.values())))["success"]

@@ -5,7 +5,7 @@ logs/                          (each file also has _YYYYMMDD_HHMMSS in its name,
   env/env.log                  sparring.env: robots made and reset; what worker processes say, and how they died
   normalizer/normalizer.log    sparring.normalizer: statistics, with each line of metrics
   training/training.log        sparring.training: the numbers of each update
-train.log -> the newest of the first
+train.log -> the newest of the first, of a process that trained
 """
 
 import logging
@@ -39,11 +39,14 @@ def log_to_console(config, quiet: bool = False, rank: int = 0) -> None:
     logger.setLevel(logging.DEBUG)
 
 
-def log_to_files(config, folder: Path | None) -> list[logging.Handler]:
-    """From now on also to the logs of a run folder, where there is one. By these handlers, for `log_by`."""
+def log_to_files(config, folder: Path | None, link: bool = True) -> list[logging.Handler]:
+    """From now on also to the logs of a run folder, where there is one. By these handlers, for `log_by`.
+
+    `link`: whether train.log is to lead there; it stays with what a finished run said while it trained.
+    """
     logger = logging.getLogger(LOGGER)
     early = [handler for handler in logger.handlers if isinstance(handler, _Early)]
-    files = _files(config, folder) if folder is not None and config.enable_file_logging else []
+    files = _files(config, folder, link) if folder is not None and config.enable_file_logging else []
     for handler in early:
         logger.removeHandler(handler)
     for file in files:
@@ -98,7 +101,7 @@ def _taken_down() -> logging.Logger:
     return logger
 
 
-def _files(config, folder: Path) -> list[logging.FileHandler]:
+def _files(config, folder: Path, link: bool) -> list[logging.FileHandler]:
     logs, stamp = folder / "logs", time.strftime("%Y%m%d_%H%M%S")
     paths = {part: logs / part / f"{part}_{stamp}.log" for part in PARTS}
     files = []
@@ -109,7 +112,8 @@ def _files(config, folder: Path) -> list[logging.FileHandler]:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(logging.Filter(f"{LOGGER}.{part}") if part else _is_for_all)
         files.append(file)
-    _link(folder / "train.log", logs / f"rl_training_{stamp}.log")
+    if link:
+        _link(folder / "train.log", logs / f"rl_training_{stamp}.log")
     return files
 
 

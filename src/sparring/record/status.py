@@ -22,6 +22,7 @@ from sparring import __version__
 from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.record.log import LOGGER
+from sparring.runs import read_json, seconds_of
 
 log = logging.getLogger(LOGGER)
 
@@ -37,20 +38,36 @@ class Ended(NamedTuple):
 
 
 class Status:
-    """Written at once as a whole, so that nobody reads half of it. Without a folder, not at all."""
+    """Written at once as a whole, so that nobody reads half of it. Without a folder, not at all.
 
-    def __init__(self, folder: Path | None, phase: str, task: str, system: dict):
+    `goes_on`: what it told when it was started before still holds. Of one that was finished by then, all of it.
+    """
+
+    def __init__(self, folder: Path | None, phase: str, task: str, system: dict, goes_on: bool = False):
         self.file = folder / "status.json" if folder else None
+        earlier = read_json(self.file) if self.file and goes_on else {}
+        self.was_finished = _is_finished(earlier)
         self.told = {"state": "running", "why": None, "pid": os.getpid(), "host": socket.gethostname()}
         self.told |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
-        self.told |= {"progress": None, "best": None, "last": None, "system": system}
+        self.told |= {"seconds": seconds_of(earlier) or 0.0, "progress": None, "best": None, "last": None}
+        self.told |= {name: earlier[name] for name in ("started", "progress", "best", "last") if earlier.get(name)}
+        self.told |= earlier if self.was_finished else {"system": system}
+        self.system = system
+        # since when its seconds count, while it trains
+        self._since: float | None = None
         # the last time, of this process
         self.ended: Ended | None = None
+        self._began = False
         self._written = -float("inf")
         self._warned = False
 
-    def begin(self, progress: Progress, fraction: float, evaluations: list[dict]) -> None:
+    def begin(self, progress: Progress, fraction: float, evaluations: list[dict], trains: bool = True) -> None:
         """`evaluations`: lines of evaluations.jsonl so far."""
+        # one that was finished may be made to go further
+        self.was_finished = self.was_finished and fraction >= 1
+        if self.was_finished:
+            return
+        self._began, self._since = True, time.monotonic() if trains else None
         self.told |= {"state": "running", "why": None, "ended": None}
         self.progress(progress, fraction)
         self.evaluated(evaluations)
@@ -68,13 +85,18 @@ class Status:
 
     def end(self, progress: Progress, fraction: float, ended: Ended) -> None:
         self.ended = ended
+        if self.was_finished:
+            return
         self.told |= ended._asdict() | {"ended": time.time()}
-        self.told["progress"] = asdict(progress) | {"fraction": fraction}
+        # a start that failed is as far as it was before
+        if self._began:
+            self.told["progress"] = asdict(progress) | {"fraction": fraction}
         self._write()
+        self._since = None
 
     def system_in_words(self) -> str:
         """The beginning of a log."""
-        system = self.told["system"]
+        system = self.system
         gpu = f", {system['gpu']}" if system["gpu"] else ""
         return (
             f"sparring {system['sparring']}, Python {system['python']}, torch {system['torch']}; "
@@ -86,6 +108,10 @@ class Status:
         if self.file is None:
             return
         self.told["updated"] = time.time()
+        if self._since is not None:
+            now = time.monotonic()
+            self.told["seconds"] += now - self._since
+            self._since = now
         partial = self.file.with_suffix(".partial")
         try:
             partial.write_text(json.dumps(self.told, indent=2) + "\n")
@@ -98,12 +124,16 @@ class Status:
         self._written = time.monotonic()
 
 
-def status_of(config, folder: Path | None, phase: Phase, device: torch.device) -> Status:
+def status_of(config, folder: Path | None, phase: Phase, device: torch.device, goes_on: bool = False) -> Status:
     tasks = getattr(config.env, "task", ())
     task = tasks if isinstance(tasks, str) else ", ".join(tasks) or config.env.name
     # of averaged weights it is not they that learn
     learns = getattr(phase, "policy", phase.model)
-    return Status(folder, config.phase, task, _system(device, learns))
+    return Status(folder, config.phase, task, _system(device, learns), goes_on)
+
+
+def _is_finished(told: dict) -> bool:
+    return told.get("state") == "finished" and (told.get("progress") or {}).get("fraction", 0.0) >= 1
 
 
 def _rate(line: dict) -> dict:

@@ -11,7 +11,7 @@ from sparring.report.curves import Curves, Table
 from sparring.report.settings import read_config
 from sparring.report.status import read_object, read_status
 from sparring.report.timeline import Timeline
-from sparring.runs import run_folders
+from sparring.runs import run_folders, seconds_of
 
 
 class RunFolder:
@@ -109,8 +109,7 @@ class RunFolder:
             "state": status["state"],
             "why": status.get("why"),
             "progress": progress,
-            "began": status.get("started") or first,
-            "ended": status.get("ended") or status.get("updated") or last_time,
+            "seconds": seconds_of(status) if status.get("started") else first and last_time - first,
             "last": status.get("last") or success(evaluations, best=False),
             "best": status.get("best") or success(evaluations, best=True),
             "system": status.get("system"),

@@ -23,7 +23,7 @@ const STATES = { running: "●", finished: "✓", interrupted: "❚❚", crashed
 function runCard(run, several) {
   const about = run.about, progress = about.progress || {};
   const facts = [["steps", whole(progress.env_steps)], ["updates", whole(progress.updates)], ["episodes", whole(progress.episodes)]];
-  if (about.ended > about.began) facts.push(["time", duration(about.ended - about.began)]);
+  if (about.seconds > 0) facts.push(["time", duration(about.seconds)]);
   return html("article", { class: "card run", style: `--own:${run.colour}` },
     html("div", { class: "top" },
       html("h3", {}, several ? html("span", { class: "swatch" }) : null, several ? run.label : run.name),
