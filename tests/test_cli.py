@@ -340,7 +340,7 @@ def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     assert [line.split("  #")[0].strip() for line in lines[5:]] == [
         "sparring report run",
         "sparring eval run --videos 4",
-        "sparring train finetune pretrained=run --output finetune_rl",
+        "sparring train finetune pretrained=./run --output run-2",
     ]
     assert "goes on from run/checkpoint-2 (32 env steps)" in err
     assert "already trained to the end (32 env steps)" in err
@@ -381,7 +381,7 @@ REFUSED = {
     "--output new --resume run/checkpoint-9": (
         "'run/checkpoint-9' does not exist; give a run folder or a checkpoint folder"
     ),
-    "--output new --resume .": ("'.' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)"),
+    "--output new --resume .": ("'.' is no run but holds some; did you mean run?"),
     "--output new --resume run/checkpoint-1 ppo.gamma=0.5": "'run/checkpoint-1' holds a run with another config:",
     "--output run/config.yaml": "output = 'run/config.yaml': is a file; give a folder",
     "--output run/config.yaml/below": "output = 'run/config.yaml/below': cannot write there (Not a directory)",

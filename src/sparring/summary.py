@@ -1,6 +1,8 @@
 """What a finished run says at the end: what was reached, where things are, and what to do next."""
 
+import re
 import shlex
+from itertools import count
 from pathlib import Path
 
 from sparring.checkpoint import checkpoints
@@ -49,29 +51,47 @@ def reached(evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluatio
 
 def next_commands(config: Config) -> dict[str, str]:
     """The three most useful ones after this phase, and what each is for."""
-    folder = config.run_folder
-    run = shlex.quote(str(folder))
+    run = shlex.quote(str(config.run_folder))
+    # as a setting a folder called 2024 would be a number
+    given = run if config.run_folder.parent.name else shlex.quote(f"./{config.run_folder}")
     report = {f"sparring report {run}": "curves, pictures and settings on one page"}
     film = {f"sparring eval {run} --videos 4": "held-out episodes, and films of some"}
     foretell = {f"sparring eval {run} --world-model": "what it foretells of held-out episodes"}
     explore = {f"sparring eval {run} --exploration": "what it touches and where it gets to"}
     match config.phase:
         case "finetune":
-            return report | film | _train(folder, "finetune", f"pretrained={run}", "go on from these weights")
+            return report | film | _train(config, "finetune", f"pretrained={given}", "go on from these weights")
         case "imitate":
-            return _train(folder, "finetune", f"pretrained={run}", "practise what it was shown") | film | report
+            return _train(config, "finetune", f"pretrained={given}", "practise what it was shown") | film | report
         case "teacher":
-            return _train(folder, "student", f"--teacher_path {run}", "an explorer for it") | foretell | report
+            return _train(config, "student", f"--teacher_path {given}", "an explorer for it") | foretell | report
         case "student":
-            both = f"--teacher_path {shlex.quote(config.student.teacher)} --student_checkpoint {run}"
-            return _train(folder, "adversarial", both, "let the two spar") | explore | report
+            both = f"--teacher_path {shlex.quote(config.student.teacher)} --student_checkpoint {given}"
+            return _train(config, "adversarial", both, "let the two spar") | explore | report
         case "adversarial":
             return report | explore | foretell
 
 
-def _train(folder: Path, phase: str, given: str, why: str) -> dict[str, str]:
-    """In a folder beside this one that nobody has taken."""
-    output, number = folder.with_name(f"{phase}_rl"), 2
-    while output.exists():
-        output, number = folder.with_name(f"{phase}_rl-{number}"), number + 1
-    return {f"sparring train {phase} {given} --output {shlex.quote(str(output))}": why}
+def _train(config: Config, phase: str, given: str, why: str) -> dict[str, str]:
+    """In a folder of its own, with what is not inherited and the env may not do without."""
+    output = shlex.quote(str(_beside(config.run_folder, config.phase, phase)))
+    words = ["sparring train", phase, given, "--output", output]
+    tasks, rollout = getattr(config.env, "task", ()), config.rollout
+    if len(tasks) > 1 and not isinstance(tasks, str):
+        # several tasks share robots evenly
+        words += ["--envs", str(-(-rollout.n_envs // len(tasks)) * len(tasks))]
+    if rollout.max_episode_steps:
+        words.append(f"rollout.max_episode_steps={rollout.max_episode_steps}")
+    return {" ".join(words): why}
+
+
+def _beside(folder: Path, phase: str, following: str) -> Path:
+    """One that nobody has taken: of the same phase this one's name with the next number, else that of the phase."""
+    # '.' and '..' tell no name
+    folder = folder if folder.name.strip(".") else folder.resolve()
+    stem, number = f"{following}_rl", 1
+    if following == phase:
+        numbered = re.fullmatch(r"(.+)-(\d+)", folder.name)
+        stem, number = (numbered[1], int(numbered[2]) + 1) if numbered else (folder.name, 2)
+    paths = (folder.with_name(f"{stem}-{n}" if n > 1 else stem) for n in count(number))
+    return next(path for path in paths if not path.exists())
