@@ -229,6 +229,10 @@ def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_pat
     # the one that was being collected when it was told was not thrown away; the next waited
     paced = [i for i, row in enumerate(written) if row["perf/staleness_allowed"] == 0]
     assert any(row["perf/staleness"] == 0 for row in written[paced[0] :])
+    # a line of each update tells, fresh or not
+    told = [[row[name] for name in ("perf/staleness_mean", "perf/staleness_max", "train/ess")] for row in written]
+    fresh = [row["perf/staleness"] == 0 for row in written]
+    assert [row == [0, 0, 1] for row in told] == fresh and True in fresh and False in fresh
 
 
 @pytest.mark.parametrize(

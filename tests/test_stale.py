@@ -266,6 +266,16 @@ def test_fresh_data_is_learned_from_bit_for_bit_the_same_with_grpo():
         assert all(torch.equal(value, lessons[0].weights()[name]) for name, value in lesson.weights().items())
 
 
+@pytest.mark.parametrize(("learner", "correction"), [("ppo", "decoupled"), ("ppo", "none"), ("grpo", "truncated")])
+def test_where_stale_data_is_expected_fresh_data_is_told_of_too(learner, correction):
+    lesson = (Lesson if learner == "ppo" else GroupLesson)(correction=correction)
+    getattr(lesson, learner).expect_stale()
+    lesson.learn(1)
+    told = {name: lesson.metrics[name] for name in (STALE_METRICS | WEIGHT_METRICS) & set(lesson.metrics)}
+    weights = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
+    assert told == dict.fromkeys(STALE_METRICS, 0.0) | ({} if correction == "none" else weights)
+
+
 def stale_lesson(lag=2, learner=Lesson, **config):
     """A lesson that has learned from fresh data `lag` times, and the rollout and the policy from before."""
     lesson = learner(**config)

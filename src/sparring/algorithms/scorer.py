@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from sparring.algorithms.configs import UpdaterConfig
 from sparring.algorithms.losses import LossTerms
 from sparring.algorithms.parity import NOTHING, Parity, measure_parity, worst
-from sparring.algorithms.stale import ages_of, weight_metrics
+from sparring.algorithms.stale import ages_of, fresh_metrics, weight_metrics
 from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.out_of_memory import memory_told
@@ -31,6 +31,7 @@ class Scorer:
         self.updates = 0
         self.reference: Policy | None = None
         self.checked_whole_rollout = False
+        self.expects_stale = False
 
     def score(self, flat: TensorDict) -> TensorDict:
         """evaluate() of a whole rollout, in minibatches, without gradients."""
@@ -38,8 +39,13 @@ class Scorer:
             parts = flat.select(*self._scoring_keys()).split(self._at_once)
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
+    def expect_stale(self) -> None:
+        """For whoever is about to collect stale decisions: an update then tells their age also where all are fresh."""
+        self.check_correctable()
+        self.expects_stale = True
+
     def check_correctable(self) -> None:
-        """Refuses a policy whose stale decisions cannot be corrected; for whoever is about to collect some."""
+        """Refuses a policy whose stale decisions cannot be corrected."""
         if self.config.correction == "none" or self.policy.scores_all:
             return
         raise UserError(
@@ -80,9 +86,9 @@ class Scorer:
         return ["age", "proximal_log_prob", "proximal_value"]
 
     def _stale_metrics(self, flat: TensorDict, rows: torch.Tensor, terms: list[LossTerms]) -> dict[str, float]:
-        """How old the data was and what it was worth; nothing where all of it is fresh."""
+        """How old the data was and what it was worth; nothing where none is ever stale."""
         if flat.get("age", None) is None:
-            return {}
+            return fresh_metrics(self.config) if self.expects_stale else {}
         age = flat["age"][rows]
         means = {"staleness_mean": float(age.float().mean()), "parity_skipped": float((age > 0).float().mean())}
         oldest = {"staleness_max": self.distributed.max(float(age.max()))}

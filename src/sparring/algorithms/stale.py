@@ -100,3 +100,10 @@ def weight_metrics(config: UpdaterConfig, terms: list[LossTerms], distributed: D
         "weight_max": distributed.max(float(weight.max())),
         "weight_masked": masked / number,
     }
+
+
+def fresh_metrics(config: UpdaterConfig) -> dict[str, float]:
+    """Of an update among stale ones that learned from fresh data: nothing is behind, and all of it counts as it is."""
+    ages = {"staleness_mean": 0.0, "staleness_max": 0.0, "parity_skipped": 0.0}
+    weights = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
+    return ages if config.correction == "none" else ages | weights

@@ -69,7 +69,7 @@ class Finetune:
         policy = make_policy(config.policy, cls.seen(config, env.spec), config.rollout.action_steps, distributed.device)
         algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
         if apart and config.rollout.staleness and isinstance(algorithm, Updater):
-            algorithm.check_correctable()
+            algorithm.expect_stale()
         return cls.of(config, env, policy, algorithm, distributed)
 
     @classmethod

@@ -51,7 +51,7 @@ NAMES = {
     "parity": Metric("train/parity", "The parity gate: largest drift between acting and scoring, in sigmas."),
     "parity_ratio": Metric("train/parity_ratio", "Largest distance of a ratio of probabilities from 1 there."),
     "parity_skipped": Metric("train/parity_skipped", "Share of stale decisions that the gate could not look at."),
-    "ess": Metric("train/ess", "Effective sample size of stale data: the share of its decisions an update is worth."),
+    "ess": Metric("train/ess", "Effective sample size: the share of its decisions an update is worth; 1: all fresh."),
     "weight_mean": Metric("train/weight_mean", "Mean weight of stale decisions, before any cap."),
     "weight_max": Metric("train/weight_max", "Largest of these weights."),
     "weight_masked": Metric("train/weight_masked", "Share of these weights that are past the cap."),
