@@ -288,6 +288,13 @@ def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
     assert _progress(run_folder / "checkpoint-1") == Progress(updates=1)
 
 
+def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    code, out, _ = told(capsys, "eval", "run", "--episodes", "2", "--videos", "1", "evaluation.baseline=false")
+    assert code == 0 and "numbers: run/eval.json" in out
+    assert re.search(r"^no video: pygame is not installed, run `pip install", out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("words", "instead"),
     [([], "give --json FILE in a folder of yours"), (["--json", "x.json", "--videos", "1"], "leave out --videos")],

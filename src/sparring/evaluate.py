@@ -119,6 +119,8 @@ class Evaluation:
     scores: dict[str, dict[str, Score]]
     films: list[Film]
     spec: EnvSpec
+    # why there are none although some were asked for
+    no_films: str | None = None
 
     def table(self) -> str:
         rows = [("policy", "task", "success", "95 % interval", "reward", "steps")]
@@ -181,7 +183,13 @@ def evaluate(
     if baseline:
         random = RandomPolicy(env.spec, chunk).to(env.device)
         scores["random"] = score_by_task(play(random, env, episodes, seed, chunk, greedy=False)[0], env.spec.task_names)
-    return Evaluation(episodes, seed, scores, reels, env.spec)
+    return Evaluation(episodes, seed, scores, reels, env.spec, _why_none(env) if films and not reels else None)
+
+
+def _why_none(env: Env) -> str:
+    """Why nothing was filmed, as far as the env tells."""
+    told = getattr(env.backend, "no_picture", None)
+    return (told and told(0)) or "the env draws nothing: its render() gives None"
 
 
 def evaluate_config(

@@ -51,6 +51,8 @@ def evaluate_checkpoint(
         print(f"video: {films.film(f'eval_{number}', 'evaluation', film, progress, evaluation.spec)}")
         # one after the other: nobody is kept waiting, and none is left out
         films.finish()
+    if evaluation.no_films:
+        print(f"no video: {evaluation.no_films}")
     return evaluation
 
 

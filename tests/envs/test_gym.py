@@ -271,6 +271,14 @@ def test_env_that_cannot_draw_goes_on_without_pictures():
     env.reset(EpisodeSeeds(0))
     env.record([0])
     assert env.step(chunks()).frames == {} and env.render(0) is None
+    assert env.no_picture(0) == "pygame is not installed"
+
+
+def test_an_env_without_a_way_to_draw_tells_how_it_gets_one():
+    env = SerialBackend(GymConfig(name=f"{DOUBLES}:Shows", kwargs={"space": spaces.Discrete(2), "value": 1}), 1)
+    env.reset(EpisodeSeeds(0))
+    assert env.render(0) is None
+    assert "made with render_mode=None, not 'rgb_array'; a class that draws takes render_mode" in env.no_picture(0)
 
 
 # --- state

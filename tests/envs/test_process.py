@@ -100,6 +100,7 @@ def test_results_are_copies_and_pictures_come_along(make):
     assert list(step.frames) == [2] and [frame[0, 0, 0] for frame in step.frames[2]] == [1, 2]
     backend.step(chunks(3))
     assert (backend.render(1) == 1).all() and backend.render(1).shape == (4, 6, 3)
+    assert backend.no_picture(1) is None
 
 
 def test_spec_learns_that_an_env_reports_success(make):

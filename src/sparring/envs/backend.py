@@ -133,6 +133,9 @@ class Backend(Protocol):
     def render(self, env: int) -> np.ndarray | None:
         """A `[H, W, 3]` uint8 picture of robot `env` as it is now; None where there is nothing to draw."""
 
+    def no_picture(self, env: int) -> str | None:
+        """Why `render` gives None, and what to do about it; None, or no such method: that is not known."""
+
     def sketch(self, env: int) -> Callable[[], np.ndarray] | None:
         """What draws robot `env` as it is now, at any time and in any thread; None, or no such method: it cannot wait.
 

@@ -43,7 +43,10 @@ class GymRobot:
         # why there is no picture; None while there may be one
         self.no_picture: str | None = None
         if self.env.render_mode != "rgb_array":
-            self.no_picture = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"
+            self.no_picture = (
+                f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'; a class that "
+                "draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
+            )
         self._success_return = config.success_return
         # with no return to judge by, this is known only when an info first tells
         self.reports_success = config.success_return is not None

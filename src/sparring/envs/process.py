@@ -75,6 +75,9 @@ class ProcessBackend:
     def render(self, env: int) -> np.ndarray | None:
         return self._team.call_one(env, "render", env)
 
+    def no_picture(self, env: int) -> str | None:
+        return self._team.call_one(env, "no_picture", env)
+
     def state(self) -> Arrays | None:
         parts = self._team.call("state")
         if any(part is None for part in parts):

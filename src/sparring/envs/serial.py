@@ -45,6 +45,9 @@ class SerialBackend:
     def render(self, env: int) -> np.ndarray | None:
         return self._fleet.render(env)
 
+    def no_picture(self, env: int) -> str | None:
+        return self._fleet.no_picture(env)
+
     def state(self) -> Arrays | None:
         return self._fleet.state()
 
@@ -173,6 +176,9 @@ class Fleet:
 
     def render(self, env: int) -> np.ndarray | None:
         return self._robot(env).render()
+
+    def no_picture(self, env: int) -> str | None:
+        return self._robot(env).no_picture
 
     def state(self) -> Arrays | None:
         """Keys carry the robot's number in the whole batch, so that parts of several fleets add up to one state."""

@@ -58,6 +58,9 @@ class Worker:
     def render(self, env: int) -> np.ndarray | None:
         return self.fleet.render(env)
 
+    def no_picture(self, env: int) -> str | None:
+        return self.fleet.no_picture(env)
+
     def state(self) -> Arrays | None:
         return self.fleet.state()
 
