@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sparring.envs.env import Env
 from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import play
+from sparring.evaluate_run import unlike_episodes
 from sparring.measures.paired import Difference, in_means, in_successes, mcnemar, student
 from sparring.tree import load_config
 
@@ -190,9 +192,13 @@ CARTPOLE = ["env.name=gym:CartPole-v1", "env.success_return=12"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two CartPoles of unlike seeds that are to stand for 12 steps, one that is asked for less, and a Pendulum."""
+    """Two CartPoles of unlike seeds that are to stand for 12 steps, one that is asked for less, two with a limit, and a
+    Pendulum.
+    """
     folder = tmp_path_factory.mktemp("runs")
     unlike = {"one": ["seed=0"], "two": ["seed=1"], "easy": ["env.success_return=5"]}
+    # of itself, a CartPole ends after 500 steps
+    unlike |= {f"limit{steps}": [f"rollout.max_episode_steps={steps}"] for steps in (500, 400)}
     for name, settings in (unlike | {"pendulum": ["env.name=gym:Pendulum-v1"]}).items():
         words = ["train", "finetune", *SIZES, *CARTPOLE, *settings, "evaluation.baseline=false"]
         assert main([*words, "rollout.render_episodes=0", "--output", str(folder / name)]) == 0
@@ -251,13 +257,17 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
         (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
         (["one", "two", "--episodes", "5"], "5 episode(s) to tell from are too few to know what is chance; give 6 or"),
         (["one", "nowhere"], "'nowhere' does not exist"),
-        (["one", "two", "--json", "no/where.json"], "--json no/where.json: there is no folder 'no'; make it first"),
+        (["one", "limit400"], "e.g. rollout.max_episode_steps=null:\n  rollout.max_episode_steps: A null, B 400"),
+        (["one", "two", "--json", "no/where.json"], "'no/where.json': cannot write there (No such file or directory)"),
+        (["one", "two", "--json", "one"], "'one': cannot write there (Is a directory); give --json FILE"),
         (["one", "two", "policy.hidden=[4]"], "policy.hidden: cannot be changed after training"),
         (["one", "two", "--world-model"], "'one' holds what `sparring train finetune` made, not a world model"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_in_words(runs, capsys, monkeypatch, words, said):
     monkeypatch.chdir(runs)
+    # before anything is played
+    monkeypatch.setattr("sparring.compare.play", lambda *_: pytest.fail("played"))
     assert main(["compare", *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -267,3 +277,41 @@ def test_runs_of_different_episodes_can_be_given_the_same(runs, capsys, monkeypa
     assert main(["compare", "one", "easy", "--episodes", "6", "env.success_return=12"]) == 0
     # both were trained alike
     assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 6 episodes"
+
+
+def test_a_limit_that_the_env_has_of_itself_makes_no_other_episodes(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["compare", "one", "limit500", "--episodes", "6"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 6 episodes"
+
+
+def test_of_several_tasks_each_has_its_own_limit():
+    def config(limit):
+        return load_config(
+            {"env": {"task": ["reach_d0", "lift_d0"]}, "rollout": {"n_envs": 2, "max_episode_steps": limit}}
+        )
+
+    # of themselves 50 and 60
+    assert unlike_episodes(config(None), config(60), ()) == ["rollout.max_episode_steps"]
+    assert unlike_episodes(config(60), config(60), ()) == []
+
+
+def test_an_evaluation_of_other_episodes_does_not_pass_as_the_runs_own(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+
+    def evaluated(*words):
+        assert main(["eval", "one", "--episodes", "4", "evaluation.baseline=false", *words]) == 0
+        out = capsys.readouterr().out
+        file = out[out.index("numbers: ") :].split()[1]
+        return out.splitlines()[0], file, json.loads(Path(file).read_text())
+
+    for words in ([], ["rollout.max_episode_steps=500", "env.vectorize=process", "env.workers=1"]):
+        head, file, own = evaluated(*words)
+        assert (
+            file == "one/eval.json" and own["settings"] == {} and head.endswith("4 held-out episodes, greedy actions")
+        )
+        assert (own["checkpoint"], own["how"]) == ("one/checkpoint-1", "greedy actions")
+    head, file, other = evaluated("env.success_return=5")
+    assert file == "one/eval_success_return-5.0.json" and other["settings"] == {"env.success_return": 5.0}
+    assert head.endswith("greedy actions, with env.success_return=5.0")
+    assert json.loads((runs / "one/eval.json").read_text()) == own

@@ -33,6 +33,7 @@ LAYERS = [
         "run",
         "evaluate",
         "evaluate_run",
+        "evaluation_files",
         "folder",
         "tree",
         "originals",

@@ -218,6 +218,7 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
     assert first == {
         "file": "videos/rollout_000007_4.mp4",
         "kind": "rollout",
+        "settings": "",
         "update": 7,
         "episode": 32,
         "task": "reach",

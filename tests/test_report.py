@@ -229,6 +229,25 @@ def test_failures_come_first_then_the_newest(tmp_path):
     assert found[1].update == 12 and found[1].success is None
 
 
+def test_what_was_evaluated_since_is_told_apart_and_shown_once(tmp_path):
+    run = make_run(tmp_path / "run", pictures=True)
+    own = (run / "videos/episode_000160_1.mp4").read_bytes()
+    # filmed anew, another episode of the same size, another task
+    (run / "videos/eval_0.mp4").write_bytes(own)
+    (run / "videos/eval_1.mp4").write_bytes(own[:-1] + b"x")
+    (run / "videos/eval_task-lift_d0_0.mp4").write_bytes(b"y")
+    line = {"kind": "eval", "update": 20, "settings": "env.task=[lift_d0]", "success": False}
+    lines = [line | {"file": "videos/eval_task-lift_d0_0.mp4"}, line | {"file": "videos/eval_1.mp4", "settings": ""}]
+    write_lines(run / "videos" / "index.jsonl", lines, "a")
+    found = {video.file.removeprefix("videos/"): (video.kind, video.settings) for video in videos(run)}
+    assert found == {
+        "episode_000160_0.mp4": ("evaluation", None),
+        "episode_000160_1.mp4": ("evaluation", None),
+        "eval_1.mp4": ("eval", ""),
+        "eval_task-lift_d0_0.mp4": ("eval", "env.task=[lift_d0]"),
+    }
+
+
 def test_only_predictions_are_shown_as_such(tmp_path):
     """Six moments of a film, whose video is not encoded yet or failed, are none."""
     run = make_run(tmp_path / "run", pictures=True)

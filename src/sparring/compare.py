@@ -14,7 +14,14 @@ from sparring.config_text import Setting, flatten, value_text
 from sparring.distributed import pick_device
 from sparring.errors import UserError
 from sparring.evaluate import held_out_env, play
-from sparring.evaluate_run import config_of, load_other_world_model, refuse_other_env, refuse_world_model
+from sparring.evaluate_run import (
+    HOW_WORKED_OUT,
+    config_of,
+    load_other_world_model,
+    refuse_other_env,
+    refuse_world_model,
+    unlike_episodes,
+)
 from sparring.measures.evaluation import foretold_episodes
 from sparring.measures.paired import Difference, in_means, in_successes
 from sparring.measures.table import lined_up
@@ -22,11 +29,11 @@ from sparring.measures.world_model import ratio_by_episode
 from sparring.tree import Config
 
 # the same episodes whatever these say: how a policy sees and acts in them, and how they are worked out
-OWN_WAY = tuple(
+OWN_WAY = HOW_WORKED_OUT + tuple(
     f"env.{name}"
     for name in (
-        *("cameras", "image_size", "depth", "segmentation", "points", "object_state", "pad_state", "pad_action"),
-        *("control_mode", "action_scale", "video_renderer", "threads", "vectorize", "workers"),
+        *("cameras", "image_size", "depth", "points", "object_state", "pad_state", "pad_action"),
+        *("control_mode", "action_scale"),
     )
 )
 # of fewer gaps all have one sign by chance in one of 16 cases or more: nothing could be shown
@@ -197,10 +204,9 @@ def _refuse_too_few(episodes: int) -> None:
 def _refuse_other_episodes(a: Config, b: Config) -> None:
     if a.env.name != b.env.name:
         raise UserError(f"A was trained in '{a.env.name}', B in '{b.env.name}'; they cannot play the same episodes")
-    mine, theirs = flatten(a.dump()), flatten(b.dump())
-    keys = [key for key in sorted(mine.keys() | theirs.keys()) if key.startswith("env.") and key not in OWN_WAY]
-    unlike = [key for key in (*keys, "rollout.max_episode_steps") if mine.get(key) != theirs.get(key)]
+    unlike = unlike_episodes(a, b, OWN_WAY)
     if unlike:
+        mine, theirs = flatten(a.dump()), flatten(b.dump())
         told = [f"  {key}: A {value_text(mine.get(key))}, B {value_text(theirs.get(key))}" for key in unlike]
         both = f"give both the same, e.g. {unlike[0]}={value_text(mine.get(unlike[0]))}"
         raise UserError("\n".join([f"A and B were trained in different episodes; {both}:", *told]))

@@ -153,8 +153,8 @@ class Evaluation:
             f"{prefix}{name}": value for name, value in (told | {"reward": score.reward, "steps": score.steps}).items()
         }
 
-    def write(self, path: Path) -> Path:
-        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}
+    def write(self, path: Path, about: dict | None = None) -> Path:
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {})
         content["scores"] = {w: {t: asdict(s) for t, s in tasks.items()} for w, tasks in self.scores.items()}
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path

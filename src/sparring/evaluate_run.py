@@ -1,17 +1,18 @@
 """`sparring eval`: a checkpoint, its env, held-out episodes. Of a policy, an explorer or a world model."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sparring.api import load_policy, load_world_model
 from sparring.checkpoint import CheckpointError, checkpoint_folder, load_spec, load_training_state, spec_differences
-from sparring.config_text import Setting, flatten
+from sparring.config_text import Setting, flatten, value_text
 from sparring.distributed import pick_device
 from sparring.envs.backend import EnvSpec
 from sparring.envs.make import make_env
 from sparring.errors import UserError
 from sparring.evaluate import Evaluation, evaluate_config
+from sparring.evaluation_files import EvaluationFiles
 from sparring.measures.evaluation import WorldModelEvaluation, evaluate_world_model
 from sparring.measures.exploration import ExplorationEvaluation, evaluate_exploration
 from sparring.phases.phase import Progress
@@ -21,6 +22,8 @@ from sparring.world_models.world_model import WorldModel
 
 # what an evaluation may choose anew; the rest was decided when the policy was trained
 FREE_TO_CHOOSE = ("env.", "rollout.n_envs", "rollout.max_episode_steps", "evaluation.", "seed", "device", "threads")
+# of env.: how episodes are worked out, drawn and measured, not which they are
+HOW_WORKED_OUT = ("env.segmentation", "env.video_renderer", "env.threads", "env.vectorize", "env.workers")
 
 
 def evaluate_checkpoint(
@@ -32,25 +35,23 @@ def evaluate_checkpoint(
     both: bool = False,
 ) -> Evaluation:
     """Print the table, write the numbers (and videos) beside the checkpoint."""
-    # beside evaluation.json, which is the run's own
-    checkpoint, folder, json_file = _places(path, json_file, "eval.json")
-    if videos:
-        _refuse_unwritable(folder, "leave out --videos")
+    checkpoint = checkpoint_folder(path)
     config = config_of(checkpoint, settings)
     refuse_world_model(path, config)
+    changed = changed_episodes(checkpoint, config)
+    # beside evaluation.json, which is of training
+    files = _files(path, "eval", changed, json_file)
+    if videos:
+        files.check_videos()
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     refuse_other_env(checkpoint, config)
     evaluation = evaluate_config(config, policy, device, greedy, videos, both)
     how = "greedy and sampled" if "policy, sampled" in evaluation.scores else "greedy" if greedy else "sampled"
-    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {how} actions")
-    print(evaluation.table())
-    print(f"numbers: {evaluation.write(json_file)}")
-    films, progress = Films(folder), _progress(checkpoint) if evaluation.films else Progress()
-    for number, film in enumerate(evaluation.films):
-        print(f"video: {films.film(f'eval_{number}', 'evaluation', film, progress, evaluation.spec)}")
-        # one after the other: nobody is kept waiting, and none is left out
-        films.finish()
+    _tell(evaluation, checkpoint, changed, files, f"{how} actions")
+    if evaluation.films:
+        files.remove_videos()
+        _write_films(evaluation, _progress(checkpoint), files, in_words(changed))
     if evaluation.no_films:
         print(f"no video: {evaluation.no_films}")
     return evaluation
@@ -60,16 +61,16 @@ def evaluate_world_model_checkpoint(
     path: str, settings: list[Setting], json_file: Path | None = None, against: str | None = None
 ) -> WorldModelEvaluation:
     """Print the tables, write the numbers beside the checkpoint. `against`: a run to compare with."""
-    checkpoint, _, json_file = _places(path, json_file, "eval_world_model.json")
+    checkpoint = checkpoint_folder(path)
     config = config_of(checkpoint, settings)
+    changed = changed_episodes(checkpoint, config)
+    files = _files(path, "eval_world_model", changed, json_file)
     device = pick_device(config.device)
     model = load_world_model(checkpoint, device)
     refuse_other_env(checkpoint, config)
     other = None if against is None else load_other_world_model(against, path, config, device)
     evaluation = evaluate_world_model(config, model, device, other)
-    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, actions at random")
-    print(evaluation.table())
-    print(f"numbers: {evaluation.write(json_file)}")
+    _tell(evaluation, checkpoint, changed, files, "actions at random")
     return evaluation
 
 
@@ -89,35 +90,49 @@ def evaluate_explorer_checkpoint(
     path: str, settings: list[Setting], json_file: Path | None = None
 ) -> ExplorationEvaluation:
     """How a policy explores, sampling its actions, beside random ones; printed, and written beside the checkpoint."""
-    checkpoint, _, json_file = _places(path, json_file, "eval_exploration.json")
+    checkpoint = checkpoint_folder(path)
     config = config_of(checkpoint, settings)
     refuse_world_model(path, config)
+    changed = changed_episodes(checkpoint, config)
+    files = _files(path, "eval_exploration", changed, json_file)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     refuse_other_env(checkpoint, config)
     evaluation = evaluate_exploration(config, policy, device)
-    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, sampled actions")
-    print(evaluation.table())
-    print(f"numbers: {evaluation.write(json_file)}")
+    _tell(evaluation, checkpoint, changed, files, "sampled actions")
     return evaluation
 
 
-def _places(path: str, json_file: Path | None, name: str) -> tuple[Path, Path, Path]:
-    """The checkpoint, the folder that it is evaluated in, and where the numbers go."""
-    checkpoint = checkpoint_folder(path)
-    folder = Path(path) if Path(path).is_dir() else checkpoint
-    json_file = json_file or folder / name
-    if not json_file.parent.is_dir():
-        # told before hours are spent
-        raise UserError(f"'{json_file}': there is no folder '{json_file.parent}'; make it first")
-    _refuse_unwritable(json_file.parent, "give --json FILE in a folder of yours")
-    return checkpoint, folder, json_file
+def _files(path: str, kind: str, changed: dict[str, Any], json_file: Path | None) -> EvaluationFiles:
+    """Of an evaluation of what was given as `path`; refused where its numbers could not be written."""
+    folder = Path(path) if Path(path).is_dir() else checkpoint_folder(path)
+    files = EvaluationFiles.of(folder, kind, changed, json_file)
+    files.check_numbers()
+    return files
 
 
-def _refuse_unwritable(folder: Path, instead: str) -> None:
-    """Told before anything is played."""
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"'{folder}': cannot write there; {instead}")
+def _tell(
+    evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluation,
+    checkpoint: Path,
+    changed: dict[str, Any],
+    files: EvaluationFiles,
+    how: str,
+) -> None:
+    """Print the table and write the numbers, both with what they are of."""
+    other = f", with {in_words(changed)}" if changed else ""
+    print(f"{checkpoint}: {evaluation.episodes} held-out episodes, {how}{other}")
+    print(evaluation.table())
+    about = {"checkpoint": str(checkpoint), "how": how, "settings": changed}
+    print(f"numbers: {evaluation.write(files.json_file, about)}")
+
+
+def _write_films(evaluation: Evaluation, progress: Progress, files: EvaluationFiles, settings: str) -> None:
+    films = Films(files.folder)
+    for number, film in enumerate(evaluation.films):
+        video = films.film(f"{files.name}_{number}", "eval", film, progress, evaluation.spec, settings)
+        print(f"video: {video}")
+        # one after the other: nobody is kept waiting, and none is left out
+        films.finish()
 
 
 def _progress(checkpoint: Path) -> Progress:
@@ -138,6 +153,41 @@ def config_of(checkpoint: Path, settings: list[Setting]) -> Config:
             f"{', '.join(changed)}: cannot be changed after training; an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
         )
     return config
+
+
+def changed_episodes(checkpoint: Path, config: Config) -> dict[str, Any]:
+    """The settings that make other episodes than those the checkpoint was trained for."""
+    now = flatten(config.dump())
+    unlike = unlike_episodes(load_config(checkpoint / "config.yaml"), config, HOW_WORKED_OUT)
+    return {key: now[key] for key in unlike if key in now}
+
+
+def unlike_episodes(a: Config, b: Config, whatever: tuple[str, ...]) -> list[str]:
+    """The settings by which the episodes of two configs differ, `whatever` some of env. say."""
+    mine, theirs = flatten(a.dump()), flatten(b.dump())
+    keys = [key for key in sorted(mine.keys() | theirs.keys()) if key.startswith("env.") and key not in whatever]
+    unlike = [key for key in keys if mine.get(key) != theirs.get(key)]
+    limit = "rollout.max_episode_steps"
+    # none given is the env's own, which may be the same
+    longer = mine[limit] != theirs[limit] and _limits(a) != _limits(b)
+    return [*unlike, limit] if longer else unlike
+
+
+def _limits(config: Config) -> list[int]:
+    """Steps after which an episode is over, of each task."""
+    tasks = getattr(config.env, "task", ())
+    several = isinstance(tasks, tuple) and len(tasks) > 1
+    alone = [config.env.model_copy(update={"task": (task,)}) for task in tasks] if several else [config.env]
+    limits = []
+    for one in alone:
+        env = make_env(one, 1, config.rollout.max_episode_steps)
+        limits.append(env.spec.max_episode_steps)
+        env.close()
+    return limits
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value_text(value)}" for key, value in settings.items())
 
 
 def refuse_world_model(path: str, config: Config) -> None:

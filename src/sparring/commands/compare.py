@@ -1,7 +1,9 @@
 """`sparring compare`."""
 
+from pathlib import Path
+
 from sparring.commands.arguments import OPTIONS, count, positive
-from sparring.commands.settings import flag_settings, json_place
+from sparring.commands.settings import flag_settings
 
 
 def add(commands) -> None:
@@ -18,15 +20,17 @@ def add(commands) -> None:
 def _compare(arguments, overrides) -> int:
     from sparring.compare import compare_policies, compare_world_models
     from sparring.config_text import parse_overrides
+    from sparring.evaluation_files import refuse_unwritable
 
     settings = parse_overrides(overrides)
     settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
-    json_file = json_place(arguments.json)
+    if arguments.json:
+        refuse_unwritable(Path(arguments.json))
     compare = compare_world_models if arguments.world_model else compare_policies
     found = compare(arguments.a, arguments.b, settings)
     print(f"{found.episodes} held-out episodes, each played by both")
     print(found.table())
     print(found.verdict())
-    if json_file:
-        print(f"numbers: {found.write(json_file)}")
+    if arguments.json:
+        print(f"numbers: {found.write(Path(arguments.json))}")
     return 0

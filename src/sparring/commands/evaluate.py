@@ -1,7 +1,9 @@
 """`sparring eval`."""
 
+from pathlib import Path
+
 from sparring.commands.arguments import OPTIONS, count, positive
-from sparring.commands.settings import flag_settings, json_place
+from sparring.commands.settings import flag_settings
 from sparring.errors import UserError
 
 
@@ -31,7 +33,7 @@ def _evaluate(arguments, overrides) -> int:
 
     settings = parse_overrides(overrides)
     settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
-    path = json_place(arguments.json)
+    path = Path(arguments.json) if arguments.json else None
     if arguments.against and not arguments.world_model:
         raise UserError("--against goes with --world-model only; leave it out")
     if arguments.world_model and arguments.exploration:

@@ -2,9 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
-
-from sparring.errors import UserError
 
 
 def config_of(arguments, overrides, to_run: bool = True):
@@ -40,10 +37,3 @@ def flag_settings(arguments, keys: dict[str, str]) -> list:
     # argparse has `image_size` for --image-size
     named = {flag: f"--{flag.replace('_', '-')}" for flag in keys}
     return [Setting(keys[flag], value, named[flag]) for flag, value in given.items() if value is not None]
-
-
-def json_place(file: str | None) -> Path | None:
-    """Where --json says; a folder that is not there is told before hours are spent."""
-    if file and not Path(file).parent.is_dir():
-        raise UserError(f"--json {file}: there is no folder '{Path(file).parent}'; make it first")
-    return Path(file) if file else None

@@ -36,8 +36,8 @@ class WorldModelEvaluation:
             numbers |= {f"{camera}/{name}": value for name, value in told.items()}
         return numbers
 
-    def write(self, path: Path) -> Path:
-        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | self.figures
+    def write(self, path: Path, about: dict | None = None) -> Path:
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {}) | self.figures
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path
 

@@ -100,8 +100,8 @@ class ExplorationEvaluation:
         del explored["decisions"]
         return {"episodes": self.episodes, "random_contact": max(others)} | explored
 
-    def write(self, path: Path) -> Path:
-        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"}
+    def write(self, path: Path, about: dict | None = None) -> Path:
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {})
         content["exploration"] = {who: asdict(exploration) for who, exploration in self.found.items()}
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path

@@ -32,7 +32,7 @@ class Video:
     """What `videos/index.jsonl` tells of one beside its files."""
 
     name: str
-    # rollout, evaluation or prediction
+    # rollout, evaluation, prediction, or eval: of `sparring eval`
     kind: str
     progress: Progress
     task: str
@@ -40,11 +40,14 @@ class Video:
     steps: int
     reward: float
     success: bool | None
+    # those of an `eval` that make other episodes than the run's own, in words
+    settings: str = ""
 
     def line(self, file: Path, strip: Path) -> dict:
         return {
             "file": file.as_posix(),
             "kind": self.kind,
+            "settings": self.settings,
             "update": self.progress.updates,
             "episode": self.progress.episodes,
             "task": self.task,
@@ -92,7 +95,7 @@ class Films:
         for number, film in enumerate(films):
             self.film(f"episode_{_when(progress)}_{number}", "evaluation", film, progress, spec)
 
-    def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec) -> Path:
+    def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec, settings: str = "") -> Path:
         """An episode as a video and as six of its moments; where the video will be."""
         path = self.folder / "videos" / f"{name}.mp4"
         episode = film.episode
@@ -105,6 +108,7 @@ class Films:
             episode.steps,
             episode.reward,
             episode.success if spec.reports_success else None,
+            settings,
         )
         if self.encoder.submit(partial(self._make_film, video, film, spec)):
             log.info("to look at: %s", path)

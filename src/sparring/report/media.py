@@ -1,6 +1,7 @@
 """Videos and strips of a run folder: which there are, and which to show."""
 
 import base64
+import filecmp
 import os
 import re
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Picture:
     success: bool | None = None
     reward: float | None = None
     steps: int | None = None
+    # of an evaluation in other episodes than the run's own
+    settings: str | None = None
 
 
 def videos(folder: Path) -> list[Picture]:
@@ -38,7 +41,8 @@ def videos(folder: Path) -> list[Picture]:
         told |= {Path(str(row["file"])).name: row for row in rows if "file" in row}
     found = [_video(name, size, told.get(name, {})) for name, size in _files(folder / "videos", ".mp4").items()]
     worst_first = {False: 0, None: 1, True: 2}
-    return sorted(found, key=lambda v: (worst_first[v.success], -(v.update or v.episode or 0), v.file))
+    found.sort(key=lambda v: (worst_first[v.success], -(v.update or v.episode or 0), v.file))
+    return _each_once(found, folder)
 
 
 def strips(folder: Path) -> list[Picture]:
@@ -78,8 +82,28 @@ def _video(name: str, size: int, told: dict) -> Picture:
         guess = {"kind": "rollout", "update": int(match[1])}
     elif match := re.match(r"episode_(\d+)(_?)", name):
         guess = {"kind": "evaluation" if match[2] else "prediction", "episode": int(match[1])}
+    elif name.startswith("eval_"):
+        guess = {"kind": "eval"}
     known = {key: told[key] for key in Picture.__dataclass_fields__ if told.get(key) is not None}
     return Picture(**({"kind": "video"} | guess | known | {"file": f"videos/{name}", "bytes": size}))
+
+
+def _each_once(videos: list[Picture], folder: Path) -> list[Picture]:
+    """`sparring eval` may have filmed anew what the run had filmed itself."""
+    own = [video for video in videos if not _is_since(video)]
+    return [video for video in videos if not (_is_since(video) and any(_same(folder, video, one) for one in own))]
+
+
+def _is_since(video: Picture) -> bool:
+    """By `sparring eval`."""
+    return Path(video.file).name.startswith("eval_")
+
+
+def _same(folder: Path, one: Picture, other: Picture) -> bool:
+    try:
+        return one.bytes == other.bytes and filecmp.cmp(folder / one.file, folder / other.file, shallow=False)
+    except FileNotFoundError:  # removed since they were listed
+        return False
 
 
 def _files(folder: Path, suffix: str) -> dict[str, int]:

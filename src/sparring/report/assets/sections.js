@@ -182,13 +182,13 @@ function mediaTold(runs, kind) {
   return live ? `${told}.` : `${told}, ${bytes(size)}; all pictures of these runs may take ${bytes(sum((media) => media.budget))} of this page (--media-mb).`;
 }
 
-const KINDS = { rollout: "training", evaluation: "evaluation", prediction: "predicted | true", "pred vs gt": "predicted | true" };
+const KINDS = { rollout: "training", evaluation: "evaluation", eval: "sparring eval", prediction: "predicted | true", "pred vs gt": "predicted | true" };
 const OUTCOMES = { true: ["succeeded", "✓ success"], false: ["failed", "✕ failure"] };
 
 function caption(run, one, several) {
   const [state, outcome] = OUTCOMES[one.success] || [];
   const when = known(one.update) ? `update ${whole(one.update)}` : known(one.episode) ? `after ${whole(one.episode)} episodes` : null;
-  const facts = [KINDS[one.kind] || one.kind, when, one.task, known(one.steps) ? `${whole(one.steps)} steps` : null, known(one.reward) ? `reward ${number(one.reward)}` : null];
+  const facts = [KINDS[one.kind] || one.kind, one.settings, when, one.task, known(one.steps) ? `${whole(one.steps)} steps` : null, known(one.reward) ? `reward ${number(one.reward)}` : null];
   return html("figcaption", {},
     outcome ? html("span", { class: `outcome ${state}` }, outcome) : null,
     several ? html("span", { class: "swatch", style: `background:${run.colour}`, title: run.label }) : null,
