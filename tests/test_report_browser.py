@@ -127,7 +127,9 @@ def test_what_curves_show_can_be_chosen(browser, report):
     assert visit.said == []
 
 
+# it gets its source when it comes into sight, which would interrupt it
 PLAY = """async (video) => {
+  while (video.readyState < 2) await new Promise((done) => setTimeout(done, 50));
   video.muted = true;
   await video.play();
   const began = video.currentTime;
@@ -139,6 +141,66 @@ SEEK = """(video) => new Promise((done) => {
   video.onseeked = () => done(video.currentTime);
   video.currentTime = 1.5;
 })"""
+
+
+# once there is something to see
+LOOK = """video => new Promise((done) => {
+  const tell = () => video.readyState >= 2 ? done([video.paused, video.currentTime]) : setTimeout(tell, 50);
+  tell();
+})"""
+
+
+def page_of(run, browser) -> Visit:
+    assert main(["report", str(run)]) == 0
+    return Visit(browser, (run / "report.html").as_uri())
+
+
+def test_a_single_evaluation_is_where_the_run_ended(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    last = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)[-1]
+    (run / "evaluations.jsonl").write_text(last)
+    lines = [metrics_line(update, **{"rollout/success_rate": None}) for update in range(1, 21)]
+    write_lines(run / "episode_metrics.jsonl", lines)
+    visit = page_of(run, browser)
+    ticks = visit.page.locator("#success text.tick").all_text_contents()
+    assert [tick for tick in ticks if "%" not in tick] == ["0", "500", "1000", "1500", "2000"]
+    # what random actions reach is a level still
+    assert visit.count("#success circle.dot") == 1
+    level = visit.page.locator("#success path[stroke-dasharray]").get_attribute("d")
+    assert level.startswith("M46 ") and "H" in level
+
+
+def test_success_is_not_drawn_again_as_accuracy(browser, tmp_path):
+    for name, accuracy, drawn in (
+        ("finetune", lambda success: success, 0),
+        ("student", lambda success: success / 2, 1),
+    ):
+        run = make_run(tmp_path / name)
+        lines = [metrics_line(update) for update in range(1, 21)]
+        told = [line | {"avg_acc": accuracy(line["rollout/success_rate"])} for line in lines]
+        write_lines(run / "episode_metrics.jsonl", told)
+        assert page_of(run, browser).count("#learning figure[aria-label^='Accuracy']") == drawn
+
+
+def test_what_was_evaluated_since_says_so(browser, tmp_path):
+    run = make_run(tmp_path / "run", pictures=True)
+    (run / "videos/eval_task-lift_d0_0.mp4").write_bytes(b"x")
+    line = {"file": "videos/eval_task-lift_d0_0.mp4", "kind": "eval", "settings": "env.task=[lift_d0]", "update": 20}
+    write_lines(run / "videos/index.jsonl", [line], "a")
+    captions = page_of(run, browser).page.locator("#videos figcaption").all_inner_texts()
+    assert [caption.splitlines()[-1].split(" · ")[:2] for caption in captions] == [
+        ["evaluation", "update 20"],
+        ["sparring eval", "env.task=[lift_d0]"],
+        ["evaluation", "update 20"],
+    ]
+
+
+def test_videos_show_a_picture_before_they_are_played(browser, report):
+    visit = Visit(browser, report)
+    video = visit.page.locator("video").first
+    video.scroll_into_view_if_needed()
+    assert video.evaluate(LOOK) == [True, pytest.approx(0.1)]
+    assert visit.said == []
 
 
 def test_videos_play_failures_first(browser, report):

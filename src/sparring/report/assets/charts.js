@@ -69,7 +69,8 @@ class Curves extends Drawing {
     const root = svg("svg", { width: this.width, height: this.height, "aria-hidden": "true" });
     const xs = this.series.flatMap((one) => [least(one.x), most(one.x)]);
     let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-    if (!(x1 > x0)) [x0, x1] = [x0 - 0.5, x0 + 0.5];
+    // a single point is where the run ended
+    if (!(x1 > x0)) [x0, x1] = [0, x0 || 1];
     if (x0 > 0 && x0 < x1 / 4) x0 = 0;
     const [y0, y1] = this.isShare ? [0, 1] : range(this.series);
     const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.right - box.left);
@@ -94,10 +95,12 @@ class Curves extends Drawing {
     for (const one of this.series) {
       const stroke = { stroke: one.colour, "stroke-dasharray": one.level ? "2 4" : one.dash };
       if (one.smooth && one.line !== one.y) inside.append(svg("path", { class: "curve raw", ...stroke, d: path(one.x, one.y, x, y) }));
-      inside.append(svg("path", { class: one.faint || one.level ? "curve faint" : "curve", ...stroke, d: path(one.x, one.line, x, y) }));
-      if (one.dots || one.y.filter(known).length === 1) {
+      const isOne = one.y.filter(known).length === 1;
+      const d = one.level && isOne ? `M${box.left} ${y(lastOf(one.y)).toFixed(1)}H${box.right}` : path(one.x, one.line, x, y);
+      inside.append(svg("path", { class: one.faint || one.level ? "curve faint" : "curve", ...stroke, d }));
+      if (one.dots || (isOne && !one.level)) {
         for (let i = 0; i < one.x.length; i++) {
-          if (known(one.y[i]) && known(one.x[i])) inside.append(svg("circle", { class: "dot", fill: one.colour, cx: x(one.x[i]), cy: y(one.y[i]), r: one.y.length > 60 ? 1.5 : 3 }));
+          if (known(one.y[i]) && known(one.x[i])) inside.append(svg("circle", { class: "dot", fill: one.colour, cx: x(one.x[i]), cy: y(one.y[i]), r: isOne ? 4 : one.y.length > 60 ? 1.5 : 3 }));
         }
       }
     }

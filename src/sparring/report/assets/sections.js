@@ -63,6 +63,8 @@ function line(run, part, name, more = {}) {
 
 const shown = (runs) => runs.filter((run) => !view.hidden.has(run.id));
 const firstOf = (part, names) => names.find((name) => part?.curves?.[name]);
+// success of training, now and in earlier versions
+const ROLLED = ["rollout/success_rate", "success_rate"];
 const areSeveral = (runs) => runs.length > 1;
 
 // success of evaluations with Wilson intervals, of rollouts beneath, of random actions as a level
@@ -73,7 +75,7 @@ function successSeries(runs, before, rollouts) {
     const low = curves[`${before}success_low`]?.mean, high = curves[`${before}success_high`]?.mean;
     return [
       line(run, part, `${before}success_rate`, { label: `${name}evaluation`, low, high: low && high, dots: true }),
-      rollouts ? line(run, run.metrics, firstOf(run.metrics, ["rollout/success_rate", "success_rate"]), { label: `${name}rollouts`, faint: true, smooth: true, low: null }) : null,
+      rollouts ? line(run, run.metrics, firstOf(run.metrics, ROLLED), { label: `${name}rollouts`, faint: true, smooth: true, low: null }) : null,
     ].filter(Boolean);
   }).concat(levels(runs, `${before}random_success_rate`));
 }
@@ -85,7 +87,7 @@ function levels(runs, name) {
 
 function successSection(runs) {
   const evaluated = runs.some((run) => run.evaluations?.curves?.["eval/success_rate"]);
-  const rolled = runs.some((run) => firstOf(run.metrics, ["rollout/success_rate", "success_rate"]));
+  const rolled = runs.some((run) => firstOf(run.metrics, ROLLED));
   const names = namesOf(runs, "evaluations");
   const tasks = names.filter((name) => /^eval\/.+\/success_rate$/.test(name));
   const nodes = [];
@@ -137,8 +139,15 @@ const STALE = /staleness/;
 const FIRST = ["episode_reward", "rollout/episode_reward", "avg_loss", "avg_acc", "rollout/episode_length", "episode_length"];
 const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
+// in finetune, what avg_acc tells is success
+function isSuccess({ metrics }) {
+  const text = (name) => JSON.stringify(metrics?.curves?.[name]?.mean);
+  return !metrics?.curves?.avg_acc || text("avg_acc") === text(firstOf(metrics, ROLLED));
+}
+
 function curveSections(runs) {
-  const names = namesOf(runs, "metrics").sort((a, b) => rank(a) - rank(b)).filter((name) => !/(^|\/)(behind_\d+|success_rate)$/.test(name));
+  const isDrawn = runs.every(isSuccess) ? /(^|\/)(behind_\d+|success_rate|avg_acc)$/ : /(^|\/)(behind_\d+|success_rate)$/;
+  const names = namesOf(runs, "metrics").sort((a, b) => rank(a) - rank(b)).filter((name) => !isDrawn.test(name));
   const of = (...groups) => names.filter((name) => groups.includes(groupOf(name)) && !STALE.test(name));
   const others = names.filter((name) => !["rollout", "train", "perf", "reward", "world_model"].includes(groupOf(name)));
   const drawnElsewhere = /\/(success_rate|(sampled_)?success_(low|high)|random_[^/]+)$|^eval\/episodes$/;
@@ -199,7 +208,8 @@ function caption(run, one, several) {
 const sight = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (isIntersecting && !target.src) {
-      target.src = target.source.startsWith("data:") ? URL.createObjectURL(blob(target.source)) : target.source;
+      // some browsers draw nothing of a video that was not played unless a moment is asked for
+      target.src = (target.source.startsWith("data:") ? URL.createObjectURL(blob(target.source)) : target.source) + "#t=0.1";
       sight.unobserve(target);
     }
   }
