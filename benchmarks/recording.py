@@ -1,11 +1,12 @@
 """What does it cost to record: numbers, logs, videos, pictures, Rerun, and what else there is?
 
-    python benchmarks/recording.py [--only finetune teacher] [--rounds 9] [--cores 2] [--quick]
+    python benchmarks/recording.py [--only finetune teacher] [--rounds 10] [--cores 2] [--quick]
 
 The same training with all recording on and with none, each in processes of its own, on one torch and one simulator
 thread. Both are under way at the same time, but only one at a time may run: they are halted in turns, a quarter of a
-second each, so that a machine that gets busier or slower meanwhile favours neither. What counts is `Run.run()`:
-training, and at its end the wait for what is still being encoded. Told are medians of
+second each, so that a machine that gets busier or slower meanwhile favours neither. Who starts first changes with every
+round: of two that are alike it took 1.4 % longer here. What counts is `Run.run()`: training, and at its end the wait for
+what is still being encoded. Told are means over the rounds of
 
     wall      seconds in which it was allowed to run, with `--cores` to run on: drawing and encoding may use those that
               training leaves idle
@@ -13,7 +14,7 @@ training, and at its end the wait for what is still being encoded. Told are medi
     calls     of these, the ones outside of the phase's step: recording's own, and hardly any noise
     all       CPU seconds of the process and of ffmpeg: what it would cost if there was one core for everything
 
-and the share that recording adds to each (what is added to `calls`, as a share of `thread`), in the median round.
+and the share that recording adds to each (what is added to `calls`, as a share of `thread`), with its standard error.
 Without recording there are no checkpoints either, so their cost is counted as recording's. The target is that wall and
 thread grow by less than 3 %.
 """
@@ -127,18 +128,18 @@ class Training:
 
 def one_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str, float]]:
     """On or off -> clock -> seconds."""
-    with tempfile.TemporaryDirectory() as with_it, tempfile.TemporaryDirectory() as without:
-        both = {True: Training(settings, True, cores, with_it), False: Training(settings, False, cores, without)}
-        order = [both[on_first], both[not on_first]]
-        while not all(training.done for training in order):
-            for training in order:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        folders = {on_first: one, not on_first: other}
+        both = {recorded: Training(settings, recorded, cores, folder) for recorded, folder in folders.items()}
+        while not all(training.done for training in both.values()):
+            for training in both.values():
                 if not training.done:
                     training.go_on()
         return {recorded: training.told() for recorded, training in both.items()}
 
 
-def take_turns(settings: dict, rounds: int, cores: int) -> dict[str, dict[str, float]]:
-    """Clock -> medians with and without, and the share that recording adds, of each round and of the median one."""
+def take_turns(settings: dict, rounds: int, cores: int) -> dict[str, dict]:
+    """Clock -> means with and without, and the share that recording adds, of each round and on average."""
     found = []
     for number in range(rounds):
         found.append(one_round(settings, cores, on_first=number % 2 == 0))
@@ -147,17 +148,18 @@ def take_turns(settings: dict, rounds: int, cores: int) -> dict[str, dict[str, f
 
 
 def _compared(clock: str, rounds: list[dict[bool, dict[str, float]]]) -> dict:
-    on, off = (statistics.median(turn[recorded][clock] for turn in rounds) for recorded in (True, False))
+    on, off = (statistics.fmean(turn[recorded][clock] for turn in rounds) for recorded in (True, False))
     whole = "thread" if clock == "calls" else clock
     adds = [(turn[True][clock] - turn[False][clock]) / turn[False][whole] for turn in rounds]
-    each = [round(share, 4) for share in adds]
-    return {"on_s": round(on, 2), "off_s": round(off, 2), "adds": round(statistics.median(adds), 4), "each": each}
+    error = statistics.stdev(adds) / len(adds) ** 0.5 if len(adds) > 1 else 0.0
+    told = {"on_s": round(on, 2), "off_s": round(off, 2), "adds": round(statistics.fmean(adds), 4)}
+    return told | {"error": round(error, 4), "each": [round(share, 4) for share in adds]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--cores", type=int, default=2, help="that all of it may run on")
     parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
     parser.add_argument("--turn", type=json.loads, help=argparse.SUPPRESS)
@@ -166,21 +168,23 @@ def main() -> None:
         print(json.dumps(train(**args.turn)), flush=True)
         # how long an interpreter takes to leave is not asked
         os._exit(0)
-    about = report.metadata() | {"on": ON, "trainings": TRAININGS, "rounds": args.rounds, "run_on_cores": args.cores}
-    results, rows = {}, [("training", "clock", "off s", "on s", "recording adds", "target")]
+    kept = report.RESULTS / "recording.json"
+    results = json.loads(kept.read_text())["results"] if kept.is_file() else {}
+    rows = [("training", "clock", "off s", "on s", "recording adds", "target")]
     for name in args.only:
         settings = ALIKE | TRAININGS[name] | (QUICK[name] if args.quick else {})
-        results[name] = take_turns(settings, 1 if args.quick else args.rounds, args.cores)
-        for clock, found in results[name].items():
-            judged = clock != "all" and not args.quick
+        rounds = 1 if args.quick else args.rounds
+        about = report.metadata() | {"on": ON, "training": settings, "rounds": rounds, "run_on_cores": args.cores}
+        clocks = take_turns(settings, rounds, args.cores)
+        results[name] = {"about": about | {"load_after": report.load()}, "clocks": clocks}
+        for clock, found in clocks.items():
+            judged = clock in ("wall", "thread") and not args.quick
             met = "met" if found["adds"] < TARGET else "NOT MET"
-            share = f"{found['adds']:+.1%}"
+            share = f"{found['adds']:+.1%} ± {found['error']:.1%}"
             rows.append((name, clock, found["off_s"], found["on_s"], share, f"< {TARGET:.0%} {met}" if judged else ""))
     print(report.table(rows))
-    about["load_after"] = report.load()
-    print(f"load before {about['load']}, after {about['load_after']}")
     if not args.quick:
-        report.write_json(report.RESULTS / "recording.json", {"about": about, "results": results})
+        report.write_json(kept, {"results": results})
 
 
 if __name__ == "__main__":
