@@ -22,7 +22,7 @@ class LoggingConfig(Section):
     project: str = Field("sparring", min_length=1, description="project in Weights & Biases")
     name: str | None = Field(None, description="name of the run in Weights & Biases; null: its folder's")
     video_share: float = Field(
-        0.02,
+        0.01,
         ge=0,
         le=1,
         description="share of a run's time that making videos may take; evaluations are filmed anyway; 1: no limit",
