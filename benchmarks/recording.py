@@ -6,8 +6,8 @@ The same training with all recording on and with none, each in processes of its 
 thread. Both are under way at the same time, but only one at a time may run: they are halted in turns, a quarter of a
 second each, so that a machine that gets busier or slower meanwhile favours neither. Who starts first changes with every
 round: of two that are alike, it took 1.4 % longer. What counts is `Run.run()`: training, and at its end the wait for
-what is still being encoded. In `finetune`, which is over before `logging.video_share` allows any, no videos are made; of
-world models there are some. Told are means over the rounds of
+what is still being encoded. No videos are made in `finetune`, which is over before `logging.video_share` allows any; of
+a world model there are some. Told are means over the rounds of
 
     wall      seconds in which it was allowed to run, with `--cores` to run on: drawing and encoding may use those that
               training leaves idle
