@@ -24,7 +24,7 @@ EPISODES = 300
 FIRST = 2
 # of the async run, what is kept for the picture of its timeline
 SHOWN = (10, 15)
-# who works when -> the share of the cores that simulates, and the groups of robots: what each was fastest with
+# who works when -> the share of the cores that simulates, and the groups of robots
 MODES = {"sync": (1.0, 1), "async": (12 / 16, 2)}
 TOLD = (
     *(f"{stage}_seconds" for stage in ("simulate", "infer", "collect", "update")),

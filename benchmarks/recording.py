@@ -84,7 +84,7 @@ def _clocks() -> dict[str, float]:
 
 
 class Training:
-    """One of the two, ready to go, and halted with all that it started."""
+    """One of the two, ready to go, and halted with what it started; but wandb-core has a session of its own."""
 
     def __init__(self, settings: dict, recorded: bool, cores: int, folder: str):
         given = settings | {"output": str(Path(folder, "run"))} | (ON if recorded else {})
@@ -118,6 +118,12 @@ class Training:
             self._signal(signal.SIGSTOP)
         self.seconds += time.perf_counter() - began
 
+    def end(self) -> None:
+        """Of one that was cut short, nothing is left."""
+        if not self.done:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+
     def told(self) -> dict[str, float]:
         if self.process.returncode:
             raise SystemExit("a training failed; see above")
@@ -131,11 +137,17 @@ def one_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str
     """On or off -> clock -> seconds."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         folders = {on_first: one, not on_first: other}
-        both = {recorded: Training(settings, recorded, cores, folder) for recorded, folder in folders.items()}
-        while not all(training.done for training in both.values()):
+        both: dict[bool, Training] = {}
+        try:
+            for recorded, folder in folders.items():
+                both[recorded] = Training(settings, recorded, cores, folder)
+            while not all(training.done for training in both.values()):
+                for training in both.values():
+                    if not training.done:
+                        training.go_on()
+        finally:
             for training in both.values():
-                if not training.done:
-                    training.go_on()
+                training.end()
         return {recorded: training.told() for recorded, training in both.items()}
 
 

@@ -18,7 +18,7 @@ from sparring.errors import UserError
 from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.phases.phase import Progress
 from sparring.record.configs import LoggingConfig
-from sparring.record.log import PARTS, log_to_console, log_to_files
+from sparring.record.log import PARTS, link_log, log_to_console, log_to_files
 from sparring.record.status import Status, why
 from sparring.run import Run
 from sparring.tree import load_config
@@ -71,6 +71,7 @@ def test_each_part_has_a_file_and_the_main_one_is_for_people(tmp_path, capsys):
     }
     assert capsys.readouterr().err == "before there is a folder\na robot fell over\n"
     # the newest, also for those who look there
+    link_log(tmp_path, logging.getLogger("sparring").handlers)
     assert (tmp_path / "train.log").is_symlink()
     assert (tmp_path / "train.log").read_text() == next(tmp_path.glob("logs/rl_training_*.log")).read_text()
 
@@ -104,7 +105,7 @@ def test_others_than_the_main_process_only_warn(capsys, how, shown):
 def test_a_log_of_an_earlier_version_is_kept(tmp_path):
     (tmp_path / "train.log").write_text("as it was\n")
     log_to_console(LoggingConfig(), quiet=True)
-    log_to_files(LoggingConfig(), tmp_path)
+    link_log(tmp_path, log_to_files(LoggingConfig(), tmp_path))
     assert (tmp_path / "train.log").is_symlink()
     assert (tmp_path / "logs/rl_training_earlier.log").read_text() == "as it was\n"
 

@@ -3,14 +3,16 @@
 import errno
 import json
 import os
+import shutil
 import signal
+import socket
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from sparring.checkpoint import CheckpointError
+from sparring.checkpoint import CheckpointError, checkpoints
 from sparring.errors import UserError
 from sparring.launch import PATIENCE
 from sparring.record.recorder import AFTER_AN_ERROR_S
@@ -212,3 +214,14 @@ def test_a_stop_between_two_lines_leaves_one_to_look_at(tmp_path):
     assert [line["update"] for line in lines_in(tmp_path)] == [4]
     assert Run(config_in(tmp_path, training=training)).run()
     assert [line["update"] for line in lines_in(tmp_path)] == [5]
+
+
+def test_a_finished_run_that_goes_further_is_told_of_anew(tmp_path, numbered_logs):
+    assert Run(config_in(tmp_path)).run()
+    told = status_in(tmp_path) | {"pid": 1, "host": "elsewhere"}
+    (tmp_path / "status.json").write_text(json.dumps(told))
+    shutil.rmtree(checkpoints(tmp_path)[-1])
+    assert Run(config_in(tmp_path)).run()
+    now = status_in(tmp_path)
+    assert (now["state"], now["pid"], now["host"]) == ("finished", os.getpid(), socket.gethostname())
+    assert (tmp_path / "train.log").readlink() == Path("logs/rl_training_start_1.log")

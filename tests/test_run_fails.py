@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparring.checkpoint import checkpoints
+from sparring.errors import LeftAlone
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -77,6 +78,14 @@ def spoil_weights(run: Run) -> None:
     break_policy(run)
 
 
+def spoil_normalizer(run: Run) -> None:
+    name, buffer = next(
+        (name, b) for name, b in run.phase.policy.named_buffers() if b.is_floating_point() and b.numel() > 1
+    )
+    buffer.fill_(torch.nan)
+    run.phase.policy.act = fail
+
+
 def saved(folder) -> list[str]:
     return [path.name for path in checkpoints(folder)]
 
@@ -106,7 +115,9 @@ def test_a_policy_that_fails_to_act_leaves_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("updates", "breaks"), [(2, break_update), (2, spoil_weights), (0, break_robots)], ids=["update", "NaN", "start"]
+    ("updates", "breaks"),
+    [(2, break_update), (2, spoil_weights), (2, spoil_normalizer), (0, break_robots)],
+    ids=["update", "NaN", "normaliser", "start"],
 )
 def test_what_is_not_whole_is_not_saved(tmp_path, updates, breaks):
     fails_after(updates, run_in(tmp_path), breaks)
@@ -121,3 +132,13 @@ def test_a_rollout_of_another_try_is_not_taken_for_this_ones(tmp_path):
     run.phase.policy.act = act
     fails_after(3, run, break_update)
     assert saved(tmp_path) == ["checkpoint-2"]
+
+
+def test_one_that_is_left_alone_does_not_try_to_save(tmp_path):
+    """Processes save together."""
+    run = run_in(tmp_path)
+    run.phase.collector.collect = lambda buffer: (_ for _ in ()).throw(LeftAlone("process 1 has gone"))
+    run.phase.progress.updates = 2
+    with pytest.raises(LeftAlone):
+        run.run()
+    assert saved(tmp_path) == []

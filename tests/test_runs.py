@@ -5,13 +5,14 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from sparring.cli import main
 from sparring.commands.words import duration, size
 from sparring.folder import alone_in
-from sparring.runs import find_runs, look_at
+from sparring.runs import find_runs, look_at, read_json
 
 
 def status(state: str, why: str | None = None, updated: float = 0.0, **best) -> dict:
@@ -294,3 +295,24 @@ def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, comm
     assert "outputs/c1, outputs/c2 or 2 more?" in capsys.readouterr().err
     assert main([word.format("outputs/notes") for word in command]) == 2
     assert "'outputs/notes' holds no checkpoint" in capsys.readouterr().err
+
+
+def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "outputs/secret").mkdir(parents=True)
+    folder("outputs/a", status("finished"), checkpoints=[1])
+    real = os.listdir
+
+    def listdir(path):
+        if Path(path).name == "secret":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert main(["eval", str(tmp_path / "outputs")]) == 2
+    assert capsys.readouterr().err.endswith(f"did you mean {tmp_path}/outputs/a?\n")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", "\xff"])
+def test_what_is_no_object_tells_nothing(tmp_path, text):
+    (tmp_path / "status.json").write_bytes(text.encode("latin-1"))
+    assert read_json(tmp_path / "status.json") == {}

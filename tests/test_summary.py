@@ -61,3 +61,10 @@ def test_a_folder_that_is_taken_is_not_recommended():
     os.makedirs("outputs/foo-2")
     *_, train = recommended("outputs/foo", *POLE)
     assert train == "sparring train finetune pretrained=outputs/foo --output outputs/foo-3"
+
+
+def test_a_folder_of_the_root_is_no_name_alone():
+    config = load_config({"env": {"name": "gym:CartPole-v1"}, "output": "/out"})
+    assert [word for line in next_commands(config) for word in line.split() if "pretrained" in word] == [
+        "pretrained=/out"
+    ]

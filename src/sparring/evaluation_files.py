@@ -4,6 +4,7 @@ eval.json             videos/eval_0.mp4 ...               on the episodes that t
 eval_task-lift_d0.json  videos/eval_task-lift_d0_0.mp4 ...  on others: called by the settings that make them so
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ class EvaluationFiles:
 
 def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder that is there and yours") -> None:
     """Told before hours are spent. It is tried: rights alone do not tell."""
-    was_there = file.exists()
+    # a link to what is not there yet is somebody's
+    was_there = os.path.lexists(file)
     try:
         file.open("a").close()
     except OSError as error:

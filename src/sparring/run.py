@@ -20,6 +20,7 @@ from sparring.checkpoint import (
     save_checkpoint,
 )
 from sparring.distributed import Distributed
+from sparring.errors import LeftAlone
 from sparring.evaluate import Evaluation, evaluate_config
 from sparring.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
 from sparring.interrupt import Interrupt
@@ -29,7 +30,7 @@ from sparring.phases import PHASES
 from sparring.phases.phase import Collects, Filmed, Phase, ShowsPictures, Timed
 from sparring.random_state import random_state, seed_everything, set_random_state
 from sparring.record.console import Console
-from sparring.record.log import LOGGER, log_by, log_normalizers, log_to_console, log_to_files, log_update
+from sparring.record.log import LOGGER, link_log, log_by, log_normalizers, log_to_console, log_to_files, log_update
 from sparring.record.recorder import Recorder
 from sparring.record.sinks import check_installed, make_sinks
 from sparring.record.status import Ended, status_of, why
@@ -79,7 +80,8 @@ class Run:
             if self.folder:
                 open_folder(config)
             with self._told_if_it_fails():
-                self.log_handlers = log_to_files(config.logging, self.folder, link=not self.status.was_finished)
+                self.log_handlers = log_to_files(config.logging, self.folder)
+                self._link_log()
                 self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
                 if checkpoint is not None:
                     self._go_on_from(checkpoint)
@@ -163,11 +165,17 @@ class Run:
         log_by(self.log_handlers)
         before = self.status.ended
         self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
+        self._link_log()
         with self._told_if_it_fails():
             yield
         ended = Ended("interrupted", "asked to stop; saved") if trains else before or Ended("finished", "not trained")
         ended = Ended("finished") if self.fraction >= 1 else ended
         self.status.end(self.phase.progress, self.fraction, ended)
+
+    def _link_log(self) -> None:
+        """Of a finished run, train.log stays with what was said while it trained."""
+        if not self.status.was_finished:
+            link_log(self.folder, self.log_handlers)
 
     @contextmanager
     def _told_if_it_fails(self) -> Iterator[None]:
@@ -220,6 +228,9 @@ class Run:
     def _step(self) -> dict[str, float]:
         try:
             return self.phase.step(self.fraction)
+        except LeftAlone:
+            # the processes save together
+            raise
         except Exception:
             # in the middle of an update weights and optimiser do not belong together
             if isinstance(self.phase, Collects) and not self.phase.learning:
@@ -230,7 +241,7 @@ class Run:
         """Robots, or who decides for them, failed: all else is as the last update left it."""
         if not _is_finite(self.phase.model):
             self.console.end()
-            log.warning("failed, and is not saved: its weights are NaN or infinite by now")
+            log.warning("failed, and is not saved: its weights or normalisers are NaN or infinite by now")
         # a start that fails does not take the folder
         elif self.phase.progress.updates:
             self._stop_early("failed")
@@ -349,7 +360,8 @@ def _is_small(phase: Phase) -> bool:
 
 
 def _is_finite(model: nn.Module) -> bool:
-    return all(bool(weights.isfinite().all()) for weights in model.parameters())
+    """Weights, and what normalisers have seen."""
+    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
 
 
 def _in_words(metrics: dict[str, float]) -> str:

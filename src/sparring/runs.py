@@ -85,7 +85,10 @@ def why_no_checkpoint(folder: Path) -> str | None:
 
 
 def _is_run_folder(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith("checkpoint-") and _is_run(set(os.listdir(path)))
+    try:
+        return path.is_dir() and not path.name.startswith("checkpoint-") and _is_run(set(os.listdir(path)))
+    except PermissionError:  # somebody else's
+        return False
 
 
 def _is_run(names: set[str]) -> bool:
@@ -191,11 +194,12 @@ def _state(folder: Path, status: dict) -> str:
 
 
 def read_json(file: Path) -> dict:
-    """Nothing where there is none, or half of one."""
+    """A JSON object; an empty one where there is none, or where it cannot be read."""
     try:
-        return json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _config(folder: Path) -> dict[str, Any]:

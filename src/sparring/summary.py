@@ -53,7 +53,8 @@ def next_commands(config: Config) -> dict[str, str]:
     """The three most useful ones after this phase, and what each is for."""
     run = shlex.quote(str(config.run_folder))
     # as a setting a folder called 2024 would be a number
-    given = run if config.run_folder.parent.name else shlex.quote(f"./{config.run_folder}")
+    told = config.run_folder.is_absolute() or config.run_folder.parent.name
+    given = run if told else shlex.quote(f"./{config.run_folder}")
     report = {f"sparring report {run}": "curves, pictures and settings on one page"}
     film = {f"sparring eval {run} --videos 4": "held-out episodes, and films of some"}
     foretell = {f"sparring eval {run} --world-model": "what it foretells of held-out episodes"}

@@ -77,7 +77,12 @@ def _async_mistakes(config) -> list[tuple[str, str]]:
     if paced and rollout.mode == "async" and not rollout.staleness:
         mistakes.append(("rollout.least_ess", "rollout.staleness=0 leaves nothing to pace; leave it out"))
     # 0 asks for what is so without weights
-    if paced and rollout.least_ess and getattr(config.algorithm_section, "correction", None) == "none":
+    if (
+        paced
+        and rollout.mode == "async"
+        and rollout.least_ess
+        and getattr(config.algorithm_section, "correction", None) == "none"
+    ):
         why = f"{config.algorithm}.correction=none weighs nothing, so nothing is paced"
         mistakes.append(("rollout.least_ess", f"{why}; set another correction, or leave it out"))
     return mistakes

@@ -4,6 +4,7 @@ import logging
 import pickle
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -64,10 +65,15 @@ class SharedTensors:
         if device.type != "cuda":
             return
         runtime, data = torch.cuda.cudart(), self.memory.data
-        if refused := int(runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)):
+        with torch.cuda.device(device):
+            refused = int(runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0))
+            if not refused:
+                weakref.finalize(self.memory, runtime.cudaHostUnregister, data.data_ptr())
+                return
             log.debug("memory that is shared could not be pinned (CUDA error %s): copies of it are slower", refused)
-        else:
-            weakref.finalize(self.memory, runtime.cudaHostUnregister, data.data_ptr())
+            # CUDA keeps the error for the next kernel, which would be blamed for it
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
 
 
 def finish_copies(device: torch.device) -> None:

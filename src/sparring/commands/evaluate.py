@@ -18,7 +18,11 @@ def add(commands) -> None:
         "--both", action="store_true", help="one, then the other (of flow policies always: ODE, then SDE)"
     )
     evaluate.add_argument("--videos", type=count, default=0, metavar="N", help="episodes to record beside the table")
-    evaluate.add_argument("--json", metavar="FILE", help="where to write the numbers (default: PATH/eval.json)")
+    evaluate.add_argument(
+        "--json",
+        metavar="FILE",
+        help="where to write the numbers (default: PATH/eval*.json, called by what was evaluated)",
+    )
     evaluate.add_argument(
         "--world-model", action="store_true", help="evaluate a teacher's world model: what it foretells"
     )

@@ -39,14 +39,11 @@ def log_to_console(config, quiet: bool = False, rank: int = 0) -> None:
     logger.setLevel(logging.DEBUG)
 
 
-def log_to_files(config, folder: Path | None, link: bool = True) -> list[logging.Handler]:
-    """From now on also to the logs of a run folder, where there is one. By these handlers, for `log_by`.
-
-    `link`: whether train.log is to lead there; it stays with what a finished run said while it trained.
-    """
+def log_to_files(config, folder: Path | None) -> list[logging.Handler]:
+    """From now on also to the logs of a run folder, where there is one. By these handlers, for `log_by`."""
     logger = logging.getLogger(LOGGER)
     early = [handler for handler in logger.handlers if isinstance(handler, _Early)]
-    files = _files(config, folder, link) if folder is not None and config.enable_file_logging else []
+    files = _files(config, folder) if folder is not None and config.enable_file_logging else []
     for handler in early:
         logger.removeHandler(handler)
     for file in files:
@@ -66,6 +63,13 @@ def log_by(handlers: list[logging.Handler]) -> None:
     for handler in handlers:
         logger.addHandler(handler)
     logger.setLevel(min(handler.level for handler in handlers))
+
+
+def link_log(folder: Path | None, handlers: list[logging.Handler]) -> None:
+    """train.log leads to the main one of these logs, which is the first."""
+    files = [Path(handler.baseFilename) for handler in handlers if isinstance(handler, logging.FileHandler)]
+    if folder is not None and files:
+        _link(folder / "train.log", folder / "logs" / files[0].name)
 
 
 def log_update(update: int, metrics: dict[str, float]) -> None:
@@ -101,7 +105,7 @@ def _taken_down() -> logging.Logger:
     return logger
 
 
-def _files(config, folder: Path, link: bool) -> list[logging.FileHandler]:
+def _files(config, folder: Path) -> list[logging.FileHandler]:
     logs, stamp = folder / "logs", time.strftime("%Y%m%d_%H%M%S")
     paths = {part: logs / part / f"{part}_{stamp}.log" for part in PARTS}
     files = []
@@ -112,8 +116,6 @@ def _files(config, folder: Path, link: bool) -> list[logging.FileHandler]:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(logging.Filter(f"{LOGGER}.{part}") if part else _is_for_all)
         files.append(file)
-    if link:
-        _link(folder / "train.log", logs / f"rl_training_{stamp}.log")
     return files
 
 

@@ -47,12 +47,12 @@ class Status:
         self.file = folder / "status.json" if folder else None
         earlier = read_json(self.file) if self.file and goes_on else {}
         self.was_finished = _is_finished(earlier)
-        self.told = {"state": "running", "why": None, "pid": os.getpid(), "host": socket.gethostname()}
+        self.system, self._process = system, {"pid": os.getpid(), "host": socket.gethostname(), "system": system}
+        self.told = {"state": "running", "why": None, **self._process}
         self.told |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
         self.told |= {"seconds": seconds_of(earlier) or 0.0, "progress": None, "best": None, "last": None}
         self.told |= {name: earlier[name] for name in ("started", "progress", "best", "last") if earlier.get(name)}
-        self.told |= earlier if self.was_finished else {"system": system}
-        self.system = system
+        self.told |= earlier if self.was_finished else {}
         # since when its seconds count, while it trains
         self._since: float | None = None
         # the last time, of this process
@@ -68,7 +68,7 @@ class Status:
         if self.was_finished:
             return
         self._began, self._since = True, time.monotonic() if trains else None
-        self.told |= {"state": "running", "why": None, "ended": None}
+        self.told |= {"state": "running", "why": None, "ended": None, **self._process}
         self.progress(progress, fraction)
         self.evaluated(evaluations)
 

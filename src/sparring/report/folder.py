@@ -9,9 +9,9 @@ from sparring.errors import UserError
 from sparring.report import media
 from sparring.report.curves import Curves, Table
 from sparring.report.settings import read_config
-from sparring.report.status import read_object, read_status
+from sparring.report.status import read_status
 from sparring.report.timeline import Timeline
-from sparring.runs import run_folders, seconds_of
+from sparring.runs import read_json, run_folders, seconds_of
 
 
 class RunFolder:
@@ -83,7 +83,7 @@ class RunFolder:
 
     def _last_evaluation(self) -> dict:
         """Of runs that kept only their last one, and of those before the first line."""
-        return {} if self.evaluations.curves.rows else read_object(self.path / "evaluation.json")
+        return {} if self.evaluations.curves.rows else read_json(self.path / "evaluation.json")
 
     def _evaluations(self, last: dict) -> Curves:
         if not last:

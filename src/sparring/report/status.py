@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import orjson
-
-from sparring.runs import lives
+from sparring.runs import lives, read_json
 
 
 def read_status(folder: Path) -> dict:
     """`status.json`, with the state `killed` where a run had no time to write how it ended."""
-    status = read_object(folder / "status.json")
+    status = read_json(folder / "status.json")
     if not status:
         started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
         why = "this run kept no status.json" if started else "nothing has been written here yet"
@@ -17,12 +15,3 @@ def read_status(folder: Path) -> dict:
     if status.get("state") == "running" and lives(folder, status) is False:
         return status | {"state": "killed", "why": "its process is gone and did not say why"}
     return status
-
-
-def read_object(file: Path) -> dict:
-    """A JSON object; an empty one where there is none, or where it cannot be read."""
-    try:
-        content = orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    return content if isinstance(content, dict) else {}
