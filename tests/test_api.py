@@ -110,7 +110,7 @@ def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
         evaluate_checkpoint(str(tmp_path), [Setting("ppo.gamma", 0.5, "here")])
     with pytest.raises(ValueError, match=r"observation/state was \[36\] float32 and is \[30\] float32"):
         evaluate_checkpoint(str(tmp_path), [Setting("env.object_state", "hidden", "here")])
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="cannot write there .No such file or directory"):
         evaluate_checkpoint(str(tmp_path), [], json_file=tmp_path / "no" / "x.json")
     evaluation = evaluate_checkpoint(str(tmp_path), [Setting("env.task", "reach_d1", "here")])
     assert list(evaluation.scores["policy"]) == ["reach_d1"]

@@ -299,13 +299,14 @@ def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch
     ("words", "instead"),
     [
         ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE in a folder that is there"),
-        (["--json", "x.json", "--videos", "1"], "'run/eval.json': cannot write there (Is a directory); leave out"),
+        (["--json", "x.json", "--videos", "1"], "'run/eval.mp4': cannot write there (Is a directory); leave out"),
         (["--json", "no/x.json"], "'no/x.json': cannot write there (No such file or directory); give --json FILE in"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_told_before_episodes_are_played(capsys, run_folder, monkeypatch, words, instead):
     # who may write everywhere cannot write over a folder
     (run_folder / "eval.json").mkdir()
+    (run_folder / "eval.mp4").mkdir()
     monkeypatch.setattr("sparring.evaluate_run.evaluate_config", lambda *_: pytest.fail("played"))
     code, _, err = told(capsys, "eval", "run", *words)
     assert code == 2 and instead in err

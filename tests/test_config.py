@@ -269,6 +269,7 @@ def test_a_key_given_twice_in_a_file_is_a_mistake_even_under_another_spelling(tm
 MISTAKES = {
     "zzz=1": "zzz (..): unknown key; valid here: phase, algorithm, seed, ",
     "ppo.zzz=1": "ppo.zzz (..): unknown key; valid here: ppo.mini_batch_size, ppo.micro_batch_size, ",
+    "ppo.lr=3": "ppo.lr (..): unknown key; nearest: ppo.policy_lr (a number > 0)",
     "qqq.gama=1": "qqq.gama (..): unknown key; nearest: ppo.gamma (a number >= 0 and <= 1)",
     "task_nam=x": "task_nam (..): unknown key; nearest: env.task (a list, each text)",
     "ppo=0": "ppo (..): is a section, not a value; its keys are ppo.mini_batch_size, ",

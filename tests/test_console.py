@@ -218,10 +218,12 @@ def test_what_was_reached_in_a_line():
     assert reached(evaluation) == ["reward 12.00; random actions 3.00"]
     del evaluation.scores["random"]
     assert reached(evaluation) == ["reward 12.00"]
-    cameras = {"head": {"changed_mse_ratio": 0.25}, "wrist": {"changed_mse_ratio": None}}
-    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [
-        "head: squared error on pixels that change, 0.250 of that of copying the last frame"
-    ]
+    levels = {"prediction": 22.14, "copy": 24.63, "ceiling": 23.8}
+    cameras = {"head": {"changed_mse_ratio": 0.25, "psnr": levels}, "wrist": {"changed_mse_ratio": None}}
+    whole = "head: squared error on pixels that change, 0.250 of that of copying the last frame"
+    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole + "; PSNR 22.1 dB, copying 24.6 dB"]
+    levels["copy"] = None
+    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole]
     found = {who: Exploration(10, touch, 1, 1.0, None, 0.0) for who, touch in (("policy", 0.5), ("a", 0.1), ("b", 0.2))}
     assert reached(ExplorationEvaluation(3, 0, found)) == [
         "in touch with an object in 50.0% of its decisions; random actions 20.0% at most"

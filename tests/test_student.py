@@ -198,6 +198,14 @@ def test_an_explorer_is_no_teacher(teacher, tmp_path):
         run_of(tmp_path / "run", tmp_path / "other")
 
 
+def test_nor_is_a_policy_that_sees_no_camera(tmp_path, capsys):
+    small = ["env.name=gym:CartPole-v1", "rollout.steps=8", "rollout.render_episodes=0", "evaluation.episodes=2"]
+    run = ["--output", str(tmp_path / "run"), "training.iterations=1", "device=cpu", "logging.console_level=ERROR"]
+    assert main(["train", "finetune", *run, *small]) == 0
+    assert main(["train", "student", "--teacher_path", str(tmp_path / "run"), "--output", str(tmp_path / "other")]) == 2
+    assert "made by `sparring train finetune`; world models come of" in capsys.readouterr().err
+
+
 def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):
     with pytest.raises(UserError, match=r"student.cameras=\['left_wrist'\], but the env shows head, wrist"):
         run_of(teacher, tmp_path, "student.cameras=left_wrist")

@@ -179,11 +179,18 @@ class Tree:
         return None
 
     def _nearest(self, key, keys):
-        """Nearest by the whole dotted key, or by its last word when the section is what was mistaken."""
+        """Nearest by the whole dotted key, or by its last word when the section is what was mistaken.
+
+        A word of a key's own name is more than letters that look alike: ppo.lr is rather ppo.policy_lr than ppo.c_bar.
+        """
         spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
         words = {k.rpartition(".")[2]: k for k in keys}
         whole = difflib.get_close_matches(key, spellings, n=1)
         last = difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
+        section, _, word = key.rpartition(".")
+        named = [k for k in keys if k.rpartition(".")[0] == section and word in k.rpartition(".")[2].split("_")]
+        if named and not difflib.get_close_matches(key, spellings, n=1, cutoff=0.9):
+            whole, spellings = named, dict(zip(named, named, strict=True))
         if whole or last:
             best = spellings[whole[0]] if whole else words[last[0]]
             return f"nearest: {best} ({accepted(keys[best])})"

@@ -1,7 +1,7 @@
 """Where `sparring eval` puts what it found: beside the checkpoint, under a name that says what was evaluated.
 
-eval.json             videos/eval_0.mp4 ...               on the episodes that the run was trained for
-eval_task-lift_d0.json  videos/eval_task-lift_d0_0.mp4 ...  on others: called by the settings that make them so
+eval.json                videos/eval_0.mp4 ...                on the episodes that the run was trained for
+eval_task-reach_d1.json  videos/eval_task-reach_d1_0.mp4 ...  on others: called by the settings that make them so
 """
 
 import os
@@ -39,7 +39,7 @@ class EvaluationFiles:
         refuse_unwritable(self.json_file)
 
     def check_videos(self) -> None:
-        refuse_unwritable(self.folder / f"{self.name}.json", "leave out --videos")
+        refuse_unwritable(self.folder / f"{self.name}.mp4", "leave out --videos")
 
     def remove_videos(self) -> None:
         """Those of an earlier evaluation, of which there may have been more."""

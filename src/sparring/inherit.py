@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config_text import Setting, read_settings
+from sparring.errors import UserError
 from sparring.phases import ALIASES
 from sparring.phases.defaults import OF_PRETRAINED
 from sparring.policies.configs import OF_A_METHOD
@@ -84,6 +85,11 @@ def _of_checkpoint(
         found = find_checkpoint(path)
         file = (found.parent if found.is_file() else found) / "config.yaml"
         saved = read_settings(file) if file.is_file() else []
+        trained = next((s.value for s in saved if s.key == "phase"), None)
+        if "world_model" in kinds and trained in ("finetune", "imitate", "student"):
+            # told before its env is found not to fit
+            made = f"it was made by `sparring train {trained}`"
+            raise UserError(f"{key} = '{path}': {made}; world models come of `sparring train teacher`")
     method = next((s.value for s in saved if s.key == "policy.method"), None)
     if given.get("policy.method", method) != method:
         saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_A_METHOD]]

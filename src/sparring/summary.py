@@ -31,12 +31,8 @@ def summary(
 def reached(evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluation) -> list[str]:
     """In a line, or one for each camera."""
     if isinstance(evaluation, WorldModelEvaluation):
-        ratios = {camera: found["changed_mse_ratio"] for camera, found in evaluation.figures["cameras"].items()}
-        return [
-            f"{camera}: squared error on pixels that change, {ratio:.3f} of that of copying the last frame"
-            for camera, ratio in ratios.items()
-            if ratio is not None
-        ]
+        cameras = {name: found for name, found in evaluation.figures["cameras"].items() if found["changed_mse_ratio"]}
+        return [f"{camera}: {_foretold(found)}" for camera, found in cameras.items()]
     if isinstance(evaluation, ExplorationEvaluation):
         policy = evaluation.found["policy"]
         noise = max(found.contact for who, found in evaluation.found.items() if who != "policy")
@@ -47,6 +43,13 @@ def reached(evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluatio
         rate, beside = policy.success, f"; random actions {random.success.rate:.1%}" if random else ""
         return [f"success {rate.rate:.1%} (95 % {rate.low:.1%} to {rate.high:.1%}){beside}"]
     return [f"reward {policy.reward:.2f}" + (f"; random actions {random.reward:.2f}" if random else "")]
+
+
+def _foretold(found: dict) -> str:
+    """Beside copying the last frame: both on what changes, which is little, and on all of the picture."""
+    ratio, levels = found["changed_mse_ratio"], [found["psnr"][who] for who in ("prediction", "copy")]
+    whole = "" if None in levels else f"; PSNR {levels[0]:.1f} dB, copying {levels[1]:.1f} dB"
+    return f"squared error on pixels that change, {ratio:.3f} of that of copying the last frame{whole}"
 
 
 def next_commands(config: Config) -> dict[str, str]:

@@ -31,7 +31,9 @@ def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
     try:
         output.write_bytes(page(collection.changes(), live=False))
     except OSError as error:
-        raise UserError(f"--output {output}: cannot write there ({error.strerror})") from None
+        raise UserError(
+            f"'{output}': cannot write there ({error.strerror}); give --output FILE in a folder that is there and yours"
+        ) from None
     return collection
 
 

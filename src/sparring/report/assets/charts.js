@@ -46,7 +46,7 @@ class Curves extends Drawing {
 
   set(series) {
     this.series = series.filter((one) => one.x && one.y.some(known)).map((one) => ({ ...one, line: one.smooth ? smoothed(one.y, view.smooth) : one.y }));
-    const lasts = this.series.filter((one) => !one.faint && !one.level).map((one) => html("span", { style: `color:${one.colour}` }, this.tell(lastOf(one.line))));
+    const lasts = this.series.filter((one) => !one.faint && !one.level).map((one) => html("span", { style: `color:${one.colour}` }, this.tell(lastOf(one.y))));
     this.value.replaceChildren(...(lasts.length <= 3 ? lasts : []));
     const summary = this.series.map((one) => `${one.label}: last ${this.tell(lastOf(one.y))}, from ${this.tell(least(one.y))} to ${this.tell(most(one.y))}`);
     this.node.setAttribute("role", "img");

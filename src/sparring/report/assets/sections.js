@@ -102,7 +102,7 @@ function successSection(runs) {
     chart.set(successSeries(runs, name.replace("success_rate", ""), false));
     return chart.node;
   })));
-  const lead = evaluated ? "Held-out episodes with 95 % Wilson intervals; lighter: the sampled rollouts of training." : null;
+  const lead = evaluated ? "Held-out episodes with 95 % Wilson intervals; lighter: the sampled rollouts of training; dotted: random actions." : null;
   return section("success", "Success", lead, ...nodes);
 }
 
@@ -245,7 +245,7 @@ function timelineSection(runs) {
     settle(fold.node, [fold.node.firstChild, ...lanes]);
     return [fold.node];
   });
-  return section("stages", "Stages", "Who was at work when. Stages that overlap run at the same time; gaps are waiting.", ...nodes);
+  return section("stages", "Stages", "Who was at work when. Robots and learner that overlap work at the same time; simulate, infer, reset and complete are parts of collect; gaps are waiting.", ...nodes);
 }
 
 function timelineDrawings(run) {
