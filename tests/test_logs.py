@@ -1,6 +1,5 @@
 """Logs and status.json: who says what where, how a run ended, and what a child's last words were."""
 
-import json
 import logging
 import os
 import re
@@ -11,6 +10,7 @@ import time
 
 import pytest
 import torch
+from small_runs import SMALL, config_in, status_in
 from torch import nn
 
 from sparring.child_words import ChildWords, outputs
@@ -22,26 +22,6 @@ from sparring.record.log import PARTS, link_log, log_to_console, log_to_files
 from sparring.record.status import Status, why
 from sparring.run import Run
 from sparring.tree import load_config
-
-SMALL = {
-    "env": {"name": "gym:CartPole-v1"},
-    "policy": {"hidden": [8]},
-    "rollout": {"n_envs": 2, "steps": 16, "render_episodes": 0},
-    "ppo": {"mini_batch_size": 16, "ppo_epochs": 1},
-    "training": {"iterations": 2},
-    "evaluation": {"episodes": 2},
-    "logging": {"console_level": "ERROR"},
-    "device": "cpu",
-}
-
-
-def config_in(folder, **more):
-    return load_config(SMALL | {"output": str(folder)} | more)
-
-
-def status_in(folder) -> dict:
-    return json.loads((folder / "status.json").read_text())
-
 
 # ---- who says what where
 

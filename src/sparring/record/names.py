@@ -126,7 +126,8 @@ EVALUATIONS = {
     "eval/cross_entropy": "World model: of the true tokens, nats a token.",
     "eval/<camera>/psnr": "World model: of its predictions, in dB; `psnr_copy`: of copying the last frame.",
     "eval/<camera>/ssim": "World model: structural similarity of its predictions.",
-    "eval/<camera>/skill": "World model: 0: no better than copying the last frame; 1: as good as its tokenizer allows.",
+    "eval/<camera>/skill": "World model: 0: no better than copying the last frame; 1: as good as its tokenizer allows. "
+    "Not there where the tokenizer itself is no better than copying.",
     "eval/<camera>/changed_mse_ratio": "World model: squared error on changed pixels; copying the last frame is 1.",
     "eval/contact": "Explorer: share of decisions in touch with an object.",
     "eval/random_contact": "The same of the best of the random ones beside it.",
