@@ -1,12 +1,14 @@
 """A run whose robots or policy fail keeps what it has learned, unless that was in the middle of changing."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparring.checkpoint import checkpoints
 from sparring.errors import LeftAlone
+from sparring.phases.acting import together
 from sparring.run import Run
 from sparring.tree import load_config
 
@@ -142,3 +144,12 @@ def test_one_that_is_left_alone_does_not_try_to_save(tmp_path):
     with pytest.raises(LeftAlone):
         run.run()
     assert saved(tmp_path) == []
+
+
+def test_of_one_that_fails_and_is_left_alone_both_are_told():
+    def barrier():
+        raise LeftAlone("process 1 has gone")
+
+    with pytest.raises(LeftAlone) as told, together(SimpleNamespace(barrier=barrier)):
+        fail()
+    assert isinstance(told.value.__cause__, ZeroDivisionError)

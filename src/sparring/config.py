@@ -190,9 +190,10 @@ class Tree:
         section, _, word = key.rpartition(".")
         named = [k for k in keys if k.rpartition(".")[0] == section and word in k.rpartition(".")[2].split("_")]
         if named and not difflib.get_close_matches(key, spellings, n=1, cutoff=0.9):
-            whole, spellings = named, dict(zip(named, named, strict=True))
-        if whole or last:
-            best = spellings[whole[0]] if whole else words[last[0]]
+            best = named[0]
+        else:
+            best = spellings[whole[0]] if whole else words[last[0]] if last else None
+        if best:
             return f"nearest: {best} ({accepted(keys[best])})"
         known = _below(key.partition(".")[0], keys) or list(self.root.model_fields)
         return f"valid here: {', '.join(known)}"

@@ -18,7 +18,7 @@ from sparring.data.make import make_buffer
 from sparring.distributed import Distributed
 from sparring.envs.env import Env
 from sparring.envs.make import make_training_env
-from sparring.errors import OtherFailed, UserError
+from sparring.errors import LeftAlone, OtherFailed, UserError
 from sparring.phases.imagination import imagine
 from sparring.policies.make import make_policy
 from sparring.policies.policy import Policy
@@ -93,7 +93,11 @@ def together(distributed: Distributed) -> Iterator[None]:
         yield
     except Exception as error:  # whatever envs and policies raise; raised again below
         failure = error
-    distributed.barrier()
+    try:
+        distributed.barrier()
+    except LeftAlone as gone:
+        # both are told
+        raise gone from failure
     if distributed.max(float(failure is not None)):
         raise failure or OtherFailed("another process of this run has failed to collect")
 
