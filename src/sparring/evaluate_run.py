@@ -35,12 +35,9 @@ def evaluate_checkpoint(
     both: bool = False,
 ) -> Evaluation:
     """Print the table, write the numbers (and videos) beside the checkpoint."""
-    checkpoint = checkpoint_folder(path)
-    config = config_of(checkpoint, settings)
-    refuse_world_model(path, config)
-    changed = changed_episodes(checkpoint, config)
     # beside evaluation.json, which is of training
-    files = _files(path, "eval", changed, json_file)
+    checkpoint, config, changed, files = _prepared(path, settings, "eval", json_file)
+    refuse_world_model(path, config)
     if videos:
         files.check_videos()
     device = pick_device(config.device)
@@ -61,10 +58,7 @@ def evaluate_world_model_checkpoint(
     path: str, settings: list[Setting], json_file: Path | None = None, against: str | None = None
 ) -> WorldModelEvaluation:
     """Print the tables, write the numbers beside the checkpoint. `against`: a run to compare with."""
-    checkpoint = checkpoint_folder(path)
-    config = config_of(checkpoint, settings)
-    changed = changed_episodes(checkpoint, config)
-    files = _files(path, "eval_world_model", changed, json_file)
+    checkpoint, config, changed, files = _prepared(path, settings, "eval_world_model", json_file)
     device = pick_device(config.device)
     model = load_world_model(checkpoint, device)
     refuse_other_env(checkpoint, config)
@@ -90,11 +84,8 @@ def evaluate_explorer_checkpoint(
     path: str, settings: list[Setting], json_file: Path | None = None
 ) -> ExplorationEvaluation:
     """How a policy explores, sampling its actions, beside random ones; printed, and written beside the checkpoint."""
-    checkpoint = checkpoint_folder(path)
-    config = config_of(checkpoint, settings)
+    checkpoint, config, changed, files = _prepared(path, settings, "eval_exploration", json_file)
     refuse_world_model(path, config)
-    changed = changed_episodes(checkpoint, config)
-    files = _files(path, "eval_exploration", changed, json_file)
     device = pick_device(config.device)
     policy = load_policy(checkpoint, device)
     refuse_other_env(checkpoint, config)
@@ -103,12 +94,17 @@ def evaluate_explorer_checkpoint(
     return evaluation
 
 
-def _files(path: str, kind: str, changed: dict[str, Any], json_file: Path | None) -> EvaluationFiles:
-    """Of an evaluation of what was given as `path`; refused where its numbers could not be written."""
-    folder = Path(path) if Path(path).is_dir() else checkpoint_folder(path)
-    files = EvaluationFiles.of(folder, kind, changed, json_file)
+def _prepared(
+    path: str, settings: list[Setting], kind: str, json_file: Path | None
+) -> tuple[Path, Config, dict[str, Any], EvaluationFiles]:
+    """The checkpoint of what was given as `path`, its config now, what of that makes other episodes, and where the
+    numbers go; refused where they could not be written."""
+    checkpoint = checkpoint_folder(path)
+    config = config_of(checkpoint, settings)
+    changed = changed_episodes(checkpoint, config)
+    files = EvaluationFiles.of(Path(path) if Path(path).is_dir() else checkpoint, kind, changed, json_file)
     files.check_numbers()
-    return files
+    return checkpoint, config, changed, files
 
 
 def _tell(
