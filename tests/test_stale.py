@@ -365,9 +365,10 @@ def test_who_acted_scores_again_what_the_learner_cannot():
         lesson.ppo.gate(scorer.replay(td, version=0))
 
 
-def test_it_looks_at_all_once_and_then_at_a_minibatch_of_its_own():
+def test_it_looks_at_all_once_and_then_at_a_few_others_each_time(monkeypatch):
+    monkeypatch.setattr("sparring.algorithms.scorer.REPLAYED", 4)
     lesson, td, snapshot = stale_lesson()
-    scorer = Scorer(lesson.ppo.config.model_copy(update={"mini_batch_size": 4}), snapshot, lesson.ppo.distributed)
+    scorer = Scorer(lesson.ppo.config, snapshot, lesson.ppo.distributed)
     rows = []
     scorer._replayed = lambda flat, chosen: rows.append(chosen.tolist())
     decisions = td.numel()
@@ -378,6 +379,9 @@ def test_it_looks_at_all_once_and_then_at_a_minibatch_of_its_own():
     assert rows[0] == list(range(decisions))
     assert rows[1] == list(range(0, decisions, decisions // 4))
     assert len(rows[2]) == 4 and min(rows[2]) == decisions // 2
+    td["version"][:] = 1
+    scorer.replay(td, version=1)
+    assert rows[3] == list(range(1, decisions, decisions // 4))
 
 
 def test_without_it_stale_decisions_are_not_gated_but_fresh_ones_are():

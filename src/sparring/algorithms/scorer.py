@@ -17,6 +17,8 @@ from sparring.policies.policy import Policy
 
 # decisions that are scored together without gradients, where memory does not limit them
 SCORED_AT_ONCE = 4096
+# of a rollout, decisions that who collected it scores again, after a first whole one: robots wait meanwhile
+REPLAYED = 64
 
 
 class Scorer:
@@ -104,7 +106,7 @@ class Scorer:
         return self.gate(self._replayed(flat, rows))
 
     def replay(self, rollout: TensorDict, version: int) -> Parity:
-        """Of what the policy decided with the weights that it has, of this `version`: all once, then a minibatch.
+        """Of what the policy decided with the weights that it has, of this `version`: all once, then a few.
 
         For who collects: by the time a rollout is learned from, the learner's weights may be others.
         """
@@ -112,8 +114,9 @@ class Scorer:
         rows = valid_rows(flat)
         rows = rows[ages_of(flat, version)[rows] == 0]
         if self.checked_whole_rollout:
-            # from all of its length
-            rows = rows[:: -(-len(rows) // self.config.mini_batch_size) or 1]
+            # from all of its length, and of other robots each time
+            stride = -(-len(rows) // REPLAYED) or 1
+            rows = rows[version % stride :: stride]
         self.checked_whole_rollout |= len(rows) > 0
         return self._replayed(flat, rows)
 

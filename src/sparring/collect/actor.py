@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sparring.algorithms.parity import Parity
+from sparring.collect.gpu_queue import go_first
 from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
 from sparring.collect.shared import SharedTensors, finish_copies, pack, receive, send_packed
 from sparring.collect.snapshot import SnapshotReader
@@ -245,6 +246,7 @@ def serve(line: Line) -> None:
         exact_float32()
         torch.set_num_threads(start.threads)
         seed_everything(start.acting.random_seed)
+        go_first(start.acting.seat.device)
         actor = Actor(line, start)
         line.at_hang_up = actor.collector.env.close
         line.say(Made(actor.collector.env.spec))

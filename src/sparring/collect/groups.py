@@ -15,6 +15,7 @@ from sparring.collect.camera import Film
 from sparring.collect.collector import Collector
 from sparring.collect.completion import complete_rollout
 from sparring.collect.episodes import Episode
+from sparring.collect.gpu_queue import same_queue
 from sparring.collect.stages import Span, Stages, busy_seconds
 from sparring.data.buffer import Buffer
 from sparring.envs.backend import EnvSpec
@@ -48,7 +49,8 @@ class GroupedCollector:
     def __init__(self, env: GroupedEnv, collectors: list[Collector]):
         self.env, self.collectors, self.policy = env, collectors, collectors[0].policy
         # a thread for each: some renderers want to be called from one thread only
-        self.threads = [ThreadPoolExecutor(1, f"group {g}") for g in range(len(collectors))]
+        begin = same_queue(env.device)
+        self.threads = [ThreadPoolExecutor(1, f"group {g}", begin) for g in range(len(collectors))]
         self.stages = Stages("collector")
         for g, collector in enumerate(collectors):
             collector.stages = Stages(f"collector {g}")

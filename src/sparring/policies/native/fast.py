@@ -130,15 +130,16 @@ class CudaGraph:
 
     def __init__(self, function: Callable, tensors: list[torch.Tensor]):
         self._inputs = [tensor.clone() for tensor in tensors]
+        # kernels of a graph have the priority of the stream that they were recorded on, not of the one that replays it
+        stream = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
         # compilation, and what libraries do once, must not be recorded
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
                 function(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *tensors: torch.Tensor):
