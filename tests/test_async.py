@@ -148,16 +148,26 @@ def test_all_groups_are_closed_though_one_fails():
     assert closed == [0, 1, 2]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups):
+def pictures_of(size: int) -> dict:
+    way = WAYS["camera"]
+    return {key: way[key] for key in ("policy", "threads")} | {"env": way["env"] | {"image_size": size}}
+
+
+@pytest.mark.parametrize(
+    "groups, more", [(1, {}), (2, {}), (2, pictures_of(112))], ids=["one", "two", "large pictures"]
+)
+def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups, more):
     rollout = APART | {"groups": groups}
-    straight = trained(config_in(tmp_path / "straight", **rollout))
-    stopped = Run(config_in(tmp_path / "stopped", **rollout))
+    straight = trained(config_in(tmp_path / "straight", more, **rollout))
+    stopped = Run(config_in(tmp_path / "stopped", more, **rollout))
     for _ in range(3):
         stopped.phase.step(stopped.fraction)
+    # 2 robots x 3 x 112 x 112 bytes are large enough to go through shared memory
+    parcels = stopped.phase.collector._parcels
+    assert {key[:3] for key in parcels.tensors} == {("groups", g, "root") for g in "01"} if more else parcels is None
     stopped.save()
     stopped.phase.env.close()
-    resumed = trained(config_in(tmp_path / "stopped", **rollout))
+    resumed = trained(config_in(tmp_path / "stopped", more, **rollout))
     assert_equal(weights(straight), weights(resumed))
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
 

@@ -26,6 +26,7 @@ import torch
 from sparring.algorithms.parity import Parity
 from sparring.collect.gpu_queue import go_first
 from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
+from sparring.collect.parcels import Parcels
 from sparring.collect.shared import SharedTensors, finish_copies, pack, receive, send_packed
 from sparring.collect.snapshot import SnapshotReader
 from sparring.collect.stages import Stages
@@ -159,6 +160,7 @@ class Actor:
             part.stages = self._watched(f"collector {lane}", lane)
         self.collector.stages = self.stages
         self.places: SharedTensors | None = None
+        self.parcels = Parcels(start.staleness + 1, start.folder)
         self.reported = False
         self.deadlines[0, WATCHED.index("make")] = 0
 
@@ -215,6 +217,7 @@ class Actor:
         told = {f"{stage}_seconds": seconds[stage] for stage in ("collect", "wait")}
         told["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
         figures, spans = collector.drain_stages()
+        state = self.parcels.send(collector.state_dict() | {"random": random_state(self.device)}, number)
         first, self.reported = not self.reported, True
         return Report(
             number,
@@ -222,13 +225,14 @@ class Actor:
             len(self.buffer.rollout()),
             collector.env_steps,
             collector.env.spec,
-            collector.state_dict() | {"random": random_state(self.device)},
+            state,
             figures | told,
             parity,
             collector.drain_episodes(),
             [film.developed() for film in collector.drain_films()],
             spans,
             self.places.handle() if first else None,
+            self.parcels.shared.handle() if first and self.parcels.shared else None,
         )
 
     def _make_places(self, rollout) -> SharedTensors:

@@ -268,4 +268,4 @@ class Collector:
 
 
 def _plain(td: TensorDict) -> dict:
-    return td.cpu().clone().to_dict()
+    return td.apply(lambda tensor: tensor.to("cpu", copy=True), device=torch.device("cpu")).to_dict()

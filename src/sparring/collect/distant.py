@@ -12,6 +12,7 @@ from sparring.collect.actor_process import ActorProcess
 from sparring.collect.camera import Film
 from sparring.collect.episodes import Episode
 from sparring.collect.messages import Begin, FilmNext, NewVersion, Report
+from sparring.collect.parcels import received
 from sparring.collect.shared import SharedTensors
 from sparring.collect.snapshot import SnapshotWriter
 from sparring.collect.stages import Span, Stages
@@ -81,6 +82,7 @@ class DistantCollector:
         self._state: dict | None = None
         self._weights: SnapshotWriter | None = None
         self._places: SharedTensors | None = None
+        self._parcels: SharedTensors | None = None
         self._finished: deque[Report] = deque()
         self._episodes: list[Episode] = []
         self._films: list[Film] = []
@@ -101,9 +103,12 @@ class DistantCollector:
             self._places = SharedTensors.attach(report.places)
             self._places.pin(self.env.device)
             self._weights.arrived()
+        if report.parcels is not None:
+            self._parcels = SharedTensors.attach(report.parcels)
         with self.stages.at("take", self.version):
             buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
-        self.env.spec, self.env_steps, self._state = report.spec, report.env_steps, report.state
+            self._state = received(report.state, self._parcels, report.number)
+        self.env.spec, self.env_steps = report.spec, report.env_steps
         self.parity, self._rollout_version = report.parity, report.version
         self._episodes += report.episodes
         self._films += report.films

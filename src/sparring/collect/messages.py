@@ -81,7 +81,7 @@ class Report:
     decisions: int
     env_steps: int
     spec: EnvSpec
-    # all that the next rollout depends on
+    # all that the next rollout depends on; its large tensors lie in shared memory
     state: dict
     figures: dict[str, float]
     # of what the weights decided that collected it; None: the learner looks itself
@@ -89,5 +89,6 @@ class Report:
     episodes: list[Episode] = field(repr=False)
     films: list[Film] = field(repr=False)
     spans: list[Span] = field(repr=False)
-    # with the first: where rollouts lie
+    # with the first: where rollouts lie, and large tensors of states
     places: SharedHandle | None = None
+    parcels: SharedHandle | None = None
