@@ -120,9 +120,9 @@ def test_it_learns_the_identity(options):
 
 
 def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
-    def flipped(config, clip, acted, scored, step_weights):
+    def flipped(config, clip, acted, *others):
         mirrored = acted.clone().set("advantage", -acted["advantage"])
-        return ppo_loss(config, clip, mirrored, scored, step_weights)
+        return ppo_loss(config, clip, mirrored, *others)
 
     lesson = Lesson()
     start = lesson.learn(1)

@@ -192,3 +192,56 @@ def test_finetune_switches_dropout_off_and_the_gate_trips_where_it_is_on():
     policy.train()
     with pytest.raises(UserError, match="refuses to train.*dropout"):
         phase.step(0.0)
+
+
+# ---- returns far from 0, or widely spread
+
+
+class FarLesson(Lesson):
+    """100 more for every step: with gamma 0.9, what is worth nothing otherwise is worth 1000."""
+
+    def learn_far(self, updates: int) -> torch.Tensor:
+        """The values of the last rollout."""
+        for _ in range(updates):
+            self.collector.version = self.ppo.updates
+            self.collector.collect(self.buffer)
+            rollout = self.buffer.get(flatten=False)
+            rollout["next", "reward"] += 100
+            self.metrics = self.ppo.update(rollout)
+        return rollout["value"]
+
+
+def test_a_critic_begins_at_the_level_of_its_returns():
+    plain, normal = FarLesson(gamma=0.9), FarLesson(gamma=0.9, normalize_value=True)
+    assert plain.learn_far(2).mean() < 50
+    assert normal.learn_far(2).mean() == pytest.approx(1000, rel=0.02)
+    # what it does not foresee is no more than what there is to gain
+    assert normal.metrics["value_loss"] < 100 < 1e4 < plain.metrics["value_loss"]
+
+
+def test_and_learns_in_units_of_their_spread():
+    acted, scored = batch([0.0, 0.0], [1.0, 1.0], value=3.0, target=1.0)
+    loss, terms = ppo_loss(PPOConfig(value_loss_coef=0.5), 0.2, acted, scored, None, unit=10.0)
+    assert loss.item() == pytest.approx(0.5 * 4.0 / 100) and terms.scalars["value_loss"].item() == pytest.approx(4.0)
+
+
+def test_its_judgement_does_not_change_with_the_unit():
+    lesson = Lesson()
+    critic, td = lesson.policy.critic, lesson.env.reset(0, "train", 0)
+    features = torch.randn(16, critic.hidden[0].in_features)
+    before = critic(features, td)
+    first, second = torch.tensor([10.0, 30.0]), torch.tensor([500.0, 500.0])
+    assert critic.fit_returns(first, lambda tensor: tensor) == pytest.approx(10.0)
+    assert critic.fit_returns(second, lambda tensor: tensor) == pytest.approx(
+        torch.cat([first, second]).std(correction=0)
+    )
+    torch.testing.assert_close(critic(features, td), before, atol=1e-3, rtol=0)
+    critic.raise_by(7.0)
+    torch.testing.assert_close(critic(features, td), before + 7, atol=1e-3, rtol=0)
+
+
+def test_only_a_critic_of_ours_can_be_fitted():
+    policy = Lesson().policy
+    policy.critic = nn.Linear(3, 1)
+    with pytest.raises(UserError, match="normalize_value=true: ActorCritic judges by something of its own"):
+        PPO(PPOConfig(normalize_value=True), policy)

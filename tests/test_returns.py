@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from sparring.algorithms.returns import chunk_rewards, gae
+from sparring.algorithms.returns import chunk_rewards, gae, missing_level
 
 GAMMA, LAMBDA = 0.5, 0.5
 
@@ -82,3 +82,37 @@ def test_two_envs_out_of_phase_do_not_mix():
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_chunk_rewards_are_a_discounted_sum(gamma):
     assert chunk_rewards(torch.tensor([[1.0, 10.0]]), gamma).item() == pytest.approx(1 + gamma * 10)
+
+
+def test_the_missing_level_by_hand():
+    # delta: 1 + .5*4 - 2 = 1, 2 - 4 = -2; of a value that is added, .5 and (terminated) all is kept
+    td = rollout([[[1]], [[2]]], [[2], [4]], [[4], [8]], [[False], [True]], [[False], [False]])
+    assert missing_level(td, GAMMA) == pytest.approx((1 - 2) / 1.5)
+    td["valid"] = torch.tensor([[True], [False]])
+    assert missing_level(td, GAMMA) == pytest.approx(1 / 0.5)
+    # two processes alike
+    assert missing_level(td, GAMMA, lambda tensor: 2 * tensor) == pytest.approx(1 / 0.5)
+
+
+def test_nothing_is_missing_where_no_level_is_better_than_another():
+    td = rollout([[[1]]], [[2]], [[4]], [[False]], [[False]])
+    assert missing_level(td, gamma=1.0) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_the_missing_level_advantages_of_one_step_have_mean_0(seed):
+    torch.manual_seed(seed)
+    shape = (7, 5)
+    ends = torch.rand(shape) < 0.2
+    td = rollout(
+        torch.rand(*shape, 3).tolist(),
+        torch.randn(shape).tolist(),
+        torch.randn(shape).tolist(),
+        ends.tolist(),
+        (~ends & (torch.rand(shape) < 0.2)).tolist(),
+        torch.randint(1, 4, shape).tolist(),
+    )
+    level = missing_level(td, 0.9)
+    td["value"] += level
+    td["next", "value"] += level
+    assert gae(td, 0.9, 0.0)[0].mean().item() == pytest.approx(0, abs=1e-5)

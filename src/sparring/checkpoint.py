@@ -28,6 +28,10 @@ from sparring.runs import why_no_checkpoint
 SAME_MEANING = ("control_mode", "action_scale")
 
 
+# of a critic: what checkpoints had not before ppo.normalize_value, and that changes nothing until it is fitted
+_LATER = "critic.returns."
+
+
 class CheckpointError(UserError):
     """A checkpoint that cannot be used, and why."""
 
@@ -130,6 +134,7 @@ def load_weights(
     """
     file = weights_file(find_checkpoint(path))
     expected = model.state_dict()
+    may_be_new += tuple({key[: key.index(_LATER) + len(_LATER)] for key in expected if _LATER in key})
     given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
     if of_plain and not any(_ADAPTER in key for key in given):
         given = _beside_adapters(given, expected)

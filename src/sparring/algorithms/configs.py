@@ -58,6 +58,9 @@ class PPOConfig(UpdaterConfig):
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_loss_coef: float = Field(0.5, ge=0, description="weight of the critic's loss")
     value_clip: float | None = Field(None, gt=0, description="clips the critic's change per update; null: off")
+    normalize_value: bool = Field(
+        False, description="the critic begins at the returns' level and learns in units of their spread"
+    )
     normalize_advantage: bool = Field(True, description="advantages of a minibatch get mean 0 and std 1")
 
     @field_validator("proximal")

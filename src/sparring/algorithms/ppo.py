@@ -6,13 +6,14 @@ from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
-from sparring.algorithms.returns import gae, vtrace
+from sparring.algorithms.returns import gae, missing_level, vtrace
 from sparring.algorithms.schedules import scheduled
 from sparring.algorithms.scorer import valid_rows
 from sparring.algorithms.stale import counted, present_values, ratio_and_weight, weight_of
 from sparring.algorithms.updater import Updater, actor_parameters
 from sparring.distributed import Distributed
 from sparring.errors import UserError
+from sparring.policies.critic import Critic
 from sparring.policies.policy import Policy
 
 # what a minibatch holds beside the observations the policy declares
@@ -31,6 +32,11 @@ class PPO(Updater):
                 f"ppo.entropy_coef={config.entropy_coef}: nothing that {type(policy).__name__} learns changes its "
                 "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
             )
+        if config.normalize_value and not isinstance(getattr(policy, "critic", None), Critic):
+            raise UserError(
+                f"ppo.normalize_value=true: {type(policy).__name__} judges by something of its own, not by a `critic` "
+                "that is a sparring.policies.critic.Critic; leave it out"
+            )
         # GRPO, which may have had it before, lets the critic rest
         for parameter in policy.critic_parameters():
             parameter.requires_grad_(True)
@@ -42,12 +48,17 @@ class PPO(Updater):
         lr = self._begin(progress)
         clip = config.clip_ratio * scheduled(config.clip_schedule, progress)
         stale = self._look_back(rollout)
+        if config.normalize_value and self.updates == 0:
+            self._find_level(rollout)
         rollout = self._judge(rollout, corrected=bool(stale))
         flat = rollout.flatten(0, 1)
         rows = valid_rows(flat)
+        unit = 1.0
+        if config.normalize_value:
+            unit = self.policy.critic.fit_returns(flat["return"][rows], self.distributed.sum)
 
         def loss(batch, scored):
-            return ppo_loss(config, clip, batch, scored, self.policy.step_weights)
+            return ppo_loss(config, clip, batch, scored, self.policy.step_weights, unit)
 
         keys = LEARNED_FROM + self._score_by_reference(flat, rows) + stale
         terms, parity = self._learn(
@@ -63,6 +74,13 @@ class PPO(Updater):
         for name in ("advantage", "return"):
             told |= spread(name, flat[name][rows], self.distributed)
         return self.distributed.mean(means) | told | aged
+
+    def _find_level(self, rollout: TensorDict) -> None:
+        """A critic that knows nothing yet takes long to get far from 0, and bootstraps wrong values meanwhile."""
+        level = missing_level(rollout, self.config.gamma, self.distributed.sum)
+        self.policy.critic.raise_by(level)
+        rollout["value"] = rollout["value"] + level
+        rollout["next", "value"] = rollout["next", "value"] + level
 
     def _judge(self, rollout: TensorDict, corrected: bool) -> TensorDict:
         """With `advantage` and `return`.
@@ -99,15 +117,20 @@ class PPO(Updater):
 
 
 def ppo_loss(
-    config: PPOConfig, clip: float, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
+    config: PPOConfig,
+    clip: float,
+    batch: TensorDict,
+    scored: TensorDict,
+    step_weights: torch.Tensor | None = None,
+    unit: float = 1.0,
 ) -> tuple[torch.Tensor, LossTerms]:
-    """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
+    """The loss to minimise for a minibatch [B] and what evaluate() says of it now. `unit`: of values, in that loss."""
     log_ratio, weight = ratio_and_weight(config, batch, scored)
     used = None if weight is None else counted(config, weight)
     policy_loss = clipped_policy_loss(log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip, used)
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()
-    loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef)
+    loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef / unit**2)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     scalars = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}

@@ -44,6 +44,23 @@ def vtrace(
     return advantage, rollout["value"] + off
 
 
+@torch.no_grad()
+def missing_level(rollout: TensorDict, gamma: float, sum_over_processes=lambda tensor: tensor) -> float:
+    """What all values lack: with so much added to each of them, the deltas of `gae` have mean 0.
+
+    mean(delta) / mean(1 - gamma^{n_k} (1 - terminated_k)); of a critic that says 0 everywhere, the one value that fits
+    best. 0 where nothing ends and nothing is discounted.
+    """
+    delta, discount, _ = _deltas(rollout, gamma)
+    # of a value that is added, what is not added again by the next one
+    kept = 1 - discount * (~rollout["next", "terminated"]).float()
+    valid = rollout.get("valid", None)
+    if valid is not None:
+        kept = torch.where(valid, kept, 0.0)
+    missing, kept = sum_over_processes(torch.stack([delta.double().sum(), kept.double().sum()])).tolist()
+    return missing / kept if kept > 0 else 0.0
+
+
 def _deltas(rollout: TensorDict, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """delta_k, gamma^{n_k} and 1 - done_k, all [T, N]."""
     following = rollout["next"]

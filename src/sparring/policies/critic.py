@@ -17,7 +17,7 @@ class Critic(nn.Module):
     """V of the encoder's features.
 
     Where the env shows `observation/privileged`, the critic alone reads it: it judges in training with what the policy
-    will never see.
+    will never see. What its network tells is counted in units of the returns' spread, once `fit_returns` has seen some.
     """
 
     def __init__(self, config: CriticConfig, spec, features: int, normalize: bool):
@@ -32,12 +32,28 @@ class Critic(nn.Module):
         self.output = nn.Linear(config.hidden[-1] if config.hidden else inputs, 1)
         nn.init.orthogonal_(self.output.weight, 1.0)
         nn.init.zeros_(self.output.bias)
+        self.returns = RunningNormalizer(1)
 
     def forward(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
         # [B, F] -> [B]
         if self.privileged is not None:
             features = torch.cat([features, self.privileged(td[PRIVILEGED])], -1)
-        return self.output(self.hidden(features))[..., 0]
+        return self.returns.inverse(self.output(self.hidden(features)))[..., 0]
+
+    @torch.no_grad()
+    def raise_by(self, level: float) -> None:
+        """Every value."""
+        self.output.bias += level * self.returns.scale
+
+    @torch.no_grad()
+    def fit_returns(self, returns: torch.Tensor, sum_over_processes) -> float:
+        """To returns [B] and all before them; the unit from now on. Nothing is judged otherwise than before: PopArt."""
+        shift, unit = self.returns.shift.clone(), 1 / self.returns.scale
+        self.returns.update(returns[:, None], sum_over_processes)
+        finer = unit * self.returns.scale
+        self.output.weight.mul_(finer)
+        self.output.bias.mul_(finer).add_((shift - self.returns.shift) * self.returns.scale)
+        return float(1 / self.returns.scale)
 
     def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
         if isinstance(self.privileged, RunningNormalizer):
