@@ -14,35 +14,36 @@ SECONDS = 4.0
 # pixels, drawn at twice the size that they are shown at
 WIDTH, LEFT, LANE, BAR, TOP, BOTTOM = 1600, 300, 56, 38, 24, 64
 INK, PAPER, FAINT = (40, 44, 52), (255, 255, 255), (222, 224, 228)
-# (who, stage), what it is called, colour
-LANES = (
-    ("collector 0", "simulate", "simulate, group 0", (0, 114, 178)),
-    ("collector 1", "simulate", "simulate, group 1", (86, 160, 211)),
-    ("collector 0", "infer", "infer, group 0", (213, 94, 0)),
-    ("collector 1", "infer", "infer, group 1", (236, 152, 64)),
-    ("learner", "learn", "learn", (0, 138, 104)),
-)
+# from top to bottom
+COLOURS = {"simulate": (0, 114, 178), "infer": (213, 94, 0), "learn": (0, 138, 104)}
 
 
 def draw(spans: list[dict]) -> Image.Image:
+    lanes = sorted({(stage, s["who"]) for s in spans for stage in COLOURS if s["stage"] == stage}, key=_place)
     begin = min(span["begin"] for span in spans if span["stage"] == "learn")
     scale = (WIDTH - LEFT - TOP) / SECONDS
-    height = TOP + len(LANES) * LANE + BOTTOM
+    height = TOP + len(lanes) * LANE + BOTTOM
     page, font = Image.new("RGB", (WIDTH, height), PAPER), ImageFont.load_default(26)
     pen = ImageDraw.Draw(page)
     for second in range(int(SECONDS) + 1):
         x = LEFT + second * scale
         pen.line([(x, TOP), (x, height - BOTTOM)], FAINT, 2)
         pen.text((x, height - BOTTOM + 10), f"{second} s", INK, font, anchor="ma")
-    for lane, (who, stage, name, colour) in enumerate(LANES):
+    for lane, (stage, who) in enumerate(lanes):
         y = TOP + lane * LANE + (LANE - BAR) // 2
+        name = stage if who in ("learner", "collector") else f"{stage}, {who.replace('collector', 'group')}"
         pen.text((LEFT - 16, y + BAR // 2), name, INK, font, anchor="rm")
         for span in spans:
             first, last = span["begin"] - begin, min(span["end"] - begin, SECONDS)
             if (span["who"], span["stage"]) == (who, stage) and last > max(first, 0):
                 # turns that follow each other at once are seen apart
-                pen.rectangle([LEFT + max(first, 0) * scale, y, LEFT + last * scale - 1, y + BAR], colour)
+                pen.rectangle([LEFT + max(first, 0) * scale, y, LEFT + last * scale - 1, y + BAR], COLOURS[stage])
     return page
+
+
+def _place(lane: tuple[str, str]) -> tuple[int, str]:
+    stage, who = lane
+    return list(COLOURS).index(stage), who
 
 
 def main() -> None:

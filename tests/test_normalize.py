@@ -79,3 +79,16 @@ def test_what_is_seen_and_what_is_done_are_scaled_each_in_its_way(mode, of_actio
     # fitted for good: what robots see later changes nothing
     state.update(torch.randn(50, 2) * 9)
     assert torch.equal(state.scale, expected[mode].scale)
+
+
+def test_with_a_memory_old_numbers_are_forgotten():
+    # 2 updates' worth of what was before, with spread 0 about 0, and one of new numbers: mean 2, mean square 2 * 2^2
+    normalizer = RunningNormalizer(1, memory=2)
+    for _ in range(5):
+        normalizer.update(torch.zeros(4, 1))
+    normalizer.update(torch.tensor([[4.0], [8.0], [4.0], [8.0]]))
+    assert normalizer.mean.item() == pytest.approx(2.0) and normalizer.count.item() == 12
+    assert normalizer.var.item() == pytest.approx((2 * 16 + 2 * 64) / 12 - 4)
+    # nothing new: nothing is forgotten
+    normalizer.update(torch.zeros(0, 1))
+    assert normalizer.mean.item() == pytest.approx(2.0) and normalizer.count.item() == 12

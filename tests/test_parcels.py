@@ -40,11 +40,18 @@ def test_a_place_is_written_again_without_changing_what_was_received(tmp_path):
 
 def test_what_does_not_fit_stays_in_its_message(tmp_path):
     parcels = Parcels(1, tmp_path)
-    nothing = {"version": 3}
-    assert parcels.send(nothing, 0) == nothing and parcels.shared is None
     parcels.send(message(0), 0)
     longer = parcels.send(message(1, LARGE + 1), 1)
     assert same(longer, message(1, LARGE + 1))
     assert same(received(longer, parcels.shared, 1), message(1, LARGE + 1))
     new = {"other": torch.zeros(LARGE)}
     assert parcels.send(new, 2)["other"] is new["other"]
+
+
+def test_where_the_first_message_has_nothing_large_all_stays_in_messages(tmp_path):
+    # the receiver is told with the first one where large tensors lie
+    parcels = Parcels(1, tmp_path)
+    small = {"version": 3}
+    assert parcels.send(small, 0) == small
+    assert same(parcels.send(message(1), 1), message(1)) and parcels.shared is None
+    assert same(received(message(1), None, 1), message(1))

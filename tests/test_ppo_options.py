@@ -200,13 +200,17 @@ def test_finetune_switches_dropout_off_and_the_gate_trips_where_it_is_on():
 class FarLesson(Lesson):
     """100 more for every step: with gamma 0.9, what is worth nothing otherwise is worth 1000."""
 
+    def collect(self) -> TensorDict:
+        self.collector.version = self.ppo.updates
+        self.collector.collect(self.buffer)
+        rollout = self.buffer.get(flatten=False).clone()
+        rollout["next", "reward"] += 100
+        return rollout
+
     def learn_far(self, updates: int) -> torch.Tensor:
         """The values of the last rollout."""
         for _ in range(updates):
-            self.collector.version = self.ppo.updates
-            self.collector.collect(self.buffer)
-            rollout = self.buffer.get(flatten=False)
-            rollout["next", "reward"] += 100
+            rollout = self.collect()
             self.metrics = self.ppo.update(rollout)
         return rollout["value"]
 
@@ -217,6 +221,27 @@ def test_a_critic_begins_at_the_level_of_its_returns():
     assert normal.learn_far(2).mean() == pytest.approx(1000, rel=0.02)
     # what it does not foresee is no more than what there is to gain
     assert normal.metrics["value_loss"] < 100 < 1e4 < plain.metrics["value_loss"]
+
+
+@pytest.mark.parametrize("correction", ["none", "decoupled", "vtrace"])
+def test_what_it_judged_before_is_raised_as_well_where_robots_are_ahead(correction):
+    lesson = FarLesson(gamma=0.9, normalize_value=True, correction=correction)
+    ahead = [lesson.collect() for _ in range(3)]
+    for rollout in ahead:
+        metrics = lesson.ppo.update(rollout)
+        assert metrics["return_mean"] == pytest.approx(1000, rel=0.02) and metrics["value_loss"] < 100
+    fresh = lesson.collect()
+    assert fresh["value"].mean() == pytest.approx(1000, rel=0.02)
+    lesson.ppo.update(fresh)
+    assert fresh["return"].mean() == pytest.approx(1000, rel=0.02)
+
+
+def test_a_critic_that_knows_its_returns_stays_where_it_is():
+    lesson = FarLesson(gamma=0.9, normalize_value=True)
+    lesson.learn_far(3)
+    other = PPO(lesson.ppo.config, lesson.policy)
+    other.update(lesson.collect())
+    assert other.level == 0 and lesson.ppo.level == pytest.approx(1000, rel=0.02)
 
 
 def test_and_learns_in_units_of_their_spread():

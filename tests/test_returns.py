@@ -94,6 +94,15 @@ def test_the_missing_level_by_hand():
     assert missing_level(td, GAMMA, lambda tensor: 2 * tensor) == pytest.approx(1 / 0.5)
 
 
+def test_no_level_hangs_on_an_episode_in_two_thousand():
+    ends = torch.zeros(32, 64, dtype=torch.bool)
+    ends[0, 0] = True
+    zeros, ones = torch.zeros(32, 64).tolist(), torch.ones(32, 64, 1).tolist()
+    assert missing_level(rollout(ones, zeros, zeros, ends.tolist(), torch.zeros_like(ends).tolist()), 1.0) == 0.0
+    ends[:, 0] = True
+    assert missing_level(rollout(ones, zeros, zeros, ends.tolist(), torch.zeros_like(ends).tolist()), 1.0) == 64.0
+
+
 def test_nothing_is_missing_where_no_level_is_better_than_another():
     td = rollout([[[1]]], [[2]], [[4]], [[False]], [[False]])
     assert missing_level(td, gamma=1.0) == 0.0

@@ -377,11 +377,11 @@ def test_it_looks_at_all_once_and_then_at_a_few_others_each_time(monkeypatch):
     td["version"][: len(td) // 2] = -1
     scorer.replay(td, version=0)
     assert rows[0] == list(range(decisions))
-    assert rows[1] == list(range(0, decisions, decisions // 4))
-    assert len(rows[2]) == 4 and min(rows[2]) == decisions // 2
+    assert len(set(rows[1])) == 4 and set(rows[1]) < set(rows[0])
+    assert len(rows[2]) == 4 and min(rows[2]) >= decisions // 2
     td["version"][:] = 1
     scorer.replay(td, version=1)
-    assert rows[3] == list(range(1, decisions, decisions // 4))
+    assert len(rows[3]) == 4 and set(rows[3]) != set(rows[1])
 
 
 def test_without_it_stale_decisions_are_not_gated_but_fresh_ones_are():

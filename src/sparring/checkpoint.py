@@ -26,8 +26,6 @@ from sparring.runs import why_no_checkpoint
 
 # settings of an env that leave all shapes as they are and change what an action does
 SAME_MEANING = ("control_mode", "action_scale")
-
-
 # of a critic: what checkpoints had not before ppo.normalize_value, and that changes nothing until it is fitted
 _LATER = "critic.returns."
 
@@ -134,7 +132,8 @@ def load_weights(
     """
     file = weights_file(find_checkpoint(path))
     expected = model.state_dict()
-    may_be_new += tuple({key[: key.index(_LATER) + len(_LATER)] for key in expected if _LATER in key})
+    later = tuple({key[: key.index(_LATER) + len(_LATER)] for key in expected if _LATER in key})
+    may_be_new += later
     given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
     if of_plain and not any(_ADAPTER in key for key in given):
         given = _beside_adapters(given, expected)
@@ -156,7 +155,7 @@ def load_weights(
         )
     # what is not in `given` may be new
     model.load_state_dict(given, strict=not new)
-    return Loaded(len(given), new)
+    return Loaded(len(given), tuple(key for key in new if not key.startswith(later)))
 
 
 def _beside_adapters(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -49,13 +49,15 @@ class Normalizer(nn.Module):
 class RunningNormalizer(Normalizer):
     """Mean 0 and std 1 over everything `update` has seen, clipped to +-`clip`; or as it was fitted, for good.
 
+    `memory`: what came before counts as much as so many updates at most, so that old numbers are forgotten.
+
     Statistics change only in `update`, which an algorithm calls between two versions of the weights: acting and
     scoring see the same numbers.
     """
 
-    def __init__(self, size: int, clip: float = 10.0):
+    def __init__(self, size: int, clip: float = 10.0, memory: int | None = None):
         super().__init__(size)
-        self.clip = clip
+        self.clip, self.memory = clip, memory
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -76,9 +78,12 @@ class RunningNormalizer(Normalizer):
         offset = x - self.mean
         moments = torch.cat([offset.sum(0), offset.square().sum(0), offset.new_full((1,), len(x))])
         first, second, count = sum_over_processes(moments).split([len(self.mean), len(self.mean), 1])
-        total = self.count + count[0]
+        before = self.count
+        if self.memory is not None:
+            before = torch.where(count[0] > 0, before.clamp_max(self.memory * count[0]), before)
+        total = before + count[0]
         delta = first / total
-        spread = self.var * self.count + second - delta.square() * total
+        spread = self.var * before + second - delta.square() * total
         self.mean += delta
         self.var.copy_((spread / total).clamp_min(0.0))
         self.count.copy_(total)

@@ -9,7 +9,7 @@ from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_term
 from sparring.algorithms.returns import gae, missing_level, vtrace
 from sparring.algorithms.schedules import scheduled
 from sparring.algorithms.scorer import valid_rows
-from sparring.algorithms.stale import counted, present_values, ratio_and_weight, weight_of
+from sparring.algorithms.stale import ages_of, counted, present_values, ratio_and_weight, weight_of
 from sparring.algorithms.updater import Updater, actor_parameters
 from sparring.distributed import Distributed
 from sparring.errors import UserError
@@ -41,6 +41,8 @@ class PPO(Updater):
         for parameter in policy.critic_parameters():
             parameter.requires_grad_(True)
         super().__init__(config, policy, distributed, seed)
+        # what normalize_value has added to every value; a run that goes on collects anew what was judged before
+        self.level = 0.0
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update; `progress` in [0, 1] of the run drives the schedules."""
@@ -48,8 +50,8 @@ class PPO(Updater):
         lr = self._begin(progress)
         clip = config.clip_ratio * scheduled(config.clip_schedule, progress)
         stale = self._look_back(rollout)
-        if config.normalize_value and self.updates == 0:
-            self._find_level(rollout)
+        if config.normalize_value:
+            self._begin_at_level(rollout)
         rollout = self._judge(rollout, corrected=bool(stale))
         flat = rollout.flatten(0, 1)
         rows = valid_rows(flat)
@@ -75,12 +77,17 @@ class PPO(Updater):
             told |= spread(name, flat[name][rows], self.distributed)
         return self.distributed.mean(means) | told | aged
 
-    def _find_level(self, rollout: TensorDict) -> None:
+    def _begin_at_level(self, rollout: TensorDict) -> None:
         """A critic that knows nothing yet takes long to get far from 0, and bootstraps wrong values meanwhile."""
-        level = missing_level(rollout, self.config.gamma, self.distributed.sum)
-        self.policy.critic.raise_by(level)
-        rollout["value"] = rollout["value"] + level
-        rollout["next", "value"] = rollout["next", "value"] + level
+        critic = self.policy.critic
+        if self.updates == 0 and not critic.returns.count:
+            self.level = missing_level(rollout, self.config.gamma, self.distributed.sum)
+            critic.raise_by(self.level)
+        if self.level:
+            # what it judged before it was raised, which may also come later where robots are ahead
+            missing = self.level * (ages_of(rollout, self.updates) >= self.updates)
+            rollout["value"] = rollout["value"] + missing
+            rollout["next", "value"] = rollout["next", "value"] + missing
 
     def _judge(self, rollout: TensorDict, corrected: bool) -> TensorDict:
         """With `advantage` and `return`.

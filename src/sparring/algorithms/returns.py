@@ -3,6 +3,9 @@
 import torch
 from tensordict import TensorDict
 
+# of a value, on average, below which its level is not worked out
+_LEAST_KEPT = 1e-3
+
 
 def chunk_rewards(reward: torch.Tensor, gamma: float) -> torch.Tensor:
     """`sum_i gamma^i r_i` over the steps of a chunk: [..., C] -> [...]. Steps after the end carry 0."""
@@ -49,7 +52,7 @@ def missing_level(rollout: TensorDict, gamma: float, sum_over_processes=lambda t
     """What all values lack: with so much added to each of them, the deltas of `gae` have mean 0.
 
     mean(delta) / mean(1 - gamma^{n_k} (1 - terminated_k)); of a critic that says 0 everywhere, the one value that fits
-    best. 0 where nothing ends and nothing is discounted.
+    best. 0 where hardly anything ends or is discounted: it would hang on a few episodes.
     """
     delta, discount, _ = _deltas(rollout, gamma)
     # of a value that is added, what is not added again by the next one
@@ -57,8 +60,9 @@ def missing_level(rollout: TensorDict, gamma: float, sum_over_processes=lambda t
     valid = rollout.get("valid", None)
     if valid is not None:
         kept = torch.where(valid, kept, 0.0)
-    missing, kept = sum_over_processes(torch.stack([delta.double().sum(), kept.double().sum()])).tolist()
-    return missing / kept if kept > 0 else 0.0
+    sums = torch.stack([delta.double().sum(), kept.double().sum(), kept.new_tensor(kept.numel()).double()])
+    missing, kept, decisions = sum_over_processes(sums).tolist()
+    return missing / kept if kept > _LEAST_KEPT * decisions else 0.0
 
 
 def _deltas(rollout: TensorDict, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -114,9 +114,9 @@ class Scorer:
         rows = valid_rows(flat)
         rows = rows[ages_of(flat, version)[rows] == 0]
         if self.checked_whole_rollout:
-            # from all of its length, and of other robots each time
-            stride = -(-len(rows) // REPLAYED) or 1
-            rows = rows[version % stride :: stride]
+            # others each time
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(version))
+            rows = rows[order[:REPLAYED].to(rows.device)]
         self.checked_whole_rollout |= len(rows) > 0
         return self._replayed(flat, rows)
 

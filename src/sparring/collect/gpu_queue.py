@@ -1,4 +1,4 @@
-"""On a GPU that acts and learns, acting comes first: robots wait for it, and it is short."""
+"""On a GPU that acts and learns, acting is to come first: robots wait for it, and it is short."""
 
 from collections.abc import Callable
 from functools import partial

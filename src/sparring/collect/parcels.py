@@ -23,26 +23,28 @@ class Elsewhere:
 class Parcels:
     """The sender's end. There are as many `places` as messages under way: the next one is written over the first.
 
-    The first message that has large tensors tells which they are; what does not fit later on stays in its message.
+    The first message tells which tensors are large; what does not fit later on stays in its message.
     """
 
     def __init__(self, places: int, folder: Path | None):
         self.places, self.folder = places, folder
+        self.begun = False
         self.shared: SharedTensors | None = None
 
     def send(self, content: Any, number: int) -> Any:
         """What is left of the message of this number, to be sent otherwise."""
         large = dict(_large(content))
-        if self.shared is None and large:
+        if not self.begun and large:
             columns = {key: Column((self.places, *tensor.shape), tensor.dtype) for key, tensor in large.items()}
             self.shared = SharedTensors.make(columns, self.folder)
+        self.begun = True
         fitting = {key for key, tensor in large.items() if self._fits(key, tensor)}
         for key in fitting:
             self.shared.tensors[key][number % self.places].copy_(large[key])
         return _mapped(content, lambda key, part: Elsewhere(key) if key in fitting else part)
 
     def _fits(self, key: Key, tensor: torch.Tensor) -> bool:
-        column = self.shared.layout.columns.get(key)
+        column = None if self.shared is None else self.shared.layout.columns.get(key)
         return column is not None and (column.shape[1:], column.dtype) == (tensor.shape, tensor.dtype)
 
 

@@ -112,7 +112,8 @@ class Imitate:
         self.optimizer.load_state_dict(state["optimizer"])
         self.batches.load_state_dict(process_state["batches"])
         if self.model is not self.policy:
-            self.policy.load_state_dict(state["policy"])
+            # what policies had not yet when it was saved stays as it is
+            self.policy.load_state_dict(self.policy.state_dict() | state["policy"])
         return []
 
     def _begin(self) -> None:

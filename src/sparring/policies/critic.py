@@ -11,6 +11,8 @@ from sparring.policies.configs import CriticConfig
 from sparring.policies.encoders import mlp
 
 PRIVILEGED = ("observation", "privileged")
+# updates: returns grow as a policy learns
+_MEMORY = 10
 
 
 class Critic(nn.Module):
@@ -32,7 +34,7 @@ class Critic(nn.Module):
         self.output = nn.Linear(config.hidden[-1] if config.hidden else inputs, 1)
         nn.init.orthogonal_(self.output.weight, 1.0)
         nn.init.zeros_(self.output.bias)
-        self.returns = RunningNormalizer(1)
+        self.returns = RunningNormalizer(1, memory=_MEMORY)
 
     def forward(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
         # [B, F] -> [B]
@@ -47,7 +49,7 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def fit_returns(self, returns: torch.Tensor, sum_over_processes) -> float:
-        """To returns [B] and all before them; the unit from now on. Nothing is judged otherwise than before: PopArt."""
+        """To returns [B] and the latest before them; the unit from now on. No value changes by it: PopArt."""
         shift, unit = self.returns.shift.clone(), 1 / self.returns.scale
         self.returns.update(returns[:, None], sum_over_processes)
         finer = unit * self.returns.scale

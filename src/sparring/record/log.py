@@ -83,7 +83,8 @@ def log_normalizers(update: int, model: nn.Module) -> None:
     if not log.isEnabledFor(logging.DEBUG):
         return
     for name, module in model.named_modules():
-        if isinstance(module, Normalizer):
+        # one that may see something later says nothing yet
+        if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", 1)):
             log.debug("update %d: %s: %s", update, name, module.in_words())
 
 
