@@ -127,6 +127,15 @@ def test_groups_change_neither_seeds_nor_noise(tmp_path):
         run.phase.env.close()
 
 
+def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for given, threads in ((0, 4), (3, 3)):
+        env = {"env": {"name": "tabletop", "threads": given}}
+        run = Run(config_in(tmp_path / str(given), env, groups=2))
+        assert [group.backend._threads for group in run.phase.env.envs] == [threads, threads]
+        run.phase.env.close()
+
+
 def test_the_episodes_of_groups_are_numbered_through(tmp_path):
     run = Run(config_in(tmp_path, groups=2))
     run.phase.collector.collect(run.phase.buffer)

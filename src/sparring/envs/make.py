@@ -1,6 +1,7 @@
 """From the `env` section of a config to an Env."""
 
 import logging
+import os
 
 from sparring.config import Section
 from sparring.envs import ENVS
@@ -51,8 +52,12 @@ def make_training_env(config, distributed, group: int = 0) -> Env:
     """This process's share of the robots that a run's config asks for, or one of its `rollout.groups`."""
     rollout = config.rollout
     robots = rollout.n_envs // rollout.groups
+    env = config.env
+    if rollout.groups > 1 and getattr(env, "threads", None) == 0:
+        # groups simulate at the same time: all cores for each would be too many threads
+        env = env.model_copy(update={"threads": max(1, (os.cpu_count() or 1) // rollout.groups)})
     return make_env(
-        config.env,
+        env,
         robots,
         rollout.max_episode_steps,
         distributed.device,
