@@ -81,9 +81,7 @@ class TabletopConfig(Section):
     video_renderer: Literal["builtin", "mujoco"] = Field(
         "builtin", description="what draws videos; mujoco is prettier and needs the GL libraries EGL or OSMesa"
     )
-    threads: int = Field(
-        0, ge=0, description="threads that step and draw a group of robots; 0: one per core in all"
-    )
+    threads: int = Field(0, ge=0, description="threads that step and draw a group of robots; 0: one per core in all")
 
 
 class GymConfig(Section):
