@@ -72,7 +72,7 @@ def assert_it_goes_on(folder, said, *more):
     with training(folder, "rollout.watchdog_s=60", *more) as launcher:
         launcher.terminate()
         said = launcher.communicate(timeout=60)[1]
-        assert launcher.returncode == 130 and f"goes on from {last}" in said
+        assert launcher.returncode == 130 and f"goes on from {last}" in said, said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
