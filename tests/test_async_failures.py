@@ -16,7 +16,7 @@ from test_async import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
 
 from sparring.algorithms import ALGORITHMS
 from sparring.checkpoint import checkpoints
-from sparring.collect.actor_process import _DOING
+from sparring.collect.actor_process import _DOING, _is_stopped
 from sparring.collect.shared import receive, send
 from sparring.envs import ENVS
 from sparring.errors import StageFailed, UserError
@@ -272,3 +272,12 @@ def test_evaluations_between_disturb_nothing(tmp_path):
     assert not (tmp_path / "without" / "evaluations.jsonl").exists()
     assert between.phase.progress == without.phase.progress
     assert_equal(weights(without), weights(between))
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_not_stopped(monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    # as it was a moment before
+    monkeypatch.setattr(child, "poll", lambda: None)
+    assert not _is_stopped(child)
+    assert child.wait() == 0

@@ -178,7 +178,11 @@ def _is_stopped(process: subprocess.Popen) -> bool:
     """By a signal: it cannot put anything away."""
     if process.poll() is not None or not hasattr(os, "waitid"):
         return False
-    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        # it has ended since, and cannot be stopped any more
+        return False
 
 
 def _environment() -> dict[str, str]:
