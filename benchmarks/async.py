@@ -108,7 +108,7 @@ def bits(args) -> dict:
     flow = ["policy.name=flow", "policy.method=flow_noise", "rollout.action_steps=4"]
     native = ["policy.name=native_vla", "policy.method=flow_sde", "rollout.action_steps=5", "env.cameras=[head]"]
     cases = {"state": [], "camera": ["env.cameras=[head]"], "flow": flow, "native VLA": native}
-    cases["two groups"] = ["rollout.groups=2"]
+    cases |= {"two groups": ["rollout.groups=2"], "normalize_value": ["ppo.normalize_value=true"]}
     found = {}
     for name, more in cases.items():
         weights = []
@@ -133,9 +133,10 @@ def summary() -> str:
         told = f"{case['gain']:.2f}x of {case['bound']:.2f}x: {case['of_bound']:.2f} of the bound"
         rows.append((f"camera policy on {case['cores']} cores, {name}", told, _met(case["of_bound"] >= 0.85)))
     rows += _vla_rows(known.get("vla", {}))
-    for name, case in known.get("bits", {}).items():
-        told = f"{case['equal']} of {case['weights']} tensors equal"
-        rows.append((f"staleness 0, {name}", told, _met(case["equal"] == case["weights"])))
+    for part in ("bits", "bits cuda"):
+        for name, case in known.get(part, {}).items():
+            told = f"{case['equal']} of {case['weights']} tensors equal"
+            rows.append((f"{part}: staleness 0, {name}", told, _met(case["equal"] == case["weights"])))
     return report.table(rows)
 
 
@@ -195,9 +196,11 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="forget what is known of this part")
     args = parser.parse_args()
     if args.part != "summary":
+        # each where it was asked
+        kept_as = f"{args.part} cuda" if args.part == "bits" and args.device != "cpu" else args.part
         if args.again:
-            _keep(args.part, {}, args.device)
-        _keep(args.part, PARTS[args.part](args), args.device)
+            _keep(kept_as, {}, args.device)
+        _keep(kept_as, PARTS[args.part](args), args.device)
     print(summary())
 
 

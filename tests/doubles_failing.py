@@ -15,15 +15,16 @@ class FailingConfig(Section):
     name: str = "doubles_failing:Failing"
     # with a word in it: raise, raise 1 (in rank 1 alone), hang
     file: str = ""
-    # seconds that a step takes
+    # seconds that a step takes, and putting them away
     slow: float = 0.0
+    slow_close: float = 0.0
 
 
 class Failing:
     """Shows what it was told to do before, and pays for doing the opposite. Tells who simulates, in `file`.pid."""
 
     def __init__(self, config: FailingConfig, num_envs: int, max_episode_steps: int | None = None):
-        self.num_envs, self.slow = num_envs, config.slow
+        self.num_envs, self.slow, self.slow_close = num_envs, config.slow, config.slow_close
         self.file = Path(config.file) if config.file else None
         self.limit = max_episode_steps or 7
         self.spec = EnvSpec({"state": ((2,), "float32")}, 1, max_episode_steps=self.limit, reports_success=False)
@@ -65,7 +66,15 @@ class Failing:
         self.seeds = EpisodeSeeds(seed, "train", first, total)
         self.episode, self.count, self.seen = (state[name].copy() for name in ("episode", "count", "seen"))
 
-    def close(self): ...
+    def close(self):
+        self._tell("begins")
+        time.sleep(self.slow_close)
+        self._tell("ends")
+
+    def _tell(self, what):
+        if self.file:
+            with open(f"{self.file}.closing", "a") as told:
+                print(what, file=told)
 
     def _first(self, envs):
         seeds = [self.seeds(int(env), int(self.episode[env])) for env in envs]

@@ -4,6 +4,7 @@ import json
 import time
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,9 @@ from sparring.collect.shared import SharedTensors
 from sparring.collect.snapshot import SnapshotReader, SnapshotWriter
 from sparring.collect.stages import Span
 from sparring.config import ConfigError
+from sparring.cores import share_of_cores
 from sparring.data.storage import Column, shared_memory_folder
+from sparring.envs.make import make_training_env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.run import Run
@@ -79,6 +82,7 @@ WAYS = {
         "rollout": ROLLOUT | {"n_episodes_per_batch": 8, "group_size": 2},
     },
     "ring": {"buffer": {"type": "vla", "size": 100}},
+    "level": {"ppo": SMALL["ppo"] | {"normalize_value": True}},
     "tabletop": {"env": {"name": "tabletop"}, "rollout": ROLLOUT | {"max_episode_steps": 6}},
     "camera": {
         "env": {"name": "tabletop", "cameras": ["head"], "image_size": 40},
@@ -128,12 +132,28 @@ def test_groups_change_neither_seeds_nor_noise(tmp_path):
 
 
 def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("sparring.cores.usable_cores", lambda: 8)
     for given, threads in ((0, 4), (3, 3)):
         env = {"env": {"name": "tabletop", "threads": given}}
         run = Run(config_in(tmp_path / str(given), env, groups=2))
         assert [group.backend._threads for group in run.phase.env.envs] == [threads, threads]
         run.phase.env.close()
+
+
+def test_and_so_they_do_in_worker_processes(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "envs")
+    monkeypatch.setattr("sparring.cores.usable_cores", lambda: 6)
+    monkeypatch.setattr("sparring.envs.make.make_env", lambda env, *args, **where: env)
+    seat = SimpleNamespace(device="cpu", rank=0, world_size=1)
+    env = {"name": "gym_doubles:Breaks", "vectorize": "process"}
+    for given, workers in ((0, 2), (5, 5)):
+        config = load_config({"env": env | {"workers": given}, "rollout": ROLLOUT | {"groups": 3, "n_envs": 6}})
+        assert make_training_env(config, seat).workers == workers
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda who: {1, 5, 6})
+    assert [share_of_cores(parts) for parts in (1, 2, 5)] == [3, 1, 1]
 
 
 def test_the_episodes_of_groups_are_numbered_through(tmp_path):
@@ -284,6 +304,46 @@ def test_what_began_before_the_robots_were_held_back_does_not_hold_them_back_fur
         collector.pace(0.1)
         allowed.append(collector.allowed)
     assert allowed == [3, 3, 3, 2, 2]
+
+
+def test_nothing_is_paced_by_an_update_that_weighed_nothing(tmp_path):
+    run = Run(config_in(tmp_path, mode="async", staleness=2))
+    collector = run.phase.collector
+    collector.allowed = 0
+    # as GRPO does where no group tells good from bad
+    run.phase.algorithm.update = lambda rollout, fraction: {}
+    for _ in range(3):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    assert collector.allowed == 0
+
+
+def test_a_run_that_goes_on_is_paced_as_it_was(tmp_path):
+    config = config_in(tmp_path, mode="async", staleness=3, least_ess=0.1)
+    stopped = Run(config)
+    stopped.phase.step(0.0)
+    collector = stopped.phase.collector
+    collector.allowed, collector._good, collector._good_needed = 0, 2, 32
+    stopped.save()
+    stopped.phase.env.close()
+    resumed = Run(config)
+    told = [resumed.phase.step(0.0) for _ in range(5)]
+    resumed.phase.env.close()
+    assert [row["staleness"] for row in told] == [row["staleness_allowed"] for row in told] == [0] * 5
+    collector = resumed.phase.collector
+    assert (collector._good, collector._good_needed) == (7, 32)
+
+
+def test_its_state_is_that_after_what_was_learned_from(tmp_path):
+    run = Run(config_in(tmp_path, **APART))
+    run.phase.step(0.0)
+    before = run.phase.collector.state_dict()
+    # as where another process then fails
+    run.phase.collect()
+    assert run.phase.collector.state_dict()["env_steps"] == before["env_steps"] == 36
+    run.phase.learn(0.0)
+    assert run.phase.collector.state_dict()["env_steps"] == 72
+    run.phase.env.close()
 
 
 def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):

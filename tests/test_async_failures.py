@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -144,6 +145,40 @@ def test_a_message_of_which_only_a_part_comes_is_not_waited_for_unwatched():
         receive(ours, wait)
 
 
+def test_nor_is_a_message_sent_unwatched_to_who_does_not_read():
+    ours, theirs = Pipe()
+    room = select.poll()
+    room.register(ours.fileno(), select.POLLOUT)
+
+    def wait():
+        if not room.poll(100):
+            raise StageFailed("nobody reads")
+
+    with pytest.raises(StageFailed):
+        send(ours, bytes(8_000_000), wait)
+
+
+def test_a_stop_before_it_goes_on(tmp_path):
+    run = Run(load_config(settings_in(tmp_path, watchdog_s=0.2)))
+    actor = run.phase.env.actor
+    os.kill(actor.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    # the state of cameras is of megabytes, more than a pipe holds
+    with pytest.raises(StageFailed, match="it does nothing, for 2 seconds"):
+        actor.call("load_state_dict", {"picture": bytes(8_000_000)})
+    assert time.monotonic() - began < SOON and actor.process.returncode is not None
+
+
+def test_robots_that_take_long_to_put_away_are_put_away_once(tmp_path):
+    settings = settings_in(tmp_path)
+    settings["env"] = settings["env"] | {"slow_close": 2.5}
+    run = Run(load_config(settings))
+    run.phase.step(0.0)
+    run.phase.env.close()
+    assert (tmp_path / "word.closing").read_text().split() == ["begins", "ends"]
+    assert run.phase.env.actor.process.returncode == 0
+
+
 def test_an_error_of_the_simulators_own_connection_is_not_the_learner_hanging_up(tmp_path):
     error, seconds = fails_in_update_3(tmp_path, say("reset by peer"))
     assert "simulating (a step of the env): ConnectionResetError: the simulator has gone" in str(error)
@@ -240,6 +275,16 @@ def assert_gone(pid: int) -> None:
 def test_ctrl_c_saves_and_leaves_nothing(tmp_path):
     learner, actor = learning(tmp_path)
     learner.send_signal(signal.SIGINT)
+    assert learner.wait(SOON) == 130
+    assert_gone(actor)
+    learner.stdout.close()
+    assert_it_goes_on_from_a_stop(tmp_path)
+
+
+def test_a_job_all_of_whose_processes_are_asked_to_end_saves(tmp_path):
+    learner, actor = learning(tmp_path)
+    for pid in (actor, learner.pid):
+        os.kill(pid, signal.SIGTERM)
     assert learner.wait(SOON) == 130
     assert_gone(actor)
     learner.stdout.close()

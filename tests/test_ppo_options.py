@@ -226,6 +226,7 @@ def test_a_critic_begins_at_the_level_of_its_returns():
 @pytest.mark.parametrize("correction", ["none", "decoupled", "vtrace"])
 def test_what_it_judged_before_is_raised_as_well_where_robots_are_ahead(correction):
     lesson = FarLesson(gamma=0.9, normalize_value=True, correction=correction)
+    lesson.ppo.expect_stale()
     ahead = [lesson.collect() for _ in range(3)]
     for rollout in ahead:
         metrics = lesson.ppo.update(rollout)
@@ -234,6 +235,16 @@ def test_what_it_judged_before_is_raised_as_well_where_robots_are_ahead(correcti
     assert fresh["value"].mean() == pytest.approx(1000, rel=0.02)
     lesson.ppo.update(fresh)
     assert fresh["return"].mean() == pytest.approx(1000, rel=0.02)
+
+
+@pytest.mark.parametrize("correction", ["none", "decoupled"])
+def test_but_not_again_and_again_where_nobody_counts_versions(correction):
+    lesson = FarLesson(gamma=0.9, normalize_value=True, correction=correction)
+    for _ in range(5):
+        rollout = lesson.collect()
+        rollout["version"] = torch.zeros_like(rollout["version"])
+        metrics = lesson.ppo.update(rollout)
+        assert metrics["return_mean"] == pytest.approx(1000, rel=0.02)
 
 
 def test_a_critic_that_knows_its_returns_stays_where_it_is():

@@ -1,5 +1,6 @@
 """The ring against a plain list, and what it promises beside."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -242,6 +243,20 @@ os.kill(os.getpid(), signal.SIGKILL)
         ring.add(Stream(2).step())
     assert set(tmp_path.iterdir()) == {one.handle().file, two.handle().file} and not left.exists()
     del one, two, ring
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_that_is_reserved_is_there_or_refused(tmp_path, monkeypatch):
+    sparse, reserved = (Memory.in_file(1 << 20, 1 << 20, tmp_path, True, reserved=r) for r in (False, True))
+    assert sparse.file.stat().st_blocks == 0 and reserved.file.stat().st_blocks * 512 >= 1 << 20
+    del sparse, reserved
+
+    def others_took_it(handle, offset, length):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", others_took_it)
+    with pytest.raises(UserError, match="the films needs 1.0 MB, but .* free; choose a smaller room"):
+        Memory.in_file(1 << 20, 1 << 20, tmp_path, True, "the films", "a smaller room", reserved=True)
     assert list(tmp_path.iterdir()) == []
 
 

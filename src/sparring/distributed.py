@@ -29,7 +29,7 @@ class Distributed:
 
     def __init__(self, device: str = "auto"):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        exact_float32()
+        exact_kernels()
         # what the launcher sees of this process
         self.signs = own_row() if self.world_size > 1 else None
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
@@ -142,10 +142,12 @@ class Distributed:
                     )
 
 
-def exact_float32() -> None:
-    """TF32 convolutions drift by up to the parity gate's whole tolerance."""
+def exact_kernels() -> None:
+    """On a GPU: no TF32, whose convolutions drift by up to the parity gate's whole tolerance; and gradients of
+    convolutions that are added up in the same order each time, without which no run gives the same weights twice."""
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.deterministic = True
 
 
 def pick_device(name: str) -> str:

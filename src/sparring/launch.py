@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from sparring.cores import share_of_cores
 from sparring.errors import LEFT_ALONE, UserError
 from sparring.signs import FILE, Signs, Watchdog
 
@@ -47,7 +48,7 @@ def _start(processes: int, arguments: list[str], signs: Path) -> list[subprocess
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share_of_cores(processes))),
         FILE: str(signs),
     }
     return [

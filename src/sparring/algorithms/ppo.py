@@ -83,8 +83,8 @@ class PPO(Updater):
         if self.updates == 0 and not critic.returns.count:
             self.level = missing_level(rollout, self.config.gamma, self.distributed.sum)
             critic.raise_by(self.level)
-        if self.level:
-            # what it judged before it was raised, which may also come later where robots are ahead
+        if self.level and (self.updates == 0 or self.expects_stale):
+            # what it judged before it was raised, which also comes later where robots are ahead
             missing = self.level * (ages_of(rollout, self.updates) >= self.updates)
             rollout["value"] = rollout["value"] + missing
             rollout["next", "value"] = rollout["next", "value"] + missing

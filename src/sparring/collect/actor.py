@@ -25,14 +25,14 @@ import torch
 
 from sparring.algorithms.parity import Parity
 from sparring.collect.gpu_queue import go_first
-from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
+from sparring.collect.messages import CLOSE_S, FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
 from sparring.collect.parcels import Parcels
 from sparring.collect.shared import SharedTensors, finish_copies, pack, receive, send_packed
 from sparring.collect.snapshot import SnapshotReader
 from sparring.collect.stages import Stages
 from sparring.data.row_writer import leaves
 from sparring.data.storage import Column
-from sparring.distributed import exact_float32
+from sparring.distributed import exact_kernels
 from sparring.errors import UserError
 from sparring.random_state import random_state, seed_everything, set_random_state
 
@@ -54,6 +54,8 @@ class Line:
     def __init__(self, connection: Connection):
         self.connection = connection
         self.version, self.staleness, self.films, self.hung_up = -1, 0, 0, False
+        # it has heard of the end, and puts the robots away
+        self.ending = False
         # what there is to put away then, in whatever the robots are at
         self.at_hang_up: Callable[[], None] = lambda: None
         self._news = threading.Condition()
@@ -104,7 +106,7 @@ class Line:
         time.sleep(LEAVE_S)
         closing = threading.Thread(target=self.at_hang_up, daemon=True)
         closing.start()
-        closing.join(LEAVE_S)
+        closing.join(CLOSE_S if self.ending else LEAVE_S)
         os._exit(1)
 
     def _hang_up(self) -> None:
@@ -162,6 +164,7 @@ class Actor:
         self.places: SharedTensors | None = None
         self.parcels = Parcels(start.staleness + 1, start.folder)
         self.reported = False
+        self._closing, self._closed = threading.Lock(), False
         self.deadlines[0, WATCHED.index("make")] = 0
 
     def _watched(self, who: str, lane: int) -> WatchedStages:
@@ -170,6 +173,13 @@ class Actor:
     def failed_at(self) -> str:
         parts = getattr(self.collector, "collectors", [self.collector])
         return next((part.stages.failed for part in parts if part.stages.failed), None) or self.stages.failed or "wait"
+
+    def close(self) -> None:
+        """Once, whoever asks first; the others wait for it."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self.collector.env.close()
 
     def load_state_dict(self, state: dict) -> bool:
         """Go on from the state of a report."""
@@ -247,17 +257,17 @@ def serve(line: Line) -> None:
     actor = None
     try:
         start = line.hear()
-        exact_float32()
+        exact_kernels()
         torch.set_num_threads(start.threads)
         seed_everything(start.acting.random_seed)
         go_first(start.acting.seat.device)
         actor = Actor(line, start)
-        line.at_hang_up = actor.collector.env.close
+        line.at_hang_up = actor.close
         line.say(Made(actor.collector.env.spec))
         while not isinstance(message := line.hear(), Begin):
             method, arguments = message
             line.say(getattr(actor, method)(*arguments))
-        line.version, line.staleness, line.films = message.number, start.staleness, message.films
+        line.version, line.staleness, line.films = message.number, message.staleness, message.films
         line.listen()
         actor.act(message)
     except HungUp:
@@ -268,8 +278,9 @@ def serve(line: Line) -> None:
         line.say(Failure(told, stage, None if isinstance(error, UserError) else traceback.format_exc()))
         line.finish()
     finally:
+        line.ending = True
         if actor:
-            actor.collector.env.close()
+            actor.close()
 
 
 def _in_words(error: Exception) -> list[str]:
@@ -277,8 +288,9 @@ def _in_words(error: Exception) -> list[str]:
 
 
 def main() -> None:
-    # Ctrl-C is for the learner, which then hangs up
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and whatever else ends a job, is for the learner, which saves and then hangs up
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     # the learner keeps what is said here in its log of envs
     logging.basicConfig(format="%(levelname)s %(message)s")
     logging.getLogger("sparring").setLevel(logging.DEBUG)

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 
 from sparring.child_words import ChildWords, outputs
-from sparring.collect.messages import FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
+from sparring.collect.messages import CLOSE_S, FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
 from sparring.collect.shared import SharedTensors, receive, send
 from sparring.data.storage import Column
 from sparring.errors import StageFailed, UserError
@@ -23,8 +25,8 @@ log = logging.getLogger("sparring.env")
 
 # how often a learner that waits looks whether the other still lives, and is not late
 LOOK_S = 0.2
-# what it gets to close its envs before it is killed; and when it hangs, which it leaves after 1 s by itself
-CLOSE_S, CLOSE_HUNG_S = 5.0, 2.0
+# what it gets to leave by itself when it hangs, which takes it 1 s
+CLOSE_HUNG_S = 2.0
 # of the learner's rank; the collecting process belongs to no group of processes
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DOING = {
@@ -39,6 +41,13 @@ _DOING = {
     "gate": "scoring a rollout again (for the parity gate)",
     "share": "handing over a rollout",
     "wait": "waiting for weights",
+}
+
+
+# exit code -> what it often means
+_HINTS = {
+    -signal.SIGKILL: "; killed by the system: often out of memory, try fewer envs",
+    -signal.SIGBUS: "; often no room is left in shared memory, or in buffer.folder",
 }
 
 
@@ -87,7 +96,7 @@ class ActorProcess:
 
     def say(self, message: Any) -> None:
         try:
-            send(self.connection, message)
+            send(self.connection, message, self._wait_for_room)
         except (BrokenPipeError, ConnectionResetError):
             # whoever listens next is told how it died
             pass
@@ -120,13 +129,21 @@ class ActorProcess:
             self._check_alive()
             self._check_in_time()
 
+    def _wait_for_room(self) -> None:
+        room = select.poll()
+        room.register(self.connection.fileno(), select.POLLOUT)
+        while not room.poll(1000 * LOOK_S):
+            self._check_alive()
+            self._check_in_time()
+
     def _check_alive(self) -> None:
         if self.process.poll() is not None and not self.connection.poll():
             raise self._death()
 
     def _check_in_time(self) -> None:
-        now = time.monotonic()
-        for group, stage in np.argwhere((self._deadlines > 0) & (self._deadlines < now)):
+        # looked at once: a stage may end meanwhile
+        now, deadlines = time.monotonic(), self._deadlines.copy()
+        for group, stage in np.argwhere((deadlines > 0) & (deadlines < now)):
             self.close(CLOSE_HUNG_S)
             given = f"rollout.watchdog_s={self.watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
             given = f"{MAKING_S:g} seconds" if WATCHED[stage] == "make" else given
@@ -134,11 +151,11 @@ class ActorProcess:
                 f"the collecting process failed: {_DOING[WATCHED[stage]]} has not come to an end, in group {group}; "
                 f"it is given {given}"
             )
-        self._check_at_something(now)
+        self._check_at_something(now, bool(deadlines.any()))
 
-    def _check_at_something(self, now: float) -> None:
+    def _check_at_something(self, now: float, at_work: bool) -> None:
         """Between two stages hardly any time goes by, and it is not the weights that it waits for: we wait for it."""
-        if self._deadlines.any():
+        if at_work:
             self._at_nothing_since = None
             return
         self._at_nothing_since = self._at_nothing_since or now
@@ -158,7 +175,7 @@ class ActorProcess:
     def _death(self) -> StageFailed:
         self.close()
         code = self.process.returncode
-        hint = "; killed by the system: often out of memory, try fewer envs" if code == -9 else ""
+        hint = _HINTS.get(code, "")
         log.debug("collecting process died with exit code %s", code)
         return StageFailed(
             f"the collecting process failed: it died with exit code {code}{hint}{self.words.last_words()}"

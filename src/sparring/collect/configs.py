@@ -66,23 +66,19 @@ def rollout_mistakes(config) -> list[tuple[str, str]]:
 
 
 def _async_mistakes(config) -> list[tuple[str, str]]:
-    rollout, mistakes = config.rollout, []
-    if rollout.mode == "async" and config.phase != "finetune":
+    rollout = config.rollout
+    given = [n for n in ("staleness", "least_ess") if getattr(rollout, n) != RolloutConfig.model_fields[n].default]
+    if rollout.mode == "sync":
+        told = "is read with rollout.mode=async only; set that too, or leave it out"
+        return [(f"rollout.{name}", told) for name in given]
+    mistakes = []
+    if config.phase != "finetune":
         mistakes.append(("rollout.mode", f"async goes with finetune only, not with {config.phase}; use sync"))
-    for name in ("staleness", "least_ess") if rollout.mode == "sync" else ():
-        if getattr(rollout, name) != RolloutConfig.model_fields[name].default:
-            told = "is read with rollout.mode=async only; set that too, or leave it out"
-            mistakes.append((f"rollout.{name}", told))
-    paced = rollout.least_ess != RolloutConfig.model_fields["least_ess"].default
-    if paced and rollout.mode == "async" and not rollout.staleness:
+    if "least_ess" in given and not rollout.staleness:
         mistakes.append(("rollout.least_ess", "rollout.staleness=0 leaves nothing to pace; leave it out"))
+    weighs_nothing = getattr(config.algorithm_section, "correction", None) == "none"
     # 0 asks for what is so without weights
-    if (
-        paced
-        and rollout.mode == "async"
-        and rollout.least_ess
-        and getattr(config.algorithm_section, "correction", None) == "none"
-    ):
+    if "least_ess" in given and rollout.least_ess and weighs_nothing:
         why = f"{config.algorithm}.correction=none weighs nothing, so nothing is paced"
         mistakes.append(("rollout.least_ess", f"{why}; set another correction, or leave it out"))
     return mistakes

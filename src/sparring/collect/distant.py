@@ -62,8 +62,8 @@ class ReceivedRollout:
 class DistantCollector:
     """A collector whose rollouts are made elsewhere, meanwhile. It begins with the first one that is asked for.
 
-    Its state is that after the last rollout that was taken: what was collected since is collected again when a run
-    goes on, by newer weights. So a checkpoint needs nothing of the collecting process, not even that it lives.
+    Its state is that after the last rollout that was learned from: what was collected since is collected again when a
+    run goes on, by newer weights. So a checkpoint needs nothing of the collecting process, not even that it lives.
     """
 
     def __init__(self, env: DistantEnv, policy: Policy, staleness: int, least_ess: float = 0.0, folder=None):
@@ -79,7 +79,9 @@ class DistantCollector:
         self.parity: Parity | None = None
         self._rollout_version = 0
         self.stages = Stages("learner")
+        # after the last rollout that was learned from; and after the one that is being learned from
         self._state: dict | None = None
+        self._taken: dict | None = None
         self._weights: SnapshotWriter | None = None
         self._places: SharedTensors | None = None
         self._parcels: SharedTensors | None = None
@@ -107,7 +109,7 @@ class DistantCollector:
             self._parcels = SharedTensors.attach(report.parcels)
         with self.stages.at("take", self.version):
             buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
-            self._state = received(report.state, self._parcels, report.number)
+            self._taken = received(report.state, self._parcels, report.number)
         self.env.spec, self.env_steps = report.spec, report.env_steps
         self.parity, self._rollout_version = report.parity, report.version
         self._episodes += report.episodes
@@ -117,6 +119,7 @@ class DistantCollector:
     def weights_changed(self) -> None:
         """Publish them: the rollout that was taken last is done with."""
         self.version += 1
+        self._state = self._taken
         with self.stages.at("publish", self.version):
             self._weights.write(self.version)
         self.actor.say(NewVersion(self.version, self.allowed))
@@ -145,7 +148,7 @@ class DistantCollector:
 
     def _begin(self) -> None:
         self._weights = SnapshotWriter(self.policy, self.version, self.folder)
-        self.actor.say(Begin(self.version, self._weights.handle(), self._to_film))
+        self.actor.say(Begin(self.version, self._weights.handle(), self._to_film, self.allowed))
 
     def _next_report(self) -> Report:
         """What there is is heard first, so that a failure is known although rollouts are waiting."""
@@ -192,11 +195,17 @@ class DistantCollector:
 
     def state_dict(self) -> dict | None:
         """None: nothing was collected yet."""
-        return None if self._state is None else self._state | {"version": self.version, "allowed": self.allowed}
+        if self._state is None:
+            return None
+        pace = {"allowed": self.allowed, "good": self._good, "good_needed": self._good_needed}
+        return self._state | {"version": self.version} | pace
 
     def load_state_dict(self, state: dict | None) -> bool:
         if state is None:
             return True
         self._state, self.version, self.env_steps = state, state["version"], state["env_steps"]
+        # older checkpoints tell less
         self.allowed = min(self.staleness, state.get("allowed", self.staleness))
+        self._good, self._good_needed = state.get("good", 0), state.get("good_needed", 1)
+        self._paced_at = self.version
         return self.actor.call("load_state_dict", state)

@@ -20,6 +20,8 @@ from sparring.envs.backend import EnvSpec
 WATCHED = ("make", "reset", "simulate", "infer", "complete", "gate", "share")
 # how much longer they may take the first time: things are compiled
 FIRST_TIME = 10
+# what the collecting process gets to close its envs before it is killed
+CLOSE_S = 5.0
 # seconds to make the env and the policy: weights of gigabytes are read
 MAKING_S = 1800.0
 
@@ -50,12 +52,14 @@ class Begin:
     number: int
     weights: SnapshotHandle
     films: int
+    # how far rollouts may be behind
+    staleness: int
 
 
 @dataclass(frozen=True)
 class NewVersion:
     version: int
-    # how far rollouts that begin from now on may be behind
+    # of rollouts that begin from now on
     staleness: int
 
 

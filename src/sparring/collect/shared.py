@@ -48,7 +48,8 @@ class SharedTensors:
         """In a file there; None: in shared memory."""
         layout = Layout.of(columns)
         nbytes, folder = max(layout.nbytes, 1), folder or shared_memory_folder()
-        return cls(Memory.in_file(nbytes, nbytes, folder, True, what, instead="another buffer.folder"), layout)
+        instead = "another buffer.folder"
+        return cls(Memory.in_file(nbytes, nbytes, folder, True, what, instead, reserved=True), layout)
 
     @classmethod
     def attach(cls, handle: SharedHandle) -> "SharedTensors":
@@ -82,8 +83,8 @@ def finish_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def send(connection: Connection, message: Any) -> None:
-    send_packed(connection, pack(message))
+def send(connection: Connection, message: Any, wait: Callable[[], None] | None = None) -> None:
+    send_packed(connection, pack(message), wait)
 
 
 def pack(message: Any) -> bytes:
@@ -91,9 +92,12 @@ def pack(message: Any) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
-def send_packed(connection: Connection, text: bytes) -> None:
+def send_packed(connection: Connection, text: bytes, wait: Callable[[], None] | None = None) -> None:
+    """`wait` returns when there is room to write a part: who reads may have stopped."""
     for first in range(0, len(text), _PART):
         last = first + _PART >= len(text)
+        if wait:
+            wait()
         connection.send_bytes((_LAST if last else _MORE) + text[first : first + _PART])
 
 

@@ -4,6 +4,7 @@ Where each column lies is worked out before anything is allocated, so that its s
 Memory is not touched until it is written: columns that are rarely needed in full cost what is used of them.
 """
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -82,21 +83,26 @@ class Memory:
         shared: bool,
         what: str = "the buffer",
         instead: str = "a smaller buffer.size, or another buffer.folder",
+        reserved: bool = False,
     ) -> "Memory":
         """A new sparse file, gone with this object. `needed`: how much of it is sure to be written.
 
         Only a `shared` one keeps its name: without, the system frees it when the process ends in whatever way.
+        A `reserved` one is not sparse: others, who may have looked at the same room, cannot take it before it is
+        written, which would kill whoever writes.
         Where there is no room, `what` it is for and what to choose `instead` are said.
         """
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         free = _free_space(folder)
+        told = f"{what} needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; choose {instead}"
         if needed > free:
-            raise UserError(
-                f"{what} needs {gigabytes(needed)}, but {folder} has {gigabytes(free)} free; choose {instead}"
-            )
+            raise UserError(told)
         handle, file = _new_file(folder)
         os.ftruncate(handle, nbytes)
+        if reserved and not _reserve(handle, nbytes):
+            _remove(handle, file)
+            raise UserError(told)
         memory = cls.open(file, nbytes)
         if shared:
             weakref.finalize(memory, _remove, handle, file)
@@ -155,6 +161,19 @@ def _new_file(folder: Path) -> tuple[int, Path]:
         if Path(name).exists():
             return handle, Path(name)
         os.close(handle)
+
+
+def _reserve(handle: int, nbytes: int) -> bool:
+    """False: there is no room for it."""
+    try:
+        # macOS has none
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, nbytes)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return False
+        raise
+    return True
 
 
 def _remove(handle: int, file: Path) -> None:

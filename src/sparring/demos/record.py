@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config_text import flatten
+from sparring.cores import share_of_cores
 from sparring.data.lerobot import RECORDING, parquet
 from sparring.data.video import find_ffmpeg
 from sparring.demos.assemble import PARTS, assemble
@@ -156,7 +157,7 @@ def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
             yield lambda number: pool.submit(recorder, number)
         return
     if not plan.env.threads:
-        threads = max((os.cpu_count() or 1) // workers, 1)
+        threads = share_of_cores(workers)
         plan = replace(plan, env=plan.env.model_copy(update={"threads": threads}))
     # a forked process would inherit the threads of simulator and numba in an unknown state
     spawn = multiprocessing.get_context("spawn")

@@ -1,9 +1,9 @@
 """From the `env` section of a config to an Env."""
 
 import logging
-import os
 
 from sparring.config import Section
+from sparring.cores import share_of_cores
 from sparring.envs import ENVS
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env
@@ -53,9 +53,10 @@ def make_training_env(config, distributed, group: int = 0) -> Env:
     rollout = config.rollout
     robots = rollout.n_envs // rollout.groups
     env = config.env
-    if rollout.groups > 1 and getattr(env, "threads", None) == 0:
-        # groups simulate at the same time: all cores for each would be too many threads
-        env = env.model_copy(update={"threads": max(1, (os.cpu_count() or 1) // rollout.groups)})
+    if rollout.groups > 1:
+        # they simulate at the same time: all cores for each would be too many
+        own = share_of_cores(rollout.groups)
+        env = env.model_copy(update={name: own for name in ("threads", "workers") if getattr(env, name, None) == 0})
     return make_env(
         env,
         robots,

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sparring.child_words import ChildWords, outputs
+from sparring.cores import usable_cores
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.serial import Block, check_action
@@ -42,7 +43,7 @@ class ProcessBackend:
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         _check_can_run(config)
         self.num_envs = num_envs
-        self._team = Team(_slices(num_envs, config.workers or _cpu_count()))
+        self._team = Team(_slices(num_envs, config.workers or usable_cores()))
         # also runs when the backend is garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self._team.close)
         try:
@@ -252,11 +253,6 @@ def _slices(num_envs: int, workers: int) -> list[range]:
     workers = min(workers, num_envs)
     edges = [num_envs * k // workers for k in range(workers + 1)]
     return [range(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def _cpu_count() -> int:
-    """The cores this process may use, where the system can tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _environment() -> dict[str, str]:

@@ -123,8 +123,9 @@ def leave_with_the_parent(connection: Connection) -> None:
 
 
 def main() -> None:
-    # Ctrl-C is for the parent, which then hangs up
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and whatever else ends a job, is for the parent, which then hangs up
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     worker, connection = Worker(), Connection(int(sys.argv[1]))
     threading.Thread(target=leave_with_the_parent, args=(connection,), daemon=True).start()
     try:

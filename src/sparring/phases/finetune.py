@@ -139,9 +139,8 @@ class Finetune:
             metrics |= {name: max(metrics.get(name, 0.0), value) for name, value in found.items()}
             metrics |= {"parity_skipped": 0.0} if found else {}
         self.spans += self.stages.drain()[1]
-        if isinstance(self.collector, DistantCollector):
-            # fresh data has no weights, and is worth all of it
-            self.collector.pace(metrics.get("ess", 1.0))
+        if isinstance(self.collector, DistantCollector) and "ess" in metrics:
+            self.collector.pace(metrics["ess"])
         self.collector.weights_changed()
         self.progress.updates += 1
         return metrics | {"update_seconds": time.perf_counter() - started}

@@ -50,7 +50,7 @@ NAMES = {
     "groups_dropped": Metric("train/groups_dropped", "Groups of GRPO all of whose episodes earned the same."),
     "parity": Metric("train/parity", "The parity gate: largest drift between acting and scoring, in sigmas."),
     "parity_ratio": Metric("train/parity_ratio", "Largest distance of a ratio of probabilities from 1 there."),
-    "parity_skipped": Metric("train/parity_skipped", "Share of stale decisions that the gate could not look at."),
+    "parity_skipped": Metric("train/parity_skipped", "Share of stale decisions of which the gate saw no sample."),
     "ess": Metric("train/ess", "Effective sample size: the share of its decisions an update is worth; 1: all fresh."),
     "weight_mean": Metric("train/weight_mean", "Mean weight of stale decisions, before any cap."),
     "weight_max": Metric("train/weight_max", "Largest of these weights."),

@@ -4,12 +4,12 @@
 the random start of each ended robot in turn.
 """
 
-import os
 from collections.abc import Callable
 from zlib import crc32
 
 import numpy as np
 
+from sparring.cores import usable_cores
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
@@ -35,7 +35,7 @@ class Tabletop:
         self.config = config
         self._tasks = [cluttered(find(name), config.domain_randomization) for name in config.task]
         self.mounts = _embodiment(self._tasks, config.cameras)
-        self._threads = config.threads or os.cpu_count() or 1
+        self._threads = config.threads or usable_cores()
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
         # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
