@@ -3,6 +3,7 @@
 python benchmarks/async_picture.py
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def _place(lane: tuple[str, str]) -> tuple[int, str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     spans = json.loads((report.RESULTS / "async.json").read_text())["parts"]["vla"]["async/0"]["spans"]
     draw(spans).save(PICTURE, optimize=True)
     print(PICTURE)

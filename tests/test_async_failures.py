@@ -12,12 +12,13 @@ import time
 from multiprocessing import Pipe
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_async import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
 
 from sparring.algorithms import ALGORITHMS
 from sparring.checkpoint import checkpoints
-from sparring.collect.actor_process import _DOING, _is_stopped
+from sparring.collect.actor_process import _DOING, ActorProcess, _is_stopped
 from sparring.collect.shared import receive, send
 from sparring.envs import ENVS
 from sparring.errors import StageFailed, UserError
@@ -84,7 +85,9 @@ def assert_it_goes_on(folder, **rollout):
 def test_killed(tmp_path, repetition):
     # at another moment of its rollouts each time
     error, seconds = fails_in_update_3(tmp_path, lambda *a: (time.sleep(0.003 * repetition), kill(*a)))
-    assert str(error).startswith("the collecting process failed: it died with exit code -9; killed by the system")
+    assert str(error).startswith(
+        "the collecting process failed: it died with exit code -9; killed, by hand or by the system"
+    )
     assert seconds < SOON
     assert checkpoints(tmp_path / "run")
     if repetition == 0:
@@ -118,7 +121,7 @@ def test_a_stop_while_it_waits_for_weights(tmp_path):
         os.kill(int((folder / "word.pid").read_text()), signal.SIGSTOP)
 
     error, seconds = fails_in_update_3(tmp_path, stop, watchdog_s=1.5)
-    assert str(error).startswith("the collecting process failed: it does nothing, for 1.5 seconds")
+    assert str(error).startswith("the collecting process failed: it is stopped, by a signal (SIGSTOP), for 1.5 seconds")
     assert seconds < SOON
     assert_it_goes_on(tmp_path)
 
@@ -158,13 +161,35 @@ def test_nor_is_a_message_sent_unwatched_to_who_does_not_read():
         send(ours, bytes(8_000_000), wait)
 
 
+class LookedAtOnce:
+    """Deadlines of a stage that ends right after they were looked at."""
+
+    def __init__(self, seconds):
+        self.looks = iter([np.array([[time.monotonic() + seconds]]), np.zeros((1, 1))])
+
+    def copy(self):
+        return next(self.looks)
+
+
+def test_a_stage_that_ends_while_it_is_looked_at_is_not_late():
+    actor = object.__new__(ActorProcess)
+    actor.watchdog_s, actor._known, actor._at_nothing_since, closed = 60.0, True, None, []
+    actor.close = closed.append
+    actor._deadlines = LookedAtOnce(60.0)
+    actor._check_in_time()
+    actor._deadlines = LookedAtOnce(-1.0)
+    with pytest.raises(StageFailed, match="has not come to an end"):
+        actor._check_in_time()
+    assert len(closed) == 1
+
+
 def test_a_stop_before_it_goes_on(tmp_path):
     run = Run(load_config(settings_in(tmp_path, watchdog_s=0.2)))
     actor = run.phase.env.actor
     os.kill(actor.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     # the state of cameras is of megabytes, more than a pipe holds
-    with pytest.raises(StageFailed, match="it does nothing, for 2 seconds"):
+    with pytest.raises(StageFailed, match=r"it is stopped, by a signal \(SIGSTOP\), for 2 seconds"):
         actor.call("load_state_dict", {"picture": bytes(8_000_000)})
     assert time.monotonic() - began < SOON and actor.process.returncode is not None
 

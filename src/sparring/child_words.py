@@ -4,6 +4,7 @@ Where logging is not set up (nobody would keep it), a child says it where its pa
 """
 
 import logging
+import signal
 import subprocess
 from collections import deque
 from threading import Thread
@@ -22,6 +23,15 @@ def outputs() -> dict:
     """For `subprocess.Popen`, before `ChildWords`."""
     kept = logging.getLogger("sparring").handlers
     return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if kept else {}
+
+
+def hint_of_death(code: int) -> str:
+    """What an exit code often means, as the end of a sentence about it."""
+    hints = {
+        -signal.SIGKILL: "; killed, by hand or by the system: that often means out of memory, try fewer envs",
+        -signal.SIGBUS: "; often no room is left in shared memory, or in buffer.folder",
+    }
+    return hints.get(code, "")
 
 
 class ChildWords:

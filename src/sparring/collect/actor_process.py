@@ -3,7 +3,6 @@
 import logging
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparring.child_words import ChildWords, outputs
+from sparring.child_words import ChildWords, hint_of_death, outputs
 from sparring.collect.messages import CLOSE_S, FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
 from sparring.collect.shared import SharedTensors, receive, send
 from sparring.data.storage import Column
@@ -41,13 +40,6 @@ _DOING = {
     "gate": "scoring a rollout again (for the parity gate)",
     "share": "handing over a rollout",
     "wait": "waiting for weights",
-}
-
-
-# exit code -> what it often means
-_HINTS = {
-    -signal.SIGKILL: "; killed by the system: often out of memory, try fewer envs",
-    -signal.SIGBUS: "; often no room is left in shared memory, or in buffer.folder",
 }
 
 
@@ -161,9 +153,10 @@ class ActorProcess:
         self._at_nothing_since = self._at_nothing_since or now
         patience = self.watchdog_s * (1 if self._known else FIRST_TIME)
         if now - self._at_nothing_since > patience:
+            doing = "is stopped, by a signal (SIGSTOP)" if _is_stopped(self.process) else "does nothing"
             self.close(CLOSE_HUNG_S)
             given = f"{patience:g} seconds (rollout.watchdog_s; the first time {FIRST_TIME} times as long)"
-            raise StageFailed(f"the collecting process failed: it does nothing, for {given}")
+            raise StageFailed(f"the collecting process failed: it {doing}, for {given}")
 
     def _failed(self, failure: Failure) -> UserError:
         self.close()
@@ -175,7 +168,7 @@ class ActorProcess:
     def _death(self) -> StageFailed:
         self.close()
         code = self.process.returncode
-        hint = _HINTS.get(code, "")
+        hint = hint_of_death(code)
         log.debug("collecting process died with exit code %s", code)
         return StageFailed(
             f"the collecting process failed: it died with exit code {code}{hint}{self.words.last_words()}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sparring.child_words import ChildWords, outputs
+from sparring.child_words import ChildWords, hint_of_death, outputs
 from sparring.cores import usable_cores
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
@@ -221,7 +221,7 @@ class Member:
 
     def death(self) -> WorkerError:
         code = self._exit_code(CLOSE_S)
-        hint = "; killed by the system: often out of memory, try fewer envs" if code == -9 else ""
+        hint = hint_of_death(code)
         log.debug("%s died with exit code %s", self, code)
         return WorkerError(f"{self} died with exit code {code}{hint}{self.words.last_words()}")
 
