@@ -35,10 +35,11 @@ def draw(spans: list[dict]) -> Image.Image:
         name = stage if who in ("learner", "collector") else f"{stage}, {who.replace('collector', 'group')}"
         pen.text((LEFT - 16, y + BAR // 2), name, INK, font, anchor="rm")
         for span in spans:
-            first, last = span["begin"] - begin, min(span["end"] - begin, SECONDS)
-            if (span["who"], span["stage"]) == (who, stage) and last > max(first, 0):
+            first, last = max(span["begin"] - begin, 0.0), min(span["end"] - begin, SECONDS)
+            if (span["who"], span["stage"]) == (who, stage) and last > first:
+                left, right = LEFT + first * scale, LEFT + last * scale
                 # turns that follow each other at once are seen apart
-                pen.rectangle([LEFT + max(first, 0) * scale, y, LEFT + last * scale - 1, y + BAR], COLOURS[stage])
+                pen.rectangle([left, y, max(right - 1, left), y + BAR], COLOURS[stage])
     return page
 
 
