@@ -14,5 +14,6 @@ say "training: a world model, an explorer, and both against each other (about 6 
 sparring train all --config configs/quickstart.yaml --output outputs/quickstart_all
 
 say "done. Look at outputs/quickstart (videos/*.mp4, samples/*.png, episode_metrics.jsonl) and at
-    outputs/quickstart_all/{teacher,student,adversarial}_rl (samples/*_pred_vs_gt.png: predicted left, true right)"
+    outputs/quickstart_all/{teacher,adversarial}_rl (samples/*_pred_vs_gt.png: predicted left, true right).
+    Minutes are enough to see the phases at work, not for an explorer that finds more than noise does: docs/phases.md"
 echo "next:  . ${VENV:-.venv}/bin/activate && sparring --help"

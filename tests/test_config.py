@@ -217,6 +217,11 @@ def test_a_file_that_cannot_be_understood(tmp_path, text, said):
     assert unreadable(in_file(tmp_path, text)).startswith(said)
 
 
+def test_a_file_of_words_for_the_command_line(tmp_path):
+    said = unreadable(in_file(tmp_path, "seed=1\nthreads=2\n"))
+    assert said.endswith("e.g. 'seed: 1'; words like seed=1 go on the command line")
+
+
 def test_a_file_that_cannot_be_read(tmp_path):
     missing = "config file 'FILE': cannot read it (No such file or directory)"
     assert unreadable(tmp_path / "missing.yaml") == missing

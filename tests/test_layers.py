@@ -12,6 +12,7 @@ LAYERS = [
         "contract",
         "config",
         "config_text",
+        "cores",
         "errors",
         "resolve",
         "distributed",

@@ -397,6 +397,12 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
         "#   trainer.exp_name: mine  (line 1: a run is called what its folder is called: say output)",
     ]
     assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
+    # what is there stays, first of all what was imported
+    for there in ("f.yaml", "ours.yaml"):
+        before = (tmp_path / there).read_text()
+        assert main(["config", "import", "f.yaml", "--output", there]) == 2
+        assert capsys.readouterr().err.endswith(f"--output {there}: is there already, and stays; choose another name\n")
+        assert (tmp_path / there).read_text() == before
     assert main(["config", "import", "f.yaml", "wm"]) == 0
     assert "\nphase: teacher\n" in capsys.readouterr().out
     for words in (["import"], ["import", "f.yaml", "teacher", "x"], ["import", "f.yaml", "seed=1"], ["teacher", "x"]):

@@ -84,6 +84,31 @@ def test_an_evaluation_before_the_end_interrupts_nothing(tmp_path):
     assert (told["state"], told["why"], told["progress"]["fraction"]) == ("finished", "not trained", 0.0)
 
 
+def test_stopped_after_its_last_update_it_is_only_to_be_evaluated(tmp_path, monkeypatch):
+    run = Run(config_in(tmp_path))
+    step = run.phase.step
+
+    def step_and_stop(fraction):
+        metrics = step(fraction)
+        if run.fraction >= 1:
+            signal.raise_signal(signal.SIGTERM)
+        return metrics
+
+    monkeypatch.setattr(run.phase, "step", step_and_stop)
+    assert not run.run() and status_in(tmp_path)["state"] == "finished"
+    assert "stopped after 2 updates; saved. The same command evaluates it." in (tmp_path / "train.log").read_text()
+
+
+def test_more_threads_than_cores_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.run.usable_cores", lambda: 2)
+    config = config_in(tmp_path)
+    Run(config.model_copy(update={"threads": 2})).announce()
+    said = tmp_path / "train.log"
+    assert "threads=" not in said.read_text()
+    Run(config.model_copy(update={"threads": 3})).announce()
+    assert "threads=3, on 2 cores: more threads wait for each other" in said.read_text()
+
+
 def test_two_runs_of_a_process_keep_their_logs_apart(tmp_path):
     one, two = Run(config_in(tmp_path / "one")), Run(config_in(tmp_path / "two"))
     one.run()

@@ -164,8 +164,13 @@ def summary(output: Path) -> str:
         rows.append(("adversarial", "error on what earlier explorers found, nats a token", _text(now[-1]), told))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    looks = [f"to look at: {folder_of(phase, output)}{os.sep}samples, videos" for phase in CHAIN]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *looks])
+    looks = [_to_look_at(folder_of(phase, output)) for phase in CHAIN]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *filter(None, looks)])
+
+
+def _to_look_at(folder: Path) -> str | None:
+    there = [name for name in ("samples", "videos") if (folder / name).is_dir()]
+    return f"to look at: {folder}{os.sep}{', '.join(there)}" if there else None
 
 
 _EXPLORING = {

@@ -62,7 +62,9 @@ def _run(argv: list[str]) -> int:
         overrides, argv = split_overrides(train.with_dry_run_in_one_word(argv), flags_of(argv[0]))
     arguments, others = build_parser().parse_known_args(argv)
     if others:
-        raise UserError(f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes")
+        told = f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes"
+        is_key = len(others) > 1 and "." in others[0] and not others[0].startswith("-")
+        raise UserError(told + (f". Settings are written {others[0]}={others[1]}" if is_key else ""))
     arguments.words = words
     return arguments.command(arguments, overrides) or 0
 

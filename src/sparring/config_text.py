@@ -92,9 +92,9 @@ def read_settings(path: str | Path) -> list[Setting]:
         if root is None or root.tag == "tag:yaml.org,2002:null":
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigTextError(
-                f"config file '{path}' line 1: expected keys with values at the top level, e.g. 'seed: 1'"
-            )
+            told = f"config file '{path}' line 1: expected keys with values at the top level, e.g. 'seed: 1'"
+            hint = "; words like seed=1 go on the command line" if "=" in text.splitlines()[0] else ""
+            raise ConfigTextError(told + hint)
         return list(_leaves(loader, root, "", path.name))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

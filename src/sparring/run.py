@@ -19,6 +19,7 @@ from sparring.checkpoint import (
     remove_old,
     save_checkpoint,
 )
+from sparring.cores import usable_cores
 from sparring.distributed import Distributed
 from sparring.errors import LeftAlone
 from sparring.evaluate import Evaluation, evaluate_config
@@ -126,6 +127,9 @@ class Run:
             config.seed,
         )
         log.info("run folder: %s (its config.yaml says every setting)", self.folder)
+        for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
+            if threads and threads > usable_cores():
+                log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self._made())
 
@@ -323,7 +327,8 @@ class Run:
         if self.folder is not None:
             command = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
             updates = self.phase.progress.updates
-            log.warning("%s after %s updates; saved. %s goes on from here.", how, updates, command)
+            then = "evaluates it" if self.fraction >= 1 else "goes on from here"
+            log.warning("%s after %s updates; saved. %s %s.", how, updates, command, then)
 
     def _go_on_from(self, checkpoint) -> None:
         try:

@@ -25,7 +25,9 @@ class RolloutConfig(Section):
     mode: Literal["sync", "async"] = Field(
         "sync", description="sync: collect and learn in turns; async: at the same time, in two processes"
     )
-    staleness: int = Field(1, ge=0, description="updates that a rollout may be behind (async); 0: as sync, bit for bit")
+    staleness: int = Field(
+        1, ge=0, le=100, description="updates that a rollout may be behind (async); 0: as sync, bit for bit"
+    )
     least_ess: float = Field(
         0.5,
         ge=0,

@@ -1,7 +1,6 @@
 """`sparring config`."""
 
 import sys
-from pathlib import Path
 
 from sparring.commands.arguments import OPTIONS
 from sparring.commands.settings import config_of
@@ -47,7 +46,11 @@ def _import_config(arguments, overrides) -> int:
         print(text, end="")
         return 0
     try:
-        Path(arguments.output).write_text(text, encoding="utf-8")
+        # somebody's comments may be in there, those of the imported file for one
+        with open(arguments.output, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--output {arguments.output}: is there already, and stays; choose another name") from None
     except OSError as error:
         raise UserError(f"--output {arguments.output}: cannot write there ({error.strerror})") from None
     print(arguments.output)

@@ -24,6 +24,6 @@ ALIASES = {
 
 def unknown_phase(name: Any, *more: str) -> str:
     """What is said of a word that is neither a phase nor one of `more`."""
-    near = difflib.get_close_matches(str(name), [*PHASES, *more, *ALIASES], n=1)
+    near = difflib.get_close_matches(str(name), [*PHASES, *more, *ALIASES], n=1, cutoff=0.7)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"this phase is unknown; one of: {', '.join([*PHASES, *more])}{hint}"
