@@ -131,6 +131,24 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     assert launcher.returncode == 130
 
 
+def test_who_leaves_does_what_was_put_off_and_ends_nothing_else():
+    code = """
+import atexit
+from sparring.launch import leave
+
+class Aborts:
+    def __del__(self):
+        print("taken down")
+
+kept = Aborts()
+atexit.register(print, "put off")
+print("said", end=" ")
+leave(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "said put off\n", "")
+
+
 @pytest.mark.parametrize(
     ("codes", "told", "code"),
     [

@@ -1,3 +1,9 @@
-from sparring.cli import main
+import os
 
-raise SystemExit(main())
+from sparring.cli import main
+from sparring.launch import leave
+
+code = main()
+if "RANK" in os.environ:
+    leave(code)
+raise SystemExit(code)

@@ -3,6 +3,7 @@
 A process that dies or hangs ends the run: the others cannot go on without it, nor save.
 """
 
+import atexit
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from sparring.cores import share_of_cores
 from sparring.errors import LEFT_ALONE, UserError
@@ -40,6 +42,17 @@ def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path
         # nothing is left to put away; libraries, which classes of one's own may have brought, would take their time
         os._exit(code)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """The end of one of these processes: all that was put off until then is done, but libraries are not taken down.
+
+    Threads of gloo, which end with the interpreter, can abort the process where another one has hung up already.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _start(processes: int, arguments: list[str], signs: Path) -> list[subprocess.Popen]:
