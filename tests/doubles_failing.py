@@ -92,6 +92,8 @@ class Failing:
             raise ConnectionResetError("the simulator has gone")
         if word == "hang":
             time.sleep(600)
+        if word.startswith("slow"):
+            time.sleep(float(word.split()[1]))
 
 
 class Misremembers(ActorCritic):

@@ -21,6 +21,7 @@ from sparring.checkpoint import checkpoints
 from sparring.collect.actor_process import _DOING, ActorProcess, _is_stopped
 from sparring.collect.shared import receive, send
 from sparring.envs import ENVS
+from sparring.envs.make import make_env
 from sparring.errors import StageFailed, UserError
 from sparring.policies import POLICIES
 from sparring.resolve import resolve
@@ -194,14 +195,19 @@ def test_a_stop_before_it_goes_on(tmp_path):
     assert time.monotonic() - began < SOON and actor.process.returncode is not None
 
 
-def test_robots_that_take_long_to_put_away_are_put_away_once(tmp_path):
+# of the second it is in the middle when its learner has gone
+@pytest.mark.parametrize("step_s", [0.0, 1.6])
+def test_robots_that_take_long_to_put_away_are_put_away_once(tmp_path, step_s):
     settings = settings_in(tmp_path)
-    settings["env"] = settings["env"] | {"slow_close": 2.5}
+    settings["env"] = settings["env"] | {"slow_close": 1.5}
     run = Run(load_config(settings))
     run.phase.step(0.0)
+    if step_s:
+        (tmp_path / "word").write_text(f"slow {step_s}")
+        # until it has begun one
+        time.sleep(0.2)
     run.phase.env.close()
     assert (tmp_path / "word.closing").read_text().split() == ["begins", "ends"]
-    assert run.phase.env.actor.process.returncode == 0
 
 
 def test_an_error_of_the_simulators_own_connection_is_not_the_learner_hanging_up(tmp_path):
@@ -235,6 +241,17 @@ def test_a_worker_of_the_env_that_dies(tmp_path, gym_doubles):
     ):
         Run(load_config(settings)).run()
     assert [c.name for c in checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+
+
+def test_what_an_env_starts_can_be_asked_to_end(gym_doubles):
+    config = load_config({"env": {"name": "gym_doubles:HasSimulator", "vectorize": "process", "workers": 1}})
+    env = make_env(config.env, 1)
+    simulator = int(env.reset(0, "train", 0)["observation", "state"][0, 0])
+    os.kill(simulator, 0)
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began < 4
+    assert_gone(simulator)
 
 
 def test_what_a_person_can_mend_is_a_sentence(tmp_path, gym_doubles):

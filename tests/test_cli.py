@@ -136,6 +136,8 @@ def test_version(capsys):
         (["eval", "x", "--videos", "many"], "argument --videos: expected a whole number >= 0, got 'many'"),
         (["eval", "x", "--seed", "y"], "argument --seed: expected a whole number >= 0, got 'y'"),
         (["train", "finetune", "rollout.mode", "async"], "takes. Settings are written rollout.mode=async"),
+        (["train", "finetune", "a.yaml", "b.yaml"], "`sparring train --help` shows what it takes\n"),
+        (["tasks", "ppo.gamma", "1"], "`sparring tasks --help` shows what it takes\n"),
         (["tasks", "ppo.gamma=1"], "unrecognized arguments: ppo.gamma=1"),
         (["completion", "csh"], "argument shell: invalid choice: 'csh'"),
         (["train", "finetune", "--ppo.gama", "1"], "ppo.gama (from command line): unknown key; nearest: ppo.gamma"),

@@ -133,7 +133,8 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
 
 def test_who_leaves_does_what_was_put_off_and_ends_nothing_else():
     code = """
-import atexit
+import atexit, time
+from concurrent.futures import ThreadPoolExecutor
 from sparring.launch import leave
 
 class Aborts:
@@ -142,11 +143,12 @@ class Aborts:
 
 kept = Aborts()
 atexit.register(print, "put off")
+ThreadPoolExecutor().submit(lambda: (time.sleep(0.2), print("begun", end=" ")))
 print("said", end=" ")
 leave(7)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "said put off\n", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "said begun put off\n", "")
 
 
 @pytest.mark.parametrize(

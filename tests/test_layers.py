@@ -8,6 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 LAYERS = [
     {
+        "child_signals",
         "child_words",
         "contract",
         "config",

@@ -251,13 +251,21 @@ def test_room_that_is_reserved_is_there_or_refused(tmp_path, monkeypatch):
     assert sparse.file.stat().st_blocks == 0 and reserved.file.stat().st_blocks * 512 >= 1 << 20
     del sparse, reserved
 
-    def others_took_it(handle, offset, length):
-        raise OSError(errno.ENOSPC, "no space left on device")
+    def in_a_file_system_that_says(number):
+        def say(handle, offset, length):
+            raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", others_took_it)
-    with pytest.raises(UserError, match="the films needs 1.0 MB, but .* free; choose a smaller room"):
-        Memory.in_file(1 << 20, 1 << 20, tmp_path, True, "the films", "a smaller room", reserved=True)
+        monkeypatch.setattr(os, "posix_fallocate", say)
+        return Memory.in_file(1 << 20, 1 << 20, tmp_path, True, "the films", "a smaller room", reserved=True)
+
+    for taken in (errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(UserError, match="the films needs 1.0 MB, but .* free; choose a smaller room"):
+            in_a_file_system_that_says(taken)
+    with pytest.raises(OSError, match="Input/output error"):
+        in_a_file_system_that_says(errno.EIO)
     assert list(tmp_path.iterdir()) == []
+    # one that cannot reserve
+    assert in_a_file_system_that_says(errno.EOPNOTSUPP).file.stat().st_size == 1 << 20
 
 
 def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):

@@ -1,9 +1,14 @@
 import os
+import traceback
 
 from sparring.cli import main
 from sparring.launch import leave
 
-code = main()
-if "RANK" in os.environ:
-    leave(code)
-raise SystemExit(code)
+if "RANK" not in os.environ:
+    raise SystemExit(main())
+try:
+    code = main()
+except Exception:  # as the interpreter would, which would then take libraries down
+    traceback.print_exc()
+    code = 1
+leave(code)

@@ -63,10 +63,18 @@ def _run(argv: list[str]) -> int:
     arguments, others = build_parser().parse_known_args(argv)
     if others:
         told = f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes"
-        is_key = len(others) > 1 and "." in others[0] and not others[0].startswith("-")
-        raise UserError(told + (f". Settings are written {others[0]}={others[1]}" if is_key else ""))
+        raise UserError(told + _how_settings_are_written(argv[0], others))
     arguments.words = words
     return arguments.command(arguments, overrides) or 0
+
+
+def _how_settings_are_written(command: str, others: list[str]) -> str:
+    from sparring.completion import TAKES_OVERRIDES
+    from sparring.tree import Config
+
+    key, value = [*others, ""][:2]
+    is_setting = command in TAKES_OVERRIDES and key.partition(".")[0] in Config.model_fields
+    return f". Settings are written {key}={value}" if is_setting else ""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -49,6 +50,7 @@ def leave(code: int) -> NoReturn:
 
     Threads of gloo, which end with the interpreter, can abort the process where another one has hung up already.
     """
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

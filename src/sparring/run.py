@@ -128,7 +128,7 @@ class Run:
         )
         log.info("run folder: %s (its config.yaml says every setting)", self.folder)
         for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
-            if threads and threads > usable_cores():
+            if isinstance(threads, int) and threads > usable_cores():
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self._made())

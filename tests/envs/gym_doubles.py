@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import gymnasium
@@ -78,6 +79,21 @@ class Breaks(Counter):
             observation = observation * np.nan if self.how == "nan" else observation
             reward = np.inf if self.how == "inf" else reward
         return observation, reward, *rest
+
+
+class HasSimulator(Counter):
+    """A process of its own, whose number it shows in place of the steps, and which it asks to end."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.simulator = subprocess.Popen(["sleep", "300"])
+
+    def close(self):
+        self.simulator.terminate()
+        self.simulator.wait()
+
+    def _look(self):
+        return np.array([self.simulator.pid, 0.0, 0.0])
 
 
 class CannotDraw(Counter):

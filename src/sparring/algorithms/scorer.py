@@ -42,7 +42,11 @@ class Scorer:
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
     def expect_stale(self) -> None:
-        """For whoever is about to collect stale decisions: an update then tells their age also where all are fresh."""
+        """For whoever is about to collect stale decisions, and counts versions.
+
+        An update then tells their age also where all are fresh, and PPO's normalize_value knows what was judged before
+        its first one.
+        """
         self.check_correctable()
         self.expects_stale = True
 

@@ -9,7 +9,6 @@ closed, as it also is when the learner dies.
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from sparring.algorithms.parity import Parity
+from sparring.child_signals import leave_signals_to_the_parent
 from sparring.collect.gpu_queue import go_first
 from sparring.collect.messages import CLOSE_S, FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
 from sparring.collect.parcels import Parcels
@@ -106,7 +106,9 @@ class Line:
         time.sleep(LEAVE_S)
         closing = threading.Thread(target=self.at_hang_up, daemon=True)
         closing.start()
-        closing.join(CLOSE_S if self.ending else LEAVE_S)
+        closing.join(LEAVE_S)
+        if self.ending:
+            closing.join(CLOSE_S - LEAVE_S)
         os._exit(1)
 
     def _hang_up(self) -> None:
@@ -288,9 +290,7 @@ def _in_words(error: Exception) -> list[str]:
 
 
 def main() -> None:
-    # Ctrl-C, and whatever else ends a job, is for the learner, which saves and then hangs up
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_the_parent()
     # the learner keeps what is said here in its log of envs
     logging.basicConfig(format="%(levelname)s %(message)s")
     logging.getLogger("sparring").setLevel(logging.DEBUG)

@@ -1,6 +1,8 @@
 """`sparring config`."""
 
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from sparring.commands.arguments import OPTIONS
 from sparring.commands.settings import config_of
@@ -45,13 +47,19 @@ def _import_config(arguments, overrides) -> int:
     if not arguments.output:
         print(text, end="")
         return 0
-    try:
-        # somebody's comments may be in there, those of the imported file for one
-        with open(arguments.output, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"--output {arguments.output}: is there already, and stays; choose another name") from None
-    except OSError as error:
-        raise UserError(f"--output {arguments.output}: cannot write there ({error.strerror})") from None
+    _write(text, Path(arguments.output))
     print(arguments.output)
     return 0
+
+
+def _write(text: str, output: Path) -> None:
+    # somebody's comments may be in there, those of the imported file for one
+    if output.is_file():
+        raise UserError(f"--output {output}: is there already, and stays; choose another name")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        # half of it would be in the way of the next try
+        with suppress(OSError):
+            output.unlink()
+        raise UserError(f"--output {output}: cannot write there ({error.strerror})") from None

@@ -78,7 +78,7 @@ def _train(arguments, overrides) -> int:
     if arguments.dry_run:
         from sparring.dry_run import dry_run
 
-        print("dry run: one rollout, then one update; nothing is written", file=sys.stderr)
+        print("dry run: this may take a minute; nothing is written", file=sys.stderr)
         print(dry_run(config, only_rollout=arguments.dry_run == "rollout"))
         return 0
     from sparring.run import Run

@@ -23,6 +23,9 @@ from sparring.out_of_memory import free_ram
 Key = tuple[str, ...]
 # a cache line: what one process writes does not slow down what another reads beside it
 _ALIGNMENT = 64
+# what reserving fails with: there is no room, or the file system has no such thing
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _PREFIX, _SUFFIX = "sparring-buffer-", ".bin"
 
 
@@ -100,9 +103,14 @@ class Memory:
             raise UserError(told)
         handle, file = _new_file(folder)
         os.ftruncate(handle, nbytes)
-        if reserved and not _reserve(handle, nbytes):
+        try:
+            if reserved:
+                _reserve(handle, nbytes)
+        except OSError as error:
             _remove(handle, file)
-            raise UserError(told)
+            if error.errno in _NO_ROOM:
+                raise UserError(told) from None
+            raise
         memory = cls.open(file, nbytes)
         if shared:
             weakref.finalize(memory, _remove, handle, file)
@@ -163,17 +171,16 @@ def _new_file(folder: Path) -> tuple[int, Path]:
         os.close(handle)
 
 
-def _reserve(handle: int, nbytes: int) -> bool:
-    """False: there is no room for it."""
+def _reserve(handle: int, nbytes: int) -> None:
+    # macOS has none
+    if not hasattr(os, "posix_fallocate"):
+        return
     try:
-        # macOS has none
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, nbytes)
+        os.posix_fallocate(handle, 0, nbytes)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            return False
-        raise
-    return True
+        # where a file system cannot, it stays sparse
+        if error.errno not in _CANNOT:
+            raise
 
 
 def _remove(handle: int, file: Path) -> None:

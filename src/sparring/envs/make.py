@@ -56,7 +56,8 @@ def make_training_env(config, distributed, group: int = 0) -> Env:
     if rollout.groups > 1:
         # they simulate at the same time: all cores for each would be too many
         own = share_of_cores(rollout.groups)
-        env = env.model_copy(update={name: own for name in ("threads", "workers") if getattr(env, name, None) == 0})
+        shared = "workers" if isinstance(env, GymConfig) else "threads"
+        env = env.model_copy(update={shared: own}) if getattr(env, shared, None) == 0 else env
     return make_env(
         env,
         robots,

@@ -6,7 +6,6 @@ which also happens when the parent dies.
 
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
+from sparring.child_signals import leave_signals_to_the_parent
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.serial import Block, Fleet, Frames
@@ -123,9 +123,7 @@ def leave_with_the_parent(connection: Connection) -> None:
 
 
 def main() -> None:
-    # Ctrl-C, and whatever else ends a job, is for the parent, which then hangs up
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_the_parent()
     worker, connection = Worker(), Connection(int(sys.argv[1]))
     threading.Thread(target=leave_with_the_parent, args=(connection,), daemon=True).start()
     try:
