@@ -8,16 +8,11 @@ closed, as it also is when the learner dies.
 
 import logging
 import os
-import select
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +20,10 @@ import torch
 from sparring.algorithms.parity import Parity
 from sparring.child_signals import leave_signals_to_the_parent
 from sparring.collect.gpu_queue import go_first
-from sparring.collect.messages import CLOSE_S, FIRST_TIME, WATCHED, Begin, Failure, Made, NewVersion, Report, Start
+from sparring.collect.line import HungUp, Line
+from sparring.collect.messages import FIRST_TIME, WATCHED, Begin, Failure, Made, Report, Start
 from sparring.collect.parcels import Parcels
-from sparring.collect.shared import SharedTensors, finish_copies, pack, receive, send_packed
+from sparring.collect.shared import SharedTensors, finish_copies
 from sparring.collect.snapshot import SnapshotReader
 from sparring.collect.stages import Stages
 from sparring.data.row_writer import leaves
@@ -35,101 +31,6 @@ from sparring.data.storage import Column
 from sparring.distributed import exact_kernels
 from sparring.errors import UserError
 from sparring.random_state import random_state, seed_everything, set_random_state
-
-# what is left of a hung process to end in peace, after the learner hung up
-LEAVE_S = 1.0
-
-
-class HungUp(Exception):
-    """The learner is not there any more."""
-
-
-class Line:
-    """The pipe to the learner.
-
-    What is said is sent by a thread of its own: a learner that is busy does not hold up the robots. Another listens to
-    what the learner says, and a third for when it hangs up, as it also does when it dies.
-    """
-
-    def __init__(self, connection: Connection):
-        self.connection = connection
-        self.version, self.staleness, self.films, self.hung_up = -1, 0, 0, False
-        # it has heard of the end, and puts the robots away
-        self.ending = False
-        # what there is to put away then, in whatever the robots are at
-        self.at_hang_up: Callable[[], None] = lambda: None
-        self._news = threading.Condition()
-        self._sender = ThreadPoolExecutor(1)
-        threading.Thread(target=self._leave, daemon=True).start()
-
-    def say(self, message: Any) -> None:
-        """As it is now; it may change before it is sent."""
-        self._sender.submit(self._send, pack(message))
-
-    def finish(self) -> None:
-        """When all that was said is sent, or nobody is there to hear it."""
-        self._sender.shutdown()
-
-    def hear(self) -> Any:
-        try:
-            return receive(self.connection)
-        except (EOFError, OSError):
-            raise HungUp from None
-
-    def listen(self) -> None:
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _send(self, text: bytes) -> None:
-        try:
-            send_packed(self.connection, text)
-        except OSError:
-            self._hang_up()
-
-    def _listen(self) -> None:
-        with suppress(HungUp):
-            while True:
-                message = self.hear()
-                with self._news:
-                    if isinstance(message, NewVersion):
-                        self.version, self.staleness = message.version, message.staleness
-                    else:
-                        self.films = message.robots
-                    self._news.notify()
-
-    def _leave(self) -> None:
-        """Whoever waits for this process does not wait for robots in the middle of something."""
-        gone = select.poll()
-        # of no event but the end, which is always told
-        gone.register(self.connection.fileno(), 0)
-        gone.poll()
-        self._hang_up()
-        time.sleep(LEAVE_S)
-        closing = threading.Thread(target=self.at_hang_up, daemon=True)
-        closing.start()
-        closing.join(LEAVE_S)
-        if self.ending:
-            closing.join(CLOSE_S - LEAVE_S)
-        os._exit(1)
-
-    def _hang_up(self) -> None:
-        with self._news:
-            self.hung_up = True
-            self._news.notify()
-
-    def wait_for_turn(self, number: int) -> None:
-        """Until the rollout of this number may begin."""
-        with self._news:
-            self._news.wait_for(lambda: self.hung_up or self.version >= number - self.staleness)
-        self.check()
-
-    def check(self) -> None:
-        if self.hung_up:
-            raise HungUp
-
-    def take_films(self) -> int:
-        with self._news:
-            films, self.films = self.films, 0
-        return films
 
 
 class WatchedStages(Stages):
