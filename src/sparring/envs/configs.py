@@ -91,6 +91,6 @@ class GymConfig(Section):
     vectorize: Literal["serial", "process"] = Field(
         "serial", description="serial: all envs in this process; process: worker processes with shared memory"
     )
-    workers: int = Field(0, ge=0, description="worker processes when vectorize=process; 0 is one per core")
+    workers: int = Field(0, ge=0, description="processes of a group when vectorize=process; 0: one per core in all")
     success_return: float | None = Field(None, description="an episode that returns at least this much is a success")
     kwargs: dict = Field(default_factory=dict, description="passed on to gymnasium.make")
