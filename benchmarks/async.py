@@ -98,11 +98,11 @@ def bits(args) -> dict:
     """In how many settings all weights are the same after some updates, and in which they are not."""
     import torch
 
-    from sparring.config_text import parse_overrides
-    from sparring.distributed import Distributed
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
+    from sparring.noise import seed_everything
     from sparring.phases.finetune import Finetune
-    from sparring.random_state import seed_everything
-    from sparring.tree import load_config
+    from sparring.processes.distributed import Distributed
 
     small = ["rollout.n_envs=8", "rollout.steps=16", "threads=1", f"device={args.device}", "rollout.render_episodes=0"]
     flow = ["policy.name=flow", "policy.method=flow_noise", "rollout.action_steps=4"]

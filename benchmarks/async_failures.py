@@ -121,11 +121,11 @@ def policy(word: str) -> Callable:
 
 
 def workers(training: Training) -> list[psutil.Process]:
-    return training.find("sparring.envs.worker")
+    return training.find("sparring.envs.worker_main")
 
 
 def collecting(training: Training) -> list[psutil.Process]:
-    return training.find("sparring.collect.actor")
+    return training.find("sparring.collect.remote.actor")
 
 
 # the stage that was at work, or none

@@ -40,10 +40,10 @@ def time_updates(settings: list[str], updates: int, warm_up: int) -> Timing:
     """`updates` of them after `warm_up`."""
     import torch
 
-    from sparring.config_text import parse_overrides
-    from sparring.distributed import Distributed
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
     from sparring.phases.finetune import Finetune
-    from sparring.tree import load_config
+    from sparring.processes.distributed import Distributed
 
     config = load_config(None, parse_overrides(["phase=finetune", "rollout.render_episodes=0", *settings]))
     torch.set_num_threads(config.threads or 1)

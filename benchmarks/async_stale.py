@@ -74,9 +74,9 @@ def train(way: str, seed: int, minutes: float, changes: list[str], folder: Path)
     """Train until the last step or out of time; what is known of the run so far."""
     import torch
 
-    from sparring.config_text import parse_overrides
-    from sparring.run import Run
-    from sparring.tree import load_config
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
+    from sparring.runs.run import Run
 
     torch.set_num_threads(1)
     fixed = [f"seed={seed}", "threads=1", "env.threads=1", f"output={folder}", "rollout.render_episodes=0"]
@@ -110,8 +110,8 @@ def train(way: str, seed: int, minutes: float, changes: list[str], folder: Path)
 
 def judge(run, episodes: int) -> dict:
     """The greedy policy on held-out episodes, with 95 % intervals."""
-    from sparring.envs.make import make_env
-    from sparring.evaluate import play, wilson
+    from sparring.envs.env import make_env
+    from sparring.evaluation.play import play, wilson
 
     env = make_env(run.config.env, num_envs=50)
     played, _ = play(run.phase.policy, env, episodes, run.config.seed)
@@ -138,7 +138,7 @@ def summary(runs: dict) -> str:
 
 
 def _row(known: list[dict]) -> tuple:
-    from sparring.evaluate import wilson
+    from sparring.evaluation.play import wilson
 
     ends = [run["curve"][-1] for run in known]
     won = wilson(round(sum(end["success"] for end in ends) * EPISODES), EPISODES * len(ends))

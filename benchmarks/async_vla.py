@@ -65,7 +65,7 @@ def finetune(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]) -
 
 
 def _started(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]):
-    from sparring.run import Run
+    from sparring.runs.run import Run
 
     share, groups = way
     fixed = [f"pretrained={one.folder / 'imitate'}", f"output={one.folder / f'{mode}_{seed}'}", "resume=never"]

@@ -21,8 +21,8 @@ import torch
 from ring_hammer import hammer
 from tensordict import TensorDict
 
+from sparring.data.buffer import RolloutBuffer
 from sparring.data.ring import VLABuffer
-from sparring.data.rollout import RolloutBuffer
 
 CAMERAS = ("head", "wrist")
 AT_LEAST_5 = {"sense": ">=", "target": 5.0}

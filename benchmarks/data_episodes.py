@@ -23,10 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
-from sparring.data.mixed_windows import MixedWindows
-from sparring.data.prioritized_windows import PrioritizedWindows
-from sparring.data.sequential_windows import SequentialWindows
-from sparring.data.windows import ShuffledWindows
+from sparring.data.windows import MixedWindows, PrioritizedWindows, SequentialWindows, ShuffledWindows
 
 CAMERAS = ("head", "wrist")
 TARGET = 20_000

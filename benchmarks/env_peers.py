@@ -208,7 +208,7 @@ def _stepper(env) -> Turn:
 
 def _suite_world(task: str, robots: int, threads: int) -> tuple:
     """Robots at the start of an episode, all rows, and their goals `[n, 3]`."""
-    from sparring.envs.tabletop.tasks import find
+    from sparring.envs.tabletop.tasks.registry import find
     from sparring.envs.tabletop.world import World
 
     kind = find(task)

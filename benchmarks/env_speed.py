@@ -26,7 +26,7 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.scene import CONTROL_HZ, SUBSTEPS, TIMESTEP, load_mujoco
-from sparring.envs.tabletop.tasks import find
+from sparring.envs.tabletop.tasks.registry import find
 
 CORES = os.cpu_count() or 1
 TASK = "stack_d0"

@@ -14,8 +14,8 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS
 from sparring.envs.tabletop.experts import EXPERTS, Expert
-from sparring.envs.tabletop.tasks import TASKS
-from sparring.evaluate import wilson
+from sparring.envs.tabletop.tasks.registry import TASKS
+from sparring.evaluation.play import wilson
 
 # tasks that can be done
 GUIDED = [name for name, task in TASKS.items() if type(task) in EXPERTS]

@@ -20,8 +20,8 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
 from sparring.envs.backend import EnvSpec
 from sparring.policies.configs import FlowConfig
-from sparring.policies.flow import FlowPolicy
-from sparring.policies.flow_terms import Terms
+from sparring.policies.flow.chain import Terms
+from sparring.policies.flow.policy import FlowPolicy
 
 METHODS = ("flow_sde", "flow_sde_one_step", "flow_noise")
 CHUNK, DIMS, STATE, SIZE = 8, 8, 24, 64

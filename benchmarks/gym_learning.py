@@ -121,11 +121,11 @@ class Judge:
 
 
 def train_sparring(problem: Problem, seed: int, total_steps: int, sde: bool) -> dict:
-    from sparring.config_text import Setting
-    from sparring.envs.make import make_env
-    from sparring.evaluate import play
-    from sparring.run import Run
-    from sparring.tree import load_config
+    from sparring.config.schema import load_config
+    from sparring.config.text import Setting
+    from sparring.envs.env import make_env
+    from sparring.evaluation.play import play
+    from sparring.runs.run import Run
 
     settings = {"seed": seed, "device": "cpu", "training.total_timesteps": total_steps}
     if problem.zoo_sde and not sde:

@@ -19,7 +19,7 @@ import torch
 from parity_cases import HEADS, METHODS, MUTANTS, REPLAY, gate, rollout_of
 
 from sparring.algorithms.parity import Parity
-from sparring.distributed import Distributed
+from sparring.processes.distributed import Distributed
 
 RESULTS = report.RESULTS / "parity.json"
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}

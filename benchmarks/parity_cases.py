@@ -13,12 +13,12 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.parity import Parity, measure_parity
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
-from sparring.data.rollout import RolloutBuffer
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.backend import EnvSpec, Step
 from sparring.envs.env import Env
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, FlowConfig
-from sparring.policies.flow import FlowPolicy
+from sparring.policies.flow.policy import FlowPolicy
 
 METHODS = {
     "flow_sde": {"method": "flow_sde"},

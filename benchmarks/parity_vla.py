@@ -30,7 +30,7 @@ from vla_cases import KINDS, MUTANTS, ON_A_GPU_IN_BF16, rollout_of, settings_of
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.parity import limits_of, measure_parity
 from sparring.algorithms.ppo import PPO
-from sparring.distributed import Distributed
+from sparring.processes.distributed import Distributed
 
 RESULTS = report.RESULTS / "parity_vla.json"
 COLUMNS = ("drift", "sample", "score", "value")

@@ -12,8 +12,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
-from sparring.data.rollout import RolloutBuffer
-from sparring.distributed import Distributed
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import Env
@@ -21,6 +20,7 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.phases.finetune import Finetune
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig
+from sparring.processes.distributed import Distributed
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _GymMaker:
     cameras: tuple[str, ...]
 
     def __call__(self) -> gymnasium.Env:
-        from sparring.envs.registration import register
+        from sparring.envs.registered import register
 
         register()
         return gymnasium.make("sparring/reach_d0", cameras=self.cameras)

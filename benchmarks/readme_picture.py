@@ -16,15 +16,14 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparring.api import load_policy
-from sparring.checkpoint import checkpoint_folder
 from sparring.collect.camera import Film
+from sparring.config.schema import load_config
 from sparring.envs.env import Env
-from sparring.evaluate import held_out_env, play
-from sparring.policies.make import make_policy
-from sparring.policies.policy import Policy
-from sparring.random_state import seed_everything
+from sparring.evaluation.play import held_out_env, play
+from sparring.noise import seed_everything
+from sparring.policies.policy import Policy, make_policy
 from sparring.record.films import by_camera
-from sparring.tree import load_config
+from sparring.runs.checkpoint import checkpoint_folder
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "learning.webp"
 EPISODES = 2

@@ -54,9 +54,9 @@ ALIKE = {"threads": 1, "env.threads": 1, "device": "cpu"}
 
 def train(settings: dict, recorded: bool) -> dict[str, float]:
     """In this process, when there is a line to read; CPU seconds."""
-    from sparring.config_text import parse_overrides
-    from sparring.run import Run
-    from sparring.tree import load_config
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
+    from sparring.runs.run import Run
 
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     run = Run(load_config(None, parse_overrides(words)), folder=recorded, quiet=True)

@@ -77,9 +77,9 @@ class Stages:
         return demos
 
     def load(self, name: str, fixed: list[str], not_for: tuple[str, ...]):
-        from sparring.config_text import parse_overrides, read_settings
-        from sparring.inherit import with_inherited
-        from sparring.tree import load_config
+        from sparring.config.inherit import with_inherited
+        from sparring.config.schema import load_config
+        from sparring.config.text import parse_overrides, read_settings
 
         machine = [f"seed={self.seed}", f"device={self.device}", "threads=1", f"env.threads={self.threads}"]
         changes = [change for change in self.changes if not change.startswith(not_for)]
@@ -87,7 +87,7 @@ class Stages:
         return load_config(None, with_inherited(settings))
 
     def _imitate(self, record: dict) -> None:
-        from sparring.run import Run
+        from sparring.runs.run import Run
 
         demos = ",".join(str(folder) for folder in self._record())
         fixed = [f"imitate.demos=[{demos}]", f"output={self.folder / 'imitate'}"]
@@ -100,7 +100,7 @@ class Stages:
 
     def _fine_tune(self, record: dict) -> bool:
         """Until the last step or out of time; whether it is done."""
-        from sparring.run import Run
+        from sparring.runs.run import Run
 
         every = self.problem.evaluate_every
         fixed = [f"pretrained={self.folder / 'imitate'}", f"output={self.folder / 'finetune'}"]
@@ -163,8 +163,8 @@ def tell(results: Path, summary: Callable) -> None:
 
 def play(policy, config, episodes: int, greedy: bool) -> list:
     """Held-out episodes, the same ones every time."""
-    from sparring.envs.make import make_env
-    from sparring.evaluate import play as play_in
+    from sparring.envs.env import make_env
+    from sparring.evaluation.play import play as play_in
 
     # a multiple of 1, 2 and 3 tasks
     env = make_env(config.env, num_envs=48, device=next(policy.parameters()).device)
@@ -174,7 +174,7 @@ def play(policy, config, episodes: int, greedy: bool) -> list:
 
 
 def rate(episodes: list) -> dict:
-    from sparring.evaluate import wilson
+    from sparring.evaluation.play import wilson
 
     found = wilson(sum(episode.success for episode in episodes), len(episodes))
     return {"success": found.rate, "low": round(found.low, 4), "high": round(found.high, 4)}

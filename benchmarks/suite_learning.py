@@ -48,9 +48,9 @@ def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path
     """Train until the config's last step or out of time; what is known of the run so far."""
     import torch
 
-    from sparring.config_text import parse_overrides
-    from sparring.run import Run
-    from sparring.tree import load_config
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
+    from sparring.runs.run import Run
 
     torch.set_num_threads(1)
     problem = PROBLEMS[name]
@@ -81,8 +81,8 @@ def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path
 
 def judge(run, config) -> dict:
     """The greedy policy on held-out episodes, the same ones every time."""
-    from sparring.envs.make import make_env
-    from sparring.evaluate import play, wilson
+    from sparring.envs.env import make_env
+    from sparring.evaluation.play import play, wilson
 
     env = make_env(config.env, num_envs=50, device=run.distributed.device)
     episodes, _ = play(run.phase.policy, env, EPISODES, config.seed)

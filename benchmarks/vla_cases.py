@@ -13,14 +13,13 @@ from parity_cases import DIMS, REPLAY, STATE, Drifting
 from torch import nn
 
 from sparring.collect.collector import Collector
-from sparring.config import Section
-from sparring.data.rollout import RolloutBuffer
+from sparring.config.section import Section
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
-from sparring.policies.make import make_policy
-from sparring.policies.native_configs import NativeVLAConfig
-from sparring.policies.pi0_configs import PI0PolicyConfig
-from sparring.policies.policy import Policy
-from sparring.policies.vla_configs import VLAConfig
+from sparring.policies.configs import PI0PolicyConfig
+from sparring.policies.native.config import NativeVLAConfig
+from sparring.policies.policy import Policy, make_policy
+from sparring.policies.vla.config import VLAConfig
 
 INSTRUCTIONS = ("push", "lift it")
 # fewer than the horizon: not all that is planned is executed

@@ -45,7 +45,7 @@ class Misled:
 
 def judge(policy, config) -> dict:
     """way -> task -> its rate."""
-    from sparring.envs.make import make_env
+    from sparring.envs.env import make_env
 
     env = make_env(config.env, len(TASKS))
     # one for each instruction
@@ -82,7 +82,7 @@ def summary(runs: dict[str, dict]) -> str:
 
 def _pooled(runs: dict[str, dict], way: str, task: str) -> list[str]:
     """Before and after RL, over all seeds."""
-    from sparring.evaluate import wilson
+    from sparring.evaluation.play import wilson
 
     each = EPISODES // len(TASKS)
     told = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparring import GRPO, PPO, Trainer, load_config, load_policy, make_env, make_policy
-from sparring.run import Run
+from sparring.runs.run import Run
 
 SMALL = {
     "rollout": {"n_envs": 4, "max_episode_steps": 10},
@@ -101,8 +101,8 @@ def test_a_folder_needs_parts_that_can_be_made_again(tmp_path):
 
 
 def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
-    from sparring.config_text import Setting
-    from sparring.evaluate_run import evaluate_checkpoint
+    from sparring.config.text import Setting
+    from sparring.evaluation.of_run import evaluate_checkpoint
 
     run = Run(load_config(SMALL | {"output": str(tmp_path)}))
     run.run()

@@ -14,11 +14,11 @@ import tiny_pi0
 from metric_names import unexplained
 
 import sparring.data
-from sparring.cli import build_parser, main
-from sparring.completion import COMMANDS
+from sparring.cli.completion import COMMANDS
+from sparring.cli.main import build_parser, main
+from sparring.config.schema import load_config
 from sparring.record.names import FLAT
-from sparring.summary import next_commands
-from sparring.tree import load_config
+from sparring.runs.summary import next_commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

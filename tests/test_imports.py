@@ -25,7 +25,7 @@ def loaded_after(code: str) -> set[str]:
 def command(*words: str, code: int = 0) -> str:
     """A program that runs `sparring WORDS` and checks its exit code."""
     return (
-        "from sparring.cli import main\n"
+        "from sparring.cli.main import main\n"
         f"try: code = main({list(words)!r})\n"
         "except SystemExit as stop: code = stop.code or 0\n"
         f"assert code == {code}, code"
@@ -115,7 +115,7 @@ def test_every_name_of_the_package_exists():
 
 
 def test_torchvision_is_absent_or_importable():
-    from sparring.check import torchvision_finding
+    from sparring.cli.check import torchvision_finding
 
     what, fine, seen = torchvision_finding()
     assert (what, fine) == ("torchvision", True), seen

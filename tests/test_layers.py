@@ -115,8 +115,8 @@ def test_the_package_itself_imports_nothing_of_ours():
 @pytest.mark.parametrize(
     ("part", "name", "code", "said"),
     [
-        ("envs", "env", "from sparring.run import Run", "line 1 imports 'run' of layer 7, but is in layer 1; "),
-        ("data", "x", "def f():\n  import sparring.cli", "line 2 imports 'cli' of layer 8, but is in layer 1; "),
+        ("envs", "env", "from sparring.runs.run import Run", "line 1 imports 'run' of layer 7, but is in layer 1; "),
+        ("data", "x", "def f():\n  import sparring.cli.main", "line 2 imports 'cli' of layer 8, but is in layer 1; "),
         ("policies", "x", "from sparring import phases", "line 1 imports 'phases' of layer 5, but is in layer 1; "),
         ("envs", "env", "from sparring.new_thing import X", "line 1 imports 'new_thing', which is in no layer; "),
         ("collect", "configs", "from sparring.envs.configs import X", "line 1 imports 'envs.configs'; a configs.py "),

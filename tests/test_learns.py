@@ -1,7 +1,7 @@
 """The built-in task is learned, in seconds, by the defaults that the quickstart uses."""
 
-from sparring.run import Run
-from sparring.tree import load_config
+from sparring.config.schema import load_config
+from sparring.runs.run import Run
 
 
 def test_reach_d0_is_learned_and_random_is_not(tmp_path):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparring.data.statistics import of_numbers
+from sparring.data.lerobot import of_numbers
 from sparring.normalize import Normalizer, RunningNormalizer, fit_all
 
 

@@ -23,10 +23,10 @@ import torch
 import transformers
 from transformers import PI0Config, PI0ForConditionalGeneration
 
-from sparring.policies.native.convert import from_transformers, settings_of
-from sparring.policies.native.fast import CudaGraph, Fast
+from sparring.policies.native.checkpoint import from_transformers, settings_of
+from sparring.policies.native.config import PRESETS
+from sparring.policies.native.hopper.graphs import CudaGraph, Fast
 from sparring.policies.native.model import Inputs, NativeModel
-from sparring.policies.native.presets import PRESETS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import report  # noqa: E402

@@ -51,9 +51,9 @@ def outcome(args) -> dict:
 
 
 def _config(teacher: Path, folder: Path, seed: int, changes: list[str]):
-    from sparring.config_text import parse_overrides
-    from sparring.inherit import with_inherited
-    from sparring.tree import load_config
+    from sparring.config.inherit import with_inherited
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
 
     fixed = [*SETTINGS, f"adversarial.teacher={teacher}", f"seed={seed}", f"output={folder}"]
     return load_config(None, with_inherited(parse_overrides([*fixed, *changes])))
@@ -80,8 +80,8 @@ def on_random(models: dict, config, seed: int) -> dict[str, float]:
     import torch
     from noise_policy import Noise, NoiseConfig
 
-    from sparring.envs.make import make_env
-    from sparring.measures.held_out import held_out_episodes
+    from sparring.envs.env import make_env
+    from sparring.evaluation.play import held_out_episodes
 
     chunk, robots = config.rollout.action_steps, 16
     env = make_env(config.env, robots, config.rollout.max_episode_steps)

@@ -12,9 +12,9 @@ STEPS = 192_000
 
 
 def explorer_config(teacher: Path, folder: Path, seed: int, changes: list[str], phase: str = "student"):
-    from sparring.config_text import parse_overrides
-    from sparring.inherit import with_inherited
-    from sparring.tree import load_config
+    from sparring.config.inherit import with_inherited
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
 
     fixed = [f"phase={phase}", f"{phase}.teacher={teacher}", f"seed={seed}", f"output={folder}"]
     fixed += ["device=cpu", "threads=1", "env.threads=1", f"training.total_timesteps={STEPS}"]

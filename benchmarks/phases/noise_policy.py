@@ -5,7 +5,7 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.config import Section
+from sparring.config.section import Section
 from sparring.policies.random import ColouredNoise, share_of
 
 

@@ -36,8 +36,8 @@ ADVERSARIAL = ["adversarial.warmup_steps=0", "adversarial.wm_updates_per_iter=20
 
 def teach(seed: int, minutes: float, folder: Path, device: str) -> Path | None:
     """A world model of the scene with the screen on; None where it is not done."""
-    from sparring.config_text import parse_overrides
-    from sparring.tree import load_config
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
 
     given = [*SETTINGS, f"seed={seed}", f"output={folder}", f"device={device}", "env.noise_screen=true"]
     run, record = train(load_config(None, parse_overrides(given)), minutes)
@@ -61,8 +61,8 @@ def explore(paid: str, teacher: Path, args) -> tuple:
 def screen_share(policy, config) -> float:
     """Mean share of the wrist camera's pixels that show the screen."""
     from sparring.collect.collector import Collector
-    from sparring.envs.make import make_env
-    from sparring.envs.tabletop.render import SCREEN_LABEL
+    from sparring.envs.env import make_env
+    from sparring.envs.tabletop.render.render import SCREEN_LABEL
 
     env = make_env(config.env.model_copy(update={"segmentation": True}), 32)
     collector = Collector(env, policy, config.seed, split="eval", chunk=config.rollout.action_steps)
@@ -75,7 +75,7 @@ def screen_share(policy, config) -> float:
 
 def the_noise(config):
     """What the world model was taught with: half of the robots uniform, half coloured."""
-    from sparring.envs.make import make_env
+    from sparring.envs.env import make_env
     from sparring.policies.random import ColouredNoise, share_of
 
     env = make_env(config.env, 1)

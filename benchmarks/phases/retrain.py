@@ -20,18 +20,18 @@ from exploring import explorer_config
 from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, tried, with_student
 from tensordict import TensorDict
 
-from sparring.algorithms.world_model_learner import WorldModelLearner
+from sparring.algorithms.world_model import WorldModelLearner
 from sparring.api import load_policy, load_world_model, make_env, make_world_model
-from sparring.checkpoint import checkpoint_folder, load_spec
 from sparring.collect.collector import Collector
 from sparring.data import EpisodeRecorder, EpisodeStore, ShuffledWindows
-from sparring.distributed import Distributed
 from sparring.envs.tabletop.experts import Expert
-from sparring.measures.held_out import held_out_episodes
-from sparring.measures.world_model import measure
+from sparring.evaluation.play import held_out_episodes
+from sparring.evaluation.world_model import measure
 from sparring.phases.replay import Replay
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, share_of
+from sparring.processes.distributed import Distributed
+from sparring.runs.checkpoint import checkpoint_folder, load_spec
 
 RESULTS = report.RESULTS / "phases_retrain.json"
 TASKS, EVERYBODY = ("push_d0", "lift_d0", "place_d0"), ("copy", "teacher", "random", "explorer")

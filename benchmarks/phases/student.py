@@ -47,8 +47,8 @@ def paid(run, curve: list[dict]) -> dict:
 
 def judge(run, config) -> dict:
     """The explorer beside random actions, on held-out episodes."""
-    from sparring.envs.make import make_env
-    from sparring.measures.exploration import beside_random, showing_objects
+    from sparring.envs.env import make_env
+    from sparring.evaluation.exploration import beside_random, showing_objects
 
     env = make_env(showing_objects(config.env), 32)
     policy = run.phase.policy.eval()

@@ -56,8 +56,8 @@ def outcome(args) -> dict:
 
 
 def _config(folder: Path, seed: int, memory: bool, changes: list[str]):
-    from sparring.config_text import parse_overrides
-    from sparring.tree import load_config
+    from sparring.config.schema import load_config
+    from sparring.config.text import parse_overrides
 
     own = [f"seed={seed}", f"output={folder}", f"world_model.remembers={str(memory).lower()}"]
     return load_config(None, parse_overrides([*SETTINGS, *own, f"evaluation.episodes={EPISODES}", *changes]))
@@ -70,7 +70,7 @@ def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
     """
     import torch
 
-    from sparring.run import Run
+    from sparring.runs.run import Run
 
     torch.set_num_threads(1)
     run = Run(config, quiet=True)
@@ -96,7 +96,7 @@ def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
 
 def judge(run, config) -> dict:
     """Held-out episodes, with what each pixel belongs to, which the model is not shown."""
-    from sparring.measures.evaluation import evaluate_world_model
+    from sparring.evaluation.world_model import evaluate_world_model
 
     evaluation = evaluate_world_model(config, run.phase.model.eval(), "cpu")
     print(evaluation.table(), flush=True)

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
+from sparring.cli.tasks import head, task_rows
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.gallery import head, task_rows
-from sparring.record.pictures import write_png
-from sparring.record.sheet import contact_sheet
+from sparring.record.overlay import contact_sheet, write_png
 
 HERE = Path(__file__).parent
 # one colour per number of a segmentation: nothing, scenery, robot, two objects

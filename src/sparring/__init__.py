@@ -10,9 +10,9 @@ __version__ = "0.1.0"
 _WHERE = {
     "Trainer": "sparring.api",
     "load_policy": "sparring.api",
-    "load_config": "sparring.inherit",
-    "make_env": "sparring.envs.make",
-    "make_policy": "sparring.policies.make",
+    "load_config": "sparring.config.inherit",
+    "make_env": "sparring.envs.env",
+    "make_policy": "sparring.policies.policy",
     "VLAModelInterface": "sparring.policies.vla.interface",
     "VLAPolicy": "sparring.policies.vla.policy",
     "load_vla_model": "sparring.policies.vla.load",

@@ -1,8 +1,8 @@
 import os
 import traceback
 
-from sparring.cli import main
-from sparring.launch import leave
+from sparring.cli.main import main
+from sparring.processes.launch import leave
 
 if "RANK" not in os.environ:
     raise SystemExit(main())

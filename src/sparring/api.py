@@ -16,20 +16,17 @@ from pathlib import Path
 
 from sparring.algorithms.grpo import GRPO
 from sparring.algorithms.ppo import PPO
-from sparring.checkpoint import checkpoint_folder, load_spec, load_weights
-from sparring.config_text import read_settings
-from sparring.envs.env import Env
-from sparring.envs.make import make_env
+from sparring.config.schema import load_config
+from sparring.config.text import read_settings
+from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
-from sparring.evaluate import Evaluation, evaluate
+from sparring.evaluation.play import Evaluation, evaluate
 from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
-from sparring.policies.make import make_policy
-from sparring.policies.policy import Policy
-from sparring.run import Run
-from sparring.tree import load_config
-from sparring.world_models.make import make_world_model
-from sparring.world_models.world_model import WorldModel
+from sparring.policies.policy import Policy, make_policy
+from sparring.runs.checkpoint import checkpoint_folder, load_spec, load_weights
+from sparring.runs.run import Run
+from sparring.world_models.world_model import WorldModel, make_world_model
 
 
 class Trainer:

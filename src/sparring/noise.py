@@ -1,10 +1,15 @@
-"""Randomness keyed by (seed, env, decision), never by the order of drawing.
+"""Random numbers: noise keyed by (seed, env, decision), and the global generators."""
 
-A policy is handed uniform numbers and turns them into whatever it draws from; so a result does not depend on timing,
-on how envs are batched, or on who drew before.
-"""
+import random
 
 import numpy as np
+import torch
+
+# ---- Randomness keyed by (seed, env, decision), never by the order of drawing.
+#
+# A policy is handed uniform numbers and turns them into whatever it draws from; so a result does not depend on timing,
+# on how envs are batched, or on who drew before.
+
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BITS = 23  # the middle of each of 2^23 cells of (0, 1) is exact in float32, and never 0 or 1
@@ -26,3 +31,35 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+# ---- The global random generators: seeded, told and put back.
+
+
+def seed_everything(seed: int) -> None:
+    """Weights of fresh networks and whatever a user's env or model draws from the global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> dict:
+    """In tensors and plain values, so that reading it back never runs code."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: dict, device: torch.device) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

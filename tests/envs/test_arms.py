@@ -9,17 +9,17 @@ from gymnasium.utils.env_checker import check_env
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.registration import register
+from sparring.envs.registered import register
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.arm import DUAL
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS, HandMover
-from sparring.envs.tabletop.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, handles, rotations
 from sparring.envs.tabletop.experts import Expert
-from sparring.envs.tabletop.manipulate import REACHABLE
 from sparring.envs.tabletop.scene import Scene, load_mujoco
-from sparring.envs.tabletop.task import Situation
-from sparring.envs.tabletop.tasks import find
+from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, handles, rotations
+from sparring.envs.tabletop.tasks.manipulate import REACHABLE
+from sparring.envs.tabletop.tasks.registry import find
 from sparring.errors import UserError
 
 # entries of an action of one arm, by control mode

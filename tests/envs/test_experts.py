@@ -7,12 +7,12 @@ import pytest
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.tabletop import tasks
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS
 from sparring.envs.tabletop.experts import EXPERTS, Expert, keyed_normal
-from sparring.envs.tabletop.reach import Reach
-from sparring.envs.tabletop.tasks import TASKS
+from sparring.envs.tabletop.tasks import registry as tasks
+from sparring.envs.tabletop.tasks.reach import Reach
+from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
 
 

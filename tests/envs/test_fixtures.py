@@ -7,17 +7,18 @@ import pytest
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.tabletop import drawer, observe, tasks
+from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.button import cap_top
-from sparring.envs.tabletop.drawer import knob_now, knobs
 from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.kinematics import Kinematics, select
-from sparring.envs.tabletop.manipulate import REACHABLE
+from sparring.envs.tabletop.objects import TOYS, Zone, footprint, place_clutter, with_clutter
 from sparring.envs.tabletop.scene import Scene
-from sparring.envs.tabletop.task import Situation
-from sparring.envs.tabletop.tasks import find
-from sparring.envs.tabletop.things import TOYS, Zone, footprint, place_clutter, with_clutter
+from sparring.envs.tabletop.tasks import mechanisms as drawer
+from sparring.envs.tabletop.tasks import registry as tasks
+from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.manipulate import REACHABLE
+from sparring.envs.tabletop.tasks.mechanisms import cap_top, knob_now, knobs
+from sparring.envs.tabletop.tasks.registry import find
 from sparring.errors import UserError
 
 FIXTURES = [f"{name}_d{d}" for name in ("drawer", "button") for d in range(3)]

@@ -10,18 +10,18 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from tensordict import TensorDict
 
+from sparring.config.schema import load_config
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.make import make_env
-from sparring.envs.registration import register
+from sparring.envs.env import make_env
+from sparring.envs.registered import register
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.tasks import TASKS
+from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
 from sparring.policies.configs import ActorCriticConfig
-from sparring.policies.make import make_policy
-from sparring.run import Run
-from sparring.tree import load_config
+from sparring.policies.policy import make_policy
+from sparring.runs.run import Run
 
 
 def _seen(**config):

@@ -6,8 +6,8 @@ from gymnasium import spaces
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym_env import ActionMap, GymRobot, ObservationMap, pack, unpack
-from sparring.envs.serial import SerialBackend
+from sparring.envs.gym import ActionMap, GymRobot, ObservationMap, pack, unpack
+from sparring.envs.gym_batch import SerialBackend
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
 

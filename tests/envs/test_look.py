@@ -11,12 +11,12 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.look import rotations
-from sparring.envs.tabletop.points import point_clouds
-from sparring.envs.tabletop.raster import draw
-from sparring.envs.tabletop.render import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer, side_by_side
+from sparring.envs.tabletop.randomize import rotations
+from sparring.envs.tabletop.render.geometry import PLANE
+from sparring.envs.tabletop.render.points import point_clouds
+from sparring.envs.tabletop.render.raster import draw
+from sparring.envs.tabletop.render.render import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer, side_by_side
 from sparring.envs.tabletop.scene import BALL, Part, compile_scene, standard_parts
-from sparring.envs.tabletop.surfaces import PLANE
 from sparring.errors import UserError
 
 CAMERAS = ("head", "wrist")

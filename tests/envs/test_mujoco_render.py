@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from sparring.envs.tabletop import mujoco_render
 from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.render import GOAL, OBJECTS, Renderer
+from sparring.envs.tabletop.render import mujoco as mujoco_render
+from sparring.envs.tabletop.render.render import GOAL, OBJECTS, Renderer
 from sparring.envs.tabletop.scene import Marker, Part, compile_scene, standard_parts
 from sparring.errors import UserError
 

@@ -12,9 +12,9 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import RED, Scene
-from sparring.envs.tabletop.task import Situation
-from sparring.envs.tabletop.tasks import TASKS, WIDE, find
-from sparring.evaluate import Episode, score_by_task
+from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.registry import TASKS, WIDE, find
+from sparring.evaluation.play import Episode, score_by_task
 
 TABLE_TASKS = [name for name, task in TASKS.items() if hasattr(task, "cube")]
 MIXED = ("reach_d0", "lift_d2", "push_d2")

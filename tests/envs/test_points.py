@@ -4,8 +4,8 @@ import numpy as np
 
 from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.points import CROP_HIGH, CROP_LOW, point_clouds
-from sparring.envs.tabletop.render import Renderer
+from sparring.envs.tabletop.render.points import CROP_HIGH, CROP_LOW, point_clouds
+from sparring.envs.tabletop.render.render import Renderer
 from sparring.envs.tabletop.scene import compile_scene
 
 EVERYWHERE = np.full(3, -10.0), np.full(3, 10.0)

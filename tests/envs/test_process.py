@@ -14,9 +14,9 @@ import pytest
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.process import ProcessBackend, WorkerError, _slices
-from sparring.envs.serial import SerialBackend
-from sparring.envs.worker import LEAVE_S
+from sparring.envs.gym_batch import SerialBackend
+from sparring.envs.worker_main import LEAVE_S
+from sparring.envs.workers import ProcessBackend, WorkerError, _slices
 from sparring.errors import UserError
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
@@ -230,7 +230,7 @@ SCRIPT = f"""
 import sys, numpy as np
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.process import ProcessBackend
+from sparring.envs.workers import ProcessBackend
 config = GymConfig(name="{DOUBLES}:Breaks", workers=2, kwargs=dict(how=sys.argv[1], length=3))
 backend = ProcessBackend(config, 2)
 backend.reset(EpisodeSeeds(0))

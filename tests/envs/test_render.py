@@ -5,11 +5,11 @@ import pytest
 
 from sparring.envs.tabletop.arm import HOME
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.look import AMBIENT, BACKGROUND, SKY, SUN, TO_SUN, standard_look
-from sparring.envs.tabletop.raster import Shapes, draw
-from sparring.envs.tabletop.render import Renderer
+from sparring.envs.tabletop.randomize import AMBIENT, BACKGROUND, SKY, SUN, TO_SUN, standard_look
+from sparring.envs.tabletop.render.geometry import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE, TILE, TILE_CONTRAST
+from sparring.envs.tabletop.render.raster import Shapes, draw
+from sparring.envs.tabletop.render.render import Renderer
 from sparring.envs.tabletop.scene import compile_scene, load_mujoco
-from sparring.envs.tabletop.surfaces import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE, TILE, TILE_CONTRAST
 
 RED, BLUE = (0.9, 0.1, 0.1), (0.1, 0.1, 0.9)
 # turns a shape's z axis onto the world's y axis: seen from the side

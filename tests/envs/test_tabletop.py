@@ -9,12 +9,12 @@ from gymnasium.utils.env_checker import check_env
 
 from sparring.envs.backend import EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.registration import register
+from sparring.envs.registered import register
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.control import CONTROLS, HandMover
-from sparring.envs.tabletop.task import Situation
-from sparring.envs.tabletop.tasks import TASKS, describe, find
+from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.registry import TASKS, describe, find
 from sparring.errors import UserError
 
 REACHES = ["reach_d0", "reach_d1", "reach_d2"]

@@ -8,12 +8,12 @@ from tensordict import TensorDict
 
 from sparring.algorithms.configs import GRPOConfig
 from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
-from sparring.algorithms.scorer import valid_rows
-from sparring.algorithms.stale import counted, ratio_and_weight
+from sparring.algorithms.off_policy import counted, ratio_and_weight
+from sparring.algorithms.scoring import valid_rows
 from sparring.algorithms.updater import Updater
-from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
+from sparring.processes.distributed import Distributed
 
 log = logging.getLogger(__name__)
 

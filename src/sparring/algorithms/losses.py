@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 
-from sparring.distributed import Distributed
+from sparring.processes.distributed import Distributed
 
 # a ratio of e^20 counts as any larger one: exp(89) overflows float32, and then even a clipped gradient is NaN
 LARGEST_LOG_RATIO = 20.0

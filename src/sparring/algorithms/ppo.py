@@ -5,16 +5,16 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
+from sparring.algorithms.gradient_step import scheduled
 from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
+from sparring.algorithms.off_policy import ages_of, counted, present_values, ratio_and_weight, weight_of
 from sparring.algorithms.returns import gae, missing_level, vtrace
-from sparring.algorithms.schedules import scheduled
-from sparring.algorithms.scorer import valid_rows
-from sparring.algorithms.stale import ages_of, counted, present_values, ratio_and_weight, weight_of
+from sparring.algorithms.scoring import valid_rows
 from sparring.algorithms.updater import Updater, actor_parameters
-from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.policies.critic import Critic
 from sparring.policies.policy import Policy
+from sparring.processes.distributed import Distributed
 
 # what a minibatch holds beside the observations the policy declares
 LEARNED_FROM = ["action", "log_prob", "value", "advantage", "return", ("next", "executed")]

@@ -8,13 +8,12 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import UpdaterConfig
-from sparring.algorithms.flat import FlatParameters
+from sparring.algorithms.gradient_step import FlatParameters, scheduled, warmup
 from sparring.algorithms.losses import LossTerms, approximate_kl, join_terms
 from sparring.algorithms.parity import Parity, worst
-from sparring.algorithms.schedules import scheduled, warmup
-from sparring.algorithms.scorer import Scorer
-from sparring.distributed import Distributed
+from sparring.algorithms.scoring import Scorer
 from sparring.policies.policy import Policy
+from sparring.processes.distributed import Distributed
 
 Loss = Callable[[TensorDict, TensorDict], tuple[torch.Tensor, LossTerms]]
 

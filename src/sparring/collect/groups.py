@@ -11,16 +11,14 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDict
 
-from sparring.collect.camera import Film
-from sparring.collect.collector import Collector
-from sparring.collect.completion import complete_rollout
-from sparring.collect.episodes import Episode
-from sparring.collect.gpu_queue import same_queue
-from sparring.collect.stages import Span, Stages, busy_seconds
+from sparring.collect.camera import Episode, Film
+from sparring.collect.collector import Collector, complete_rollout
+from sparring.collect.remote.weights import same_queue
+from sparring.collect.timing import Span, Stages, busy_seconds
 from sparring.data.buffer import Buffer
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.out_of_memory import memory_told
+from sparring.processes.memory_errors import memory_told
 
 
 class GroupedEnv:

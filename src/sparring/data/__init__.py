@@ -3,19 +3,19 @@
 import importlib
 
 BUFFERS = {
-    "standard": "sparring.data.rollout:RolloutBuffer",
+    "standard": "sparring.data.buffer:RolloutBuffer",
     "vla": "sparring.data.ring:VLABuffer",
 }
 
 _WHERE = {
     "BatchBuilder": "batches",
     "Demonstrations": "demonstrations",
-    "EpisodeRecorder": "episode_recorder",
+    "EpisodeRecorder": "recorder",
     "EpisodeStore": "episodes",
-    "MixedWindows": "mixed_windows",
-    "PrioritizedWindows": "prioritized_windows",
-    "RolloutBuffer": "rollout",
-    "SequentialWindows": "sequential_windows",
+    "MixedWindows": "windows",
+    "PrioritizedWindows": "windows",
+    "RolloutBuffer": "buffer",
+    "SequentialWindows": "windows",
     "ShuffledWindows": "windows",
     "VLABuffer": "ring",
 }

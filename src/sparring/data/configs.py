@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sparring.config import Section
+from sparring.config.section import Section
 
 
 class BufferConfig(Section):

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sparring.disk import flush
 from sparring.errors import UserError
+from sparring.processes.files import flush
 
 META = "meta.json"
 # how long a lock is asked for: who only looks whether somebody writes holds it for a moment

@@ -16,8 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from sparring.data import episode_repair
 from sparring.data.episode_files import META, Column, Layout, Record, checksum, take_lock
-from sparring.data.episode_rows import rows_of
-from sparring.data.episode_segment import Segment, segment_numbers
+from sparring.data.episode_segment import Segment, rows_of, segment_numbers
 from sparring.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sparring.errors import UserError
-from sparring.out_of_memory import free_ram
+from sparring.processes.memory_errors import free_ram
 
 Key = tuple[str, ...]
 # a cache line: what one process writes does not slow down what another reads beside it

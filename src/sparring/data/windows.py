@@ -1,24 +1,26 @@
-"""Windows: slices of time [B, L] out of stored episodes, for training through a memory.
+"""Windows of episodes: shuffled, sequential, and mixed."""
 
-A window never crosses the end of an episode. Where it is shorter than L (the whole episode is, or its last steps are
-left) it is filled up, and `mask` is true only at steps to learn from. With `burn_in` = k a batch has k more
-columns in front, for bringing the memory up to date without learning: `burn_in` is true at those that hold a step.
-Column k is always where learning starts. `is_first` is true where the memory is to be cleared: at the start of an
-episode, and at the first step of a window whose memory is neither stored nor carried.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from sparring.data.buffer import check_whole
 from sparring.data.episode_files import Column, Record
 from sparring.data.episode_segment import Segment
 from sparring.data.episodes import EpisodeStore
-from sparring.data.sizes import check_whole
 from sparring.errors import UserError
+
+# ---- Windows: slices of time [B, L] out of stored episodes, for training through a memory.
+#
+# A window never crosses the end of an episode. Where it is shorter than L (the whole episode is, or its last steps are
+# left) it is filled up, and `mask` is true only at steps to learn from. With `burn_in` = k a batch has k more
+# columns in front, for bringing the memory up to date without learning: `burn_in` is true at those that hold a step.
+# Column k is always where learning starts. `is_first` is true where the memory is to be cleared: at the start of an
+# episode, and at the first step of a window whose memory is neither stored nor carried.
+
 
 Memory = Literal["stored", "rebuilt"]
 
@@ -224,3 +226,269 @@ def check_memory(store: EpisodeStore, reader: WindowReader, memory: Memory) -> N
 
 def _torch_dtype(column: Column) -> torch.dtype:
     return torch.from_numpy(np.empty(0, column.dtype)).dtype
+
+
+# ---- SequentialWindows: whole episodes in time order, window after window, so that a memory can be carried along.
+
+
+_NOWHERE = (-1, 0)
+
+
+class SequentialWindows:
+    """Iterating gives one pass over the store in batches [B, L]; every step is served exactly once in it.
+
+    Row b is a stream: its windows follow one another through an episode, and then through the next one. The memory
+    after one batch enters the same rows of the following one; `is_first` tells where it is to be cleared. Towards the
+    end of a pass streams run out of episodes: their rows are empty (`mask` false).
+
+    The order of the episodes is a new one in every pass. Episodes appended during a pass come in the next one; those
+    deleted are skipped. A pass that was interrupted goes on where it stopped, also from a `state_dict`. Whoever makes
+    batches ahead of their use keeps the state after each of them, as BatchBuilder does.
+    """
+
+    def __init__(
+        self, store: EpisodeStore, length: int, batch_size: int, seed: int = 0, keys: Sequence[str] | None = None
+    ):
+        check_whole("batch_size", batch_size)
+        self.store, self.batch_size, self.seed = store, batch_size, seed
+        self.reader = WindowReader(length, burn_in=0, memory=None, keys=keys)
+        self._passes = 0
+        # numbers of the episodes that no stream has begun yet
+        self._waiting: list[int] = []
+        # of each stream: (number of its episode, its next step)
+        self._streams = [_NOWHERE] * batch_size
+        self._under_way = False
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        if not self._under_way:
+            self._begin()
+        while windows := self._advance():
+            yield self.reader.read(windows)
+
+    def state_dict(self) -> dict:
+        return {
+            "passes": self._passes,
+            "waiting": list(self._waiting),
+            "streams": [list(stream) for stream in self._streams],
+            "under_way": self._under_way,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self._passes, self._waiting, self._under_way = state["passes"], list(state["waiting"]), state["under_way"]
+        self._streams = [tuple(stream) for stream in state["streams"]]
+
+    def _begin(self) -> None:
+        check_not_empty(self.store)
+        order = np.random.default_rng([self.seed, self._passes]).permutation(self.store.numbers)
+        # taken from the end
+        self._waiting = order[::-1].tolist()
+        self._streams = [_NOWHERE] * self.batch_size
+        self._under_way = True
+
+    def _advance(self) -> list[Window]:
+        """The next window of every stream; none at the end of a pass."""
+        with self.store.lock:
+            windows = [self._next_of(b) for b in range(self.batch_size)]
+        if any(window.store is not None for window in windows):
+            return windows
+        self._under_way = False
+        self._passes += 1
+        return []
+
+    def _next_of(self, b: int) -> Window:
+        number, step = self._streams[b]
+        while True:
+            episode = self.store.position(number)
+            if episode is not None and step < self.store.locate(episode)[1].steps:
+                self._streams[b] = (number, step + self.reader.length)
+                return Window(self.store, *self.store.locate(episode), step)
+            if not self._waiting:
+                self._streams[b] = _NOWHERE
+                return Window(None, None, None, 0)
+            number, step = self._waiting.pop(), 0
+
+
+# ---- PrioritizedWindows: windows that taught the most are drawn more often (Schaul et al., 2016).
+
+
+# so that nothing is given up for ever
+_LEAST = 1e-6
+# of every window: a name for ever, the number of its episode, its first step, its priority
+_FIELDS = np.dtype([("index", "i8"), ("number", "i8"), ("start", "i8"), ("priority", "f8")])
+
+
+class PrioritizedWindows:
+    """`sample` draws window i with probability p_i^alpha / sum; `update(index, priority)` sets p_i.
+
+    Every episode is cut into windows of `length` steps, the last one pushed back into it. A batch also has `index` and
+    `weight` = (W * probability)^-beta over its largest in the batch, of W windows: multiplied into a loss, it makes up
+    for the uneven drawing (wholly at beta = 1). New windows have the highest priority given so far.
+    """
+
+    def __init__(
+        self,
+        store: EpisodeStore,
+        length: int,
+        burn_in: int = 0,
+        memory: Memory = "rebuilt",
+        keys: Sequence[str] | None = None,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+    ):
+        self.store, self.memory = store, memory
+        self.reader = WindowReader(length, burn_in, memory, keys)
+        self.alpha, self.beta = alpha, beta
+        self._highest, self._next_index = 1.0, 0
+        # [W]
+        self._windows = np.empty(0, _FIELDS)
+        # the store's episodes that these are windows of
+        self._numbers: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        with self.store.lock:
+            self._follow_store()
+            return len(self._windows)
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
+        check_whole("batch_size", batch_size)
+        windows = self.pick(batch_size, generator)
+        batch = self.reader.read(windows)
+        mark_draw(batch, windows)
+        return batch
+
+    def pick(self, count: int, generator: torch.Generator) -> list[Window]:
+        with self.store.lock:
+            check_memory(self.store, self.reader, self.memory)
+            self._follow_store()
+            drawn, weight = self._draw(count, generator)
+            episodes = np.searchsorted(self.store.numbers, drawn["number"]).tolist()
+            where = [self.store.locate(episode) for episode in episodes]
+        columns = (column.tolist() for column in (drawn["start"], weight, drawn["index"]))
+        return [Window(self.store, *at, *rest) for at, *rest in zip(where, *columns, strict=True)]
+
+    def _draw(self, count: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Windows and their weights."""
+        mass = (self._windows["priority"] + _LEAST) ** self.alpha
+        ends = np.cumsum(mass)
+        drawn = torch.rand(count, generator=generator, dtype=torch.float64).numpy() * ends[-1]
+        i = np.minimum(np.searchsorted(ends, drawn, side="right"), len(ends) - 1)
+        weight = (len(ends) * mass[i] / ends[-1]) ** -self.beta
+        return self._windows[i], weight / weight.max()
+
+    def update(self, index, priority) -> None:
+        """Priorities of the windows with these indices; those that were deleted meanwhile are passed over.
+
+        `index` as a batch has it, [B, k+L], or one of each window, [B] or [B, 1]. `priority` is one of each window, [B]
+        or [B, 1], or one of each step, [B, L] or [B, k+L]: then the largest of a window counts.
+        """
+        # also as a loss gives them: on a GPU, with a gradient
+        index = torch.as_tensor(index).cpu().numpy()
+        priority = torch.as_tensor(priority).detach().cpu().double().numpy()
+        index, priority = _one_each(index, priority)
+        if not (np.isfinite(priority) & (priority >= 0)).all():
+            raise UserError(f"priorities must be finite and 0 or more, got {priority[:8].tolist()}")
+        with self.store.lock:
+            self._follow_store()
+            i = np.searchsorted(self._windows["index"], index)
+            known = np.isin(index, self._windows["index"])
+            self._windows["priority"][i[known]] = priority[known]
+            self._highest = max(self._highest, float(priority.max(initial=0)))
+
+    def state_dict(self) -> dict:
+        columns = {name: torch.from_numpy(self._windows[name].copy()) for name in _FIELDS.names}
+        return {"highest": self._highest, "next_index": self._next_index, "windows": columns}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._highest, self._next_index = state["highest"], state["next_index"]
+        self._windows = np.empty(len(state["windows"]["index"]), _FIELDS)
+        for name, column in state["windows"].items():
+            self._windows[name] = column.numpy()
+        self._numbers = None
+
+    def _follow_store(self) -> None:
+        """Windows of new episodes come, those of deleted ones go."""
+        numbers = self.store.numbers
+        if numbers is self._numbers:
+            return
+        kept = self._windows[np.isin(self._windows["number"], numbers)]
+        newest = kept["number"].max(initial=-1)
+        new = np.flatnonzero(numbers > newest)
+        self._windows = np.concatenate([kept, *(self._windows_of(i) for i in new.tolist())])
+        self._numbers = numbers
+
+    def _windows_of(self, i: int) -> np.ndarray:
+        record, length = self.store.locate(i)[1], self.reader.length
+        starts = np.minimum(np.arange(0, record.steps, length), max(record.steps - length, 0))
+        windows = np.empty(len(starts), _FIELDS)
+        windows["index"] = np.arange(len(starts)) + self._next_index
+        windows["number"], windows["start"], windows["priority"] = record.number, starts, self._highest
+        self._next_index += len(starts)
+        return windows
+
+
+def _one_each(index: np.ndarray, priority: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[B] each."""
+    shapes, rows = f"index {list(index.shape)}, priority {list(priority.shape)}", index.shape[:1] == priority.shape[:1]
+    if not rows or not {index.ndim, priority.ndim} <= {1, 2} or 0 in (index.size, priority.size):
+        raise UserError(f"expected one index [B] and one priority [B], or [B, steps], of each window; got {shapes}")
+    index, priority = index.reshape(len(index), -1), priority.reshape(len(priority), -1)
+    if (index != index[:, :1]).any():
+        raise UserError(f"a row of index [B, steps] names one window, but it holds several; got {shapes}")
+    return index[:, 0], priority.max(axis=1)
+
+
+# ---- MixedWindows: each row of a batch from one of several sources, by weight.
+
+
+Sampler = ShuffledWindows | PrioritizedWindows
+
+
+class MixedWindows:
+    """`MixedWindows({random: 0.5, explorers: 0.3, newest: 0.2}).sample(batch_size, generator)`.
+
+    The source of every row is drawn by itself, so a batch holds each weight's share in expectation, however small.
+    `source` is its place among the sources; `weight` and `index` are those of a prioritised source, else 1 and -1.
+    A source without a step is an error while its weight is above 0.
+    """
+
+    def __init__(self, sources: Mapping[Sampler, float]):
+        self.sources = tuple(sources)
+        others = [type(source).__name__ for source in self.sources if not isinstance(source, Sampler)]
+        if others:
+            raise UserError(f"expected ShuffledWindows or PrioritizedWindows and their weights; got {others[0]}")
+        self.weights = torch.tensor(list(sources.values()), dtype=torch.float64)
+        if not self.sources or (self.weights < 0).any() or not 0 < float(self.weights.sum()) < float("inf"):
+            raise UserError(f"weights must be 0 or more, and one above 0; got {self.weights.tolist()}")
+        kinds = {(s.reader.length, s.reader.burn_in, s.reader.clears_memory) for s in self.sources}
+        if len(kinds) > 1:
+            raise UserError(
+                f"all sources must have one length, burn_in and kind of memory; got (length, burn_in, rebuilt): {kinds}"
+            )
+        keys = {s.reader.keys for s in self.sources}
+        if len(keys) > 1:
+            told = " and ".join("all" if of is None else ", ".join(sorted(of)) for of in keys)
+            raise UserError(f"all sources must be asked for the same keys; got {told}")
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
+        check_whole("batch_size", batch_size)
+        self._check_columns()
+        # [B], sorted: the order of rows says nothing, and each source is asked once
+        source = torch.multinomial(self.weights, batch_size, replacement=True, generator=generator).sort().values
+        counts = torch.bincount(source, minlength=len(self.sources)).tolist()
+        windows = []
+        for sampler, count in zip(self.sources, counts, strict=True):
+            windows += sampler.pick(count, generator) if count else []
+        batch = self.sources[0].reader.read(windows)
+        set_rows(batch, "source", source)
+        mark_draw(batch, windows)
+        return batch
+
+    def _check_columns(self) -> None:
+        """Rows of one batch need the same columns; a source may have got its first episode only just now."""
+        used = [s for s, weight in zip(self.sources, self.weights.tolist(), strict=True) if weight > 0]
+        layouts = {str(s.store.folder): set(s.reader.columns(s.store)) for s in used}
+        common = set.intersection(*layouts.values())
+        other = {f"{folder}: {c.name} {c.dtype} {list(c.shape)}" for folder, cs in layouts.items() for c in cs - common}
+        if other:
+            raise UserError(f"the sources differ in {'; '.join(sorted(other))}; read common keys only, with keys=[...]")

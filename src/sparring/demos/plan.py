@@ -1,12 +1,82 @@
-"""What is to be recorded: everything that decides which episodes a dataset holds, and nothing else."""
+"""What is to be recorded."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sparring import __version__
+from sparring.config.schema import Config, load_config
+from sparring.config.text import Setting, read_settings
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.tabletop.tasks import find
+from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.tasks.registry import TASKS, find
 from sparring.errors import UserError
+
+# ---- What each entry of a recorded state and action is called.
+
+
+_HAND = ["hand_x", "hand_y", "hand_z"]
+_TURN = ["turn_x", "turn_y", "turn_z"]
+_ACTIONS = {
+    "delta_qpos": [f"joint_step.{k}" for k in range(6)] + ["finger_step"],
+    "delta_ee_pos": [*_HAND, "finger_step"],
+    "delta_ee": [*_HAND, *_TURN, "finger_step"],
+    "qpos": [f"joint.{k}" for k in range(6)] + ["fingers"],
+}
+
+
+def state_names(env: Tabletop) -> list[str]:
+    return _entries(env, robot=True, world=env.config.object_state == "state")
+
+
+def privileged_names(env: Tabletop) -> list[str]:
+    return _entries(env, robot=False, world=True)
+
+
+def action_names(env: Tabletop) -> list[str]:
+    names = _ACTIONS[env.config.control_mode]
+    return names if len(env.mounts) == 1 else [f"{side}_{name}" for side in ("left", "right") for name in names]
+
+
+def _entries(env: Tabletop, robot: bool, world: bool) -> list[str]:
+    now = env.situation()
+    blocks = observe.layout(now.objects.shape[1], now.mechanisms.shape[1], len(env.mounts), robot, world)
+    names = []
+    for name, place in blocks.items():
+        size = place.stop - place.start
+        names += [name] if size == 1 else [f"{name}.{k}" for k in range(size)]
+    return names
+
+
+# ---- The config of a recording: the env section of any run, with the defaults of a dataset.
+
+
+def demo_config(tasks: list[str], file: str | None, settings: list[Setting]) -> Config:
+    """What is seen is all that the robot's cameras see; where the objects are is recorded apart from its state."""
+    cameras = TASKS[tasks[0]].scene.cameras if tasks[0] in TASKS else ()
+    if any(setting.key in ("env.task", "task_name") for setting in settings):
+        raise UserError(f"the task is given twice: as {' '.join(tasks)} and as an override; leave the override out")
+    given = read_settings(file) if file else []
+    others = [s.value for s in [*given, *settings] if s.key == "env.name" and s.value != "tabletop"]
+    if others:
+        raise UserError(f"env.name={others[-1]} has no scripted experts; only the built-in tabletop has them")
+    defaults = [
+        Setting("env.cameras", list(cameras), "default"),
+        Setting("env.object_state", "privileged", "default"),
+    ]
+    # `rollout.n_envs` must be a multiple of the tasks, though recording has its own number of robots
+    asked = [Setting("env.task", tasks, "command line"), Setting("rollout.n_envs", len(tasks), "command line")]
+    return load_config(None, [*defaults, *given, *settings, *asked])
+
+
+def demo_folder(tasks: list[str]) -> Path:
+    return Path(os.environ.get("OUTPUT_BASE", "outputs")) / "demos" / "_".join(tasks)
+
+
+# ---- What is to be recorded: everything that decides which episodes a dataset holds, and nothing else.
+
 
 # episodes that a process plays at once: enough to keep the simulator busy, and their pictures in a quarter of a GB
 _ROBOTS, _BYTES = 16, 2**28

@@ -19,17 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparring.config_text import flatten
-from sparring.cores import share_of_cores
+from sparring.config.text import flatten
 from sparring.data.lerobot import RECORDING, parquet
 from sparring.data.video import find_ffmpeg
-from sparring.demos.assemble import PARTS, assemble
-from sparring.demos.block import BlockRecorder, block_folder, read_block
+from sparring.demos.assemble import PARTS, BlockRecorder, assemble, block_folder, read_block
 from sparring.demos.plan import Plan
-from sparring.disk import flush
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
+from sparring.processes.child import share_of_cores
+from sparring.processes.files import flush
 from sparring.record.console import Console
 
 log = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from sparring.config import Section
+from sparring.config.section import Section
 
 
 def _known_tasks(names: tuple[str, ...]) -> tuple[str, ...]:
-    from sparring.envs.tabletop.tasks import TASKS, find
+    from sparring.envs.tabletop.tasks.registry import TASKS, find
 
     if not names:
         raise ValueError(f"expected at least one of: {', '.join(TASKS)}")

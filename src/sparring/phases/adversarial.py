@@ -8,22 +8,20 @@ from statistics import fmean
 
 from torch import nn
 
-from sparring.algorithms.world_model_learner import WorldModelLearner
-from sparring.config import Section
-from sparring.data.episode_recorder import EpisodeRecorder
+from sparring.algorithms.world_model import WorldModelLearner
+from sparring.config.section import Section
 from sparring.data.episodes import EpisodeStore
-from sparring.data.mixed_windows import MixedWindows
-from sparring.data.windows import ShuffledWindows
-from sparring.distributed import Distributed
+from sparring.data.recorder import EpisodeRecorder
+from sparring.data.windows import MixedWindows, ShuffledWindows
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.phases.configs import AdversarialConfig
-from sparring.phases.earlier import episodes_of, load_part, load_teacher
+from sparring.phases.from_runs import episodes_of, load_part, load_teacher
 from sparring.phases.generations import Generations, errors_on
 from sparring.phases.phase import Progress
-from sparring.phases.pictures import Foretold, foretold
-from sparring.phases.replay import Replay
+from sparring.phases.replay import Foretold, Replay, foretold
 from sparring.phases.student import Student, paid_by
+from sparring.processes.distributed import Distributed
 from sparring.rewards.reward_model import RewardModel, with_following
 from sparring.world_models.world_model import WorldModel
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from sparring.config import Section
+from sparring.config.section import Section
 
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]

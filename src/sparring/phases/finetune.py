@@ -6,22 +6,19 @@ from statistics import fmean
 
 from torch import nn
 
-from sparring.algorithms.make import make_algorithm
 from sparring.algorithms.updater import Updater
-from sparring.collect.camera import Film
+from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
-from sparring.collect.distant import DistantCollector
-from sparring.collect.episodes import Episode
-from sparring.collect.stages import Span, Stages
-from sparring.config import Section
+from sparring.collect.remote.learner import DistantCollector
+from sparring.collect.timing import Span, Stages
+from sparring.config.section import Section
 from sparring.data.buffer import Buffer
-from sparring.distributed import Distributed
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
-from sparring.phases.acting import act_apart, make_collector, make_robots, make_rollout_buffer, together
+from sparring.phases.build import act_apart, make_algorithm, make_collector, make_robots, make_rollout_buffer, together
 from sparring.phases.phase import Progress
-from sparring.policies.make import make_policy
-from sparring.policies.policy import Policy
+from sparring.policies.policy import Policy, make_policy
+from sparring.processes.distributed import Distributed
 from sparring.rewards.reward_model import RewardModel
 from sparring.world_models.imagined_env import ImaginedEnv
 

@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from sparring.collect.camera import Film
-from sparring.collect.stages import Span
+from sparring.collect.timing import Span
 from sparring.envs.env import Env
-from sparring.phases.pictures import Foretold
+from sparring.phases.replay import Foretold
 
 
 @dataclass

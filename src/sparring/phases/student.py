@@ -3,13 +3,13 @@
 from dataclasses import replace
 from statistics import fmean
 
-from sparring.collect.episodes import Episode
-from sparring.distributed import Distributed
+from sparring.collect.camera import Episode
 from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
-from sparring.phases.earlier import load_teacher
 from sparring.phases.finetune import Finetune
+from sparring.phases.from_runs import load_teacher
+from sparring.processes.distributed import Distributed
 from sparring.rewards.reward_model import RewardModel
 from sparring.world_models.world_model import WorldModel
 

@@ -7,25 +7,20 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from sparring.algorithms.world_model_learner import WorldModelLearner
+from sparring.algorithms.world_model import WorldModelLearner
 from sparring.collect.collector import Collector
-from sparring.data.episode_recorder import EpisodeRecorder
 from sparring.data.episodes import EpisodeStore
-from sparring.data.sequential_windows import SequentialWindows
-from sparring.data.windows import ShuffledWindows
-from sparring.distributed import Distributed
-from sparring.envs.env import Env
-from sparring.envs.make import make_training_env
+from sparring.data.recorder import EpisodeRecorder
+from sparring.data.windows import SequentialWindows, ShuffledWindows
+from sparring.envs.env import Env, make_training_env
 from sparring.errors import UserError
-from sparring.phases.acting import together
+from sparring.phases.build import together
 from sparring.phases.configs import TeacherConfig
 from sparring.phases.phase import Progress
-from sparring.phases.pictures import Foretold, foretold
-from sparring.phases.replay import Replay
+from sparring.phases.replay import Foretold, Replay, foretold
 from sparring.policies.random import ColouredNoise, share_of
-from sparring.world_models.make import make_world_model
-from sparring.world_models.memory import MemoryStateManager
-from sparring.world_models.world_model import WorldModel
+from sparring.processes.distributed import Distributed
+from sparring.world_models.world_model import MemoryStateManager, WorldModel, make_world_model
 
 # what nobody learns from: a random policy's scores, and the memory of a world model that has changed since
 _NOT_KEPT = ("noise", "trace", "log_prob", "value", "memory")

@@ -2,15 +2,15 @@
 
 POLICIES = {
     "actor_critic": "sparring.policies.actor_critic:ActorCritic",
-    "flow": "sparring.policies.flow:FlowPolicy",
-    "vla": "sparring.policies.vla.make:make_vla_policy",
+    "flow": "sparring.policies.flow.policy:FlowPolicy",
+    "vla": "sparring.policies.vla.flow:make_vla_policy",
     "native_vla": "sparring.policies.native.policy:NativeVLA",
     "pi0": "sparring.policies.pi0.policy:PI0Policy",
 }
 CONFIGS = {
     "actor_critic": "sparring.policies.configs:ActorCriticConfig",
     "flow": "sparring.policies.configs:FlowConfig",
-    "vla": "sparring.policies.vla_configs:VLAConfig",
-    "native_vla": "sparring.policies.native_configs:NativeVLAConfig",
-    "pi0": "sparring.policies.pi0_configs:PI0PolicyConfig",
+    "vla": "sparring.policies.vla.config:VLAConfig",
+    "native_vla": "sparring.policies.native.config:NativeVLAConfig",
+    "pi0": "sparring.policies.configs:PI0PolicyConfig",
 }

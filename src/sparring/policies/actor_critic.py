@@ -1,5 +1,6 @@
-"""The plain policy: an encoder, an actor and a critic."""
+"""The Gaussian and token actor-critic."""
 
+import contextlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,11 +9,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.normalize import Normalizer
+from sparring.normalize import Normalizer, fit_all
 from sparring.policies.configs import ActorCriticConfig
-from sparring.policies.critic import Critic
-from sparring.policies.encoded import EncodedPolicy
-from sparring.policies.encoders import ObservationEncoder, mlp
+from sparring.policies.critic import PRIVILEGED, Critic
+from sparring.policies.encoders import STATE, ObservationEncoder, mlp
 from sparring.policies.heads import (
     DiscreteHead,
     GaussianHead,
@@ -20,9 +20,44 @@ from sparring.policies.heads import (
     Score,
     SquashedGaussianHead,
     StateDependentHead,
+    TokenHead,
 )
-from sparring.policies.policy import executed_mask
-from sparring.policies.tokens import TokenHead
+from sparring.policies.policy import Policy, executed_mask
+
+# ---- What policies with an encoder of observations and a critic share.
+
+
+class EncodedPolicy(Policy):
+    """The encoder's and the critic's normalisers, the critic's parameters, and the precision of the networks."""
+
+    encoder: ObservationEncoder
+    critic: Critic
+
+    @property
+    def normalized_keys(self) -> list[tuple[str, ...]]:
+        return [key for key in self.in_keys if key in (STATE, PRIVILEGED)]
+
+    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
+        self.encoder.update_normalizer(td, sum_over_processes)
+        self.critic.update_normalizer(td, sum_over_processes)
+
+    def critic_parameters(self) -> list[nn.Parameter]:
+        return list(self.critic.parameters())
+
+    def _fit(self, statistics, action_normalizer: Normalizer | None, state: str, action: str) -> None:
+        """Those that are not fitted yet: the others came with weights that know them."""
+        normalizers = (self.encoder.normalizer, self.critic.privileged, action_normalizer)
+        unfitted = [None if getattr(each, "fitted", False) else each for each in normalizers]
+        fit_all(statistics, *unfitted, state, action)
+
+    def _precision(self):
+        """Around the networks, in acting and in scoring alike."""
+        if self.config.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.critic.parameters()).device.type, torch.bfloat16)
+
+
+# ---- The plain policy: an encoder, an actor and a critic.
 
 
 class ActorCritic(EncodedPolicy):

@@ -1,10 +1,39 @@
-"""The `policy` section: one config class per kind of policy. Torch-free."""
+"""The `policy` section of pi0. Torch-free."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sparring.config import Section
+from sparring.config.section import Section
+
+# ---- LoRA's part of the `policy` and `world_model` sections. Torch-free.
+
+
+class LoraConfig(Section):
+    """Low-rank adapters beside weights that stay as they are; part of the section of everything pretrained."""
+
+    lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: none, all weights learn")
+    lora_alpha: float = Field(16.0, gt=0, description="adapters count lora_alpha / lora_r times")
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="before the adapters; of a policy while it imitates, never in RL"
+    )
+    lora_targets: tuple[str, ...] = Field(
+        (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        (), description="parts, or weights alone, that learn in full beside the adapters; named as lora_targets are"
+    )
+
+
+def set_without_lora(values: Mapping) -> list[str]:
+    """Which settings of a section would not be read, because it has no `lora_r`."""
+    usual = {name: field.default for name, field in LoraConfig.model_fields.items() if name != "lora_r"}
+    return [name for name, default in usual.items() if values.get(name, default) != default]
+
+
+# ---- The `policy` section: one config class per kind of policy. Torch-free.
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
 # settings of a flow policy that no other method reads
@@ -103,3 +132,30 @@ class FlowConfig(DenoisingConfig, EncoderConfig, CriticConfig):
         0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"
     )
     target_decay: float = Field(0.999, ge=0, lt=1, description="of the slow network that the consistency term aims at")
+
+
+class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
+    """pi0 through transformers: a vision-language model, and an action expert that denoises chunks by flow matching."""
+
+    name: str = Field("pi0", description="which policy: actor_critic, flow, pi0, or your.module:Class")
+    model_path: str | None = Field(
+        None, description="folder with a pi0 checkpoint, as transformers' save_pretrained writes it; is needed"
+    )
+    tokenizer: str | None = Field(
+        None, description="folder with a tokenizer; null: the checkpoint's own; bytes: byte by byte, for a fresh model"
+    )
+    cameras: tuple[str, ...] = Field((), description="which cameras it is shown, in the checkpoint's order; []: all")
+    horizon: int | None = Field(None, gt=0, description="steps that are planned: the checkpoint's chunk_size, or null")
+    sampling_steps: int | None = Field(
+        None, gt=0, description="denoising steps of a decision; null: the checkpoint's num_inference_steps"
+    )
+    frozen: tuple[str, ...] = Field(
+        (), description="parts that keep their weights: names, ends of names, globs or regexes; without LoRA"
+    )
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="it computes in; densities are fp32 or finer")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="of weights that do not learn; those that do are fp32")
+    attention: Literal["eager", "sdpa"] = Field("eager", description="transformers' way to compute attention")
+    normalize_observations: bool = Field(
+        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
+    )
+    normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.lora_configs import LoraConfig, set_without_lora
-from sparring.policies.patterns import matching, means, weights_meant
+from sparring.policies.configs import LoraConfig, set_without_lora
+from sparring.policies.encoders import matching, means, weights_meant
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # how peft names what is inside the model that it wraps

@@ -1,4 +1,4 @@
-"""Policy: turns observations into action chunks, and can score them again."""
+"""Policy: turns observations into action chunks and scores them again."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,51 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.config.resolve import resolve
+from sparring.config.section import Section
 from sparring.errors import UserError
+from sparring.policies import POLICIES
+from sparring.processes.memory_errors import memory_told
+
+# ---- A memory that needs no learning: running means of what was seen in an episode, over short and long spans.
+#
+# What a policy remembers is read only by later decisions, and a decision is scored from its own row: gradients could
+# not
+# reach whatever wrote the memory. So how it is written is fixed, and policies learn how to read it.
+#
+# Letters: B decisions, M numbers of memory, D numbers of what is seen.
+
+
+# decisions over which the longest trace averages; the shortest is the last decision alone
+LONGEST = 100
+
+
+class Traces(nn.Module):
+    """Number 0 is a clock, t / (t + 1) at decision t; each other one follows what was seen in a direction of its own.
+
+    A trace is the mean of all that was seen until that is more than its span, and an exponential average from then on:
+    what was seen once counts as much as what is seen now, where one that starts from zeros would hardly show it.
+    """
+
+    def __init__(self, inputs: int, size: int):
+        super().__init__()
+        # [M - 1, D] of length 1, always the same: weights that have learned to read them load anywhere
+        directions = np.random.default_rng(0).standard_normal((size - 1, inputs))
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        self.register_buffer("directions", torch.from_numpy(directions).float(), persistent=False)
+        rates = 1 / np.geomspace(LONGEST, 1, size - 1)
+        self.register_buffer("rates", torch.from_numpy(rates).float(), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """As it entered a decision [B, M], and what was seen there [B, D] -> as it enters the next one [B, M]."""
+        clock, traces = memory[:, :1], memory[:, 1:]
+        # 1 / (t + 1): the share of the newest in a mean
+        rates = torch.maximum(1 - clock, self.rates)
+        return torch.cat([1 / (2 - clock), traces.lerp(seen @ self.directions.T, rates)], 1)
+
+
+# ---- Policy: turns observations into action chunks, and can score them again.
 
 
 class Policy(nn.Module):
@@ -116,3 +160,14 @@ def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
     """`[B, C]` float: 1 for the steps of the chunk that were executed."""
     executed = td["next", "executed"]
     return (torch.arange(chunk, device=executed.device) < executed[..., None]).float()
+
+
+# ---- From the `policy` section of a config to a Policy.
+
+
+def make_policy(config: Section, spec, chunk: int, device: str | torch.device = "cpu") -> Policy:
+    """A fresh policy for an env with this spec, acting in chunks of `chunk` steps."""
+    with memory_told(f"making the policy ({config.name})"):
+        policy = resolve(config.name, POLICIES, "policy")(config, spec, chunk)
+    with memory_told(f"moving the policy to {device}", policy):
+        return policy.to(device)

@@ -8,10 +8,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-from sparring.collect.stages import Span
+from sparring.collect.timing import Span
 from sparring.phases.phase import Progress
-from sparring.record.encoder import PATIENCE_S
-from sparring.record.films import Films
+from sparring.record.films import PATIENCE_S, Films
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
 from sparring.record.sinks import Sink

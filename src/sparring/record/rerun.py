@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.collect.camera import Film
-from sparring.phases.pictures import Foretold
+from sparring.phases.replay import Foretold
 
 _JPEG_QUALITY = 85
 

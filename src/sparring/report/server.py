@@ -11,10 +11,9 @@ from threading import Lock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from sparring.errors import UserError
-from sparring.report.collection import Collection
-from sparring.report.folder import RunFolder
 from sparring.report.media import TYPES
-from sparring.report.page import page
+from sparring.report.page import Collection, page
+from sparring.report.run_folder import RunFolder
 
 HOST = "127.0.0.1"
 # ports that are tried after the one that was asked for

@@ -2,16 +2,16 @@
 
 # in the order of the `rewards` section
 TERMS = {
-    "memory_divergence": "sparring.rewards.memory:MemoryDivergence",
-    "memory_change": "sparring.rewards.memory:MemoryChange",
-    "prediction_error": "sparring.rewards.foresight:PredictionError",
-    "prediction_entropy": "sparring.rewards.foresight:PredictionEntropy",
-    "disagreement": "sparring.rewards.foresight:Disagreement",
-    "latent_surprise": "sparring.rewards.foresight:LatentSurprise",
-    "learning_progress": "sparring.rewards.learned:LearningProgress",
-    "rnd": "sparring.rewards.learned:RandomNetworkDistillation",
-    "task_success": "sparring.rewards.task:TaskSuccess",
-    "task_reward": "sparring.rewards.task:TaskReward",
+    "memory_divergence": "sparring.rewards.terms:MemoryDivergence",
+    "memory_change": "sparring.rewards.terms:MemoryChange",
+    "prediction_error": "sparring.rewards.terms:PredictionError",
+    "prediction_entropy": "sparring.rewards.terms:PredictionEntropy",
+    "disagreement": "sparring.rewards.terms:Disagreement",
+    "latent_surprise": "sparring.rewards.terms:LatentSurprise",
+    "learning_progress": "sparring.rewards.terms:LearningProgress",
+    "rnd": "sparring.rewards.terms:RandomNetworkDistillation",
+    "task_success": "sparring.rewards.terms:TaskSuccess",
+    "task_reward": "sparring.rewards.terms:TaskReward",
 }
 CONFIGS = {
     "default": "sparring.rewards.configs:RewardsConfig",

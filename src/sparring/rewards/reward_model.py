@@ -1,24 +1,26 @@
-"""RewardModel: pays a rollout for what it was to a world model.
-
-The rollout is walked once in time order. At each decision the world model says what the transition was to it, and its
-memories are carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by its
-running mean and standard deviation, and their weighted sum becomes `next/reward`.
-
-Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
-"""
+"""From the `rewards` section of a config to its terms."""
 
 import torch
 from tensordict import TensorDict
 
+from sparring.config.resolve import resolve
 from sparring.data.buffer import Buffer
-from sparring.distributed import Distributed
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
+from sparring.processes.distributed import Distributed
+from sparring.rewards import TERMS
 from sparring.rewards.configs import RewardsConfig
-from sparring.rewards.make import make_term, weights_of
-from sparring.rewards.term import RewardTerm
-from sparring.world_models.memory import MemoryStateManager
-from sparring.world_models.world_model import WorldModel
+from sparring.rewards.terms import RewardTerm
+from sparring.world_models.world_model import MemoryStateManager, WorldModel
+
+# ---- RewardModel: pays a rollout for what it was to a world model.
+#
+# The rollout is walked once in time order. At each decision the world model says what the transition was to it, and its
+# memories are carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by
+# its
+# running mean and standard deviation, and their weighted sum becomes `next/reward`.
+#
+# Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
 
 
 class RewardModel:
@@ -145,3 +147,24 @@ def on_last_step(pay: torch.Tensor, rollout: TensorDict) -> torch.Tensor:
     """`[T, N] -> [T, N, C]`: on the last executed step of each decision, zero elsewhere."""
     reward = torch.zeros_like(rollout["next", "reward"])
     return reward.scatter_(-1, rollout["next", "executed"][..., None] - 1, pay[..., None].to(reward.dtype))
+
+
+def weights_of(config: RewardsConfig) -> dict[str, float]:
+    """Term -> weight, of those that count."""
+    weights = {
+        "memory_divergence": config.memory_divergence,
+        "memory_change": config.memory_change,
+        "prediction_error": config.prediction_error,
+        "prediction_entropy": config.prediction_entropy,
+        "disagreement": config.disagreement,
+        "latent_surprise": config.latent_surprise,
+        "learning_progress": config.learning_progress,
+        "rnd": config.rnd,
+        "task_success": config.task_success,
+        "task_reward": config.task_reward,
+    }
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def make_term(name: str, config: RewardsConfig, spec, chunk: int, device: torch.device) -> RewardTerm:
+    return resolve(name, TERMS, "reward term")(config, spec, chunk, device)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from sparring.lora_configs import LoraConfig, set_without_lora
+from sparring.policies.configs import LoraConfig, set_without_lora
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]

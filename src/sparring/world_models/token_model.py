@@ -14,11 +14,9 @@ from torch.nn import functional
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.world_models.configs import TokenWorldModelConfig, with_preset
-from sparring.world_models.decisions import DecisionEncoder
-from sparring.world_models.dynamics import Member, Trunk
-from sparring.world_models.layers import PATCH, SIDE, merge_cells
+from sparring.world_models.dynamics import PATCH, SIDE, Member, Trunk, VLATrunk, merge_cells
+from sparring.world_models.imagined_env import DecisionEncoder
 from sparring.world_models.tokenizers import make_tokenizer, picture_loss
-from sparring.world_models.vla_trunk import VLATrunk
 from sparring.world_models.world_model import WorldModel
 
 # of the windows, how many each member learns from: those it leaves out make it differ from the others

@@ -9,20 +9,20 @@ from zlib import crc32
 
 import numpy as np
 
-from sparring.cores import usable_cores
 from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.arm import ARM_JOINTS, Mount
 from sparring.envs.tabletop.control import HandMover, make_control
-from sparring.envs.tabletop.domain import Domain, cluttered
+from sparring.envs.tabletop.objects import place_clutter
+from sparring.envs.tabletop.observe import Sight
+from sparring.envs.tabletop.randomize import Domain, cluttered
 from sparring.envs.tabletop.scene import CONTROL_HZ
-from sparring.envs.tabletop.sight import Sight
-from sparring.envs.tabletop.task import Situation, Task
-from sparring.envs.tabletop.tasks import find
-from sparring.envs.tabletop.things import place_clutter
+from sparring.envs.tabletop.tasks.base import Situation, Task
+from sparring.envs.tabletop.tasks.registry import find
 from sparring.envs.tabletop.world import Objects, World
 from sparring.errors import UserError
+from sparring.processes.child import usable_cores
 
 _SPLITS = ("train", "eval")
 

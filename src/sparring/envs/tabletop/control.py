@@ -1,21 +1,6 @@
-"""What an action means: it moves the commanded joint positions and finger opening, which the motors then follow.
+"""From actions to joint targets, and from hand targets to actions."""
 
-A command is `[n, 7]`: six joint angles and one finger opening in metres. The last action opens (+) or closes (-). Rows
-are arms: those of a robot with two arms stand one after the other, the left one first.
-
-============  ====  =====================================================  ==================================
-mode          dims  action, each in [-1, 1]                                1 means (times env.action_scale)
-============  ====  =====================================================  ==================================
-delta_qpos    6+1   a step of each joint; of the fingers                   0.05 rad; 1 cm
-delta_ee_pos  3+1   a step of the hand along x, y, z; of the fingers       2 cm; 1 cm. The hand points down,
-                                                                           turned as its `Mount` says
-delta_ee      6+1   the same, and a turn about x, y, z; of the fingers     2 cm, 0.1 rad; 1 cm
-qpos          6+1   where each joint should be, -1 and 1 are its limits;   approached by at most 0.1 rad, 2 cm
-                    the opening, -1 closed to 1 open                       a step
-============  ====  =====================================================  ==================================
-
-Turns are rotation vectors in the world's axes.
-"""
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -23,6 +8,61 @@ from numba import njit
 from sparring.envs.tabletop.arm import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, HAND_SITE, SINGLE, Mount
 from sparring.envs.tabletop.kinematics import Kinematics, point_jacobian, select
 from sparring.envs.tabletop.scene import compile_scene
+
+# ---- What an expert wants of the hands, and how a thing is grasped; experts.py turns it into actions.
+
+
+class Wish(NamedTuple):
+    """Of n robots: where the hand should go, how it is turned about z, and what the fingers do.
+
+    Of robots with R arms, `[n, R, 3]` and `[n, R]`.
+    """
+
+    # [n, 3], [n] rad from how delta_ee_pos holds it, [n] from -1 (close) to 1 (open)
+    point: np.ndarray
+    yaw: np.ndarray
+    grip: np.ndarray
+    # [n] at most this part of the fastest step
+    speed: np.ndarray
+
+
+def grasp(
+    hand: np.ndarray, grip: np.ndarray, place: np.ndarray, pressed: float, over: float = 0.065
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of hands `[..., 3]` commanded to be open by `grip` `[...]`: above the place `[..., 3]`, down, close.
+
+    Returns where the hand should go `[..., 3]`, what the fingers do `[...]`, and `[...]` bool whether they are around
+    the place and, commanded closer than `pressed`, press on what is there. `over` is how far above it the hand comes.
+    """
+    offset = hand - place
+    aside, away = np.linalg.norm(offset[..., :2], axis=-1), np.linalg.norm(offset, axis=-1)
+    below = offset[..., 2] < over - 0.02
+    point = place.copy()
+    point[..., 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, over)
+    around = away < 0.025
+    closing = (away < 0.012) | (around & (grip < 0.9 * FINGER_TRAVEL))
+    return point, np.where(closing, -1.0, 1.0), around & (grip < pressed)
+
+
+# ---- What an action means: it moves the commanded joint positions and finger opening, which the motors then follow.
+#
+# A command is `[n, 7]`: six joint angles and one finger opening in metres. The last action opens (+) or closes (-).
+# Rows
+# are arms: those of a robot with two arms stand one after the other, the left one first.
+#
+# ============  ====  =====================================================  ==================================
+# mode          dims  action, each in [-1, 1]                                1 means (times env.action_scale)
+# ============  ====  =====================================================  ==================================
+# delta_qpos    6+1   a step of each joint; of the fingers                   0.05 rad; 1 cm
+# delta_ee_pos  3+1   a step of the hand along x, y, z; of the fingers       2 cm; 1 cm. The hand points down,
+# turned as its `Mount` says
+# delta_ee      6+1   the same, and a turn about x, y, z; of the fingers     2 cm, 0.1 rad; 1 cm
+# qpos          6+1   where each joint should be, -1 and 1 are its limits;   approached by at most 0.1 rad, 2 cm
+# the opening, -1 closed to 1 open                       a step
+# ============  ====  =====================================================  ==================================
+#
+# Turns are rotation vectors in the world's axes.
+
 
 JOINT_STEP = 0.05
 HAND_STEP = 0.02

@@ -1,9 +1,6 @@
-"""The physics and the pictures of N robots whose scenes may differ.
+"""The simulated world: physics of the arm, and of all robots together."""
 
-Robots with equal scenes form a group with one model and one physics batch. Rows are the env's, in any order; arrays of
-joint positions and speeds are as wide as the largest scene needs, zero where a robot's own scene ends.
-"""
-
+import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,9 +10,97 @@ import numpy as np
 from sparring.envs.backend import Arrays, Picture
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGERS
 from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.physics import Physics
-from sparring.envs.tabletop.scene import SCREEN, Scene
-from sparring.envs.tabletop.task import Start
+from sparring.envs.tabletop.scene import SCREEN, SUBSTEPS, Scene, load_mujoco
+from sparring.envs.tabletop.tasks.base import Start
+
+# ---- N copies of one MuJoCo model advanced together by `mujoco.rollout`, over threads.
+#
+# A row of `state` is all that a robot's future depends on: each rollout starts from it with no warm start, so the
+# result
+# is the same in any process and with any number of threads.
+
+
+class Physics:
+    """`state` is `[N, nstate]`; `qpos(rows)` and `qvel(rows)` read from it.
+
+    `touched` is `[N]`: did any of the model's sensors, which all sense touch, answer in the last control step?
+    """
+
+    def __init__(self, model, num_envs: int, threads: int):
+        mujoco = load_mujoco()
+        full = mujoco.mjtState.mjSTATE_FULLPHYSICS.value
+        self.model = model
+        self._control_spec = mujoco.mjtState.mjSTATE_CTRL.value
+        # one thread: rollout runs on the caller's
+        threads = min(threads, num_envs)
+        self._rollout = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        # one for all, until a robot gets a friction of its own
+        self._models = [model] * num_envs
+        self._own_models = False
+        self._data = [mujoco.MjData(model) for _ in range(threads)]
+
+        mujoco.mj_resetData(model, self._data[0])
+        self._initial = np.empty(mujoco.mj_stateSize(model, full))
+        mujoco.mj_getState(model, self._data[0], self._initial, full)
+        self.state = np.tile(self._initial, (num_envs, 1))
+        # FULLPHYSICS begins with time, qpos, qvel
+        self._qpos = slice(1, 1 + model.nq)
+        self._qvel = slice(1 + model.nq, 1 + model.nq + model.nv)
+        self._control = np.empty((num_envs, SUBSTEPS, model.nu))
+        self._trajectory = np.empty((num_envs, SUBSTEPS, len(self._initial)))
+        self._sensed = np.zeros((num_envs, SUBSTEPS, model.nsensordata))
+        self.touched = np.zeros(num_envs, bool)
+
+    def qpos(self, rows) -> np.ndarray:
+        return self.state[rows, self._qpos]
+
+    def qvel(self, rows) -> np.ndarray:
+        return self.state[rows, self._qvel]
+
+    def place(self, row: int, qpos: np.ndarray) -> None:
+        """Put one robot at rest in this pose."""
+        self.state[row] = self._initial
+        self.state[row, self._qpos] = qpos
+
+    def set_friction(self, row: int, factor: float) -> None:
+        """From now on everything about this robot rubs so many times as much."""
+        if not self._own_models:
+            self._models = [copy.copy(self.model) for _ in self._models]
+            self._own_models = True
+        self._models[row].geom_friction[:, 0] = factor * self.model.geom_friction[:, 0]
+
+    def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
+        """One control step of the robots `rows` `[n]` under motor targets `[n, nu]`."""
+        n = len(rows)
+        self._control[:n] = control[:, None]
+        trajectory, sensed = self._trajectory[:n], self._sensed[:n]
+        self._rollout.rollout(
+            [self._models[row] for row in rows] if self._own_models else self._models[:n],
+            self._data,
+            self.state[rows],
+            self._control[:n],
+            control_spec=self._control_spec,
+            nstep=SUBSTEPS,
+            state=trajectory,
+            # it refuses an array without columns
+            sensordata=sensed if sensed.size else None,
+            skip_checks=True,
+        )
+        self.state[rows] = trajectory[:, -1]
+        self.touched[rows] = sensed.any(axis=(1, 2))
+
+    def close(self) -> None:
+        if self._rollout is not None:
+            self._rollout.close()
+            self._rollout = None
+
+
+# ---- The physics and the pictures of N robots whose scenes may differ.
+#
+# Robots with equal scenes form a group with one model and one physics batch. Rows are the env's, in any order; arrays
+# of
+# joint positions and speeds are as wide as the largest scene needs, zero where a robot's own scene ends.
+
 
 _ARM = ARM_JOINTS + FINGERS
 
@@ -46,7 +131,7 @@ class World:
         There is room for as many objects as any of these scenes or of the `possible` ones has.
         """
         if video_renderer == "mujoco":
-            from sparring.envs.tabletop.mujoco_render import windowless_gl
+            from sparring.envs.tabletop.render.mujoco import windowless_gl
 
             # now, not when hours later the first video is due
             windowless_gl()
@@ -235,7 +320,7 @@ class _Group:
     def renderer(self):
         """Built when the first picture is asked for."""
         if self._renderer is None:
-            from sparring.envs.tabletop.render import Renderer
+            from sparring.envs.tabletop.render.render import Renderer
 
             model = self.physics.model
             self._renderer = Renderer(model, Kinematics(model), self._threads, self._scene.marker)
@@ -246,7 +331,7 @@ class _Group:
         if self.video_renderer == "builtin":
             return self.renderer()
         if self._painter is None:
-            from sparring.envs.tabletop.mujoco_render import MujocoRenderer
+            from sparring.envs.tabletop.render.mujoco import MujocoRenderer
 
             self._painter = MujocoRenderer(self.physics.model, self._scene.marker)
         return self._painter

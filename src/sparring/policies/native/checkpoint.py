@@ -1,21 +1,207 @@
-"""A folder with a native VLA: its weights and its sizes. Also reads transformers' pi0."""
+"""Checkpoints of pi0's layout and presets for the native VLA."""
 
 import json
 import shutil
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import safetensors
+import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
 from sparring.policies.lora import refuse_adapters
-from sparring.policies.native.convert import Weights, from_transformers
+from sparring.policies.native.config import Sizes
 from sparring.policies.native.model import NativeModel
-from sparring.policies.native.presets import Sizes
-from sparring.policies.pi0.checkpoint import load_pi0, read_json
+from sparring.policies.pi0.checkpoint import load_pi0, read_json, transformers
+
+# ---- Weights from transformers' pi0 and back (extra `vla`). What is one matrix here is several there.
+
+
+Weights = dict[str, torch.Tensor]
+
+# here -> there, which is joined in this order
+_VISION_LAYER = {
+    "attention_norm": ("layer_norm1",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.out_proj",),
+    "mlp_norm": ("layer_norm2",),
+    "up": ("mlp.fc1",),
+    "down": ("mlp.fc2",),
+}
+_LAYER = {
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_BOTH = (".weight", ".bias")
+# what is fixed here: settings of transformers' text and action configs
+_FIXED = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "attention_bias": False}
+_FIXED_VISION = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "num_channels": 3}
+_FIXED_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
+_FIXED_TIME = {"min_period": 4e-3, "max_period": 4.0}
+
+
+def from_transformers(source) -> tuple[Weights, Sizes]:
+    """Of a `PI0ForConditionalGeneration`, or of a folder that `save_pretrained` wrote one to."""
+    model = load_pi0(source, dtype="auto") if isinstance(source, str | Path) else source
+    sizes, theirs = _sizes(model.config), {_plain(name): value for name, value in model.state_dict().items()}
+    weights = {}
+    for ours, names in _names(sizes).items():
+        weights[ours] = torch.cat([theirs.pop(name) for name in names]) if len(names) > 1 else theirs.pop(names[0])
+    # the words of the action expert are never read, and the language model may come with a head
+    unread = [name for name in theirs if not name.startswith("model.dit.embed_tokens") and "lm_head" not in name]
+    if unread:
+        raise UserError(f"the pi0 model has weights that are not known here: {', '.join(unread[:5])}")
+    return weights, sizes
+
+
+def to_transformers(model: NativeModel):
+    """A `PI0ForConditionalGeneration` that does the same, in the widest precision of the weights."""
+    refuse_adapters(model, "to_transformers")
+    library = transformers()
+    if model.sizes.memory_size:
+        raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
+    theirs = library.PI0ForConditionalGeneration(library.PI0Config(**settings_of(model.sizes)))
+    ours, weights = model.state_dict(), {}
+    heads, shared = (count * model.sizes.head_dim for count in (model.sizes.heads, model.sizes.kv_heads))
+    for name, names in _names(model.sizes).items():
+        grouped = name.endswith("qkv.weight") and not name.startswith("vision.")
+        parts = ours[name].split([heads, shared, shared]) if grouped else ours[name].chunk(len(names))
+        weights |= dict(zip(names, parts, strict=True))
+    given = {name: weights.pop(_plain(name)) for name in theirs.state_dict() if _plain(name) in weights}
+    missing, _ = theirs.load_state_dict(given, strict=False)
+    left = [name for name in missing if not name.startswith("model.dit.embed_tokens")]
+    if left or weights:
+        raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *weights][:5])}")
+    # not its buffers: in bf16 the waves that tell the time would be others
+    widest = reduce(torch.promote_types, (weight.dtype for weight in model.parameters()))
+    for weight in theirs.parameters():
+        weight.data = weight.data.to(widest)
+    return theirs.eval()
+
+
+def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
+    """Each of our weights, and those of transformers that it is made of."""
+    vision, language = "model.vlm.vision_tower", "model.vlm.language_model"
+    names = {
+        "vision.places": (f"{vision}.embeddings.position_embedding.weight",),
+        "words.weight": (f"{language}.embed_tokens.weight",),
+        "trunk_norm.weight": (f"{language}.norm.weight",),
+        "expert_norm.weight": ("model.dit.norm.weight",),
+    }
+    linear = {
+        "vision.patches": f"{vision}.embeddings.patch_embedding",
+        "vision.norm": f"{vision}.post_layernorm",
+        "projector": "model.vlm.multi_modal_projector.linear",
+        "state_in": "embed_action_time.state_proj",
+        "action_in": "embed_action_time.action_in_proj",
+        "time_in": "embed_action_time.action_time_mlp_in",
+        "time_out": "embed_action_time.action_time_mlp_out",
+        "action_out": "action_out_proj",
+    }
+    names |= {ours + end: (theirs + end,) for ours, theirs in linear.items() for end in _BOTH}
+    for number in range(sizes.vision_layers):
+        names |= _layer(f"vision.blocks.{number}", f"{vision}.encoder.layers.{number}", _VISION_LAYER, _BOTH)
+    for number in range(sizes.layers):
+        names |= _layer(f"trunk.{number}", f"{language}.layers.{number}", _LAYER, (".weight",))
+        names |= _layer(f"expert.{number}", f"model.dit.layers.{number}", _LAYER, (".weight",))
+    return names
+
+
+def _plain(name: str) -> str:
+    """Some versions wrap the vision tower once more."""
+    return name.replace(".vision_model.", ".")
+
+
+def _layer(ours: str, theirs: str, parts: dict, ends: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {
+        f"{ours}.{part}{end}": tuple(f"{theirs}.{name}{end}" for name in names)
+        for part, names in parts.items()
+        for end in ends
+    }
+
+
+def _sizes(config) -> Sizes:
+    vision, text, action = config.vlm_config.vision_config, config.vlm_config.text_config, config.dit_config
+    _require("vision_config", vision, _FIXED_VISION)
+    _require("text_config", text, _FIXED)
+    _require("dit_config", action, _FIXED)
+    _require("config", config, _FIXED_TIME)
+    for part in (text, action):
+        _require("rope_parameters", SimpleNamespace(**part.rope_parameters), _FIXED_ROPE)
+    alike = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    _require("dit_config", action, {name: getattr(text, name) for name in alike})
+    return Sizes(
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        vision_width=vision.hidden_size,
+        vision_layers=vision.num_hidden_layers,
+        vision_heads=vision.num_attention_heads,
+        vision_mlp=vision.intermediate_size,
+        vocabulary=text.vocab_size,
+        width=text.hidden_size,
+        mlp=text.intermediate_size,
+        layers=text.num_hidden_layers,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        expert_width=action.hidden_size,
+        expert_mlp=action.intermediate_size,
+        max_state_dim=config.max_state_dim,
+        max_action_dim=config.max_action_dim,
+    )
+
+
+def settings_of(sizes: Sizes) -> dict:
+    """Of transformers' `PI0Config`, for these sizes."""
+    alike = {
+        "model_type": "gemma",
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocabulary,
+    }
+    text = {"hidden_size": sizes.width, "intermediate_size": sizes.mlp, **alike}
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": sizes.vision_width,
+        "intermediate_size": sizes.vision_mlp,
+        "num_hidden_layers": sizes.vision_layers,
+        "num_attention_heads": sizes.vision_heads,
+        "image_size": sizes.image_size,
+        "patch_size": sizes.patch_size,
+        "vision_use_head": False,
+    }
+    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": sizes.width}
+    # a token that no word has
+    vlm |= {"image_token_id": sizes.vocabulary, "hidden_size": sizes.width}
+    action = {"hidden_size": sizes.expert_width, "intermediate_size": sizes.expert_mlp, **alike}
+    return {
+        "vlm_config": vlm,
+        "dit_config": action,
+        "max_state_dim": sizes.max_state_dim,
+        "max_action_dim": sizes.max_action_dim,
+    }
+
+
+def _require(section: str, config, expected: dict) -> None:
+    for name, value in expected.items():
+        given = getattr(config, name)
+        if given != value:
+            raise UserError(f"pi0's {section}.{name} is {given}, expected {value}: such a model cannot be converted")
+
+
+# ---- A folder with a native VLA: its weights and its sizes. Also reads transformers' pi0.
+
 
 _SIZES, _WEIGHTS, _THEIR_CONFIG, TOKENIZER = "native_vla.json", "model.safetensors", "config.json", "tokenizer.json"
 

@@ -1,11 +1,4 @@
-"""The network: images and words become a prefix, once a decision; an expert that attends to it denoises actions.
-
-The two are transformers of the same depth and heads but different widths. In each layer the expert's tokens attend to
-the prefix's keys and values of that layer beside their own. Who sees whom: images and words each other; state and
-memory these and each other; actions all. So only actions depend on noise and time, and the rest is cached.
-
-Letters: B rows, N cameras, T words, L tokens of the prefix, H steps of a chunk, A action dims, W width.
-"""
+"""The native VLA's network: vision tower, language model and action expert."""
 
 import math
 from typing import NamedTuple
@@ -14,9 +7,155 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparring.policies.native.gemma import Layer, RMSNorm, attend, rotation
-from sparring.policies.native.presets import Sizes
-from sparring.policies.native.vision import VisionEncoder
+from sparring.policies.native.config import Sizes
+
+# ---- A transformer layer in the shape of Gemma, taken apart so that two of them can share one attention.
+#
+# Letters: B rows, T tokens, L keys, d numbers of a head.
+
+
+_EPSILON, _BASE = 1e-6, 10_000.0
+# cos and sin, [B, T, 1, d/2] each
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        # 0: leaves the scale at 1
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + _EPSILON)
+        return (y * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """`project` before the attention, `finish` after it; keys and values of others may be among those attended to."""
+
+    def __init__(self, width: int, mlp: int, heads: int, kv_heads: int, head_dim: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.attention_norm = RMSNorm(width)
+        # one product instead of three, and one instead of two
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.out = nn.Linear(heads * head_dim, width, bias=False)
+        self.mlp_norm = RMSNorm(width)
+        self.gate_up = nn.Linear(width, 2 * mlp, bias=False)
+        self.down = nn.Linear(mlp, width, bias=False)
+
+    def project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [B, T, heads, d], keys and values [B, kv heads, T, d]."""
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 2)
+        return rotate(q, rotation), rotate(k, rotation).transpose(1, 2), v.transpose(1, 2)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(attended)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.gelu(gate, approximate="tanh") * up)
+
+
+def rotation(positions: torch.Tensor, head_dim: int) -> Rotation:
+    """Of tokens at `positions` [B, T]: what a head's numbers are turned by (RoPE)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = (positions[..., None].float() / _BASE**exponents)[:, :, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
+    # [B, T, heads, d]: number i and i + d/2 are turned together
+    cos, sin = by
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Queries [B, T, heads, d] over keys and values [B, kv heads, L, d], of which `seen` [B, L] count: [B, T, heads*d].
+
+    Heads that share keys are stacked as if they were more queries: no key is copied.
+    """
+    batch, tokens, heads, size = q.shape
+    shared = k.shape[1]
+    # [B, T, kv * g, d] -> [B, kv, T * g, d]; a view where all heads share one
+    q = q.unflatten(2, (shared, -1)).transpose(1, 2).reshape(batch, shared, -1, size)
+    scores = (q @ k.mT).float() * size**-0.5
+    weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), -1).to(v.dtype)
+    # [B, kv, T * g, d] -> [B, T, kv * g * d]
+    return (weights @ v).unflatten(2, (tokens, -1)).transpose(1, 2).reshape(batch, tokens, heads * size)
+
+
+# ---- The vision encoder: a picture as a row of patches, in the shape of SigLIP.
+
+
+_VISION_EPSILON = 1e-6
+
+
+class VisionEncoder(nn.Module):
+    """Pictures [N, 3, S, S] in [-1, 1] -> what is seen in each patch, [N, P, W]."""
+
+    def __init__(self, image_size: int, patch_size: int, width: int, layers: int, heads: int, mlp: int):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch_size, patch_size)
+        self.count = (image_size // patch_size) ** 2
+        self.places = nn.Parameter(torch.randn(self.count, width) * 0.02)
+        self.blocks = nn.ModuleList(VisionBlock(width, heads, mlp) for _ in range(layers))
+        self.norm = LayerNorm(width, _VISION_EPSILON)
+
+    def forward(self, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # [N, 3, S, S] -> [N, W, s, s] -> [N, P, W]
+        x = self.patches(images.to(dtype)).flatten(2).mT + self.places.to(dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class LayerNorm(nn.LayerNorm):
+    """In fp32, whatever the precision of the rest and of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, width: int, heads: int, mlp: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = LayerNorm(width, _VISION_EPSILON)
+        # queries, keys and values, one product instead of three
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = LayerNorm(width, _VISION_EPSILON)
+        self.up = nn.Linear(width, mlp)
+        self.down = nn.Linear(mlp, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        # [N, P, 3W] -> 3 x [N, heads, P, d]
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.out(_attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    if q.dtype != torch.float32:
+        return F.scaled_dot_product_attention(q, k, v)
+    # fused kernels choose their way by the batch's size: in fp32 the parity gate would notice
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+# ---- The network: images and words become a prefix, once a decision; an expert that attends to it denoises actions.
+#
+# The two are transformers of the same depth and heads but different widths. In each layer the expert's tokens attend to
+# the prefix's keys and values of that layer beside their own. Who sees whom: images and words each other; state and
+# memory these and each other; actions all. So only actions depend on noise and time, and the rest is cached.
+#
+# Letters: B rows, N cameras, T words, L tokens of the prefix, H steps of a chunk, A action dims, W width.
+
 
 # shortest and longest period of the waves that tell the time
 _PERIODS = (4e-3, 4.0)

@@ -1,4 +1,4 @@
-"""VLAFlowPolicy: a model of anybody's with a flow head, drawn from and scored as our own flow policies are."""
+"""Somebody's flow-matching VLA as a Policy."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,17 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.normalize import fit_all
-from sparring.out_of_memory import shortage
 from sparring.policies.critic import PRIVILEGED, Critic
-from sparring.policies.flow_chain import FlowChain
-from sparring.policies.vla import parts
+from sparring.policies.flow.chain import FlowChain
+from sparring.policies.policy import Policy
+from sparring.policies.vla import interface as parts
+from sparring.policies.vla.config import VLAConfig
+from sparring.policies.vla.interface import denoises
 from sparring.policies.vla.observations import STATE, Observations
-from sparring.policies.vla.wrap import called, wrapped_model
-from sparring.policies.vla_configs import VLAConfig
+from sparring.policies.vla.policy import VLAPolicy, called, model_class, wrapped_model
+from sparring.processes.memory_errors import shortage
+
+# ---- VLAFlowPolicy: a model of anybody's with a flow head, drawn from and scored as our own flow policies are.
 
 
 class VLAFlowPolicy(FlowChain):
@@ -100,3 +104,11 @@ def _tried(model: nn.Module, config: VLAConfig, observations: Observations, hori
 
 def _shape(given) -> str:
     return str(list(given.shape)) if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+
+
+# ---- policy.name=vla: which policy a model gets follows from what it has.
+
+
+def make_vla_policy(config: VLAConfig, spec, chunk: int) -> Policy:
+    kind = VLAFlowPolicy if denoises(model_class(config)) else VLAPolicy
+    return kind(config, spec, chunk)

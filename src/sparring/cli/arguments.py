@@ -1,0 +1,121 @@
+"""Arguments that commands share, and the settings they give."""
+
+import argparse
+import os
+import sys
+
+# ---- What commands' arguments have in common.
+
+
+OPTIONS = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+
+
+def positive(text: str) -> int:
+    return count(text, least=1)
+
+
+def count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got '{text}'")
+    return int(text)
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
+
+
+# ---- What --help ends with.
+
+
+EPILOG = """\
+examples:
+  sparring train finetune                                    the built-in arm learns reach_d0, about a minute
+  sparring train finetune env.name=gym:CartPole-v1 --num_episodes 500
+  sparring train finetune --config configs/cartpole.yaml ppo.clip_ratio=0.1 --output outputs/try1
+  sparring train finetune --gpus 4 --envs 64                 64 robots on each of 4 GPUs
+  sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
+  sparring eval outputs/finetune_rl --episodes 200           held-out episodes, intervals, random baseline
+  sparring compare outputs/try1 outputs/try2                 the same held-out episodes: which is better, how sure
+  sparring runs                                              run folders: state, progress, best success, size
+  sparring prune outputs/try1 --keep-best 2 --dry-run        which checkpoints would go
+  sparring train teacher                                     a world model of what random actions lead to
+  sparring train student --teacher_path outputs/teacher_rl   an explorer, paid for what the world model does not know
+  sparring train adversarial --teacher_path outputs/teacher_rl --student_checkpoint outputs/student_rl
+  sparring train all --envs 8 student.training.iterations=20 the three, one after the other; goes on where it stopped
+  sparring eval outputs/teacher_rl --world-model             how well it foretells, beside copying the last frame
+  sparring config finetune                                   every setting with its meaning
+  sparring config import rl_config.yaml --output mine.yaml   a config of the originals, in our words
+  sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
+  sparring tasks                                             what the built-in arm can be asked to do
+  sparring train finetune --dry-run rollout                  only the rollout
+  sparring train imitate imitate.demos=outputs/demos/lift_d0 behaviour cloning; then fine-tune what came of it:
+  sparring train finetune pretrained=outputs/imitate_rl
+  sparring demos lift_d0 --episodes 100 --noise 0.1          record a scripted expert as a LeRobot dataset
+  sparring demos show outputs/demos/lift_d0                  what a dataset holds, and a contact sheet
+
+overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same; a bare --num_episodes 500 works where the
+name is unique. `sparring config PHASE` lists the keys.
+exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); 130 interrupted: the first Ctrl-C
+saves a checkpoint, a second one gives up.
+"""
+
+
+# ---- Numbers as people read them.
+
+
+def size(number: float) -> str:
+    """Bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """The largest unit that fits."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+# ---- What the files, overrides and flags of a command say.
+
+
+def config_of(arguments, overrides, to_run: bool = True):
+    """The config of a command: its file, its overrides, its flags."""
+    from sparring.config.inherit import told, with_inherited
+    from sparring.config.schema import build_config, reading_of
+    from sparring.config.text import Setting
+
+    given = settings_of(arguments, overrides)
+    given += flag_settings(arguments, {"output": "output", "resume": "resume"})
+    given.append(Setting("phase", arguments.phase, "command line"))
+    settings = with_inherited(given)
+    config = build_config(settings, to_run)
+    # once: not in the processes that this command starts
+    if "RANK" not in os.environ:
+        for line in [*reading_of(given).told(), *told(settings[: len(settings) - len(given)], config)]:
+            print(line, file=sys.stderr)
+    return config
+
+
+def settings_of(arguments, overrides) -> list:
+    """What a command's file and overrides say, and --envs."""
+    from sparring.config.text import parse_overrides, read_settings
+
+    given = read_settings(arguments.config) if arguments.config else []
+    return given + parse_overrides(overrides) + flag_settings(arguments, {"envs": "rollout.n_envs"})
+
+
+def flag_settings(arguments, keys: dict[str, str]) -> list:
+    from sparring.config.text import Setting
+
+    given = {flag: getattr(arguments, flag, None) for flag in keys}
+    # argparse has `image_size` for --image-size
+    named = {flag: f"--{flag.replace('_', '-')}" for flag in keys}
+    return [Setting(keys[flag], value, named[flag]) for flag, value in given.items() if value is not None]

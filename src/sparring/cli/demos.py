@@ -1,0 +1,79 @@
+"""`sparring demos`."""
+
+import sys
+from pathlib import Path
+
+from sparring.cli.arguments import OPTIONS, count, flag_settings, number, positive
+from sparring.errors import UserError
+
+
+def add(commands) -> None:
+    demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **OPTIONS)
+    demos.add_argument(
+        "what", metavar="TASK | show PATH", nargs="+", help="task(s) to record, or a dataset to look into"
+    )
+    demos.add_argument("--episodes", type=positive, metavar="N", help="how many to record")
+    demos.add_argument("--noise", type=number, default=0.0, metavar="X", help="deviation added to actions (default: 0)")
+    demos.add_argument("--output", metavar="DIR", help="folder of the dataset (default: outputs/demos/<task>)")
+    demos.add_argument("--cameras", nargs="+", metavar="NAME", help="what is seen (default: all of the robot's)")
+    demos.add_argument("--image-size", type=positive, metavar="N", help="pixels a side (env.image_size)")
+    demos.add_argument("--control-mode", metavar="MODE", help="what an action means (env.control_mode)")
+    demos.add_argument("--seed", type=count, metavar="S", help="of the episodes (default: 0)")
+    demos.add_argument("--workers", type=positive, default=1, metavar="K", help="processes (default: 1)")
+    demos.add_argument("--keep-failures", action="store_true", help="keep episodes that the expert failed, too")
+    demos.add_argument(
+        "--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv444p", help="of the videos; yuv420p for browsers"
+    )
+    demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
+    demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
+    demos.set_defaults(command=_demos)
+
+
+def _demos(arguments, overrides) -> int:
+    if arguments.what[0] == "show":
+        return _show_demos(arguments, overrides)
+    from sparring.config.text import parse_overrides
+    from sparring.demos.plan import Plan, demo_config, demo_folder
+    from sparring.demos.record import record
+
+    if arguments.sheet:
+        raise UserError("--sheet goes with `sparring demos show PATH` only; leave it out")
+    if arguments.episodes is None:
+        raise UserError("how many episodes? give --episodes N")
+    keys = {name: f"env.{name}" for name in ("cameras", "image_size", "control_mode")} | {"seed": "seed"}
+    settings = parse_overrides(overrides) + flag_settings(arguments, keys)
+    config = demo_config(arguments.what, arguments.config, settings)
+    plan = Plan(
+        config.env,
+        config.rollout.max_episode_steps,
+        config.seed,
+        arguments.noise,
+        arguments.keep_failures,
+        arguments.pixel_format,
+    )
+    output = Path(arguments.output) if arguments.output else demo_folder(arguments.what)
+    try:
+        told = record(plan, arguments.episodes, output, arguments.workers)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on where '{output}' stopped", file=sys.stderr)
+        return 130
+    print(f"{output}: {len(told['episode_seeds'])} episodes of {told['episodes_tried']} tried")
+    return 0
+
+
+def _show_demos(arguments, overrides) -> int:
+    from sparring.data.demonstrations import Demonstrations
+    from sparring.demos.show import moments, summary
+    from sparring.record.overlay import contact_sheet, write_png
+
+    if len(arguments.what) != 2 or overrides:
+        raise UserError("expected one dataset: sparring demos show PATH")
+    useless = [word for word in arguments.words if word.startswith("--") and word.split("=")[0] != "--sheet"]
+    if useless:
+        raise UserError(f"{', '.join(useless)}: only --sheet goes with `sparring demos show PATH`; leave it out")
+    demos = Demonstrations(arguments.what[1])
+    print("\n".join(summary(demos)))
+    if demos.cameras:
+        sheet = Path(arguments.sheet) if arguments.sheet else demos.path / "sheet.png"
+        print(f"pictures   {write_png(sheet, contact_sheet(moments(demos)))}")
+    return 0

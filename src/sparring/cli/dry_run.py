@@ -1,0 +1,131 @@
+"""`--dry-run`: one rollout and one update, and what they showed. Nothing is written."""
+
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tensordict import TensorDict
+
+from sparring.config.schema import Config
+from sparring.errors import UserError
+from sparring.phases.adversarial import Adversarial
+from sparring.phases.imitate import Imitate
+from sparring.phases.teacher import Teacher
+from sparring.runs.run import Run
+
+
+def dry_run(config: Config, only_rollout: bool = False) -> str:
+    """Shapes, memory, speed, and the parity of acting and scoring."""
+    if only_rollout and config.phase in ("imitate", "teacher"):
+        raise UserError(f"--dry-run rollout: there are no rollouts in {config.phase}; --dry-run alone tries one update")
+    run = Run(config, folder=False, quiet=True)
+    try:
+        if isinstance(run.phase, Imitate):
+            what, lines = "one update", _imitation(run.phase)
+        elif isinstance(run.phase, Teacher):
+            what, lines = "a few episodes, one update", _teacher(run.phase)
+        elif only_rollout:
+            phase = run.phase.explorer if isinstance(run.phase, Adversarial) else run.phase
+            what, lines = "one rollout", _rollout(phase)
+        elif isinstance(run.phase, Adversarial):
+            what, lines = "one rollout, one update of each", _adversarial(run.phase)
+        else:
+            what, lines = "one rollout, one update", _rollout_and_update(run.phase)
+    finally:
+        run.phase.env.close()
+    head = f"dry run of '{config.phase}' on {run.distributed.device}: {what}, nothing written"
+    return "\n".join([head, *lines])
+
+
+def _rollout_and_update(phase) -> list[str]:
+    metrics = phase.step(0.0)
+    steps = phase.progress.env_steps
+    return [
+        *_shapes(phase.buffer.rollout()),
+        _memory(phase, phase.buffer.bytes(), "rollout"),
+        f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
+        f"{metrics['update_seconds']:.2f} s for the update of {steps:,} steps (first calls, warm-up included)",
+        f"parity: {metrics['parity']:.3g}",
+    ]
+
+
+def _rollout(phase) -> list[str]:
+    """What ManiFlow's test_rl_rollout.py was for: do robots and policy work together?"""
+    started = time.perf_counter()
+    phase.collector.collect(phase.buffer)
+    seconds, steps = time.perf_counter() - started, phase.collector.env_steps
+    episodes = phase.collector.drain_episodes()
+    ended = f"episodes: {len(episodes)} ended"
+    if episodes:
+        reward = sum(e.reward for e in episodes) / len(episodes)
+        ended += f", mean reward {reward:.3g}, {sum(e.success for e in episodes)} successes"
+    return [
+        *_shapes(phase.buffer.rollout()),
+        _memory(phase, phase.buffer.bytes(), "rollout"),
+        f"speed: {steps / seconds:,.0f} env steps/s collecting (first calls, warm-up included)",
+        ended,
+    ]
+
+
+def _imitation(phase: Imitate) -> list[str]:
+    batch = next(phase.batches)
+    metrics = phase.step(0.0)
+    rate = phase.config.steps_per_update / metrics["update_seconds"]
+    return [
+        f"demonstrations: {phase.learns_from}",
+        *_shapes(batch),
+        _memory(phase, batch.bytes(), "batch"),
+        f"speed: {rate:,.1f} gradient steps/s (first calls, warm-up included)",
+        f"loss: {metrics['loss']:.3g}",
+    ]
+
+
+def _teacher(phase: Teacher) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        phase.folder = Path(folder)
+        metrics = phase.step(0.0)
+        batch = next(phase.replay)
+        stored = phase.store.bytes()
+        phase.close()
+    steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
+    return [
+        *_shapes(batch),
+        _memory(phase, stored, "episodes"),
+        f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
+        f"{rate:,.1f} gradient steps/s (first calls, warm-up included)",
+        f"loss: {metrics['loss']:.3g}",
+    ]
+
+
+def _adversarial(phase: Adversarial) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        phase.folder = Path(folder)
+        metrics = phase.step(0.0)
+        rollout = phase.explorer.buffer.rollout()
+        stored = phase.store.bytes()
+        phase.close()
+    lines = [*_shapes(rollout), _memory(phase, stored, "episodes")]
+    # where the world model warms up alone, or no episode has ended yet, there is less to tell
+    told = {"parity": "parity: {:.3g}", "wm_loss": "loss: {:.3g}"}
+    return lines + [text.format(metrics[name]) for name, text in told.items() if name in metrics]
+
+
+def _shapes(td: TensorDict) -> list[str]:
+    lines = ["shapes:"]
+    for key, value in sorted(td.items(True, True), key=lambda item: str(item[0])):
+        name = "/".join(key) if isinstance(key, tuple) else key
+        lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")
+    return lines
+
+
+def _memory(phase, stored: int, what: str) -> str:
+    parameters = sum(p.numel() for p in phase.model.parameters())
+    return f"memory: {parameters:,} parameters, {stored / 2**20:.3g} MiB of {what}, {_peak():.0f} MiB at most"
+
+
+def _peak() -> float:
+    """Most memory this process ever held, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

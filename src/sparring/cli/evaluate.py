@@ -1,0 +1,95 @@
+"""`sparring eval` and `sparring compare`."""
+
+from pathlib import Path
+
+from sparring.cli.arguments import OPTIONS, count, flag_settings, positive
+from sparring.errors import UserError
+
+# ---- `sparring eval`.
+
+
+def add_evaluate(commands) -> None:
+    evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **OPTIONS)
+    evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
+    evaluate.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as configured)")
+    evaluate.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: the run's)")
+    actions = evaluate.add_mutually_exclusive_group()
+    actions.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
+    actions.add_argument(
+        "--both", action="store_true", help="one, then the other (of flow policies always: ODE, then SDE)"
+    )
+    evaluate.add_argument("--videos", type=count, default=0, metavar="N", help="episodes to record beside the table")
+    evaluate.add_argument(
+        "--json",
+        metavar="FILE",
+        help="where to write the numbers (default: PATH/eval*.json, called by what was evaluated)",
+    )
+    evaluate.add_argument(
+        "--world-model", action="store_true", help="evaluate a teacher's world model: what it foretells"
+    )
+    evaluate.add_argument("--exploration", action="store_true", help="what a policy touches and where it gets to")
+    evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
+    evaluate.set_defaults(command=_evaluate)
+
+
+def _evaluate(arguments, overrides) -> int:
+    from sparring.config.text import parse_overrides
+    from sparring.evaluation.of_run import (
+        evaluate_checkpoint,
+        evaluate_explorer_checkpoint,
+        evaluate_world_model_checkpoint,
+    )
+
+    settings = parse_overrides(overrides)
+    settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
+    path = Path(arguments.json) if arguments.json else None
+    if arguments.against and not arguments.world_model:
+        raise UserError("--against goes with --world-model only; leave it out")
+    if arguments.world_model and arguments.exploration:
+        raise UserError("--world-model is about world models, --exploration about policies; give one of them")
+    of_a_policy = arguments.stochastic or arguments.both or arguments.videos
+    if (arguments.world_model or arguments.exploration) and of_a_policy:
+        raise UserError(
+            "--stochastic, --both and --videos go with neither --world-model nor --exploration; leave them out"
+        )
+    if arguments.world_model:
+        evaluate_world_model_checkpoint(arguments.path, settings, path, arguments.against)
+        return 0
+    if arguments.exploration:
+        evaluate_explorer_checkpoint(arguments.path, settings, path)
+        return 0
+    evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path, arguments.both)
+    return 0
+
+
+# ---- `sparring compare`.
+
+
+def add_compare(commands) -> None:
+    compare = commands.add_parser("compare", help="which of two is better, on the same held-out episodes", **OPTIONS)
+    compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
+    compare.add_argument("b", metavar="B", help="another one")
+    compare.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as A is configured)")
+    compare.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: A's)")
+    compare.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    compare.add_argument("--world-model", action="store_true", help="compare what two world models foretell")
+    compare.set_defaults(command=_compare)
+
+
+def _compare(arguments, overrides) -> int:
+    from sparring.config.text import parse_overrides
+    from sparring.evaluation.compare import compare_policies, compare_world_models
+    from sparring.evaluation.files import refuse_unwritable
+
+    settings = parse_overrides(overrides)
+    settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
+    if arguments.json:
+        refuse_unwritable(Path(arguments.json))
+    compare = compare_world_models if arguments.world_model else compare_policies
+    found = compare(arguments.a, arguments.b, settings)
+    print(f"{found.episodes} held-out episodes, each played by both")
+    print(found.table())
+    print(found.verdict())
+    if arguments.json:
+        print(f"numbers: {found.write(Path(arguments.json))}")
+    return 0

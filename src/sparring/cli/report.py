@@ -1,0 +1,106 @@
+"""`sparring report` and `sparring watch`."""
+
+import argparse
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from sparring.cli.arguments import OPTIONS
+from sparring.errors import UserError
+
+# ---- `sparring report`.
+
+
+MEDIA_MB = 30
+
+
+def add_report(commands) -> None:
+    report = commands.add_parser("report", help="write what runs learned into one HTML file", **OPTIONS)
+    report.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold some")
+    report.add_argument(
+        "--output", metavar="HTML", help="where to write it (RUN/report.html; of several ./report.html)"
+    )
+    report.add_argument(
+        "--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help="of videos and pictures (%(default)s)"
+    )
+    report.set_defaults(command=_report)
+
+
+def _report(arguments, overrides) -> int:
+    from sparring.report.page import write_report
+
+    runs = [Path(run) for run in arguments.runs]
+    beside = runs[0] if len(runs) == 1 else Path()
+    output = Path(arguments.output) if arguments.output else beside / "report.html"
+    collection = write_report(runs, output, int(arguments.media_mb * 1e6))
+    for path, run in collection.runs.items():
+        for file, lines in run.parts["about"]["unreadable"].items():
+            print(f"{path / file}: {lines} lines could not be read; they are left out", file=sys.stderr)
+    print(output)
+    return 0
+
+
+def _megabytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected megabytes >= 0, got '{text}'")
+    return size
+
+
+# ---- `sparring watch`.
+
+
+PORT = 6007
+
+
+def add_watch(commands) -> None:
+    watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
+    watch.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold or will hold some")
+    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help="or the next free one (%(default)s)")
+    watch.add_argument("--no-browser", action="store_true", help="only tell the address")
+    watch.set_defaults(command=_watch)
+
+
+def _watch(arguments, overrides) -> int:
+    from sparring.report.server import open_server
+
+    for run in map(Path, arguments.runs):
+        if run.exists() and not run.is_dir():
+            raise UserError(f"'{run}' is a file; give a run folder, e.g. outputs/finetune_rl")
+        if not run.exists():
+            print(f"'{run}' is not there yet; it is shown when it is", file=sys.stderr)
+    server = open_server([Path(run) for run in arguments.runs], arguments.port)
+    try:
+        _tell(server.server_address[1], arguments)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0
+
+
+def _tell(port: int, arguments) -> None:
+    from sparring.report.server import HOST
+
+    if port != arguments.port:
+        print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
+    address = f"http://{HOST}:{port}/"
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    if not arguments.no_browser and _has_screen():
+        webbrowser.open(address)
+
+
+def _has_screen() -> bool:
+    """Where there is none, a browser of the terminal would take it over."""
+    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got '{text}'")
+    return int(text)

@@ -1,0 +1,1 @@
+"""Collection in a process of its own (rollout.mode=async)."""

@@ -1,0 +1,382 @@
+"""Keys of the original projects, and how they are read as ours. Torch-free."""
+
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from sparring.algorithms.configs import GRPOConfig, PPOConfig
+from sparring.collect.configs import RolloutConfig
+from sparring.config.section import Tree
+from sparring.config.text import Setting, value_text
+from sparring.phases import CHAIN
+
+# ---- What the documents this system comes from call things: their dotted keys and values, and ours. Torch-free.
+#
+# A key that ends with a dot stands for all below it. reading.py applies these tables; docs/from-the-originals.md says
+# where each key is from.
+
+
+# words of other PPO trainers
+_PPO_WORDS = {
+    "learning_rate": "policy_lr",
+    "value_lr": "critic_lr",
+    "n_epochs": "ppo_epochs",
+    "batch_size": "mini_batch_size",
+    "clip_coef": "clip_ratio",
+    "clip_epsilon": "clip_ratio",
+    "clip_range": "clip_ratio",
+    "ent_coef": "entropy_coef",
+    "vf_coef": "value_loss_coef",
+    "value_coef": "value_loss_coef",
+    "critic_warmup_rollouts": "critic_warmup_updates",
+}
+_PPO_NAMES = {name: name for name in PPOConfig.model_fields} | _PPO_WORDS
+_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_targets"}
+_LORA |= {"modules_to_save": "modules_to_save"}
+
+# theirs -> ours
+ALIASES = {
+    "task_name": "env.task",
+    "cameras": "env.cameras",
+    "pretrained_policy_path": "pretrained",
+    "output_dir": "output",
+    "teacher_checkpoint": "student.teacher",
+    "teacher_path": "student.teacher",
+    # `rewards=original` is a preset
+    "rewards": "rewards.name",
+    "num_envs": "rollout.n_envs",
+    "buffer_size": "buffer.size",
+    "buffer_type": "buffer.type",
+    "batch_size": "ppo.mini_batch_size",
+    "learning_rate": "ppo.policy_lr",
+    "sequential_training": "teacher.sequential",
+    "steps_per_episode": "rollout.max_episode_steps",
+    "n_epochs": "ppo.ppo_epochs",
+    "training.device": "device",
+    "training.seed": "seed",
+    "training.batch_size": "ppo.mini_batch_size",
+    "training.learning_rate": "ppo.policy_lr",
+    "training.max_grad_norm": "ppo.max_grad_norm",
+    "training.scheduler.type": "ppo.lr_schedule",
+    "training.sequential_training": "teacher.sequential",
+    "training.steps_per_episode": "rollout.max_episode_steps",
+    "training.action_dim": "env.pad_action",
+    "training.state_dim": "env.pad_state",
+    "training.action_scale": "env.action_scale",
+    "environment.task_name": "env.task",
+    "environment.data_type.collect_depth": "env.depth",
+    "environment.": "env.",
+    "trainer.iterations": "training.iterations",
+    "trainer.total_timesteps": "training.total_timesteps",
+    "trainer.buffer_size": "buffer.size",
+    "trainer.buffer_type": "buffer.type",
+    "trainer.batch_size": "ppo.mini_batch_size",
+    "trainer.num_envs": "rollout.n_envs",
+    "trainer.rollout_steps": "rollout.steps",
+    "trainer.num_eval_episodes": "evaluation.episodes",
+    "trainer.seed": "seed",
+    "trainer.device": "device",
+    "trainer.wandb_project_name": "logging.project",
+    "algorithm.name": "algorithm",
+    "rl_training.num_epochs": "training.iterations",
+    "rl_training.total_timesteps": "training.total_timesteps",
+    "rl_training.num_envs": "rollout.n_envs",
+    # pydantic keeps the name `model_config` to itself
+    "policy.model_config": "policy.model_settings",
+    "policy.model_config.": "policy.model_settings.",
+    "policy.vla_config.model_config": "policy.model_settings",
+    "policy.vla_config.model_config.": "policy.model_settings.",
+    "policy.vla_config.": "policy.",
+    # both have the same shape here
+    **{
+        f"policy.{network}.network_cfg.{theirs}": f"policy.{ours}"
+        for network in ("actor", "critic")
+        for theirs, ours in (("hidden_sizes", "hidden"), ("activation", "activation"))
+    },
+    **{f"model.lora.{theirs}": f"policy.{ours}" for theirs, ours in _LORA.items()},
+    **{
+        f"{section}.{theirs}": f"ppo.{ours}"
+        for section in ("rl_training.ppo_trainer", "rl_training", "algorithm.cfg")
+        for theirs, ours in _PPO_NAMES.items()
+    },
+    **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
+    # `<phase>.<any of our keys>` is for that phase alone, and wins over what is for all
+    **{f"{phase}.output_dir": f"{phase}.output" for phase in CHAIN},
+    **{f"{phase}.ppo.{theirs}": f"{phase}.ppo.{ours}" for phase in CHAIN for theirs, ours in _PPO_WORDS.items()},
+    "student.rewards.memory_divergence_weight": "student.rewards.memory_divergence",
+    "student.rewards.wm_uncertainty_weight": "student.rewards.prediction_error",
+    "adversarial.total_iterations": "adversarial.training.iterations",
+    "adversarial.wm_lr": "adversarial.adversarial.learning_rate",
+    "adversarial.explorer_lr": "adversarial.ppo.policy_lr",
+    "adversarial.entropy_weight": "adversarial.ppo.entropy_coef",
+}
+# words that mean something else with grpo
+_GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
+GRPO_ALIASES = {
+    alias: _GRPO_NAMES[key]
+    for alias, key in ALIASES.items()
+    if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
+}
+# words that mean something else where there is no RL
+PHASE_ALIASES = {
+    phase: {
+        f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
+    }
+    for phase in ("imitate", "teacher", "adversarial")
+}
+PHASE_ALIASES["adversarial"] |= {
+    "teacher_checkpoint": "adversarial.teacher",
+    "teacher_path": "adversarial.teacher",
+    "student_checkpoint": "adversarial.student",
+    "student_path": "adversarial.student",
+}
+# what learns there is the world model
+PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
+
+# our key -> their value -> ours
+VALUES = {"env.task": {"random_exploration": "explore"}}
+# theirs -> its value -> what it asks for besides, in finetune: our key and value
+BESIDES = {"trainer.buffer_type": {"vla": ("rollout.mode", "async")}}
+# theirs, true or false -> our key, whose list has this word where it is true
+LISTED = {
+    "environment.camera.collect_head_camera": ("env.cameras", "head"),
+    "environment.camera.collect_wrist_camera": ("env.cameras", "wrist"),
+    "environment.domain_randomization.random_appearance": ("env.domain_randomization", "appearance"),
+    "environment.domain_randomization.random_background": ("env.domain_randomization", "background"),
+    "environment.domain_randomization.random_light": ("env.domain_randomization", "light"),
+    "environment.domain_randomization.cluttered_table": ("env.domain_randomization", "clutter"),
+}
+
+_WANDB = "say logging.mode=online or offline, logging.project, logging.name"
+_NO_SWANLAB = "there are TensorBoard and W&B: say logging.tensorboard=true, or logging.mode=online"
+_WANDB_ASIDE = "W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder keeps its id; leave it out"
+_NO_PLANNER = "no planner is ever loaded; leave it out"
+_BY_PHASE = "the phase decides what learns and who acts; leave it out"
+_SCENES = "env.task decides what is on the table, anew in each episode; leave it out"
+_SCHEDULE = "learning rates fall to 0 over the whole run; leave it out"
+# theirs -> why it means nothing here, and what to do
+WITHOUT_MEANING = {
+    "debug": "say logging.console_level=DEBUG instead",
+    "model.config_file": "describes F1's network; say policy.name and policy.model_path, or world_model.trunk",
+    "model.lora.bias": "adapters leave biases as they are; leave it out",
+    "model.lora.task_type": "adapters are the same for every task; leave it out",
+    "environment.need_plan": _NO_PLANNER,
+    "environment.need_planner": _NO_PLANNER,
+    "environment.need_topp": _NO_PLANNER,
+    "environment.embodiment": "env.task decides which robot there is; leave it out",
+    "environment.single_arm": "env.task decides how many arms there are; leave it out",
+    "environment.scene_reset_interval": _SCENES,
+    "environment.randomize_robot_init": _SCENES,
+    "environment.num_objects": _SCENES,
+    "environment.delta_qpos_scale": "steps are scaled by env.action_scale, which multiplies the robot's own; say that",
+    "environment.render_mode": "cameras are drawn in one way; leave it out",
+    "environment.camera.": "cameras are named in env.cameras and have env.image_size pixels a side; say that",
+    "environment.data_type.": "states and pictures are always there; leave it out",
+    "training.weight_decay": "only imitate.weight_decay exists; leave it out",
+    "training.gradient_accumulation_steps": "say ppo.micro_batch_size, how many decisions fit into memory at once",
+    "training.scheduler.": _SCHEDULE,
+    "training.n_pred_img_steps": "a world model foretells the next frame; leave it out",
+    "training.memory_backprop": "gradients always pass through training.bptt_length decisions; leave it out",
+    "training.action_bounds.": "actions are within -1 and 1; scale them by env.action_scale",
+    "training.video_save_every": "videos come with checkpoints: say training.save_every",
+    "training.sample_save_every": "samples come with metrics: say training.log_every",
+    **{
+        f"{phase}.{key}": _BY_PHASE
+        for phase in CHAIN
+        for key in ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
+    },
+    "adversarial.buffer_size": "episodes are kept on disk: say adversarial.max_gb",
+    "adversarial.adversarial_weight": "what the explorer is paid for has weights of its own: say rewards.*",
+    "adversarial.explorer.": "the explorer is the policy: say policy.*",
+    "trainer.exp_name": "a run is called what its folder is called: say output",
+    "trainer.gym_config": "an env is described by env.*: say env.name and what it takes",
+    "trainer.headless": "nothing opens a window; leave it out",
+    "trainer.enable_rt": "there is no ray tracing; leave it out",
+    "trainer.gpu_id": "say device=cuda:<index>",
+    "trainer.enable_eval": "every run ends with an evaluation; say evaluation.every for more of them",
+    "trainer.num_eval_envs": "how many robots evaluate is not a setting; leave it out",
+    "trainer.eval_freq": "say evaluation.every, in updates",
+    "trainer.save_freq": "say training.save_every, in updates",
+    "trainer.model_type": "say policy.name",
+    "trainer.events.": "videos are recorded by rollout.render_episodes; say that",
+    "algorithm.cfg.rollout_time_first": "the order of a rollout is not a setting; leave it out",
+    "policy.actor.": "actor and critic are MLPs: say policy.hidden and policy.activation",
+    "policy.critic.": "actor and critic are MLPs: say policy.hidden and policy.activation",
+    "rl_training.warmup_steps": "say ppo.warmup_updates, in updates",
+    "rl_training.eval_interval": "say evaluation.every, in updates",
+    "rl_training.log_interval": "say training.log_every, in updates",
+    "rl_training.save_interval": "say training.save_every, in updates",
+    **{f"{section}.use_wandb": _WANDB for section in ("trainer", "logging")},
+    **{f"{section}wandb.": _WANDB for section in ("", "logging.")},
+    **{f"{section}.use_swanlab": _NO_SWANLAB for section in ("trainer", "logging")},
+    **{f"{section}swanlab.": _NO_SWANLAB for section in ("", "logging.")},
+    "trainer.swanlab_project_name": _NO_SWANLAB,
+    **{f"logging.{key}": _WANDB_ASIDE for key in ("entity", "tags", "id", "group", "resume")},
+}
+# keys without a meaning that ask for what is so anyway; with any other value they are refused
+SO_ANYWAY = {
+    "debug": False,
+    "model.lora.bias": "none",
+    "model.lora.task_type": "CAUSAL_LM",
+    **{f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")},
+    **{f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")},
+    "training.n_pred_img_steps": 1,
+    "training.memory_backprop": True,
+    "training.action_bounds.low": -1,
+    "training.action_bounds.high": 1,
+    "teacher.exploration_type": "random",
+    "student.exploration_type": "policy",
+    **{f"{phase}.train_world_model": phase != "student" for phase in CHAIN},
+    **{f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN},
+    "trainer.headless": True,
+    "trainer.enable_rt": False,
+    "trainer.enable_eval": True,
+    **{f"{section}.use_{name}": False for section in ("trainer", "logging") for name in ("wandb", "swanlab")},
+    "policy.actor.type": "mlp",
+    "policy.critic.type": "mlp",
+}
+
+
+# ---- Reads settings that are written in the words of the originals, or for one phase alone, as ours. Torch-free.
+#
+# A setting is renamed, asks for what is so anyway, is for another phase, or is refused with a reason: none is dropped
+# without a word.
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Settings in our words, and what became of the others."""
+
+    settings: list[Setting] = field(default_factory=list)
+    # theirs -> ours
+    renamed: dict[str, str] = field(default_factory=dict)
+    # what they ask for is so, whatever anybody says
+    so_anyway: list[Setting] = field(default_factory=list)
+    other_phases: list[Setting] = field(default_factory=list)
+
+    def told(self) -> list[str]:
+        """A line for each kind of setting that did not arrive as it was given."""
+        lines = {
+            "read as": [f"{theirs} -> {ours}" for theirs, ours in self.renamed.items()],
+            "so here anyway": [f"{s.key}={value_text(s.value)}" for s in self.so_anyway],
+            "for other phases, not read in this one": [s.key for s in self.other_phases],
+        }
+        return [f"{what}: {', '.join(words)}" for what, words in lines.items() if words]
+
+
+def read_as_ours(settings: list[Setting], tree: Tree, phase: str) -> Reading:
+    """`<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for all of them."""
+    reading = Reading()
+    keys = tree.keys(tree.classes())
+    for _, group in groupby(settings, lambda setting: setting.source):
+        common, own, flags = [], [], {}
+        for setting in group:
+            if setting.key not in tree.root.model_fields and _asks_for_nothing(setting):
+                continue
+            if _is_so_anyway(setting):
+                reading.so_anyway.append(setting)
+                continue
+            owner, key = _owner(setting.key, tree, keys)
+            if owner not in (None, phase):
+                reading.other_phases.append(setting)
+                continue
+            if _is_flag(setting):
+                key = LISTED[setting.key][0]
+                # the list stands where its first word does
+                common += [] if key in flags else [replace(setting, key=key)]
+                flags.setdefault(key, []).append(setting)
+            else:
+                ours = replace(setting, key=key, value=_value(key, setting.value), written=setting.as_written)
+                (own if owner else common).append(_for_alone(ours, phase) if owner else ours)
+            if key != setting.key:
+                reading.renamed[setting.key] = key
+            if phase == "finetune" and (more := _besides(setting)):
+                # first: what is said of it itself wins
+                common.insert(0, more)
+                reading.renamed[f"{setting.key}={setting.value}"] = f"{more.key}={more.value}"
+        common = [_list_of(flags[s.key], s) if s.key in flags and s.written is None else s for s in common]
+        reading.settings.extend(common + own)
+    return reading
+
+
+def why_not(key: str, value: Any) -> str | None:
+    """Why a key of the originals means nothing here, and what to do; None of any other key."""
+    if key.endswith("..."):
+        return "stands for settings that are not shown; leave it out, or write them"
+    reason = _reason(key)
+    example = None if reason else _first_below(key)
+    return f"expected keys with values below it, e.g. {example}, not {value_text(value)}" if example else reason
+
+
+def without_meaning(setting: Setting) -> str | None:
+    """Why a setting of the originals has no place here, where it asks for what cannot be had; else None."""
+    if setting.key.endswith("..."):
+        return why_not(setting.key, setting.value)
+    has_place = setting.key in ALIASES or setting.key in LISTED or _is_so_anyway(setting)
+    return None if has_place else _reason(setting.key)
+
+
+def _owner(key: str, tree: Tree, keys: dict) -> tuple[str | None, str]:
+    """The one phase that a key is for, None: all of them; and our name of it."""
+    if _reason(key) and key not in ALIASES:
+        return None, key
+    ours = tree.spelled(key)
+    owner, _, rest = ours.partition(".")
+    first = rest.partition(".")[0]
+    if owner not in CHAIN or not rest or first in tree.root.model_fields[owner].annotation.model_fields:
+        return None, ours
+    rest = tree.spelled(rest)
+    is_known = first in tree.root.model_fields or rest in keys or any(k.endswith(f".{rest}") for k in keys)
+    return (owner, rest) if is_known else (None, ours)
+
+
+def _for_alone(setting: Setting, phase: str) -> Setting:
+    # another source: it may say again what is said for all phases
+    return replace(setting, source=f"{setting.where}, for {phase}", line=None)
+
+
+def _is_flag(setting: Setting) -> bool:
+    return setting.key in LISTED and isinstance(setting.value, bool)
+
+
+def _list_of(flags: list[Setting], place: Setting) -> Setting:
+    words = [LISTED[flag.key][1] for flag in flags if flag.value]
+    return replace(place, value=words, written=", ".join(flag.key for flag in flags))
+
+
+def _besides(setting: Setting) -> Setting | None:
+    values = BESIDES.get(setting.key, {})
+    if not isinstance(setting.value, str) or setting.value not in values:
+        return None
+    key, value = values[setting.value]
+    # another source: the same file may say otherwise
+    written = f"{setting.as_written}={setting.value}"
+    return replace(setting, key=key, value=value, source=setting.where, line=None, written=written)
+
+
+def _value(key: str, value: Any) -> Any:
+    return VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _is_so_anyway(setting: Setting) -> bool:
+    # 1 == True
+    return setting.key in SO_ANYWAY and repr(SO_ANYWAY[setting.key]) in (repr(setting.value), _whole(setting.value))
+
+
+def _whole(value: Any) -> str:
+    return repr(int(value)) if isinstance(value, float) and value.is_integer() else ""
+
+
+def _asks_for_nothing(setting: Setting) -> bool:
+    return setting.value in (None, {}) and _first_below(setting.key) is not None
+
+
+def _first_below(key: str) -> str | None:
+    """A key of the originals that `key` is a section of."""
+    known = (*ALIASES, *LISTED, *WITHOUT_MEANING)
+    return None if key in known else next((k for k in known if k.startswith(f"{key}.") and not k.endswith(".")), None)
+
+
+def _reason(key: str) -> str | None:
+    beginnings = [k for k in WITHOUT_MEANING if k.endswith(".") and key.startswith(k)]
+    return WITHOUT_MEANING.get(key) or (WITHOUT_MEANING[max(beginnings, key=len)] if beginnings else None)

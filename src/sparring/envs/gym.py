@@ -1,0 +1,363 @@
+"""Gymnasium envs: their spaces in our contract, and one env."""
+
+import importlib
+import inspect
+import json
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces, wrappers
+from gymnasium.envs import registration
+
+from sparring.envs.backend import Arrays, EnvSpec
+from sparring.envs.configs import GymConfig
+from sparring.errors import UserError
+
+# ---- Gymnasium's spaces in our terms: observations as "state" and "image/...", actions in [-1, 1] or as an index.
+#
+# Letters: C steps of an action chunk, A action dims, S state dims.
+
+
+class ObservationMap:
+    """A gymnasium observation space -> "state" float32 [S] and "image/<name>" uint8 [3, H, W]."""
+
+    def __init__(self, space: spaces.Space, env_name: str):
+        self.env_name = env_name
+        # (key in a Dict observation or None, its space, our key, where in "state" or None: all of it, conversion)
+        self.parts = []
+        self.spec: dict[str, tuple[tuple[int, ...], str]] = {}
+        entries = sorted(space.spaces.items()) if isinstance(space, spaces.Dict) else [(None, space)]
+        size = 0
+        for key, entry in entries:
+            if _is_image(entry):
+                name = f"image/{key or 'head'}"
+                shape, convert = self._image(entry)
+                self.spec[name] = (shape, "uint8")
+                self.parts.append((key, entry, name, None, convert))
+            else:
+                length, convert = self._vector(entry)
+                where = None if key is None else slice(size, size + length)
+                self.parts.append((key, entry, "state", where, convert))
+                size += length
+        if size:
+            self.spec["state"] = ((size,), "float32")
+
+    def write(self, observation: Any, arrays: Arrays, row: int) -> None:
+        for key, _, name, where, convert in self.parts:
+            value = observation if key is None else observation[key]
+            if convert is not None:
+                value = convert(value)
+            # a gray picture [1, H, W] is repeated into [3, H, W] by broadcasting
+            if where is None:
+                arrays[name][row] = value
+            else:
+                arrays[name][row, where] = value
+
+    def check(self, observation: Any) -> None:
+        """A wrong shape would otherwise be broadcast silently."""
+        for key, space, *_ in self.parts:
+            value = observation if key is None else observation[key]
+            if np.shape(value) != space.shape:
+                label = "the observation" if key is None else f"observation[{key!r}]"
+                raise UserError(
+                    f"{label} of {self.env_name} has shape {np.shape(value)} but its observation_space says "
+                    f"{space.shape}; make the two agree"
+                )
+
+    def _vector(self, space: spaces.Space):
+        if isinstance(space, spaces.Discrete):
+            one_hot, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
+            return int(space.n), lambda value: one_hot[int(value) - start]
+        if isinstance(space, spaces.Box) and not (space.dtype == np.uint8 and len(space.shape) > 1):
+            return int(np.prod(space.shape)), None if len(space.shape) == 1 else np.ravel
+        raise self._unsupported(space)
+
+    def _image(self, space: spaces.Box):
+        # [H, W, 1 or 3] or [1 or 3, H, W] -> [3, H, W]
+        if space.shape[-1] in (1, 3):
+            return (3, *space.shape[:2]), lambda value: np.moveaxis(value, -1, 0)
+        if space.shape[0] in (1, 3):
+            return (3, *space.shape[1:]), None
+        raise self._unsupported(space)
+
+    def _unsupported(self, space: spaces.Space) -> UserError:
+        return UserError(
+            f"observation space {space} of {self.env_name} is not supported; expected a Box of numbers, a uint8 Box "
+            "[H, W, 1 or 3] or [1 or 3, H, W] (an image), a Discrete, or a flat Dict of these; wrap the env so that "
+            "it shows one of them (gymnasium.wrappers.FlattenObservation, TransformObservation)"
+        )
+
+
+class ActionMap:
+    """Our actions [C, A] -> the env's own. `discrete` is its number of choices, 0 for continuous actions."""
+
+    def __init__(self, space: spaces.Space, env_name: str):
+        self.space, self.env_name = space, env_name
+        if isinstance(space, spaces.Discrete):
+            self.dim, self.discrete = 1, int(space.n)
+        elif isinstance(space, spaces.Box):
+            self.dim, self.discrete = int(np.prod(space.shape)), 0
+            low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+            bounded = np.isfinite(low) & np.isfinite(high)
+            # where a side is open there is nothing to scale to: the action stays as it is
+            low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+            self._scale, self._center = (high - low) / 2, (high + low) / 2
+        else:
+            raise UserError(
+                f"action space {space} of {env_name} is not supported; expected a Box or a Discrete; wrap the env "
+                "so that it takes one of them (gymnasium.wrappers.TransformAction)"
+            )
+
+    def decode(self, action: np.ndarray) -> list[list[Any]]:
+        """`[N, C, A]` floats -> N lists of C actions of the env."""
+        chunk = action.shape[1]
+        # [N, C, A] -> [N*C, ...], listed once because walking through an array row by row is slow
+        flat = list((self._indices if self.discrete else self._box)(action.reshape(-1, self.dim)))
+        return [flat[start : start + chunk] for start in range(0, len(flat), chunk)]
+
+    def _indices(self, action: np.ndarray) -> np.ndarray:
+        # [B, 1] -> [B]
+        index = np.rint(action[:, 0])
+        # written so that NaN is wrong too
+        valid = (index >= 0) & (index < self.discrete)
+        # `all` of a small array takes five times as long
+        if np.count_nonzero(valid) != valid.size:
+            raise UserError(
+                f"action {action[~valid][0, 0]} of {self.env_name} is not an index in 0..{self.discrete - 1}"
+            )
+        # numpy integers, which `Discrete.contains` checks three times faster than Python's
+        index = index.astype(self.space.dtype)
+        return index + self.space.start if self.space.start else index
+
+    def _box(self, action: np.ndarray) -> np.ndarray:
+        if np.count_nonzero(np.isfinite(action)) != action.size:
+            raise UserError(f"the action for {self.env_name} holds NaN or inf; the policy's weights have diverged")
+        # [B, A] -> [B, *the env's own shape]; np.clip would take three times as long
+        action = np.minimum(np.maximum(action, -1.0), 1.0).reshape(-1, *self.space.shape)
+        action = np.minimum(np.maximum(self._center + self._scale * action, self.space.low), self.space.high)
+        if np.issubdtype(self.space.dtype, np.integer):
+            action = np.rint(action)
+        return action.astype(self.space.dtype)
+
+
+def _is_image(space: spaces.Space) -> bool:
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+# ---- One gymnasium env as a robot of ours: actions in [-1, 1], observations as "state" and "image/...", chunks of
+# actions.
+#
+# Everything here is about a single env; `serial.py` and `process.py` make batches of them. No torch.
+#
+# Letters: C steps of an action chunk, A action dims, S state dims.
+
+
+class GymRobot:
+    """A gymnasium env with our spec. It does not reset itself: the batch it is in knows the seeds."""
+
+    def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
+        self.env, self._limit = make_env(config, max_episode_steps)
+        self.observations = ObservationMap(self.env.observation_space, config.name)
+        self.actions = ActionMap(self.env.action_space, config.name)
+        self.spec = EnvSpec(
+            observation=self.observations.spec,
+            action_dim=self.actions.dim,
+            discrete_actions=self.actions.discrete,
+            task_names=(config.name,),
+            max_episode_steps=self._limit,
+            reports_success=config.success_return is not None,
+            control_hz=float(self.env.metadata.get("render_fps") or 30.0),
+        )
+        # while recording, `frames` holds one [H, W, 3] picture per step of the latest chunk
+        self.recording = False
+        self.frames: list[np.ndarray] = []
+        # why there is no picture; None while there may be one
+        self.no_picture: str | None = None
+        if self.env.render_mode != "rgb_array":
+            self.no_picture = (
+                f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'; a class that "
+                "draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
+            )
+        self._success_return = config.success_return
+        # with no return to judge by, this is known only when an info first tells
+        self.reports_success = config.success_return is not None
+        # the env's own latest observation; None before the first reset
+        self._observation: Any = None
+        # of this episode, so far
+        self._return, self._elapsed = 0.0, 0
+
+    def reset(self, seed: int) -> None:
+        self._observation, _ = self.env.reset(seed=seed)
+        self.observations.check(self._observation)
+        self._return, self._elapsed = 0.0, 0
+
+    def step(self, actions: list[Any], rewards: np.ndarray) -> tuple[int, bool, bool, bool]:
+        """Execute the env's own actions (see `ActionMap.decode`) in turn until the episode ends.
+
+        Fills `rewards` [C] as far as it gets; returns executed, terminated, truncated, success.
+        """
+        if self.recording:
+            self.frames = []
+        for index, action in enumerate(actions):
+            self._observation, reward, terminated, truncated, info = self.env.step(action)
+            rewards[index] = reward
+            self._return += reward
+            self._elapsed += 1
+            if self._elapsed == self._limit:
+                truncated = True
+            if self.recording and (picture := self.render()) is not None:
+                self.frames.append(picture)
+            if terminated or truncated:
+                break
+        ended = terminated or truncated
+        success = self._succeeded(info, ended) if ended or info else False
+        return index + 1, terminated, truncated, success
+
+    def write(self, arrays: Arrays, row: int) -> None:
+        """Put the latest observation into `arrays[...][row]`."""
+        self.observations.write(self._observation, arrays, row)
+
+    def render(self) -> np.ndarray | None:
+        """A `[H, W, 3]` uint8 picture, or None and the reason in `no_picture`."""
+        if self.no_picture is not None or self._observation is None:
+            return None
+        try:
+            picture = self.env.render()
+        except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+            # drawing is optional: the run goes on without pictures rather than failing at its first video
+            self.no_picture = str(error)
+            return None
+        # a copy: the env may draw the next picture into the same memory
+        return None if picture is None else np.array(picture, np.uint8)
+
+    def state(self) -> Arrays | None:
+        """All that the rest of the episode depends on, or None where the env cannot tell."""
+        inner = self._inner_state()
+        if inner is None:
+            return None
+        generator = self.env.np_random.bit_generator.state
+        return pack({"inner": inner, "np_random": generator, "elapsed": self._elapsed, "return": float(self._return)})
+
+    def set_state(self, state: Arrays) -> None:
+        saved, env = unpack(state), self.env
+        # a fresh env may build in its first reset what it needs for a step
+        self._observation, _ = env.reset(seed=0)
+        if hasattr(env, "set_state"):
+            env.set_state(saved["inner"])
+        else:
+            for name, value in saved["inner"].items():
+                setattr(env, name, value)
+        env.np_random.bit_generator.state = saved["np_random"]
+        self._return, self._elapsed = saved["return"], saved["elapsed"]
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _succeeded(self, info: dict, ended: bool) -> bool:
+        for key in ("success", "is_success"):
+            if key in info:
+                self.reports_success = True
+                return bool(info[key])
+        return ended and self._success_return is not None and self._return >= self._success_return
+
+    def _inner_state(self) -> Any:
+        env = self.env
+        if isinstance(env, gymnasium.Wrapper):
+            # a wrapper may remember things that the env inside knows nothing of
+            return None
+        if hasattr(env, "get_state") and hasattr(env, "set_state"):
+            return env.get_state()
+        # Of these we know that nothing else changes in an episode; a subclass of them may have more to remember.
+        if type(env).__module__.startswith("gymnasium.envs.classic_control"):
+            names = ("state", "steps_beyond_terminated", "last_u")
+            return {name: getattr(env, name) for name in names if hasattr(env, name)}
+        return None
+
+
+def make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasium.Env, int]:
+    """The env that `config.name` names, able to draw where it can, and its time limit (0: none)."""
+    source, _, name = config.name.partition(":")
+    if not name:
+        raise UserError(f"env.name={config.name!r}; expected gym:<gymnasium id> or your.module:Class")
+    try:
+        env = _make(config, source, name, max_episode_steps)
+    except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
+        hint = "; install what it needs, e.g. pip install 'gymnasium[mujoco]'" if isinstance(error, ImportError) else ""
+        made = f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}"
+        raise UserError(f"{made}: {error}{hint}") from error
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(f"env.name={config.name!r} gave a {type(env).__name__}; expected a gymnasium.Env")
+    own_limit = env.spec.max_episode_steps if env.spec else None
+    # The robot counts steps and resets in order by itself: without these wrappers a step is faster, and no private
+    # attribute of theirs is part of the state. Below any other wrapper they stay.
+    while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
+        env = env.env
+    return env, max_episode_steps or own_limit or 0
+
+
+def _make(config: GymConfig, source: str, name: str, max_episode_steps: int | None) -> gymnasium.Env:
+    if source == "gym":
+        limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
+        return gymnasium.make(name, **{**_render_kwargs(_creator(name)), **config.kwargs, **limit})
+    creator = getattr(importlib.import_module(source), name)
+    return creator(**{**_render_kwargs(creator), **config.kwargs})
+
+
+def _creator(env_id: str) -> Any:
+    """The class behind a gymnasium id ("CartPole-v1" or "module:Id-v0"); None where only gymnasium.make can tell."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    entry = registration.registry.get(name)
+    if entry is None or not isinstance(entry.entry_point, str):
+        return entry and entry.entry_point
+    return registration.load_env_creator(entry.entry_point)
+
+
+def _render_kwargs(creator: Any) -> dict:
+    """gymnasium fixes the render mode when an env is made, so it is asked for before anyone needs a picture."""
+    metadata = getattr(creator, "metadata", None)
+    if not isinstance(metadata, dict) or "rgb_array" not in metadata.get("render_modes", ()):
+        return {}
+    parameters = inspect.signature(creator).parameters.values()
+    takes_it = any(p.name == "render_mode" or p.kind == p.VAR_KEYWORD for p in parameters)
+    return {"render_mode": "rgb_array"} if takes_it else {}
+
+
+def pack(value: Any) -> Arrays:
+    """Nested dicts, lists, tuples, numbers, text and arrays -> plain arrays: the outline as JSON text, never pickle."""
+    arrays: Arrays = {}
+
+    def outline(node: Any) -> Any:
+        if isinstance(node, np.ndarray | np.generic):
+            arrays[str(len(arrays))] = np.array(node)
+            return {"scalar" if isinstance(node, np.generic) else "array": str(len(arrays) - 1)}
+        if isinstance(node, dict):
+            return {"dict": [[key, outline(item)] for key, item in node.items()]}
+        if isinstance(node, list | tuple):
+            return {type(node).__name__: [outline(item) for item in node]}
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        raise TypeError(f"an env state holds a {type(node).__name__}; use arrays, numbers, text, dicts, lists")
+
+    text = json.dumps(outline(value))
+    return {**arrays, "outline": np.frombuffer(text.encode(), np.uint8).copy()}
+
+
+def unpack(arrays: Arrays) -> Any:
+    """The inverse of `pack`."""
+
+    def build(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        ((kind, content),) = node.items()
+        if kind == "array":
+            return np.array(arrays[content])
+        if kind == "scalar":
+            return arrays[content][()]
+        if kind == "dict":
+            return {key: build(item) for key, item in content}
+        return (tuple if kind == "tuple" else list)(build(item) for item in content)
+
+    return build(json.loads(arrays["outline"].tobytes()))

@@ -1,0 +1,297 @@
+"""Gymnasium envs stepped one after the other: all of them in this process (`SerialBackend`), or those of one worker.
+
+Letters: N robots, C steps of an action chunk, A action dims.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.configs import GymConfig
+from sparring.envs.gym import GymRobot, pack, unpack
+from sparring.errors import UserError
+
+Frames = dict[int, list[np.ndarray]]
+
+
+class SerialBackend:
+    """N gymnasium envs in this process."""
+
+    def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
+        self.num_envs = num_envs
+        self._fleet = Fleet(config, range(num_envs), max_episode_steps)
+        self.spec = self._fleet.spec
+        self._block = Block.allocate(self.spec, num_envs, chunk=1)
+
+    def reset(self, seeds: EpisodeSeeds) -> Arrays:
+        self._fleet.reset(seeds, self._block)
+        return self._block.observed()
+
+    def step(self, action: np.ndarray) -> Step:
+        chunk = check_action(action, self.num_envs, self.spec)
+        if chunk != self._block.chunk:
+            self._block = Block.allocate(self.spec, self.num_envs, chunk)
+        self._block.action[:] = action
+        frames = self._fleet.step(self._block)
+        if self._fleet.reports_success and not self.spec.reports_success:
+            self.spec = replace(self.spec, reports_success=True)
+        return self._block.to_step(frames)
+
+    def record(self, envs: list[int]) -> None:
+        self._fleet.record(envs)
+
+    def render(self, env: int) -> np.ndarray | None:
+        return self._fleet.render(env)
+
+    def no_picture(self, env: int) -> str | None:
+        return self._fleet.no_picture(env)
+
+    def state(self) -> Arrays | None:
+        return self._fleet.state()
+
+    def set_state(self, state: Arrays) -> None:
+        self._fleet.set_state(state)
+
+    def close(self) -> None:
+        self._fleet.close()
+
+
+@dataclass
+class Block:
+    """The arrays that a step reads and fills, in one piece of memory so that processes can share it."""
+
+    # [N, C, A] float32
+    action: np.ndarray
+    # [N, C] float32
+    reward: np.ndarray
+    # [N] int64
+    executed: np.ndarray
+    # [N] bool
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+    # [N, ...] each
+    observation: Arrays
+    # [N, ...] each: the last observation of the episodes that ended in this step, old values elsewhere
+    final: Arrays
+
+    @classmethod
+    def allocate(cls, spec: EnvSpec, num_envs: int, chunk: int) -> "Block":
+        return cls.on(np.zeros(cls.size(spec, num_envs, chunk), np.uint8), spec, num_envs, chunk)
+
+    @classmethod
+    def size(cls, spec: EnvSpec, num_envs: int, chunk: int) -> int:
+        """Bytes that `on` needs."""
+        return sum(_padded(shape, dtype) for _, shape, dtype in _layout(spec, num_envs, chunk))
+
+    @classmethod
+    def on(cls, memory, spec: EnvSpec, num_envs: int, chunk: int) -> "Block":
+        """Views of `memory`, anything with the buffer protocol."""
+        block, offset = {"observation": {}, "final": {}}, 0
+        for (group, key), shape, dtype in _layout(spec, num_envs, chunk):
+            view = np.ndarray(shape, dtype, memory, offset)
+            offset += _padded(shape, dtype)
+            if key:
+                block[group][key] = view
+            else:
+                block[group] = view
+        return cls(**block)
+
+    @property
+    def chunk(self) -> int:
+        return self.action.shape[1]
+
+    def rows(self, first: int, last: int) -> "Block":
+        """The part of robots first..last-1, sharing memory with this one."""
+        views = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            whole = isinstance(value, np.ndarray)
+            views[item.name] = value[first:last] if whole else {k: v[first:last] for k, v in value.items()}
+        return Block(**views)
+
+    def observed(self) -> Arrays:
+        return {key: value.copy() for key, value in self.observation.items()}
+
+    def to_step(self, frames: Frames) -> Step:
+        """A copy of the results: the block is filled again by the next step."""
+        # [N] bool -> [K]
+        ended = (self.terminated | self.truncated).nonzero()[0]
+        return Step(
+            observation=self.observed(),
+            reward=self.reward.copy(),
+            executed=self.executed.copy(),
+            terminated=self.terminated.copy(),
+            truncated=self.truncated.copy(),
+            success=self.success.copy(),
+            ended=ended,
+            # indexing by an array copies
+            final={key: value[ended] for key, value in self.final.items()},
+            frames=frames,
+        )
+
+
+class Fleet:
+    """The robots `envs` (their numbers in the whole batch). It works on a `Block` of its own rows only."""
+
+    def __init__(self, config: GymConfig, envs: range, max_episode_steps: int | None):
+        self.name, self.envs = config.name, envs
+        self.robots = [GymRobot(config, max_episode_steps) for _ in envs]
+        self.spec = self.robots[0].spec
+        self._decode = self.robots[0].actions.decode
+        self._seeds: EpisodeSeeds | None = None
+        self._episodes = [0] * len(envs)
+        self._recorded: list[int] = []
+
+    @property
+    def reports_success(self) -> bool:
+        # they are all of one kind
+        return self.robots[0].reports_success
+
+    def reset(self, seeds: EpisodeSeeds, block: Block) -> None:
+        self._seeds = seeds
+        self._episodes = [0] * len(self.envs)
+        block.reward.fill(0.0)
+        for row in range(len(self.envs)):
+            self._begin_episode(row, block)
+        self._check(block, ended=[])
+
+    def step(self, block: Block) -> Frames:
+        if self._seeds is None:
+            raise RuntimeError(f"{self.name} was stepped before its first reset; call reset(seeds) first")
+        block.reward.fill(0.0)
+        ended = []
+        for row, actions in enumerate(self._decode(block.action)):
+            if self._step_robot(row, actions, block):
+                ended.append(row)
+        self._check(block, ended)
+        return {env: self._robot(env).frames for env in self._recorded if self._robot(env).frames}
+
+    def record(self, envs: list[int]) -> None:
+        self._recorded = [env for env in envs if env in self.envs]
+        for env, robot in zip(self.envs, self.robots, strict=True):
+            robot.recording, robot.frames = env in self._recorded, []
+
+    def render(self, env: int) -> np.ndarray | None:
+        return self._robot(env).render()
+
+    def no_picture(self, env: int) -> str | None:
+        return self._robot(env).no_picture
+
+    def state(self) -> Arrays | None:
+        """Keys carry the robot's number in the whole batch, so that parts of several fleets add up to one state."""
+        if self._seeds is None:
+            raise RuntimeError(f"{self.name} has no state before its first reset; call reset(seeds) first")
+        seeds = {item.name: getattr(self._seeds, item.name) for item in fields(self._seeds)}
+        state = {f"seeds/{key}": value for key, value in pack(seeds).items()}
+        for env, robot, episode in zip(self.envs, self.robots, self._episodes, strict=True):
+            part = robot.state()
+            if part is None:
+                return None
+            state.update({f"{env}/{key}": value for key, value in part.items()})
+            state[f"{env}/episode"] = np.array(episode)
+        return state
+
+    def set_state(self, state: Arrays) -> None:
+        self._seeds = EpisodeSeeds(**unpack(_below(state, "seeds")))
+        for row, (env, robot) in enumerate(zip(self.envs, self.robots, strict=True)):
+            if f"{env}/episode" not in state:
+                saved = sum(key.endswith("/episode") for key in state)
+                raise UserError(f"the saved state is of {saved} envs and has no env {env}; use as many envs as it had")
+            robot.set_state(_below(state, str(env)))
+            self._episodes[row] = int(state[f"{env}/episode"])
+
+    def close(self) -> None:
+        for robot in self.robots:
+            robot.close()
+
+    def _robot(self, env: int) -> GymRobot:
+        return self.robots[env - self.envs.start]
+
+    def _begin_episode(self, row: int, block: Block) -> None:
+        robot = self.robots[row]
+        try:
+            robot.reset(self._seeds(self.envs[row], self._episodes[row]))
+            robot.write(block.observation, row)
+        except Exception as error:
+            self._locate(error, row)
+            raise
+
+    def _step_robot(self, row: int, actions: list[Any], block: Block) -> bool:
+        """Whether the episode ended, and the next one has begun."""
+        robot = self.robots[row]
+        try:
+            executed, terminated, truncated, success = robot.step(actions, block.reward[row])
+            block.executed[row] = executed
+            block.terminated[row] = terminated
+            block.truncated[row] = truncated
+            block.success[row] = success
+            ended = terminated or truncated
+            robot.write(block.final if ended else block.observation, row)
+        except Exception as error:
+            self._locate(error, row)
+            raise
+        if ended:
+            self._episodes[row] += 1
+            self._begin_episode(row, block)
+        return ended
+
+    def _locate(self, error: Exception, row: int) -> None:
+        error.add_note(f"in env {self.envs[row]} ({self.name})")
+
+    def _check(self, block: Block, ended: list[int]) -> None:
+        everyone = range(len(self.envs))
+        self._check_finite("reward", block.reward, everyone)
+        # pictures are integers; all else is in "state"
+        if "state" in block.observation:
+            self._check_finite("observation", block.observation["state"], everyone)
+            if ended:
+                self._check_finite("final observation", block.final["state"][ended], ended)
+
+    def _check_finite(self, what: str, values: np.ndarray, rows: list[int] | range) -> None:
+        """Once per batch, which is far cheaper than once per robot; `values` are of the robots `rows`."""
+        finite = np.isfinite(values)
+        # `all` of a small array takes five times as long
+        if np.count_nonzero(finite) == finite.size:
+            return
+        wrong = int(np.argwhere(~finite)[0][0])
+        raise UserError(
+            f"the {what} of env {self.envs[rows[wrong]]} ({self.name}) holds NaN or inf: {values[wrong]}; its "
+            "simulation has diverged or it divides by zero: have the env end such episodes"
+        )
+
+
+def check_action(action: np.ndarray, num_envs: int, spec: EnvSpec) -> int:
+    """C of an action chunk `[N, C, A]`."""
+    shape = np.shape(action)
+    if len(shape) != 3 or shape[0] != num_envs or shape[1] < 1 or shape[2] != spec.action_dim:
+        raise UserError(
+            f"an action of shape {shape}; expected [{num_envs}, C, {spec.action_dim}]: envs, steps of the chunk "
+            "(at least 1), action dims"
+        )
+    return shape[1]
+
+
+def _below(state: Arrays, prefix: str) -> Arrays:
+    return {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
+
+
+def _layout(spec: EnvSpec, num_envs: int, chunk: int) -> list[tuple[tuple[str, str], tuple[int, ...], str]]:
+    """((group, key), shape, dtype) of every array of a `Block`, in the order of its memory."""
+    layout = [
+        (("action", ""), (num_envs, chunk, spec.action_dim), "float32"),
+        (("reward", ""), (num_envs, chunk), "float32"),
+        (("executed", ""), (num_envs,), "int64"),
+    ]
+    layout += [((name, ""), (num_envs,), "bool") for name in ("terminated", "truncated", "success")]
+    for group in ("observation", "final"):
+        layout += [((group, key), (num_envs, *shape), dtype) for key, (shape, dtype) in spec.observation.items()]
+    return layout
+
+
+def _padded(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes, rounded up so that every array starts on its own cache line: workers never write to a shared one."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return -(-size // 64) * 64

@@ -1,0 +1,174 @@
+"""Domain randomization: which domains vary, and the appearance of an episode."""
+
+import colorsys
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from sparring.envs.tabletop.objects import with_clutter
+from sparring.envs.tabletop.tasks.base import Task
+
+# ---- Domain randomisation: what differs between episodes beside the task, each part switched on by its name.
+#
+# A robot's domain is a function of its episode's seed alone, drawn apart from the task's own start: switching something
+# on changes no start, and an env that is put back to a saved state finds its domain again.
+
+
+# of a task's scene when clutter is switched on
+CLUTTER = 3
+# sliding friction is multiplied by a number between these
+FRICTION = (0.7, 1.4)
+_LOOKS = ("appearance", "background", "light", "camera_pose")
+# a second stream of random numbers for the same episode
+_STREAM = 1
+
+
+class Domain:
+    def __init__(self, switches: tuple[str, ...], world):
+        self._world = world
+        self._looks = {name: name in switches for name in _LOOKS}
+        self._friction = "friction" in switches
+
+    def begin(self, row: int, seed: int) -> None:
+        """Give a robot the domain of the episode with this seed."""
+        if self._friction or any(self._looks.values()):
+            rng = np.random.default_rng([seed, _STREAM])
+            friction = rng.uniform(*FRICTION)
+            if self._friction:
+                self._world.set_friction(row, friction)
+            if any(self._looks.values()):
+                self._world.set_look(row, rng, **self._looks)
+
+
+def cluttered(task: Task, switches: tuple[str, ...]) -> Task:
+    """The task, with things about that have nothing to do with it where clutter is switched on."""
+    return replace(task, scene=with_clutter(task.scene, CLUTTER)) if "clutter" in switches else task
+
+
+# ---- How a scene looks to each robot: colours, light, camera offsets. The standard look, and random ones.
+
+
+# light = ambient + sky * (how much a face looks up) + sun * (how much it looks to the sun)
+AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
+TO_SUN = np.array([0.35, -0.45, 0.82]) / np.linalg.norm([0.35, -0.45, 0.82])
+BACKGROUND = np.array([0.80, 0.85, 0.90])
+# how far random colours are from the goal's at least, r, g, b in 0..1; up to here the opposite of a colour is further
+APART = 0.35
+
+
+class Look(NamedTuple):
+    """Of n robots, G shapes (the goal marker last, if there is one) and M cameras; one row has no leading n."""
+
+    # [n, G, 3]
+    rgb: np.ndarray
+    # [n, 3]
+    background: np.ndarray
+    # [n, 3] unit vector
+    sun: np.ndarray
+    # [n, 3]: ambient, sky, sun
+    light: np.ndarray
+    # [n, M, 3] metres and rotation vectors, in each camera's own axes
+    camera_pos: np.ndarray
+    camera_turn: np.ndarray
+    # [n] int64: which static the screen shows; below 0 it is off
+    noise: np.ndarray
+
+    def rows(self, index) -> "Look":
+        return Look(*(field[index] for field in self))
+
+
+def standard_look(shapes, n_cameras: int, n: int) -> Look:
+    return Look(
+        rgb=np.tile(shapes.rgb, (n, 1, 1)),
+        background=np.tile(BACKGROUND, (n, 1)),
+        sun=np.tile(TO_SUN, (n, 1)),
+        light=np.tile([AMBIENT, SKY, SUN], (n, 1)),
+        camera_pos=np.zeros((n, n_cameras, 3)),
+        camera_turn=np.zeros((n, n_cameras, 3)),
+        noise=np.full(n, -1),
+    )
+
+
+def random_look(
+    rng: np.random.Generator,
+    standard_row: Look,
+    appearance: bool,
+    background: bool,
+    light: bool,
+    camera_pose: bool,
+    keep: np.ndarray,
+    goal: np.ndarray,
+    floor: np.ndarray,
+    wrist: np.ndarray,
+) -> Look:
+    """One robot's look. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
+
+    The shape in `goal [G]`, if there is one, is painted unlike all that is not in `keep`.
+
+    Shapes in `floor [G]` are scenery as well as background: what cameras see behind the table is mostly the floor.
+    Everything is drawn, whatever is switched on, and colours last, as clutter brings some of its own: what one switch
+    changes does not depend on the others.
+    """
+    sky = rng.uniform(0.15, 0.95, 3)
+    sun, strengths = _random_light(rng)
+    metres = np.where(wrist, 0.005, 0.02)[:, None]
+    radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
+    camera_pos = rng.uniform(-metres, metres, standard_row.camera_pos.shape)
+    camera_turn = rng.uniform(-radians, radians, standard_row.camera_turn.shape)
+    painted = _repaint(rng, standard_row.rgb, keep, goal)
+    repainted = (floor & background) | appearance
+    rgb = np.where(repainted[:, None], painted, standard_row.rgb)
+    changes = (
+        {"background": sky} if background else {},
+        {"sun": sun, "light": strengths} if light else {},
+        {"camera_pos": camera_pos, "camera_turn": camera_turn} if camera_pose else {},
+    )
+    return standard_row._replace(rgb=rgb, **{name: value for change in changes for name, value in change.items()})
+
+
+def rotations(turn: np.ndarray) -> np.ndarray:
+    """Rotation vectors `[..., 3]` to matrices `[..., 3, 3]`; the zero vector gives exactly the identity."""
+    angle = np.linalg.norm(turn, axis=-1)[..., None, None]
+    x, y, z = np.moveaxis(turn, -1, 0)
+    zero = np.zeros_like(x)
+    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], -1).reshape(*turn.shape, 3)
+    # Rodrigues' formula; np.sinc(x) is sin(pi x) / (pi x)
+    return np.eye(3) + np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / (2 * np.pi)) ** 2 * (cross @ cross)
+
+
+def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """One new colour per old one, so that a thing made of several shapes stays of one piece."""
+    colours, which = np.unique(rgb, axis=0, return_inverse=True)
+    # paler than what tasks speak of: a red cube is seen on any table
+    broad = np.array([colorsys.hsv_to_rgb(*rng.uniform([0, 0, 0.2], [1, 0.55, 0.95])) for _ in colours])
+    slight = np.array([_nudge(rng, colour) for colour in colours])
+    which = which.ravel()
+    for marker in slight[which[goal]]:
+        broad = np.array([_unlike(marker, colour) for colour in broad])
+    return np.where(keep[:, None], slight[which], broad[which])
+
+
+def _unlike(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
+    """The colour, or its opposite where it is too near to the marker's: a green disc is seen on any table."""
+    if np.linalg.norm(rgb - marker) >= APART:
+        return rgb
+    hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
+    return np.array(colorsys.hsv_to_rgb((hue + 0.5) % 1.0, saturation, value))
+
+
+def _nudge(rng: np.random.Generator, rgb: np.ndarray) -> tuple[float, float, float]:
+    hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
+    return colorsys.hsv_to_rgb(
+        (hue + rng.uniform(-0.02, 0.02)) % 1.0,
+        np.clip(saturation * rng.uniform(0.9, 1.1), 0, 1),
+        np.clip(value * rng.uniform(0.85, 1.1), 0, 1),
+    )
+
+
+def _random_light(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A sun from any side, 25 to 80 degrees high. A face turned to it is about as bright as it always is."""
+    height, around = np.deg2rad(rng.uniform(25, 80)), rng.uniform(0, 2 * np.pi)
+    sun = np.array([np.cos(height) * np.cos(around), np.cos(height) * np.sin(around), np.sin(height)])
+    ambient = rng.uniform(0.35, 0.65)
+    return sun, np.array([ambient, rng.uniform(0.05, 0.20), rng.uniform(0.85, 1.0) - ambient])

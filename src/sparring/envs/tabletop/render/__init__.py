@@ -1,0 +1,1 @@
+"""A CPU renderer for the cameras of the built-in arm."""

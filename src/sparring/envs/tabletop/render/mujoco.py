@@ -1,0 +1,144 @@
+"""Pictures by MuJoCo's own OpenGL renderer, for videos: glossier than raster.py's, slower, different on each driver."""
+
+import copy
+import functools
+import importlib
+import subprocess
+import sys
+
+import numpy as np
+
+from sparring.envs.tabletop.randomize import TO_SUN, Look
+from sparring.envs.tabletop.render.render import PICTURE_SIZE, goal_shape, side_by_side
+from sparring.envs.tabletop.scene import BALL, Marker, load_mujoco
+from sparring.errors import UserError
+
+# the modules of mujoco that can open a context without a window, the faster first
+_WINDOWLESS = ("egl", "osmesa")
+_PROBE = """
+import os
+os.environ["MUJOCO_GL"] = "disable"
+import mujoco.{name}
+context = mujoco.{name}.GLContext(8, 8)
+context.make_current()
+context.free()
+"""
+_ROOM_FOR_GEOMS = 50
+
+
+class MujocoRenderer:
+    """`views` and `picture` of render.Renderer; of a look, the colours are used and the rest is not."""
+
+    def __init__(self, model, marker: Marker | None = BALL):
+        self._mujoco = load_mujoco()
+        self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
+        self._gl = importlib.import_module(f"mujoco.{windowless_gl()}").GLContext(1, 1)
+        # a copy, since looks repaint it and the light is not the physics' business
+        self._model = copy.copy(model)
+        self._rgba = self._model.geom_rgba.copy()
+        headlight = self._model.vis.headlight
+        headlight.ambient[:], headlight.diffuse[:], headlight.specular[:] = 0.40, 0.25, 0.10
+        # a shadow map of the table only: sharper, and a quarter of the work
+        self._model.vis.map.shadowclip, self._model.vis.quality.shadowsize = 0.8 / model.stat.extent, 2048
+        self._options = self._mujoco.MjvOption()
+        # sites are for measuring, not for looking at
+        self._options.sitegroup[:] = 0
+        self._data = self._mujoco.MjData(self._model)
+        self._marker = marker
+        self._scene = self._mujoco.MjvScene(self._model, maxgeom=model.ngeom + _ROOM_FOR_GEOMS)
+        self._gl.make_current()
+        self._context = self._mujoco.MjrContext(self._model, self._mujoco.mjtFontScale.mjFONTSCALE_100)
+        self._mujoco.mjr_setBuffer(self._mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+
+    def views(
+        self,
+        qpos: np.ndarray,
+        goal: np.ndarray,
+        cameras: tuple[str, ...],
+        size: int,
+        look: Look | None = None,
+        wants: tuple[str, ...] = ("rgb",),
+    ) -> dict[str, np.ndarray]:
+        """Robots `[n, nq]` and their goals `[n, 3]`: "rgb/<camera>" uint8 `[n, 3, size, size]`."""
+        if tuple(wants) != ("rgb",):
+            raise UserError(f"MuJoCo's renderer gives rgb only, not {', '.join(wants)}; use the suite's own for these")
+        unknown = set(cameras) - set(self.cameras)
+        if unknown:
+            raise UserError(f"cameras {sorted(unknown)}: this scene has {', '.join(self.cameras)}")
+        self._gl.make_current()
+        self._mujoco.mjr_resizeOffscreen(size, size, self._context)
+        views = {f"rgb/{name}": np.empty((len(qpos), 3, size, size), np.uint8) for name in cameras}
+        for i in range(len(qpos)):
+            rgb = self._rgba[:, :3] if look is None else look.rgb[i]
+            self._pose(qpos[i], rgb[: self._model.ngeom])
+            marker_rgb = None if self._marker is None else (self._marker.rgb if look is None else rgb[-1])
+            for name in cameras:
+                views[f"rgb/{name}"][i] = self._draw(name, size, goal[i], marker_rgb).transpose(2, 0, 1)
+        return views
+
+    def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None = None) -> np.ndarray:
+        """One robot: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
+        return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._gl.make_current()
+            self._context.free()
+            self._gl.free()
+            self._context = None
+
+    def _pose(self, qpos: np.ndarray, rgb: np.ndarray) -> None:
+        self._model.geom_rgba[:, :3] = rgb
+        self._data.qpos[:] = qpos
+        self._mujoco.mj_kinematics(self._model, self._data)
+        self._mujoco.mj_comPos(self._model, self._data)
+        self._mujoco.mj_camlight(self._model, self._data)
+
+    def _draw(self, camera: str, size: int, goal: np.ndarray, marker_rgb) -> np.ndarray:
+        """`[size, size, 3]`"""
+        mujoco, scene = self._mujoco, self._scene
+        view = mujoco.MjvCamera()
+        view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self.cameras.index(camera)
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(self._model, self._data, self._options, None, view, everything, scene)
+        self._add_sun()
+        if marker_rgb is not None:
+            self._add_marker(goal, marker_rgb)
+        pixels = np.empty((size, size, 3), np.uint8)
+        rectangle = mujoco.MjrRect(0, 0, size, size)
+        mujoco.mjr_render(rectangle, scene, self._context)
+        mujoco.mjr_readPixels(pixels, None, rectangle, self._context)
+        # OpenGL's first row is the lowest
+        return pixels[::-1]
+
+    def _add_sun(self) -> None:
+        light = self._scene.lights[self._scene.nlight]
+        light.type = self._mujoco.mjtLightType.mjLIGHT_DIRECTIONAL
+        light.pos[:], light.dir[:] = 3 * TO_SUN, -TO_SUN
+        light.ambient[:], light.diffuse[:], light.specular[:] = 0.0, 0.5, 0.2
+        light.headlight, light.castshadow = False, True
+        self._scene.nlight += 1
+
+    def _add_marker(self, goal: np.ndarray, rgb) -> None:
+        kind, size = goal_shape(self._marker)
+        geom = self._scene.geoms[self._scene.ngeom]
+        self._mujoco.mjv_initGeom(
+            geom, kind, np.array(size), goal, np.eye(3).ravel(), np.array([*rgb, 1.0], np.float32)
+        )
+        self._scene.ngeom += 1
+
+
+@functools.cache
+def windowless_gl() -> str:
+    """Which of mujoco's modules opens a GL context here; tried in another process, as a failed import leaves traces."""
+    for name in _WINDOWLESS:
+        probe = [sys.executable, "-c", _PROBE.format(name=name)]
+        try:
+            if subprocess.run(probe, capture_output=True, timeout=60).returncode == 0:
+                return name
+        except subprocess.TimeoutExpired:
+            continue
+    raise UserError(
+        "MuJoCo's renderer needs OpenGL without a window, and neither EGL nor OSMesa works here. Install one (apt "
+        "install libegl1 libgl1, or apt install libosmesa6), or set env.video_renderer=builtin, which needs neither."
+    )

@@ -1,0 +1,225 @@
+"""Pictures of the robots: poses from kinematics.py, pixels from raster.py, robots split over threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from sparring.envs.backend import SEAM
+from sparring.envs.tabletop.kinematics import Kinematics
+from sparring.envs.tabletop.randomize import Look, random_look, rotations, standard_look
+from sparring.envs.tabletop.render.geometry import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE
+from sparring.envs.tabletop.render.points import CROP_HIGH, CROP_LOW, point_clouds
+from sparring.envs.tabletop.render.raster import Shapes, draw
+from sparring.envs.tabletop.scene import BALL, SCREEN, Marker
+from sparring.errors import UserError
+
+PICTURE_SIZE = 256
+# what a camera can give: channels and type of a pixel
+KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.uint8)}
+# numbers in a segmentation; the k-th free body has OBJECTS + k
+NOTHING, SCENERY, ROBOT, OBJECTS, SCREEN_LABEL, GOAL = 0, 1, 2, 3, 254, 255
+
+# the line between two cameras' pictures
+_PAPER = (250, 250, 248)
+_FREE_JOINT = 0
+# a disc lies on the table and is as flat as a sticker
+_DISC_HALF_HEIGHT = 0.001
+
+
+class _Frames(NamedTuple):
+    """Where the shapes `[n, G, 3]`, `[n, G, 3, 3]` and the cameras `[n, M, 3]`, `[n, M, 3, 3]` are."""
+
+    pos: np.ndarray
+    mat: np.ndarray
+    camera_pos: np.ndarray
+    camera_mat: np.ndarray
+
+
+class Renderer:
+    def __init__(self, model, kinematics: Kinematics, threads: int, marker: Marker | None = BALL):
+        self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
+        self._tangents = np.tan(np.deg2rad(model.cam_fovy) / 2)
+        self._kinematics = kinematics
+        self._marker = marker
+        self._shapes = _shapes(model, marker)
+        # colours that a task may speak of, the screen's, and cameras that a hand carries
+        self._keep = self._shapes.label >= OBJECTS
+        self._wrist = model.cam_bodyid > 0
+        self._standard = self.standard_look(1)
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+
+    def standard_look(self, n: int) -> Look:
+        return standard_look(self._shapes, len(self.cameras), n)
+
+    def random_look(self, rng, appearance: bool, background: bool, light: bool, camera_pose: bool) -> Look:
+        """One robot's look, to be written into a row of `standard_look(n)`."""
+        standard, floor = self.standard_look(1).rows(0), self._shapes.kind == PLANE
+        switches = (appearance, background, light, camera_pose)
+        goal = self._shapes.label == GOAL
+        return random_look(rng, standard, *switches, self._keep, goal, floor, self._wrist)
+
+    def views(
+        self,
+        qpos: np.ndarray,
+        goal: np.ndarray,
+        cameras: tuple[str, ...],
+        size: int,
+        look: Look | None = None,
+        wants: tuple[str, ...] = ("rgb",),
+        points: int = 0,
+    ) -> dict[str, np.ndarray]:
+        """Robots `[n, nq]` and their goals `[n, 3]` as each camera sees them.
+
+        "rgb/<camera>" uint8 `[n, 3, size, size]`; "depth/<camera>" float32 `[n, 1, size, size]`, metres along the
+        optical axis, 0 where there is nothing; "segmentation/<camera>" uint8 `[n, 1, size, size]`; where asked for,
+        "points" float32 `[n, points, 6]`: what all cameras see above the table, x, y, z and r, g, b in 0..1.
+        """
+        frames = self._frames(qpos, goal, look)
+        if not points:
+            return self._views(frames, cameras, size, look, wants)
+        views = self._views(frames, cameras, size, look, tuple(dict.fromkeys([*wants, "rgb", "depth"])))
+        cloud = self._points(frames, views, cameras, points)
+        return {name: pixels for name, pixels in views.items() if name.split("/")[0] in wants} | {"points": cloud}
+
+    def _points(self, frames: _Frames, views: dict[str, np.ndarray], cameras, count: int) -> np.ndarray:
+        # [n, C, S, S] and [n, C, 3, S, S]
+        depth = np.concatenate([views[f"depth/{name}"] for name in cameras], axis=1)
+        rgb = np.stack([views[f"rgb/{name}"] for name in cameras], axis=1)
+        index = [self._index(name) for name in cameras]
+        camera_pos, camera_mat = frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1)
+        jobs = [
+            (depth[a:b], rgb[a:b], camera_pos[a:b], camera_mat[a:b], self._tangents[index], CROP_LOW, CROP_HIGH, count)
+            for a, b in _parts(len(depth), self._threads)
+        ]
+        return np.concatenate(self._run(point_clouds, jobs))
+
+    def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None = None) -> np.ndarray:
+        """One robot for a person to look at: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
+        return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _frames(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None) -> _Frames:
+        poses = self._kinematics(qpos)
+        pos, mat = poses.frames(self._kinematics.geoms)
+        camera_pos, camera_mat = poses.frames(self._kinematics.cameras)
+        if self._marker is not None:
+            # the goal is the last shape
+            pos = np.concatenate([pos, goal[:, None]], axis=1)
+            mat = np.concatenate([mat, np.broadcast_to(np.eye(3), (len(pos), 1, 3, 3))], axis=1)
+        if look is not None:
+            camera_pos = camera_pos + (camera_mat @ look.camera_pos[..., None])[..., 0]
+            camera_mat = camera_mat @ rotations(look.camera_turn)
+        return _Frames(pos, mat, camera_pos, camera_mat)
+
+    def _views(self, frames: _Frames, cameras, size: int, look: Look | None, wants) -> dict[str, np.ndarray]:
+        unknown = set(wants) - set(KINDS)
+        if unknown:
+            raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
+        n, index = len(frames.pos), [self._index(name) for name in cameras]
+        # `take` gives contiguous arrays: any other layout would be compiled for anew, which takes seconds
+        places = (frames.pos, frames.mat, frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1))
+        look = self._standard_rows(n) if look is None else look
+        if len(look.noise) != n:
+            raise ValueError(f"a look of {len(look.noise)} rows for {n} robots")
+        # [C, n, channels, S, S]; what has no rows is not drawn
+        out = {
+            kind: np.empty((len(index), n if kind in wants else 0, channels, size, size), dtype)
+            for kind, (channels, dtype) in KINDS.items()
+        }
+        jobs = [
+            (self._shapes, *places, self._tangents[index], look, first, last, *out.values())
+            for first, last in _parts(n, self._threads)
+        ]
+        self._run(draw, jobs)
+        return {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
+
+    def _index(self, camera: str) -> int:
+        if camera not in self.cameras:
+            raise UserError(f"camera {camera!r}: this scene has {', '.join(self.cameras)}")
+        return self.cameras.index(camera)
+
+    def _standard_rows(self, n: int) -> Look:
+        """The first rows of a look that is kept, since all of its rows are equal."""
+        if len(self._standard.noise) < n:
+            self._standard = self.standard_look(n)
+        return self._standard.rows(slice(n))
+
+    def _run(self, function, jobs: list[tuple]) -> list:
+        """Results in order; the first job is done here, the others by the pool."""
+        others = [self._pool.submit(function, *job) for job in jobs[1:]]
+        return [function(*jobs[0]), *(future.result() for future in others)]
+
+
+def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
+    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: each 2 x 2 block is averaged.
+
+    A pale line over the seams keeps them apart.
+    """
+    double = np.concatenate([pixels[0] for pixels in views.values()], axis=2).astype(np.uint16)
+    # [3, 2 H, 2 M W] -> [3, H, M W], in integers: `mean` over blocks takes ten times as long
+    rows = double[:, ::2] + double[:, 1::2]
+    sums = rows[:, :, ::2] + rows[:, :, 1::2]
+    picture = np.ascontiguousarray(((sums + 2) // 4).astype(np.uint8).transpose(1, 2, 0))
+    for seam in range(1, len(views)):
+        middle = seam * picture.shape[1] // len(views)
+        picture[:, middle - SEAM : middle + SEAM] = _PAPER
+    return picture
+
+
+def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:
+    """mjtGeom and size."""
+    if marker.kind == "ball":
+        return SPHERE, (marker.radius, 0.0, 0.0)
+    return CYLINDER, (marker.radius, _DISC_HALF_HEIGHT, 0.0)
+
+
+def _shapes(model, marker: Marker | None) -> Shapes:
+    """The model's geoms, then the goal."""
+    unknown = set(model.geom_type.tolist()) - {PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX}
+    if unknown:
+        raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, ellipsoids, tubes, boxes")
+    names = [model.geom(i).name for i in range(model.ngeom)]
+    screen = names.index(SCREEN) if SCREEN in names else -1
+    shapes = Shapes(
+        kind=model.geom_type.astype(np.int64),
+        size=model.geom_size.astype(np.float64),
+        rgb=model.geom_rgba[:, :3].astype(np.float64),
+        # the arm's solid shapes and the objects; not the world's (table, legs, floor), nor decoration
+        casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),
+        ground=int(model.geom("table").id),
+        label=_labels(model, screen),
+        screen=screen,
+    )
+    return shapes if marker is None else _with_marker(shapes, marker)
+
+
+def _labels(model, screen: int) -> np.ndarray:
+    """`[G]`: what each geom is, by the body at the root of the tree that it belongs to; the screen is its own."""
+    free = [int(body) for body, kind in zip(model.jnt_bodyid, model.jnt_type, strict=True) if kind == _FREE_JOINT]
+    number = {0: SCENERY} | {body: OBJECTS + k for k, body in enumerate(free)}
+    roots = model.body_rootid[model.geom_bodyid]
+    labels = np.array([number.get(int(root), ROBOT) for root in roots], np.uint8)
+    labels[np.arange(len(labels)) == screen] = SCREEN_LABEL
+    return labels
+
+
+def _with_marker(shapes: Shapes, marker: Marker) -> Shapes:
+    kind, size = goal_shape(marker)
+    return shapes._replace(
+        kind=np.append(shapes.kind, kind),
+        size=np.vstack([shapes.size, size]),
+        rgb=np.vstack([shapes.rgb, marker.rgb]),
+        casts=np.append(shapes.casts, marker.kind == "ball"),
+        label=np.append(shapes.label, np.uint8(GOAL)),
+    )
+
+
+def _parts(n: int, parts: int) -> list[tuple[int, int]]:
+    """`range(n)` cut into at most `parts` pieces (first, last + 1) of nearly equal length, at least one."""
+    parts = max(1, min(n, parts))
+    return [(n * k // parts, n * (k + 1) // parts) for k in range(parts)]

@@ -1,0 +1,251 @@
+"""Tasks for two arms: lift a tray by both its handles, hand a bar from the left hand to the right one."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparring.envs.tabletop.arm import DUAL
+from sparring.envs.tabletop.objects import CUBE_HALF, Block
+from sparring.envs.tabletop.observe import two_columns
+from sparring.envs.tabletop.scene import RED, Scene
+from sparring.envs.tabletop.tasks.base import WIDE, Sector, Situation, Start, Task, arm_near_home, distance, standing
+
+# from the tray's centre to where a hand holds a handle, metres along its own y and z
+HANDLE_Y, HANDLE_Z = 0.105, 0.026
+HANDLE_HALF = (0.018, 0.010, 0.020)
+TRAY = Block(
+    "tray",
+    (0.30, 0.62, 0.70),
+    half=(0.06, 0.12, 0.006),
+    mass=0.15,
+    handles=(((0, HANDLE_Y, HANDLE_Z), HANDLE_HALF), ((0, -HANDLE_Y, HANDLE_Z), HANDLE_HALF)),
+)
+CUBE = Block("red_cube", RED)
+# lies along y where its yaw is 0
+BAR = Block("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))
+# metres from the bar's middle to where a hand takes it
+BAR_GRIP = 0.065
+LEFT, RIGHT = 0, 1
+# metres that things keep from the axis of an arm's base
+FOOT = 0.085
+# and from where a hand that points down can no longer touch the table
+OUT_OF_REACH = 0.53
+
+
+@dataclass(frozen=True)
+class Area:
+    """A rectangle of the table, metres from its centre."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        return np.array([rng.uniform(*self.x), rng.uniform(*self.y)])
+
+    def __str__(self) -> str:
+        return f"x {self.x[0]:+.2f}..{self.x[1]:+.2f} m, y {self.y[0]:+.2f}..{self.y[1]:+.2f} m"
+
+
+@dataclass(frozen=True)
+class LiftTray(Task):
+    """Take the tray by its two handles and hold it 8 cm or more above the table, level, the cube still on it."""
+
+    name: str
+    tray: Area
+    # degrees to either side; at 0 the handles are at the left and the right. From 60 on the arms get into each other's
+    # way: the expert lifts two thirds of the trays at 65 degrees, a third at 75 and a fifth at 90
+    yaw: float
+    # metres, along each side of the tray, that the cube stands off its middle
+    offset: float
+    joint_noise: float
+    scene: Scene = Scene((TRAY, CUBE), marker=None, arms=DUAL)
+    instructions: tuple[str, ...] = (
+        "lift the tray with both hands",
+        "take the tray by its two handles and raise it",
+        "pick up the tray without dropping the cube",
+        "use both arms to lift the tray and keep it level",
+    )
+    max_episode_steps: int = 70
+    hold: int = 5
+    height: float = 0.08
+    # where each arm takes its handle, from its own base
+    reach: Sector = WIDE
+
+    def start(self, rng: np.random.Generator) -> Start:
+        arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
+        centre, yaw = self._draw(rng)
+        across, along = _axes(yaw)
+        cube = centre + np.sum(rng.uniform(-self.offset, self.offset, (2, 1)) * [across, along], axis=0)
+        bottom = 2 * TRAY.half[2]
+        objects = np.stack([standing(centre, TRAY.half[2], yaw), standing(cube, bottom + CUBE_HALF, yaw)])
+        # a goal a little higher than asked for: being just there is enough
+        return Start(arms, np.array([*centre, TRAY.half[2] + self.height + 0.02]), objects)
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        risen = now.objects[:, 0, 2] - TRAY.half[2]
+        from_handles = np.linalg.norm(now.hands - handles(now), axis=2)
+        held = (from_handles < 0.025) & gripping(now, 2 * HANDLE_HALF[0])
+        both = held.all(axis=1) & self.carries(now)
+        satisfied = both & (risen > self.height)
+        near = 1 - np.tanh(8 * from_handles)
+        reward = 0.15 * near.mean(axis=1) + 0.15 * held.mean(axis=1)
+        reward += both * (0.4 * np.clip(risen / (self.height + 0.02), 0, 1) + 0.3 * satisfied)
+        return reward, satisfied
+
+    def carries(self, now: Situation) -> np.ndarray:
+        """`[n]` bool: the tray is tilted by less than 15 degrees and the cube stands on it."""
+        axes, tray = rotations(now.quats[:, 0]), now.objects[:, 0]
+        # the cube as the tray sees it: [n, 3]
+        cube = np.einsum("nij,ni->nj", axes, now.objects[:, 1] - tray)
+        within = (np.abs(cube[:, :2]) < TRAY.half[:2]).all(axis=1)
+        on = np.abs(cube[:, 2] - TRAY.half[2] - CUBE_HALF) < 0.01
+        return within & on & (axes[:, 2, 2] > np.cos(np.deg2rad(15)))
+
+    def describe(self) -> dict[str, str]:
+        reach = f"each handle {self.reach}"
+        cube = f"within {self.offset:.2f} m of its middle"
+        return {"tray": f"{self.tray}, {reach}", "yaw": f"+-{self.yaw:g} deg", "cube": cube}
+
+    def reaches(self, centre: np.ndarray, yaw: float) -> bool:
+        """Both arms reach their handle of a tray that lies like this, and it does not lie on their feet."""
+        axes = _axes(yaw)
+        for mount, sign in zip(DUAL, (1, -1), strict=True):
+            # the foot as the tray sees it
+            apart = np.maximum(np.abs(axes @ (mount.base[:2] - centre)) - TRAY.half[:2], 0)
+            handle = centre + sign * HANDLE_Y * axes[1]
+            if np.hypot(*apart) < FOOT or not replace(self.reach, base=mount.base).holds(handle):
+                return False
+        return True
+
+    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, float]:
+        while True:
+            centre, yaw = self.tray.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
+            if self.reaches(centre, yaw):
+                return centre, yaw
+
+
+@dataclass(frozen=True)
+class Handover(Task):
+    """The left hand takes the bar near one end, the right hand takes the other end in the air, the left one lets go.
+
+    Done when the right hand holds the bar, whose middle is 5 cm or more above where it lay, and the left hand is open
+    and more than 6 cm from the bar. The bar lies where the right hand cannot touch it pointing down.
+    """
+
+    name: str
+    bar: Area
+    # degrees to either side; at 0 it lies along y, and it looks the same every 180 degrees, so 90 is any yaw
+    yaw: float
+    joint_noise: float
+    scene: Scene = Scene((BAR,), marker=None, arms=DUAL)
+    instructions: tuple[str, ...] = (
+        "hand the yellow bar from the left hand to the right hand",
+        "pass the bar over to the right hand",
+        "take the bar with the left hand and give it to the right one",
+        "pick up the yellow bar on the left and let the right arm take it",
+    )
+    max_episode_steps: int = 130
+    hold: int = 5
+    height: float = 0.05
+    clear: float = 0.06
+    # where the bar's middle should be when it changes hands
+    meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)
+    # where the left arm takes its end of the bar, from its own base
+    reach: Sector = WIDE
+
+    def start(self, rng: np.random.Generator) -> Start:
+        arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
+        while True:
+            centre, yaw = self.bar.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
+            if self.reaches(centre, yaw):
+                return Start(arms, np.array(self.meeting), standing(centre, BAR.half[2], yaw)[None])
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        along, from_bar = beside_bar(now)
+        held = (from_bar < 0.025) & gripping(now, 2 * BAR.half[0])
+        lifted = now.objects[:, 0, 2] - BAR.half[2] > self.height
+        left, right = held.T
+        taken = right & lifted & ~left
+        satisfied = taken & (now.widths[:, LEFT] > 0.06) & (from_bar[:, LEFT] > self.clear)
+
+        end = np.where(along[:, LEFT] > 0, 1.0, -1.0) * BAR_GRIP
+        near = _nearness(now.hands[:, LEFT], on_bar(now, end))
+        reward = 0.1 * near + left * (0.1 + 0.15 * _nearness(now.objects[:, 0], now.goal))
+        reward += left * lifted * (0.1 * _nearness(now.hands[:, RIGHT], on_bar(now, -end)) + 0.05 * right)
+        away = np.clip(from_bar[:, LEFT] / self.clear, 0, 1)
+        reward = np.where(taken, 0.6 + 0.2 * away, reward)
+        return np.where(satisfied, 1.0, reward), satisfied
+
+    def describe(self) -> dict[str, str]:
+        reach = f"its end {self.reach}, out of the right hand's reach"
+        return {"bar": f"{self.bar}, {reach}", "yaw": "any" if self.yaw == 90 else f"+-{self.yaw:g} deg"}
+
+    def reaches(self, centre: np.ndarray, yaw: float) -> bool:
+        """The left hand reaches its end of a bar that lies like this on the table, the right hand no part of it."""
+        _, along = _axes(_half_turn(yaw))
+        ends, feet = centre + np.array([[BAR.half[1]], [-BAR.half[1]]]) * along, np.array([m.base[:2] for m in DUAL])
+        nearest = np.clip((feet - centre) @ along, -BAR.half[1], BAR.half[1])[:, None] * along + centre
+        from_left, from_right = np.linalg.norm(nearest - feet, axis=1)
+        on_table = (np.abs(ends) < [0.48, 0.53]).all()
+        takes = replace(self.reach, base=DUAL[LEFT].base).holds(centre + BAR_GRIP * along)
+        return bool(on_table and takes and from_left > FOOT + BAR.half[0] and from_right > OUT_OF_REACH)
+
+
+def beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:
+    """How far along the bar from its middle each hand is, and how far from the bar's axis: `[n, 2]` each."""
+    offset, axis = now.hands - now.objects[:, :1], rotations(now.quats[:, 0])[:, :, 1]
+    along = np.clip(np.einsum("nri,ni->nr", offset, axis), -BAR.half[1], BAR.half[1])
+    return along, np.linalg.norm(offset - along[..., None] * axis[:, None], axis=2)
+
+
+def on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
+    """`[n, 3]`: the point of the bar's axis so far `[n]` from its middle."""
+    return now.objects[:, 0] + along[:, None] * rotations(now.quats[:, 0])[:, :, 1]
+
+
+def bar_yaw(now: Situation) -> np.ndarray:
+    """`[n]`: how far a hand turns to take the bar across."""
+    return _half_turn(_own_yaw(now))
+
+
+def left_end(now: Situation) -> np.ndarray:
+    """`[n]`: 1 where the bar's own +y end is the one that the left hand takes, else -1."""
+    return np.where(np.abs(bar_yaw(now) - _own_yaw(now)) < 0.1, 1.0, -1.0)
+
+
+def _own_yaw(now: Situation) -> np.ndarray:
+    axis = rotations(now.quats[:, 0])[:, :, 1]
+    return np.arctan2(-axis[:, 0], axis[:, 1])
+
+
+def _half_turn(yaw: np.ndarray) -> np.ndarray:
+    """The same bar, its ends swapped or not: from -115 to 65 degrees, which the left wrist reaches on its own side."""
+    low = np.deg2rad(-115)
+    return (yaw - low) % np.pi + low
+
+
+def _nearness(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return 1 - np.tanh(6 * distance(a, b))
+
+
+def handles(now: Situation) -> np.ndarray:
+    """`[n, 2, 3]`: where the left and the right hand hold the tray."""
+    offsets = np.array([[0, HANDLE_Y, HANDLE_Z], [0, -HANDLE_Y, HANDLE_Z]])
+    return now.objects[:, :1] + np.einsum("nij,rj->nri", rotations(now.quats[:, 0]), offsets)
+
+
+def gripping(now: Situation, thickness: float) -> np.ndarray:
+    """`[n, R]` bool: something about as thick keeps the fingers from closing as far as they are told to."""
+    held_open = (now.widths > thickness - 0.008) & (now.widths < thickness * np.sqrt(2) + 0.004)
+    return held_open & (2 * now.grips < now.widths - 0.008)
+
+
+def rotations(quat: np.ndarray) -> np.ndarray:
+    """`[n, 4]` unit quaternions to `[n, 3, 3]`."""
+    one, two = np.split(two_columns(quat), 2, axis=1)
+    return np.stack([one, two, np.cross(one, two)], axis=2)
+
+
+def _axes(yaw: float) -> np.ndarray:
+    """`[2, 2]`: the horizontal directions of a thing's own x and y."""
+    return np.array([[np.cos(yaw), np.sin(yaw)], [-np.sin(yaw), np.cos(yaw)]])

@@ -1,0 +1,238 @@
+"""Tasks with cubes: push one, lift it, put it on something."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparring.envs.tabletop.arm import FINGER_TRAVEL
+from sparring.envs.tabletop.objects import CUBE_HALF, Block
+from sparring.envs.tabletop.scene import BLUE, GREEN, RED, Marker, Scene, Thing
+from sparring.envs.tabletop.tasks.base import Sector, Situation, Start, Task, arm_near_home, distance, standing
+
+RED_CUBE = Block("red_cube", RED)
+BLUE_CUBE = Block("blue_cube", BLUE)
+COLOURS = {"red": RED_CUBE, "blue": BLUE_CUBE, "green": Block("green_cube", GREEN)}
+# as high as a third of the cube, which therefore cannot be pushed onto it
+BLUE_PLATE = Block("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)
+# where a hand that points down can touch the table, with a little room to spare
+REACHABLE = Sector(0.12, 0.515, 120)
+
+
+@dataclass(frozen=True)
+class Push(Task):
+    """Push the cube onto a disc on the table and leave it there. The gripper starts closed."""
+
+    name: str
+    cube: Sector
+    goal: Sector
+    # metres from the cube's start to the disc
+    travel: tuple[float, float]
+    # degrees to either side; a cube looks the same every 90 degrees, so 45 is any yaw
+    yaw: float
+    joint_noise: float
+    scene: Scene = Scene((RED_CUBE,), Marker("disc", 0.05, GREEN))
+    instructions: tuple[str, ...] = (
+        "push the red cube onto the green disc",
+        "slide the red cube to the green circle",
+        "move the red block onto the green spot by pushing it",
+        "shove the cube over to the green disc",
+    )
+    max_episode_steps: int = 60
+    hold: int = 5
+    radius: float = 0.04
+
+    def start(self, rng: np.random.Generator) -> Start:
+        arm = arm_near_home(rng, self.joint_noise, opening=0.0)
+        cube, goal = self._draw(rng)
+        return Start(arm, np.array([*goal, 0.0]), resting(RED_CUBE, cube, rng, self.yaw)[None])
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        cube = now.objects[:, 0]
+        away = distance(cube[:, :2], now.goal[:, :2])
+        satisfied = away < self.radius
+        near = 1 - np.tanh(8 * distance(now.hand, pushing_place(cube, now.goal)))
+        return (0.2 * near + 0.8 * (1 - np.tanh(8 * away)) + 0.5 * satisfied) / 1.5, satisfied
+
+    def describe(self) -> dict[str, str]:
+        low, high = self.travel
+        return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), "disc": f"{low:.2f}..{high:.2f} m from the cube"}
+
+    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Cube and goal, such that the arm also reaches the place behind the cube from where to push."""
+        while True:
+            cube, goal = two_points(rng, self.cube, self.goal, self.travel)
+            if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
+                return cube, goal
+
+
+@dataclass(frozen=True)
+class Lift(Task):
+    """Grasp the first cube and hold it 6 cm or more above where it stood, whatever stands beside it."""
+
+    name: str
+    cube: Sector
+    yaw: float
+    joint_noise: float
+    scene: Scene = Scene((RED_CUBE,), marker=None)
+    instructions: tuple[str, ...] = (
+        "lift the red cube",
+        "pick up the red cube",
+        "grasp the red block and raise it",
+        "take the cube off the table",
+    )
+    max_episode_steps: int = 50
+    hold: int = 5
+    height: float = 0.06
+    # where the scene's other objects stand, and metres between them all: the open fingers fit in
+    others: tuple[Sector, ...] = ()
+    apart: float = 0.10
+
+    def start(self, rng: np.random.Generator) -> Start:
+        arm = arm_near_home(rng, self.joint_noise)
+        points = points_apart(rng, (self.cube, *self.others), self.apart)
+        cubes = np.stack([resting(RED_CUBE, point, rng, self.yaw) for point in points])
+        # a goal a little higher than asked for: being just there is enough
+        return Start(arm, cubes[0, :3] + [0.0, 0.0, self.height + 0.02], cubes)
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        cube = now.objects[:, 0]
+        risen = cube[:, 2] - CUBE_HALF
+        held, satisfied = holding(now), risen > self.height
+        near = 1 - np.tanh(8 * distance(now.hand, cube))
+        reward = 0.3 * near + held * (0.2 + np.clip(risen / (self.height + 0.02), 0, 1) + 0.5 * satisfied)
+        return reward / 2, satisfied
+
+    def describe(self) -> dict[str, str]:
+        return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), "height": f"{self.height:.2f} m"}
+
+
+@dataclass(frozen=True)
+class PutOn(Task):
+    """Grasp the cube, put it on the second object, let go and draw back."""
+
+    name: str
+    scene: Scene
+    instructions: tuple[str, ...]
+    cube: Sector
+    support: Sector
+    # metres between the two at the start
+    apart: tuple[float, float]
+    yaw: float
+    joint_noise: float
+    # metres that the cube may lie off the middle
+    tolerance: float
+    max_episode_steps: int = 80
+    hold: int = 5
+
+    def start(self, rng: np.random.Generator) -> Start:
+        arm = arm_near_home(rng, self.joint_noise)
+        cube, support = two_points(rng, self.cube, self.support, self.apart)
+        below = resting(self.scene.objects[1], support, rng, self.yaw)
+        objects = np.stack([resting(RED_CUBE, cube, rng, self.yaw), below])
+        return Start(arm, resting_place(objects[None, :, :3], self.scene)[0], objects)
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        cube, target = now.objects[:, 0], resting_place(now.objects, self.scene)
+        from_hand, held = distance(now.hand, cube), holding(now)
+        on = (distance(cube[:, :2], target[:, :2]) < self.tolerance) & (np.abs(cube[:, 2] - target[:, 2]) < 0.006)
+        satisfied = on & ~held & (from_hand > 0.04)
+        near, there = 1 - np.tanh(8 * from_hand), 1 - np.tanh(8 * distance(cube, target))
+        carried = 0.15 * near + held * (0.1 + 0.35 * there)
+        # each stage beats the one before: carrying is worth at most 0.6, letting go and drawing back only gains
+        opened, drawn_back = np.clip(now.width / (2 * FINGER_TRAVEL), 0, 1), np.clip(from_hand / 0.04, 0, 1)
+        reward = np.where(on, 0.65 + 0.2 * opened + 0.1 * drawn_back, carried)
+        return np.where(satisfied, 1.0, reward), satisfied
+
+    def describe(self) -> dict[str, str]:
+        low, high = self.apart
+        below = f"{low:.2f}..{high:.2f} m from the cube"
+        return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), self.scene.objects[1].name: below}
+
+
+def pick(name: str, cubes: dict[str, Sector], yaw: float, noise: float) -> Lift:
+    """Lift the cube whose colour the name says. All are on the table whatever is asked: only words tell.
+
+    `cubes`: colour -> where that cube stands.
+    """
+    colour = name.split("_")[1]
+    instructions = (
+        f"lift the {colour} cube",
+        f"pick up the {colour} cube",
+        f"grasp the {colour} block and raise it",
+        f"take the {colour} one off the table",
+    )
+    others = [other for other in cubes if other != colour]
+    scene = Scene((COLOURS[colour], *(COLOURS[other] for other in others)), marker=None)
+    where = tuple(cubes[other] for other in others)
+    return Lift(name, cubes[colour], yaw, noise, scene, instructions, others=where)
+
+
+def place(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
+    instructions = (
+        "put the red cube on the blue plate",
+        "place the red cube onto the blue plate",
+        "pick up the red block and set it down on the plate",
+        "move the cube to the blue plate and let go",
+    )
+    scene = Scene((RED_CUBE, BLUE_PLATE), marker=None)
+    return PutOn(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.03)
+
+
+def stack(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
+    instructions = (
+        "stack the red cube on the blue cube",
+        "put the red cube on top of the blue one",
+        "build a tower: red on blue",
+        "place the red block onto the blue block",
+    )
+    scene = Scene((RED_CUBE, BLUE_CUBE), marker=None)
+    return PutOn(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.02)
+
+
+def two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tuple[float, float]) -> np.ndarray:
+    """`[2, 2]`: a point of each sector, so far apart."""
+    while True:
+        points = np.stack([one.draw(rng), other.draw(rng)])
+        if apart[0] <= np.hypot(*(points[1] - points[0])) <= apart[1]:
+            return points
+
+
+def points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: float) -> np.ndarray:
+    """`[k, 2]`: a point of each sector, at least so far from the others."""
+    while True:
+        points = np.stack([sector.draw(rng) for sector in sectors])
+        gaps = np.linalg.norm(points[:, None] - points, axis=-1) + np.diag(np.full(len(points), np.inf))
+        if gaps.min() >= apart:
+            return points
+
+
+def resting(thing: Thing, point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarray:
+    """`[7]`: a thing that stands on the table at (x, y), turned by up to `yaw` degrees."""
+    return standing(point, thing.half[2], np.deg2rad(rng.uniform(-yaw, yaw)))
+
+
+def resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
+    """`[n, 3]`: where the first object's centre is when it stands on the second one."""
+    return objects[:, 1] + [0.0, 0.0, scene.objects[1].half[2] + scene.objects[0].half[2]]
+
+
+def holding(now: Situation) -> np.ndarray:
+    """`[n]` bool: the hand is at the first object, which keeps the fingers from closing as far as they are told to.
+
+    They stay open by the cube's side, or by up to its diagonal when it stands askew between them.
+    """
+    close = distance(now.hand, now.objects[:, 0]) < 0.025
+    held_open = (now.width > 2 * CUBE_HALF - 0.01) & (now.width < 2 * CUBE_HALF * np.sqrt(2) + 0.004)
+    return close & held_open & (2 * now.grip < now.width - 0.008)
+
+
+def pushing_place(cube: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """`[n, 3]`: where the hand touches the cube from the side away from the goal."""
+    towards = goal[:, :2] - cube[:, :2]
+    towards = towards / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-3)
+    return np.concatenate([cube[:, :2] - 0.035 * towards, np.full((len(cube), 1), 0.03)], axis=1)
+
+
+def yaw_range(degrees: float) -> str:
+    """The yaw of what looks the same every 90 degrees, up to so far to either side."""
+    return "any" if degrees == 45 else f"+-{degrees:g} deg"

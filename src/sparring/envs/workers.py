@@ -1,0 +1,260 @@
+"""Gymnasium envs in worker processes. Arrays travel through shared memory, commands and rare pictures through pipes.
+
+Workers are started as fresh interpreters, not by multiprocessing: scripts need no `if __name__ == "__main__"`,
+notebooks work, and no worker inherits the parent's torch. Their code is in `worker.py`. Linux and macOS.
+"""
+
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+
+from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.configs import GymConfig
+from sparring.envs.gym_batch import Block, check_action
+from sparring.errors import UserError
+from sparring.processes.child import ChildWords, hint_of_death, outputs, usable_cores
+
+log = logging.getLogger("sparring.env")
+
+# how often a parent that waits looks whether its workers still live; a normal death shows at once as a closed pipe
+LIVENESS_MS = 500
+# what the workers get to close their envs before they are killed: idle ones, and those in the middle of a step
+CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5
+
+
+class WorkerError(RuntimeError):
+    """An env failed in a worker, or the worker died."""
+
+
+class ProcessBackend:
+    """N gymnasium envs dealt out over worker processes. The results do not depend on how many workers there are."""
+
+    def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
+        _check_can_run(config)
+        self.num_envs = num_envs
+        self._team = Team(_slices(num_envs, config.workers or usable_cores()))
+        # also runs when the backend is garbage, and when the interpreter ends
+        self._finalizer = weakref.finalize(self, self._team.close)
+        try:
+            self.spec = self._team.make(config, max_episode_steps)
+            self._team.share(self.spec, num_envs, chunk=1)
+        except BaseException:
+            self.close()
+            raise
+
+    def reset(self, seeds: EpisodeSeeds) -> Arrays:
+        self._team.call("reset", seeds)
+        return self._team.block.observed()
+
+    def step(self, action: np.ndarray) -> Step:
+        chunk = check_action(action, self.num_envs, self.spec)
+        self._team.check_open()
+        if chunk != self._team.block.chunk:
+            self._team.share(self.spec, self.num_envs, chunk)
+        self._team.block.action[:] = action
+        frames = {}
+        for part, reports_success in self._team.call("step"):
+            frames.update(part)
+            if reports_success and not self.spec.reports_success:
+                self.spec = replace(self.spec, reports_success=True)
+        return self._team.block.to_step(frames)
+
+    def record(self, envs: list[int]) -> None:
+        self._team.call("record", list(envs))
+
+    def render(self, env: int) -> np.ndarray | None:
+        return self._team.call_one(env, "render", env)
+
+    def no_picture(self, env: int) -> str | None:
+        return self._team.call_one(env, "no_picture", env)
+
+    def state(self) -> Arrays | None:
+        parts = self._team.call("state")
+        if any(part is None for part in parts):
+            return None
+        return {key: value for part in parts for key, value in part.items()}
+
+    def set_state(self, state: Arrays) -> None:
+        self._team.call("set_state", state)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class Team:
+    """The workers and the memory they share. Apart from the backend, so that it can outlive it to clean up."""
+
+    def __init__(self, slices: list[range]):
+        self.block: Block | None = None
+        self._memory: SharedMemory | None = None
+        self._busy = self._closed = False
+        self._owner = os.getpid()
+        self._members = [Member(number, envs) for number, envs in enumerate(slices)]
+
+    def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
+        self._busy = True
+        for member in self._members:
+            member.send("make", config, member.envs, max_episode_steps)
+        return self._gather(self._members)[0]
+
+    def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
+        """Memory for chunks of this length, in place of what was shared before."""
+        memory = SharedMemory(create=True, size=Block.size(spec, num_envs, chunk))
+        self._release_memory()
+        self._memory, self.block = memory, Block.on(memory.buf, spec, num_envs, chunk)
+        self.call("attach", memory.name, num_envs, chunk)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers, which work at the same time."""
+        return self._call(self._members, method, arguments)
+
+    def call_one(self, env: int, method: str, *arguments: Any) -> Any:
+        """The answer of the worker that owns `env`."""
+        owner = next(member for member in self._members if env in member.envs)
+        return self._call([owner], method, arguments)[0]
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this ProcessBackend is closed; make a new one")
+        if self._busy:
+            raise RuntimeError("this ProcessBackend was interrupted in the middle of a step; make a new one")
+
+    def close(self) -> None:
+        # a process forked from the owner has copies of all this, which are not its own to end
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        # all hang up first, so that the workers end side by side
+        for member in self._members:
+            member.connection.close()
+        deadline = time.monotonic() + (CLOSE_BUSY_S if self._busy else CLOSE_S)
+        for member in self._members:
+            member.end(max(0.0, deadline - time.monotonic()))
+        self._release_memory()
+
+    def _call(self, members: list["Member"], method: str, arguments: tuple) -> list[Any]:
+        self.check_open()
+        # stays set where a KeyboardInterrupt leaves answers unread
+        self._busy = True
+        for member in members:
+            member.send(method, *arguments)
+        return self._gather(members)
+
+    def _gather(self, members: list["Member"]) -> list[Any]:
+        """All answers are read before an error is raised, so that none is left for the next call."""
+        try:
+            answers = [member.receive(self._members) for member in members]
+        except WorkerError:
+            self.close()
+            raise
+        self._busy = False
+        for member, (fine, result) in zip(members, answers, strict=True):
+            if not fine and result[1] is None:
+                raise UserError(f"{member}: {result[0]}")
+            if not fine:
+                raise WorkerError(f"{member} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
+        return [result for _, result in answers]
+
+    def _release_memory(self) -> None:
+        # the memory can be closed only when no array looks at it any more
+        self.block = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory.unlink()
+            self._memory = None
+
+
+class Member:
+    """One worker process, seen from the parent."""
+
+    def __init__(self, number: int, envs: range):
+        self.number, self.envs = number, envs
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            # -u, -X faulthandler: its last words are heard
+            # -P: no implicit current folder; the parent's whole path comes by PYTHONPATH
+            [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", "sparring.envs.worker_main", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+            # out of the terminal's foreground group: Ctrl-C reaches the parent only, even while a worker starts
+            process_group=0,
+            **outputs(),
+        )
+        theirs.close()
+        self.words = ChildWords(self.process, f"worker {number}")
+        log.debug("%s started as process %s", self, self.process.pid)
+        self._poll = select.poll()
+        self._poll.register(self.connection.fileno(), select.POLLIN)
+
+    def __str__(self) -> str:
+        return f"worker {self.number} (envs {self.envs[0]}..{self.envs[-1]})"
+
+    def send(self, method: str, *arguments: Any) -> None:
+        try:
+            self.connection.send((method, arguments))
+        except (BrokenPipeError, ConnectionResetError):
+            # `receive` says how it died
+            pass
+
+    def receive(self, everyone: list["Member"]) -> tuple[bool, Any]:
+        """Its answer; meanwhile a death of anyone is noticed, as that one's answer would never come."""
+        while not self._poll.poll(LIVENESS_MS):
+            for member in everyone:
+                if member.process.poll() is not None:
+                    raise member.death()
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self.death() from None
+
+    def death(self) -> WorkerError:
+        code = self._exit_code(CLOSE_S)
+        hint = hint_of_death(code)
+        log.debug("%s died with exit code %s", self, code)
+        return WorkerError(f"{self} died with exit code {code}{hint}{self.words.last_words()}")
+
+    def end(self, patience_s: float) -> None:
+        """See it go, after its connection was closed."""
+        if self._exit_code(patience_s) is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _exit_code(self, patience_s: float) -> int | None:
+        try:
+            return self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _check_can_run(config: GymConfig) -> None:
+    if sys.platform == "win32":
+        raise UserError("env.vectorize=process needs Linux or macOS; use env.vectorize=serial")
+    if config.name.startswith("__main__:"):
+        raise UserError(
+            f"env.name={config.name!r} is defined in the script or notebook itself, which a worker process cannot "
+            "import; move the class to a module, or use env.vectorize=serial"
+        )
+
+
+def _slices(num_envs: int, workers: int) -> list[range]:
+    """Contiguous parts of 0..num_envs-1 whose sizes differ by one at most."""
+    workers = min(workers, num_envs)
+    edges = [num_envs * k // workers for k in range(workers + 1)]
+    return [range(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _environment() -> dict[str, str]:
+    """A worker imports what its parent can, and leaves the other cores to the other workers."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

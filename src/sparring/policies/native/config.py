@@ -1,0 +1,188 @@
+"""The native VLA's section, and how large its presets are. Torch-free."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from pydantic import Field
+
+from sparring.errors import UserError
+from sparring.policies.configs import CriticConfig, DenoisingConfig, LoraConfig
+
+# ---- The `policy` section of the native VLA. Torch-free.
+
+
+class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
+    """A vision-language-action model of pi0's shape: a prefix of images and words, and an expert that denoises."""
+
+    name: str = Field("native_vla", description="which policy: native_vla, flow, or your.module:Class")
+    preset: Literal["tiny", "small", "pi0"] = Field(
+        "tiny",
+        description="sizes of what is null below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B",
+    )
+    model_path: str | None = Field(
+        None, description="folder with weights and their sizes: one saved here, or transformers' pi0; null: fresh"
+    )
+    tokenizer: str | None = Field(
+        None, description="folder with tokenizer.json, or bytes; null: the checkpoint's own, bytes where there is none"
+    )
+    horizon: int | None = Field(
+        None, gt=0, description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps"
+    )
+    sampling_steps: int | None = Field(
+        None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
+    )
+    text_tokens: int = Field(256, gt=0, description="tokens that an instruction may have")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of the network; what does not learn is kept in it too; densities are fp32 or finer"
+    )
+    fast: bool | None = Field(
+        None, description="act by compiled CUDA graphs; null: on a GPU in bf16; scoring never does"
+    )
+    frozen: tuple[str, ...] = Field((), description="patterns of the names of weights that do not learn, e.g. vision.*")
+    normalize_observations: bool = Field(
+        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
+    )
+    normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
+    memory_size: int = Field(
+        0, ge=0, description="numbers that a robot remembers of its episode, told as a token; 0: none"
+    )
+    image_size: int | None = Field(
+        None, gt=0, description="pixels that images of another size are resized to; null: the preset's"
+    )
+    patch_size: int | None = Field(None, gt=0, description="pixels of a patch, a token each; null: the preset's")
+    vision_width: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
+    vision_layers: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
+    vision_heads: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
+    vision_mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
+    vocabulary: int | None = Field(None, gt=0, description="tokens that have an embedding; null: the preset's")
+    width: int | None = Field(None, gt=0, description="of the transformer over images and words; null: the preset's")
+    mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
+    layers: int | None = Field(None, gt=0, description="of this transformer and the expert; null: the preset's")
+    heads: int | None = Field(None, gt=0, description="attention heads of both; null: the preset's")
+    kv_heads: int | None = Field(None, gt=0, description="heads of keys and values, shared; null: the preset's")
+    head_dim: int | None = Field(None, gt=0, multiple_of=2, description="numbers of a head; null: the preset's")
+    expert_width: int | None = Field(None, gt=0, multiple_of=2, description="of the action expert; null: the preset's")
+    expert_mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
+    max_state_dim: int | None = Field(None, gt=0, description="what a state is padded to; null: the preset's")
+    max_action_dim: int | None = Field(None, gt=0, description="what an action is padded to; null: the preset's")
+
+
+# ---- How large a native VLA is. Torch-free.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that the shapes of the weights follow from; each is a key of the `policy` section."""
+
+    image_size: int
+    patch_size: int
+    vision_width: int
+    vision_layers: int
+    vision_heads: int
+    vision_mlp: int
+    vocabulary: int
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    expert_width: int
+    expert_mlp: int
+    max_state_dim: int = 32
+    max_action_dim: int = 32
+    memory_size: int = 0
+
+    def __post_init__(self):
+        for name, size in vars(self).items():
+            if type(size) is not int or size < (name != "memory_size"):
+                raise UserError(f"policy.{name}={size!r}: expected a whole number above 0")
+            if size % 2 and name in ("head_dim", "expert_width"):
+                raise UserError(f"policy.{name}={size}: expected an even number")
+        for whole, part in (("vision_width", "vision_heads"), ("image_size", "patch_size"), ("heads", "kv_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise UserError(
+                    f"policy.{whole}={getattr(self, whole)} cannot be split into policy.{part}={getattr(self, part)}; "
+                    "make the first a multiple of the second"
+                )
+
+
+PRESETS = {
+    "tiny": Sizes(
+        image_size=64,
+        patch_size=16,
+        vision_width=128,
+        vision_layers=2,
+        vision_heads=4,
+        vision_mlp=256,
+        vocabulary=258,
+        width=128,
+        mlp=256,
+        layers=2,
+        heads=4,
+        kv_heads=1,
+        head_dim=32,
+        expert_width=128,
+        expert_mlp=256,
+        max_state_dim=128,
+    ),
+    "small": Sizes(
+        image_size=128,
+        patch_size=16,
+        vision_width=384,
+        vision_layers=12,
+        vision_heads=6,
+        vision_mlp=1536,
+        vocabulary=258,
+        width=512,
+        mlp=2048,
+        layers=12,
+        heads=8,
+        kv_heads=1,
+        head_dim=64,
+        expert_width=256,
+        expert_mlp=1024,
+        max_state_dim=128,
+    ),
+    "pi0": Sizes(
+        image_size=224,
+        patch_size=14,
+        vision_width=1152,
+        vision_layers=27,
+        vision_heads=16,
+        vision_mlp=4304,
+        vocabulary=257152,
+        width=2048,
+        mlp=16384,
+        layers=18,
+        heads=8,
+        kv_heads=1,
+        head_dim=256,
+        expert_width=1024,
+        expert_mlp=4096,
+    ),
+}
+
+
+def sizes_of(config: NativeVLAConfig) -> Sizes:
+    """The preset's, where the config gives none of its own."""
+    return replace(PRESETS[config.preset], memory_size=config.memory_size, **_given(config))
+
+
+def sizes_of_checkpoint(config: NativeVLAConfig, saved: Sizes) -> Sizes:
+    """Those of the weights. Only a memory may be new."""
+    wrong = {name: size for name, size in _given(config).items() if size != getattr(saved, name)}
+    if wrong:
+        told = ", ".join(f"policy.{name}={size} (there {getattr(saved, name)})" for name, size in wrong.items())
+        raise UserError(f"{told}: not the sizes of the weights in policy.model_path={config.model_path}; leave it out")
+    if saved.memory_size not in (0, config.memory_size):
+        raise UserError(
+            f"policy.memory_size={config.memory_size}, but the weights in policy.model_path={config.model_path} read "
+            f"{saved.memory_size} numbers of memory; set that"
+        )
+    return replace(saved, memory_size=config.memory_size)
+
+
+def _given(config: NativeVLAConfig) -> dict[str, int]:
+    given = {field.name: getattr(config, field.name) for field in fields(Sizes) if field.name != "memory_size"}
+    return {name: size for name, size in given.items() if size is not None}

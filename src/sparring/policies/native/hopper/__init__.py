@@ -1,0 +1,1 @@
+"""Hand-written Hopper kernels that decide as the native VLA does."""

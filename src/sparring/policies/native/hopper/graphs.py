@@ -1,0 +1,167 @@
+"""Acting as fast as a GPU allows: compiled code, replayed as CUDA graphs.
+
+A small batch is bound by the launches of thousands of small kernels. A graph launches them at once, from buffers that
+stay where they are: inputs are copied into them, and the prefix stays in one.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from sparring.policies.native.hopper.forward import Cache, Steps, fits
+from sparring.policies.native.model import Inputs, NativeModel, Prefix, RMSNorm, denoised
+
+# batch sizes for which graphs are kept: beyond that acting is as usual
+_SHAPES = 4
+_WARM_UP = 3
+
+
+class Fast:
+    """A network's `prefix`, `velocity` and `sample`, by graphs, with the weights that it has at the time.
+
+    `half`: in bf16. Weights are read where they are if they are of that precision; of others a copy is kept, which
+    `refresh` brings up to date.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        steps: int,
+        half: bool,
+        compiled: bool = True,
+        autotune: bool = False,
+        record=None,
+        kernels: bool = False,
+        room: int = 64,
+    ):
+        """`autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
+
+        `kernels`: by kernels of our own, where the network and the GPU allow it; `room`: for chunks of at most so many
+        steps, with state and memory.
+        """
+        self._own, self._steps = list(model.parameters()), steps
+        self._model = _half(model) if half else model
+        pairs = zip(self._model.parameters(), self._own, strict=True)
+        self._copies = [(copied.data, weight) for copied, weight in pairs if copied is not weight]
+        self._addresses, self._versions = self._where(), self._count()
+        # fused kernels round where single ones do: what is scored later is not fused
+        options = {"emulate_precision_casts": True, "max_autotune": autotune}
+        compile_it = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
+        if kernels and fits(self._model):
+            own = Steps(self._model, room, compile_it)
+            self._prefix, self._velocity = own.prefix, own.velocity
+        else:
+            self._prefix, self._velocity = compile_it(self._model.prefix), compile_it(self._model.velocity)
+        self._record = record or CudaGraph
+        # (what, shapes) -> its graph
+        self._graphs: dict[tuple, Callable] = {}
+        self._shapes: tuple = ()
+        self._cached: Prefix | Cache | None = None
+
+    def __deepcopy__(self, memo) -> None:
+        """The copy of a policy records graphs of its own."""
+
+    def fits(self) -> bool:
+        """Whether the network's weights still lie where they did."""
+        return self._addresses == self._where()
+
+    def refresh(self, learned: bool) -> None:
+        """`learned`: weights may have changed in an update; that they were loaded is noticed."""
+        versions = self._count()
+        if self._copies and (learned or versions != self._versions):
+            with torch.no_grad():
+                torch._foreach_copy_([copied for copied, _ in self._copies], [weight for _, weight in self._copies])
+        self._versions = versions
+
+    def admits(self, robots: int) -> bool:
+        """Whether there are graphs for so many, or room for more."""
+        known = {shapes[0][0] for _, shapes in self._graphs}
+        return robots in known or len(known) < _SHAPES
+
+    @torch.no_grad()
+    def prefix(self, inputs: Inputs) -> Prefix | Cache:
+        """In buffers that the next call writes to."""
+        tensors = _given(inputs)
+        self._shapes = _shapes(tensors)
+        self._cached = self._replay("prefix", self._see, tensors)
+        return self._cached
+
+    @torch.no_grad()
+    def velocity(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """With the prefix of the last call, in a buffer that the next one writes to."""
+        cached = self._cached
+        return self._replay("velocity", lambda x, t: self._velocity(x, t, cached), [x, t])
+
+    @torch.no_grad()
+    def sample(self, inputs: Inputs, noise: torch.Tensor) -> torch.Tensor:
+        """A whole decision in one graph."""
+        tensors = _given(inputs)
+        self._shapes = _shapes(tensors)
+        return self._replay("sample", self._decide, [*tensors, noise]).clone()
+
+    def _see(self, *tensors: torch.Tensor) -> Prefix | Cache:
+        return self._prefix(Inputs(*tensors))
+
+    def _decide(self, *tensors: torch.Tensor) -> torch.Tensor:
+        *inputs, noise = tensors
+        prefix = self._prefix(Inputs(*inputs), features=False)
+        return denoised(noise, self._steps, lambda x, t: self._velocity(x, t, prefix))
+
+    def _replay(self, what: str, function: Callable, tensors: list[torch.Tensor]):
+        key = (what, self._shapes)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(function, tensors)
+        return self._graphs[key](*tensors)
+
+    def _where(self) -> list[int]:
+        return [weight.data_ptr() for weight in self._own]
+
+    def _count(self) -> int:
+        """Goes up with each change in place that autograd knows of; an update of an algorithm's is none."""
+        return sum(weight._version for weight in self._own)
+
+
+class CudaGraph:
+    """What `function` does with tensors of these shapes, to be done again with others."""
+
+    def __init__(self, function: Callable, tensors: list[torch.Tensor]):
+        self._inputs = [tensor.clone() for tensor in tensors]
+        # kernels of a graph have the priority of the stream that they were recorded on, not of the one that replays it
+        stream = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
+        # compilation, and what libraries do once, must not be recorded
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                function(*self._inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._outputs = function(*self._inputs)
+
+    def __call__(self, *tensors: torch.Tensor):
+        for static, tensor in zip(self._inputs, tensors, strict=True):
+            static.copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        return self._outputs
+
+
+def _given(inputs: Inputs) -> list[torch.Tensor]:
+    return [tensor for tensor in inputs if tensor is not None]
+
+
+def _shapes(tensors: list[torch.Tensor]) -> tuple:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def _half(model: NativeModel) -> NativeModel:
+    """The same in bf16. Weights that are so already are shared, and those of norms, which are computed with in fp32."""
+    norms = {id(w) for m in model.modules() if isinstance(m, RMSNorm | nn.LayerNorm) for w in m.parameters()}
+    shared = {id(w): w for w in model.parameters() if w.dtype == torch.bfloat16 or id(w) in norms}
+    half = copy.deepcopy(model, dict(shared))
+    for weight in half.parameters():
+        if id(weight) not in shared:
+            weight.data = weight.data.to(torch.bfloat16)
+    return half

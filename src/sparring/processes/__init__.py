@@ -1,0 +1,1 @@
+"""Child processes, ranks, heartbeats and memory that they share."""

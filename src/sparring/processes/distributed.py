@@ -1,0 +1,184 @@
+"""Several processes as one: rank, device, sums and waits. The only file that imports accelerate.
+
+Alone (the usual case on a laptop) everything here is free: no process group, no import.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import zip_longest
+from statistics import fmean
+
+import torch
+from torch import nn
+
+from sparring.errors import LeftAlone, UserError
+from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_row
+
+# what gloo says where another process has gone
+_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
+
+
+class DeviceError(UserError):
+    """A device that is not there."""
+
+
+class Distributed:
+    """This process among `world_size`."""
+
+    def __init__(self, device: str = "auto"):
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        exact_kernels()
+        # what the launcher sees of this process
+        self.signs = own_row() if self.world_size > 1 else None
+        self.accelerator = _accelerator(device) if self.world_size > 1 else None
+        self.rank = self.accelerator.process_index if self.accelerator else 0
+        self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @torch.no_grad()
+    def unite(self, module: nn.Module) -> None:
+        """All processes go on from the main one's weights and buffers; the same of them must learn everywhere."""
+        if not self.accelerator:
+            return
+        self._check_alike(module)
+        for tensor in (held.detach() for held in [*module.parameters(), *module.buffers()]):
+            # bytes, which all kinds of numbers are; where they are already here, these are the module's own
+            shared = tensor.to(self.device).contiguous()
+            with self._in_collective():
+                torch.distributed.broadcast(shared.view(-1).view(torch.uint8), src=0)
+            tensor.copy_(shared)
+
+    def average_(self, gradient: torch.Tensor) -> None:
+        """In place, over the processes. Called once per gradient step: what no loss reads has zeros in it, not None."""
+        if not self.accelerator:
+            return
+        shared = gradient.to(self.device)
+        with self._in_collective():
+            torch.distributed.all_reduce(shared)
+        gradient.copy_(shared.div_(self.world_size))
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.accelerator:
+            return tensor
+        with self._in_collective():
+            return self.accelerator.reduce(tensor, "sum")
+
+    def mean(self, values: dict[str, float]) -> dict[str, float]:
+        """Each value averaged over the processes; all of them must bring the same keys."""
+        if not self.accelerator:
+            return values
+        own = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        with self._in_collective():
+            # NCCL waits for the others where numbers are read
+            means = (self.accelerator.reduce(own, "sum") / self.world_size).tolist()
+        return dict(zip(values, means, strict=True))
+
+    def mean_of_all(self, values: dict[str, float]) -> dict[str, float]:
+        """As `mean`, of each value over the processes that bring it; for now and then: it is slower."""
+        everyone = self.gather_objects([values])
+        names = dict.fromkeys(name for told in everyone for name in told)
+        return {name: fmean(told[name] for told in everyone if name in told) for name in names}
+
+    def max(self, value: float) -> float:
+        if not self.accelerator:
+            return value
+        with self._in_collective():
+            return float(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.device)).max())
+
+    def gather_objects(self, values: list) -> list:
+        """The lists of all processes, joined in order of rank."""
+        if not self.accelerator:
+            return values
+        from accelerate.utils import gather_object
+
+        with self._in_collective():
+            return gather_object(values)
+
+    def barrier(self) -> None:
+        """Where some may come minutes after the others. Elsewhere, who lets the others wait for long hangs."""
+        if self.accelerator:
+            with self._in_collective(PATIENT):
+                self.accelerator.wait_for_everyone()
+
+    def update_done(self) -> None:
+        """Everything has been through once: from now on a process that is not heard of soon hangs."""
+        if self.signs:
+            self.signs[UPDATES] += 1
+
+    @contextmanager
+    def _in_collective(self, place: int = TOGETHER) -> Iterator[None]:
+        """The launcher is told; that another process has gone is told in a sentence."""
+        if self.signs:
+            self.signs[PLACE] = place
+            self.signs[ENTERED] += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in _GONE):
+                raise
+            said = str(error).splitlines()[0]
+            raise LeftAlone(f"process {self.rank}: another process of this run has gone ({said})") from error
+        finally:
+            if self.signs:
+                self.signs[PLACE] = ELSEWHERE
+
+    def _check_alike(self, module: nn.Module) -> None:
+        held = [
+            f"{name} {list(tensor.shape)} ({tensor.dtype}, {'learns' if tensor.requires_grad else 'does not learn'})"
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        ]
+        main, *others = self.gather_objects([held])
+        for rank, other in enumerate(others, 1):
+            for ours, theirs in zip_longest(main, other, fillvalue="nothing"):
+                if ours != theirs:
+                    raise UserError(
+                        f"the processes do not hold the same {type(module).__name__}: process 0 has {ours} where "
+                        f"process {rank} has {theirs}; make it alike in all of them, from the same config and files"
+                    )
+
+
+def exact_kernels() -> None:
+    """On a GPU: no TF32, whose convolutions drift by up to the parity gate's whole tolerance; and gradients of
+    convolutions that are added up in the same order each time, without which no run gives the same weights twice."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.deterministic = True
+
+
+def pick_device(name: str) -> str:
+    """'auto' is the first visible GPU, else the CPU."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count()
+        index = int(name.partition(":")[2] or 0)
+        if index >= count:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise DeviceError(
+                f"device={name}: this process sees {count} CUDA devices (CUDA_VISIBLE_DEVICES is {visible}); "
+                f"set device={'cuda:' + str(count - 1) if count else 'cpu'}"
+            )
+    return name
+
+
+def _accelerator(device: str):
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    name = pick_device(device)
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ":" in name:
+        raise DeviceError(
+            f"device={device} names one GPU and {processes} processes run; choose GPUs by setting "
+            "CUDA_VISIBLE_DEVICES, with device=cuda"
+        )
+    if name == "cuda" and processes > gpus:
+        raise DeviceError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
+    # the others wait while the main process evaluates and saves
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=3))
+    return Accelerator(cpu=name == "cpu", kwargs_handlers=[patience])

@@ -1,0 +1,282 @@
+"""Reward terms: each gives one named reward per step."""
+
+import math
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.normalize import RunningNormalizer
+from sparring.processes.distributed import Distributed
+from sparring.rewards.configs import RewardsConfig
+
+# ---- RewardTerm: one named reason to be paid.
+
+
+class RewardTerm:
+    """What every term offers; most only override `__call__`.
+
+    Beside the transition it finds in a td what the world model said of it (rewards/reward_model.py):
+    `judged/{error,entropy,disagreement,surprise}`, `memory/world_model [.., D]` as it entered the decision and
+    `next/memory/world_model` after it; `memory/world_model_wrist` and `next/memory/world_model_wrist` are those without
+    the cameras that the explorer does not see, where `compares_memories`.
+    """
+
+    compares_memories: bool = False
+
+    def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
+        self.config = config
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        """What the transitions `[N]` or `[T, N]` are worth, in units of its own; the same shape."""
+        raise NotImplementedError
+
+    def learn(self, td: TensorDict, distributed: Distributed) -> None:
+        """From transitions `[B]` that have been paid."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+# ---- The env's own reward and success, so that exploring and a task can be paid for together.
+
+
+class TaskSuccess(RewardTerm):
+    """1 where an episode ends in success."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return td["next", "success"].float()
+
+
+class TaskReward(RewardTerm):
+    """The env's rewards, summed over the steps of the chunk."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return td["next", "reward"].sum(-1)
+
+
+# ---- What a transition was to the world model that should have foreseen it; all of it worked out by its `score`.
+
+
+class PredictionError(RewardTerm):
+    """Pays for what really came next and was not foretold: cross-entropy of the true tokens. Drawn to pure noise."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return td["judged", "error"]
+
+
+class PredictionEntropy(RewardTerm):
+    """Pays for going where the world model is unsure, whatever then happens. Drawn to pure noise."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return td["judged", "entropy"]
+
+
+class Disagreement(RewardTerm):
+    """Pays for going where the ensemble's members foretell different things: H[mean p] - mean H[p]; 0 on pure noise."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return td["judged", "disagreement"]
+
+
+class LatentSurprise(RewardTerm):
+    """Pays for surprise beyond what was foretold to be random."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return td["judged", "surprise"]
+
+
+# ---- What actions do to a world model's memory (formulas.md, section 4).
+
+
+# of the original's formula: what each step of divergence costs
+ORIGINAL_COST = 0.07
+
+
+class MemoryDivergence(RewardTerm):
+    """Pays for bringing what the explorer's own cameras let it know to what all cameras let it know.
+
+    d is the distance between the memories of one frozen world model: with all cameras, and without those that the
+    explorer does not see. `potential`: d - discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. Both are 0
+    where an episode begins: empty memories are alike, and that they part is not the explorer's doing.
+    """
+
+    compares_memories = True
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        entered, after = td["memory"], td["next", "memory"]
+        if self.config.divergence == "original":
+            before, now = _raw_distance(entered), _raw_distance(after)
+            paid = -(now - before) - ORIGINAL_COST * before
+        else:
+            paid = _distance(entered) - self.config.divergence_discount * _distance(after)
+        return torch.where(td["is_first"], 0.0, paid)
+
+
+class MemoryChange(RewardTerm):
+    """Pays for whatever changes the memory: ||h' - h||."""
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        return torch.linalg.vector_norm(td["next", "memory", "world_model"] - td["memory", "world_model"], dim=-1)
+
+
+def _distance(memory: TensorDict) -> torch.Tensor:
+    """||LN(h_wrist) - LN(h)|| / sqrt(D), in [0, 2]; an empty memory is normalised to zeros."""
+    all_cameras, own = memory["world_model"], memory["world_model_wrist"]
+    size = all_cameras.shape[-1:]
+    norm = torch.nn.functional.layer_norm
+    return torch.linalg.vector_norm(norm(own, size) - norm(all_cameras, size), dim=-1) / math.sqrt(*size)
+
+
+def _raw_distance(memory: TensorDict) -> torch.Tensor:
+    return torch.linalg.vector_norm(memory["world_model_wrist"] - memory["world_model"], dim=-1)
+
+
+# ---- Terms with a network of their own, which learns from what was paid: RND and learning progress.
+
+
+HIDDEN = 128
+CODE = 32
+LEARNING_RATE = 1e-3
+BATCH = 256
+# pictures are seen in so many squares a side: enough to tell where something is
+SQUARES = 8
+# times that errors of a rollout are gone through: what is still unlearned of them would be taken for progress
+PASSES = 10
+
+
+class RandomNetworkDistillation(RewardTerm):
+    """Pays for what was seen seldom: the error of a network that learns a random one's answers, on the next frame."""
+
+    def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
+        super().__init__(config, spec, chunk, device)
+        size = glimpse_size(spec)
+        with torch.random.fork_rng(devices=[]):
+            # the same in all processes, and the policy's weights do not depend on it
+            torch.manual_seed(0)
+            self.random = _network(size, CODE).to(device).requires_grad_(False)
+        self.learner = Regressor(size, CODE, device)
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        seen = glimpse(td["next", "observation"])
+        return (self.learner(seen) - self._answer(seen)).square().mean(-1)
+
+    def learn(self, td: TensorDict, distributed: Distributed) -> None:
+        seen = glimpse(td["next", "observation"])
+        self.learner.watch(seen, distributed)
+        self.learner.fit(seen, self._answer(seen), distributed)
+
+    def _answer(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.random(self.learner.normalizer(seen))
+
+    def state_dict(self) -> dict:
+        return self.learner.training_state()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.learner.load_training_state(state)
+
+
+class LearningProgress(RewardTerm):
+    """Pays for going where the world model has become better: g(s, a) - error.
+
+    g learns the errors of the rollouts before, hence those of the world model as it was. What cannot be learned is as
+    wrong as it was: 0 in expectation. Before g has learned anything nothing is paid.
+    """
+
+    def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
+        super().__init__(config, spec, chunk, device)
+        self.learner = Regressor(glimpse_size(spec) + chunk * spec.action_dim, 1, device)
+        # g learns in units of them, so that it begins with the mean of the first rollout's
+        self.errors = RunningNormalizer(1).to(device)
+
+    def __call__(self, td: TensorDict) -> torch.Tensor:
+        error = td["judged", "error"]
+        if not self.learner.normalizer.count:
+            return torch.zeros_like(error)
+        return self.errors.inverse(self.learner(self._inputs(td)))[..., 0] - error
+
+    def learn(self, td: TensorDict, distributed: Distributed) -> None:
+        inputs, errors = self._inputs(td), td["judged", "error"][:, None]
+        self.learner.watch(inputs, distributed)
+        if not self.errors.count:
+            # of the first rollout for good: other units would make g another function
+            self.errors.update(errors, distributed.sum)
+        for _ in range(PASSES):
+            self.learner.fit(inputs, self.errors(errors), distributed)
+
+    def state_dict(self) -> dict:
+        return self.learner.training_state() | {"errors": self.errors.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.learner.load_training_state(state)
+        self.errors.load_state_dict(state["errors"])
+
+    def _inputs(self, td: TensorDict) -> torch.Tensor:
+        return torch.cat([glimpse(td["observation"]), td["action"].flatten(-2)], -1)
+
+
+class Regressor(nn.Module):
+    """A small network from numbers that it normalises itself to numbers, and how it learns. Alike in all processes."""
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.network = _network(inputs, outputs)
+        self.normalizer = RunningNormalizer(inputs, clip=5.0)
+        self.to(device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), LEARNING_RATE)
+        self.fits = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(self.normalizer(x))
+
+    def watch(self, x: torch.Tensor, distributed: Distributed) -> None:
+        self.normalizer.update(x, distributed.sum)
+
+    def fit(self, x: torch.Tensor, y: torch.Tensor, distributed: Distributed) -> None:
+        """Once through `[B, inputs]` and `[B, outputs]`, in minibatches in an order of their own."""
+        # a function of (process, call): nothing to save
+        shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
+        order = torch.randperm(len(x), generator=shuffle).to(x.device)
+        # processes step together, so one that has fewer rows takes smaller minibatches, or its rows several times
+        count = int(distributed.max(-(-len(x) // BATCH)))
+        for rows in order.repeat(-(-count // len(order))).tensor_split(count):
+            with torch.enable_grad():
+                loss = (self(x[rows]) - y[rows]).square().mean()
+                gradients = torch.autograd.grad(loss, list(self.network.parameters()))
+            for parameter, gradient in zip(self.network.parameters(), gradients, strict=True):
+                parameter.grad = distributed.sum(gradient) / distributed.world_size
+            self.optimizer.step()
+        self.fits += 1
+
+    def training_state(self) -> dict:
+        return {"module": self.state_dict(), "optimizer": self.optimizer.state_dict(), "fits": self.fits}
+
+    def load_training_state(self, state: dict) -> None:
+        self.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.fits = state["fits"]
+
+
+def glimpse_size(spec) -> int:
+    shown = spec.observation
+    pictures = sum(name.startswith("image/") for name in shown)
+    return 3 * SQUARES**2 * pictures + (math.prod(shown["state"][0]) if "state" in shown else 0)
+
+
+def glimpse(observation: TensorDict) -> torch.Tensor:
+    """`[.., glimpse_size]`: all pictures, blurred to a few squares, and the state."""
+    shape, parts = observation.batch_size, []
+    for _, picture in sorted(observation.get("image", {}).items()):
+        # [.., 3, H, W] -> [.., 3 * 64]
+        squares = nn.functional.adaptive_avg_pool2d(picture.flatten(0, len(shape) - 1).float(), SQUARES)
+        parts.append(squares.reshape(*shape, -1) / 255)
+    state = observation.get("state", None)
+    return torch.cat(parts if state is None else [*parts, state], -1)
+
+
+def _network(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))

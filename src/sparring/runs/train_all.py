@@ -1,0 +1,196 @@
+"""`sparring train all`: teacher, student, adversarial, each in a process of its own, each from what the last one left.
+
+<output>/
+  teacher_rl/  student_rl/  adversarial_rl/      a run folder each
+  all.json                                       which of them are done, and with which settings; which start anew
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sparring.config.legacy import Reading
+from sparring.config.schema import Config, load_config, reading_of, tree_of
+from sparring.config.text import Setting, value_text
+from sparring.errors import UserError
+from sparring.phases import CHAIN
+
+# what each starts from: key -> phase
+STARTS_FROM = {
+    "teacher": {},
+    "student": {"student.teacher": "teacher"},
+    "adversarial": {"adversarial.teacher": "teacher", "adversarial.student": "student"},
+}
+
+
+def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto") -> int:
+    """0, or the code of the phase that failed or was interrupted; the same call goes on there."""
+    if resume not in ("auto", "never"):
+        raise UserError(f"--resume {resume}: all phases go on (auto) or start anew (never); name a phase to branch off")
+    shares = {phase: settings_of(phase, given, output) for phase in CHAIN}
+    # mistakes are told before hours are spent
+    _refuse_own_starts(given)
+    for phase, settings in shares.items():
+        _refuse_own_folder(settings, folder_of(phase, output))
+        _refuse_what_cannot_be_made(load_config(None, settings, phase))
+    record = output / "all.json"
+    done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
+    # these start anew, also in a later call, whatever lies in their folders
+    anew = list(CHAIN) if resume == "never" else done.pop("anew", [])
+    for number, (phase, settings) in enumerate(shares.items(), 1):
+        words = [f"{setting.key}={value_text(setting.value)}" for setting in settings]
+        what = f"phase {number} of {len(shares)}: {phase}"
+        if phase not in anew and done.get(phase) == words and any(folder_of(phase, output).glob("checkpoint-*")):
+            print(f"{what}, done before", flush=True)
+            continue
+        print(what, flush=True)
+        # what is for the other phases is read there
+        for line in replace(_reading(phase, given), other_phases=[]).told():
+            print(line, file=sys.stderr, flush=True)
+        how = "never" if phase in anew else "auto"
+        anew = [other for other in anew if other != phase]
+        _write(record, done, anew)
+        code = _run(["train", phase, "--gpus", str(gpus), "--resume", how, *words])
+        if code:
+            return code
+        # what started from another one of these is out of date
+        anew += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in anew]
+        done[phase] = words
+        _write(record, done, anew)
+    print(summary(output))
+    return 0
+
+
+def _refuse_own_starts(given: list[Setting]) -> None:
+    added = {key for keys in STARTS_FROM.values() for key in keys}
+    aliases = tree_of(given).aliases
+    for setting in given:
+        if aliases.get(setting.key, setting.key) in added:
+            raise UserError(
+                f"{setting.key} ({setting.where}): `train all` begins with a teacher of its own; leave it out, or name "
+                "the phase to start from that one"
+            )
+
+
+def _refuse_own_folder(settings: list[Setting], folder: Path) -> None:
+    for setting in settings:
+        if setting.key == "output" and setting.value is not None and Path(str(setting.value)) != folder:
+            raise UserError(
+                f"{setting.as_written} = {setting.value} (from {setting.where}): this phase of `train all` writes to "
+                f"'{folder}'; leave it out, and say with --output where all of them go"
+            )
+
+
+def _refuse_what_cannot_be_made(config: Config) -> None:
+    """The explorer of a phase, which that phase would find out about."""
+    if config.phase == "teacher":
+        return
+    from sparring.envs.env import make_env
+    from sparring.phases.student import with_cameras
+    from sparring.policies.policy import make_policy
+
+    env = make_env(config.env, 1)
+    env.close()
+    make_policy(config.policy, with_cameras(env.spec, config.student.cameras), config.rollout.action_steps)
+
+
+def _write(record: Path, done: dict, anew: list[str]) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(done | ({"anew": anew} if anew else {}), indent=2) + "\n")
+    partial.replace(record)
+
+
+def settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]:
+    """What of `given` is for this phase: all but `<another phase>.<key of any section>`; and what the chain adds.
+
+    `teacher.coloured` is a setting like any other; `teacher.training.iterations` is `training.iterations` for it alone.
+    """
+    added = {key: str(folder_of(other, output)) for key, other in STARTS_FROM[phase].items()}
+    added["output"] = str(folder_of(phase, output))
+    # later ones win
+    return _reading(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
+
+
+def _reading(phase: str, given: list[Setting]) -> Reading:
+    return reading_of([*given, Setting("phase", phase, "train all")])
+
+
+def folder_of(phase: str, output: Path) -> Path:
+    return output / f"{phase}_rl"
+
+
+def _run(words: list[str]) -> int:
+    """`sparring WORDS` in a process of its own; its exit code."""
+    child = subprocess.Popen([sys.executable, "-m", "sparring", *words])
+    # a terminal tells the child of Ctrl-C itself; `kill` tells only us. It saves and leaves on its own
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    # killed by a signal: as a shell tells it
+    return code if code >= 0 else 128 - code
+
+
+def summary(output: Path) -> str:
+    """The measures of the three phases, from what they wrote."""
+    rows = [("phase", "measure", "", "")]
+    before, after = (_evaluation(folder_of(phase, output)) for phase in ("teacher", "adversarial"))
+    for camera, found in before["cameras"].items():
+        ratio, later = found["changed_mse_ratio"], after["cameras"][camera]["changed_mse_ratio"]
+        rows.append(
+            ("teacher", f"{camera}: squared error on changed pixels", _text(ratio), "copying the last frame: 1")
+        )
+        rows.append(("adversarial", "  the same, after sparring", _text(later), ""))
+    explored = _evaluation(folder_of("student", output)).get("exploration")
+    if explored:
+        touch = {who: found["contact"] for who, found in explored.items()}
+        mine, noise = touch.pop("policy"), max(touch.values())
+        rows.append(("student", "in touch with an object, held-out episodes", _text(mine), f"noise: {_text(noise)}"))
+    for phase, names in (("student", _EXPLORING), ("adversarial", _EXPLORING)):
+        for name, words in names.items():
+            rows += _rise(phase, words, _curve(folder_of(phase, output), name))
+    then, now = (
+        _curve(folder_of("adversarial", output), f"world_model/generations_error_{when}") for when in ("then", "now")
+    )
+    if then:
+        told = f"when they were played: {_text(then[-1])}"
+        rows.append(("adversarial", "error on what earlier explorers found, nats a token", _text(now[-1]), told))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    looks = [_to_look_at(folder_of(phase, output)) for phase in CHAIN]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *filter(None, looks)])
+
+
+def _to_look_at(folder: Path) -> str | None:
+    there = [name for name in ("samples", "videos") if (folder / name).is_dir()]
+    return f"to look at: {folder}{os.sep}{', '.join(there)}" if there else None
+
+
+_EXPLORING = {
+    "rollout/contact_share": "share of decisions in touch with an object",
+    "episode_reward": "pay of an episode",
+}
+
+
+def _rise(phase: str, words: str, curve: list[float]) -> list[tuple[str, str, str, str]]:
+    return [(phase, words, _text(curve[-1]), f"at the start: {_text(curve[0])}")] if curve else []
+
+
+def _curve(folder: Path, name: str) -> list[float]:
+    lines = map(json.loads, (folder / "episode_metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def _evaluation(folder: Path) -> dict:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def _text(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"

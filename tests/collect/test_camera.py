@@ -1,0 +1,227 @@
+"""Films show whole episodes, of whom they say, and cost nothing where none is wanted."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from doubles import CountingBackend, LinearPolicy
+
+from sparring.collect.camera import Camera
+from sparring.collect.collector import Collector
+from sparring.config.schema import load_config
+from sparring.data.buffer import RolloutBuffer
+from sparring.envs.env import Env, make_env
+from sparring.evaluation.play import play
+from sparring.runs.run import Run
+
+
+class Drawn(CountingBackend):
+    """A picture's only pixel is 10 * episode + step."""
+
+    drawn = 0
+
+    def reset(self, seeds):
+        self.recorded = []
+        return super().reset(seeds)
+
+    def step(self, action):
+        before = self.episode * 10 + self.count
+        step = super().step(action)
+        for env in self.recorded:
+            self.drawn += int(step.executed[env])
+            step.frames[env] = [_pixel(before[env] + k) for k in range(1, step.executed[env] + 1)]
+        return step
+
+    def record(self, envs):
+        self.recorded = list(envs)
+
+    def render(self, env):
+        self.drawn += 1
+        return _pixel(self.episode[env] * 10 + self.count[env])
+
+
+def _pixel(value):
+    return np.full((1, 1, 3), value, np.uint8)
+
+
+def collector(lengths, chunk=1, episodes=None):
+    env = Env(Drawn(lengths))
+    return Collector(env, LinearPolicy(chunk), seed=0, chunk=chunk, episodes=episodes), env.backend
+
+
+def shown(films):
+    return {film.episode.env: [int(frame[0, 0, 0]) for frame in film.frames] for film in films}
+
+
+def test_an_episode_that_is_under_way_is_waited_for_and_rollouts_do_not_cut_films():
+    collect, backend = collector((3, 5))
+    buffer = RolloutBuffer(4)
+    collect.collect(buffer)
+    assert backend.drawn == 0
+    # robot 0 is in step 1 of episode 1, robot 1 in step 4 of episode 0
+    collect.camera.film(2)
+    collect.collect(buffer)
+    assert shown(collect.camera.drain()) == {}
+    collect.collect(buffer)
+    assert shown(collect.camera.drain()) == {0: [20, 21, 22, 23], 1: [10, 11, 12, 13, 14, 15]}
+    drawn = backend.drawn
+    collect.collect(buffer)
+    assert backend.drawn == drawn and backend.recorded == []
+
+
+def test_chunks_that_end_early_show_what_was_executed():
+    collect, _ = collector((3, 5), chunk=2)
+    collect.camera.film(1)
+    collect.collect(RolloutBuffer(3))
+    assert shown(collect.camera.drain()) == {0: [0, 1, 2, 3]}
+
+
+def test_by_episodes_every_batch_is_filmed_from_its_start():
+    collect, _ = collector((3, 5), episodes=1)
+    collect.camera.film(9)
+    collect.collect(RolloutBuffer(5))
+    assert shown(collect.camera.drain()) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3, 4, 5]}
+
+
+class Late(LinearPolicy):
+    """Appraises what it saw when the rollout is there, as most policies do."""
+
+    def act(self, td):
+        return super().act(td).exclude("value")
+
+    def complete(self, td):
+        return super().complete(td).set("value", self._value(td))
+
+
+@pytest.mark.parametrize("policy", [LinearPolicy, Late])
+@pytest.mark.parametrize("steps", [2, 7])
+def test_films_tell_what_was_seen_done_and_paid_and_its_value(policy, steps):
+    """Decisions of two steps, of which the last is cut short; the rollout ends after `steps` of them."""
+    env = Env(Drawn((3, 5)))
+    collect = Collector(env, policy(2), seed=0, chunk=2)
+    collect.camera.film(2)
+    while len(collect.camera.whole) < 2:
+        collect.collect(RolloutBuffer(steps))
+    for film, robot, length in zip(collect.camera.drain(), (0, 1), (3, 5), strict=True):
+        assert film.episode.env == robot and film.episode.steps == length
+        assert film.rewards.tolist() == [100 * robot + t + 1 for t in range(length)]
+        assert film.episode.reward == film.rewards.sum()
+        decided_at = [0, 0, 2, 2, 4][:length]
+        assert film.values.tolist() == [1000 * robot + t for t in decided_at]
+        assert film.states.tolist() == [[robot, 0, t] for t in decided_at]
+        acted = np.concatenate([actions[robot] for actions in env.backend.seen_actions])
+        assert film.actions.tolist() == acted[:length].tolist()
+
+
+def test_without_a_rollout_nobody_knows_values():
+    env = Env(Drawn((2, 2)))
+    collect = Collector(env, Late(), seed=0)
+    collect.camera.film(1)
+    for _ in range(2):
+        collect.decide()
+    (film,) = collect.camera.drain()
+    assert np.isnan(film.values).all() and film.rewards.tolist() == [1, 2]
+
+
+class Sketched(Drawn):
+    """Its pictures are drawn when they are looked at."""
+
+    looks = 0
+
+    def look(self):
+        self.looks += 1
+        return _pixel(9)
+
+    def sketch(self, env):
+        return self.look
+
+    def step(self, action):
+        return replace(super().step(action), frames={env: [self.look] for env in self.recorded})
+
+
+def test_an_evaluation_shows_failures_first_and_draws_only_what_is_shown():
+    backend = Sketched((2, 2, 2, 2, 2, 2))
+    _, films = play(LinearPolicy(), Env(backend), episodes=6, seed=0, films=4)
+    # robots with an odd number fail
+    assert [film.episode.env for film in films] == [1, 3, 5, 0] and films[-1].episode.success
+    assert backend.looks == 0
+    assert len(films[0].developed().frames) == backend.looks == 3
+    # where pictures are drawn at once, no more robots are filmed than are shown
+    _, films = play(LinearPolicy(), Env(Drawn((2, 2, 2, 2))), episodes=4, seed=0, films=2)
+    assert [film.episode.env for film in films] == [1, 0]
+    assert play(LinearPolicy(), Env(Drawn((2, 2))), episodes=2, seed=0)[1] == []
+
+
+def test_the_suite_draws_a_film_when_it_is_looked_at():
+    env = make_env(load_config({"env": {"threads": 1}}).env, 3, max_episode_steps=5)
+    assert Camera(env).is_cheap and env.spec.film_cameras == ("head", "wrist")
+    env.reset(0)
+    env.backend.record([1])
+    before, later = env.backend.render(1), env.backend.sketch(1)
+    frames = env.backend.step(np.ones((3, 1, env.spec.action_dim))).frames
+    after = env.backend.render(1)
+    env.close()
+    # each shows its own moment, also when the env is closed
+    assert np.array_equal(later(), before) and np.array_equal(frames[1][0](), after) and (before != after).any()
+
+
+def test_films_are_drawn_while_robots_go_on():
+    env = make_env(load_config({"env": {"threads": 1, "cameras": ["head"], "image_size": 64}}).env, 4, 50)
+    env.reset(0)
+    env.backend.record([0, 1])
+    rng, sketches = np.random.default_rng(0), []
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(8):
+            frames = env.backend.step(rng.uniform(-1, 1, (4, 1, env.spec.action_dim))).frames
+            sketches += [(sketch, other.submit(sketch)) for sketch in (frames[0][0], frames[1][0])]
+        pictures = [future.result() for _, future in sketches]
+    assert all(np.array_equal(sketch(), picture) for (sketch, _), picture in zip(sketches, pictures, strict=True))
+    assert len({picture.tobytes() for picture in pictures}) == 16
+    env.close()
+
+
+def run_of(folder, video_share=1.0, **rollout):
+    settings = {
+        "rollout": {"n_envs": 2, "steps": 4, "max_episode_steps": 4} | rollout,
+        "env": {"threads": 1},
+        "ppo": {"mini_batch_size": 8, "ppo_epochs": 1},
+        "training": {"iterations": 4, "save_every": 2},
+        "logging": {"console_level": "ERROR", "video_share": video_share},
+    }
+    return Run(load_config(settings | {"output": str(folder)}))
+
+
+def trained(run):
+    assert run.run()
+    run.phase.env.close()
+
+
+def test_a_run_films_when_it_starts_and_after_each_checkpoint(tmp_path):
+    trained(run_of(tmp_path, render_episodes=1))
+    videos = sorted(path.name for path in (tmp_path / "videos").glob("*.mp4"))
+    # episodes are as long as rollouts; the one of update 3 had begun when the checkpoint was written
+    assert videos == ["rollout_000001_0.mp4", "rollout_000004_0.mp4"]
+    assert (tmp_path / "samples" / "rollout_000004_0.png").exists()
+
+
+def test_a_short_run_has_no_time_for_videos(tmp_path):
+    trained(run_of(tmp_path, video_share=0.02, render_episodes=1))
+    assert not (tmp_path / "videos").exists()
+
+
+def test_none_are_asked_for_and_nothing_is_drawn(tmp_path, monkeypatch):
+    from sparring.envs.tabletop.backend import Tabletop
+
+    monkeypatch.setattr(Tabletop, "render", lambda *_: 1 / 0)
+    trained(run_of(tmp_path, render_episodes=0))
+    assert not (tmp_path / "videos").exists()
+
+
+def test_who_steps_a_phase_alone_collects_no_films(tmp_path):
+    run = run_of(tmp_path, render_episodes=1)
+    for _ in range(4):
+        run.phase.step(run.fraction)
+        run.save()
+    run.phase.env.close()
+    assert run.phase.drain_films() == [] and not (tmp_path / "videos").exists()

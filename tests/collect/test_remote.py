@@ -1,0 +1,517 @@
+"""Collecting while learning: what comes of it, bit for bit where nothing may be behind."""
+
+import json
+import time
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from metric_names import unexplained
+
+from sparring.algorithms.gradient_step import FlatParameters
+from sparring.algorithms.parity import ParityError
+from sparring.collect.groups import GroupedEnv
+from sparring.collect.remote.learner import DistantCollector
+from sparring.collect.remote.weights import SnapshotReader, SnapshotWriter
+from sparring.collect.timing import Span
+from sparring.config.schema import load_config
+from sparring.config.section import ConfigError
+from sparring.data.storage import Column, shared_memory_folder
+from sparring.envs.env import make_training_env
+from sparring.errors import UserError
+from sparring.policies.actor_critic import ActorCritic
+from sparring.processes.child import share_of_cores
+from sparring.processes.shared_memory import SharedTensors
+from sparring.runs.run import Run
+
+ROLLOUT = {"n_envs": 4, "steps": 9, "render_episodes": 0}
+SMALL = {
+    "env": {"name": "doubles_failing:Failing"},
+    "policy": {"hidden": [16]},
+    "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
+    "training": {"save_every": 2, "keep_checkpoints": 10, "iterations": 5},
+    "logging": {"console_level": "ERROR"},
+}
+APART = {"mode": "async", "staleness": 0}
+
+
+def config_in(folder, more=None, **rollout):
+    return load_config(SMALL | {"output": str(folder), "rollout": ROLLOUT | rollout} | (more or {}))
+
+
+def trained(config) -> Run:
+    run = Run(config)
+    try:
+        assert run.run()
+    finally:
+        run.phase.env.close()
+    return run
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.phase.model.state_dict().items()}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def all_lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+
+
+def lines(folder) -> list[dict]:
+    """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
+    other = ("timestamp", "train/parity", "train/parity_ratio")
+    return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
+
+
+WAYS = {
+    "small": {},
+    "chunks": {"rollout": ROLLOUT | {"action_steps": 3}},
+    "by episodes": {"rollout": ROLLOUT | {"n_episodes_per_batch": 8}},
+    "grpo": {
+        "algorithm": "grpo",
+        "ppo": {},
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": ROLLOUT | {"n_episodes_per_batch": 8, "group_size": 2},
+    },
+    "ring": {"buffer": {"type": "vla", "size": 100}},
+    "level": {"ppo": SMALL["ppo"] | {"normalize_value": True}},
+    "tabletop": {"env": {"name": "tabletop"}, "rollout": ROLLOUT | {"max_episode_steps": 6}},
+    "camera": {
+        "env": {"name": "tabletop", "cameras": ["head"], "image_size": 40},
+        "policy": {"channels": [4, 4], "image_features": 8},
+        "rollout": ROLLOUT | {"max_episode_steps": 6},
+        "threads": 1,
+    },
+    "flow": {
+        "policy": {"name": "flow", "method": "flow_noise", "width": 16, "heads": 2, "layers": 1, "sampling_steps": 2},
+        "rollout": ROLLOUT | {"action_steps": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_with_staleness_0_it_is_what_sync_is_bit_for_bit(tmp_path, way):
+    rollout = way.get("rollout", ROLLOUT)
+    sync = trained(config_in(tmp_path / "sync", way))
+    apart = trained(config_in(tmp_path / "async", way | {"rollout": rollout | APART}))
+    assert_equal(weights(sync), weights(apart))
+    assert sync.phase.progress == apart.phase.progress
+    assert lines(tmp_path / "sync") == lines(tmp_path / "async")
+    assert len(lines(tmp_path / "sync")) == 5
+
+
+def test_so_it_is_in_groups(tmp_path):
+    sync = trained(config_in(tmp_path / "sync", groups=2))
+    apart = trained(config_in(tmp_path / "async", groups=2, **APART))
+    assert_equal(weights(sync), weights(apart))
+    assert lines(tmp_path / "sync") == lines(tmp_path / "async")
+
+
+def test_groups_change_neither_seeds_nor_noise(tmp_path):
+    whole, grouped = (Run(config_in(tmp_path / str(groups), groups=groups)) for groups in (1, 2))
+    for run in (whole, grouped):
+        run.phase.collect()
+    one, other = (run.phase.buffer.rollout() for run in (whole, grouped))
+    assert torch.equal(one["observation", "state"][0], other["observation", "state"][0])
+    # the networks see other batches, and may round otherwise
+    for key in one.keys(True, True):
+        assert torch.allclose(one[key].double(), other[key].double(), atol=1e-5), key
+    assert whole.phase.progress.env_steps == grouped.phase.progress.env_steps == 36
+    # some episodes of all robots have ended, and are told by their robots' numbers
+    assert whole.phase.progress.episodes == grouped.phase.progress.episodes == 4
+    for run in (whole, grouped):
+        run.phase.env.close()
+
+
+def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.processes.child.usable_cores", lambda: 8)
+    for given, threads in ((0, 4), (3, 3)):
+        env = {"env": {"name": "tabletop", "threads": given}}
+        run = Run(config_in(tmp_path / str(given), env, groups=2))
+        assert [group.backend._threads for group in run.phase.env.envs] == [threads, threads]
+        run.phase.env.close()
+
+
+def test_and_so_they_do_in_worker_processes(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "doubles")
+    monkeypatch.setattr("sparring.processes.child.usable_cores", lambda: 6)
+    monkeypatch.setattr("sparring.envs.env.make_env", lambda env, *args, **where: env)
+    seat = SimpleNamespace(device="cpu", rank=0, world_size=1)
+    env = {"name": "gym_doubles:Breaks", "vectorize": "process"}
+    for given, workers in ((0, 2), (5, 5)):
+        config = load_config({"env": env | {"workers": given}, "rollout": ROLLOUT | {"groups": 3, "n_envs": 6}})
+        assert make_training_env(config, seat).workers == workers
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda who: {1, 5, 6})
+    assert [share_of_cores(parts) for parts in (1, 2, 5)] == [3, 1, 1]
+
+
+def test_the_episodes_of_groups_are_numbered_through(tmp_path):
+    run = Run(config_in(tmp_path, groups=2))
+    run.phase.collector.collect(run.phase.buffer)
+    assert [episode.env for episode in run.phase.collector.drain_episodes()] == [0, 1, 2, 3]
+    run.phase.env.close()
+
+
+def test_all_groups_are_closed_though_one_fails():
+    closed = []
+
+    def close(group):
+        closed.append(group)
+        if group == 1:
+            raise OSError("the arm is stuck")
+
+    envs = [SimpleNamespace(close=partial(close, g), num_envs=1, device=None, config=None) for g in range(3)]
+    with pytest.raises(OSError, match="stuck"):
+        GroupedEnv(envs).close()
+    assert closed == [0, 1, 2]
+
+
+def pictures_of(size: int) -> dict:
+    way = WAYS["camera"]
+    return {key: way[key] for key in ("policy", "threads")} | {"env": way["env"] | {"image_size": size}}
+
+
+@pytest.mark.parametrize(
+    "groups, more", [(1, {}), (2, {}), (2, pictures_of(112))], ids=["one", "two", "large pictures"]
+)
+def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups, more):
+    rollout = APART | {"groups": groups}
+    straight = trained(config_in(tmp_path / "straight", more, **rollout))
+    stopped = Run(config_in(tmp_path / "stopped", more, **rollout))
+    for _ in range(3):
+        stopped.phase.step(stopped.fraction)
+    # 2 robots x 3 x 112 x 112 bytes are large enough to go through shared memory
+    parcels = stopped.phase.collector._parcels
+    assert {key[:3] for key in parcels.tensors} == {("groups", g, "root") for g in "01"} if more else parcels is None
+    stopped.save()
+    stopped.phase.env.close()
+    resumed = trained(config_in(tmp_path / "stopped", more, **rollout))
+    assert_equal(weights(straight), weights(resumed))
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
+    more = {"training": SMALL["training"] | {"iterations": 12}}
+    run = Run(config_in(tmp_path, more, mode="async", staleness=staleness))
+    update, behind = run.phase.algorithm.update, []
+
+    def look_and_update(rollout, fraction):
+        version = rollout["version"].unique()
+        assert len(version) == 1
+        behind.append(run.phase.progress.updates - int(version))
+        return update(rollout, fraction)
+
+    run.phase.algorithm.update = look_and_update
+    assert run.run()
+    run.phase.env.close()
+    assert max(behind) <= staleness and min(behind) >= 0
+    # nothing would be behind only if the robots waited for each update
+    assert max(behind) >= 1
+    written = all_lines(tmp_path)
+    assert not unexplained(written[-1])
+    # what the collecting process says is kept, also what it said before there was a folder
+    said = next(tmp_path.glob("logs/env/env_*.log")).read_text()
+    assert "collecting process: DEBUG made robots 0 to 3 of 4: doubles_failing:Failing" in said
+    assert [row["perf/staleness"] for row in written] == behind
+    assert all(row[f"perf/behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
+    names = ("queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds")
+    assert {f"perf/{name}" for name in names} <= written[-1].keys()
+    assert 0 <= written[-1]["perf/learner_idle"] <= 1
+
+
+def test_what_is_behind_passes_the_gate_where_it_was_collected(tmp_path):
+    run = Run(config_in(tmp_path, mode="async", staleness=2, least_ess=0.0))
+    told = [run.phase.step(0.0) for _ in range(4)]
+    run.phase.env.close()
+    assert told[-1]["staleness"] >= 1 and told[-1]["parity_skipped"] == 0 and told[-1]["parity"] < 1e-4
+
+
+@pytest.mark.parametrize("way", ["by episodes", "grpo", "ring", "flow"])
+def test_so_it_does_in_every_way_of_learning(tmp_path, way):
+    rollout = WAYS[way].get("rollout", ROLLOUT) | {"mode": "async", "staleness": 2}
+    run = Run(config_in(tmp_path, WAYS[way] | {"rollout": rollout}))
+    told = [run.phase.step(0.0) for _ in range(4)]
+    run.phase.env.close()
+    assert max(row["staleness"] for row in told) >= 1
+    assert all(row["parity_skipped"] == 0 and row["parity"] < 1e-4 and isfinite(row["loss"]) for row in told), told
+
+
+def test_and_what_is_scored_wrongly_does_not(tmp_path):
+    more = {"policy": {"name": "doubles_failing:Misremembers"}}
+    run = Run(config_in(tmp_path, more, mode="async", staleness=2))
+    # the learner's own gate sees fresh decisions only
+    run.phase.algorithm.policy.evaluate = lambda td: ActorCritic.evaluate(run.phase.policy, td)
+    before = weights(run)
+    with pytest.raises(ParityError, match="drift"):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    assert_equal(before, weights(run))
+
+
+def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_path):
+    more = {"ppo": SMALL["ppo"] | {"policy_lr": 3e-2}, "training": SMALL["training"] | {"iterations": 12}}
+    trained(config_in(tmp_path, more, mode="async", staleness=2, least_ess=0.99))
+    written = all_lines(tmp_path)
+    assert {row["perf/staleness_allowed"] for row in written} >= {0.0, 2.0}
+    # the one that was being collected when it was told was not thrown away; the next waited
+    paced = [i for i, row in enumerate(written) if row["perf/staleness_allowed"] == 0]
+    assert any(row["perf/staleness"] == 0 for row in written[paced[0] :])
+    # a line of each update tells, fresh or not
+    told = [[row[name] for name in ("perf/staleness_mean", "perf/staleness_max", "train/ess")] for row in written]
+    fresh = [row["perf/staleness"] == 0 for row in written]
+    assert [row == [0, 0, 1] for row in told] == fresh and True in fresh and False in fresh
+
+
+@pytest.mark.parametrize(
+    "worth, allowed",
+    [
+        ([0.49], 1),
+        ([0.5], 2),
+        ([0.4, 0.4, 0.4], 0),
+        # after a fall it takes two good ones, after two falls four; in a row
+        ([0.1, 0.76], 1),
+        ([0.1, 0.76, 0.76], 2),
+        ([0.1, 0.76, 0.74, 0.76], 1),
+        ([0.1, 0.1, 1.0, 1.0, 1.0], 0),
+        ([0.1, 0.1, 1.0, 1.0, 1.0, 1.0], 1),
+    ],
+)
+def test_pacing_by_hand(worth, allowed):
+    collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=2, least_ess=0.5)
+    for ess in worth:
+        collector.version = collector._rollout_version = collector.version + 1
+        collector.pace(ess)
+    assert collector.allowed == allowed
+
+
+def test_what_began_before_the_robots_were_held_back_does_not_hold_them_back_further():
+    collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=4, least_ess=0.5)
+    # versions of rollouts that four updates learn from: the second change is for the first that began after one
+    allowed = []
+    for collector.version, collector._rollout_version in ((4, 0), (5, 1), (6, 4), (7, 5), (8, 5)):
+        collector.pace(0.1)
+        allowed.append(collector.allowed)
+    assert allowed == [3, 3, 3, 2, 2]
+
+
+def test_nothing_is_paced_by_an_update_that_weighed_nothing(tmp_path):
+    run = Run(config_in(tmp_path, mode="async", staleness=2))
+    collector = run.phase.collector
+    collector.allowed = 0
+    # as GRPO does where no group tells good from bad
+    run.phase.algorithm.update = lambda rollout, fraction: {}
+    for _ in range(3):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    assert collector.allowed == 0
+
+
+def test_a_run_that_goes_on_is_paced_as_it_was(tmp_path):
+    config = config_in(tmp_path, mode="async", staleness=3, least_ess=0.1)
+    stopped = Run(config)
+    stopped.phase.step(0.0)
+    collector = stopped.phase.collector
+    collector.allowed, collector._good, collector._good_needed = 0, 2, 32
+    stopped.save()
+    stopped.phase.env.close()
+    resumed = Run(config)
+    told = [resumed.phase.step(0.0) for _ in range(5)]
+    resumed.phase.env.close()
+    assert [row["staleness"] for row in told] == [row["staleness_allowed"] for row in told] == [0] * 5
+    collector = resumed.phase.collector
+    assert (collector._good, collector._good_needed) == (7, 32)
+
+
+def test_its_state_is_that_after_what_was_learned_from(tmp_path):
+    run = Run(config_in(tmp_path, **APART))
+    run.phase.step(0.0)
+    before = run.phase.collector.state_dict()
+    # as where another process then fails
+    run.phase.collect()
+    assert run.phase.collector.state_dict()["env_steps"] == before["env_steps"] == 36
+    run.phase.learn(0.0)
+    assert run.phase.collector.state_dict()["env_steps"] == 72
+    run.phase.env.close()
+
+
+def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
+    config = config_in(tmp_path, mode="async", staleness=2)
+    stopped = Run(config)
+    for _ in range(3):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    steps = stopped.phase.progress.env_steps
+    stopped.phase.env.close()
+    resumed = trained(config)
+    # what had been collected and not learned from is collected again, and counted once
+    assert steps == 3 * 36 and resumed.phase.progress.env_steps == 5 * 36
+
+
+def test_the_timeline_shows_collecting_while_learning(tmp_path):
+    env = {"env": SMALL["env"] | {"slow": 0.01}}
+    more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
+    trained(config_in(tmp_path, more, mode="async"))
+    spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    collector = {"wait", "load", "collect", "reset", "infer", "simulate", "complete", "gate", "share", "report"}
+    learner = {"wait", "take", "learn", "publish"}
+    assert {span.stage for span in spans if span.who == "collector"} == collector
+    assert {span.stage for span in spans if span.who == "learner"} == learner
+    assert [span.version for span in spans if span.stage == "learn"] == list(range(8))
+    assert sum(span.stage == "simulate" for span in spans) >= 8 * 9
+    assert overlap(spans, ("learner", "learn"), ("collector", "simulate")) > 0.05
+
+
+def test_while_one_group_simulates_another_is_decided_for(tmp_path):
+    run = Run(config_in(tmp_path, {"env": SMALL["env"] | {"slow": 0.02}}, groups=2))
+    act = run.phase.policy.act
+
+    def act_slowly(td):
+        time.sleep(0.02)
+        return act(td)
+
+    run.phase.policy.act = act_slowly
+    metrics = run.phase.collect()
+    run.phase.env.close()
+    # 9 decisions of 2 groups: 0.36 s of deciding, 0.18 s of simulating of each group
+    assert metrics["infer_seconds"] > 0.36 and metrics["simulate_seconds"] > 0.18
+    spans = run.phase.drain_spans()
+    assert overlap(spans, ("collector 0", "simulate"), ("collector 1", "infer")) > 0.1
+    assert overlap(spans, ("collector 1", "simulate"), ("collector 0", "infer")) > 0.1
+
+
+def overlap(spans, one, other) -> float:
+    """Seconds in which both were at work."""
+    ours, theirs = ([s for s in spans if (s.who, s.stage) == kind] for kind in (one, other))
+    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in ours for b in theirs)
+
+
+def test_films_come_along(tmp_path):
+    more = {"env": {"name": "tabletop", "threads": 1}}
+    run = Run(config_in(tmp_path, more, max_episode_steps=6, mode="async", staleness=0))
+    run.phase.film(1)
+    for _ in range(2):
+        run.phase.step(0.0)
+    (film,) = run.phase.drain_films()
+    run.phase.env.close()
+    # the first one: a picture before it and one of each step
+    assert film.episode.env == 0 and film.episode.steps == 6 and len(film.frames) == 7
+    assert film.frames[0].shape[-1] == 3 and (film.frames[0] != film.frames[-1]).any()
+
+
+def test_what_does_not_go_together_is_said(tmp_path):
+    wrong = {
+        "async goes with finetune only": ("teacher", {"mode": "async"}),
+        "is read with rollout.mode=async only": ("finetune", {"staleness": 2}),
+        "4 robots cannot be put into 3 groups; expected one of 1, 2, 4, or rollout.n_envs=3 or 6": (
+            "finetune",
+            {"groups": 3},
+        ),
+        "does not go with rollout.n_episodes_per_batch": ("finetune", {"groups": 2, "n_episodes_per_batch": 4}),
+    }
+    for told, (phase, rollout) in wrong.items():
+        with pytest.raises(ConfigError, match=told):
+            load_config({"rollout": ROLLOUT | rollout}, phase=phase)
+
+
+def test_nothing_is_paced_without_weights_and_that_is_said():
+    with pytest.raises(ConfigError, match=r"^rollout.least_ess = 0.7 .*: ppo.correction=none weighs nothing, so "):
+        load_config({"rollout": ROLLOUT | {"mode": "async", "least_ess": 0.7}, "ppo": {"correction": "none"}})
+    # never to pace is what is so
+    config = load_config({"rollout": ROLLOUT | {"mode": "async", "least_ess": 0}, "ppo": {"correction": "none"}})
+    assert config.rollout.least_ess == 0
+
+
+def test_only_what_changes_is_sent_again():
+    learner, actor = (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
+    learner[0].weight.requires_grad_(False)
+    with torch.no_grad():
+        for tensor in learner.state_dict().values():
+            tensor.fill_(3)
+    writer = SnapshotWriter(learner, version=4)
+    reader = SnapshotReader(writer.handle(), actor)
+    assert_equal(dict(learner.state_dict()), dict(actor.state_dict()))
+    assert writer.names == [name for name in learner.state_dict() if name != "0.weight"]
+    with torch.no_grad():
+        for tensor in learner.state_dict().values():
+            tensor += 1
+    assert reader.load() == 4 and torch.equal(actor[0].bias, learner[0].bias - 1)
+    writer.write(5)
+    assert reader.load() == 5
+    assert torch.equal(actor[0].bias, learner[0].bias)
+    assert torch.equal(actor[1].running_mean, learner[1].running_mean)
+    # it is taken to rest
+    assert torch.equal(actor[0].weight, learner[0].weight - 1)
+
+
+def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatch):
+    learner, actor = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    writer = SnapshotWriter(learner, version=0)
+    reader = SnapshotReader(writer.handle(), actor)
+    reader.load()
+    names = reader.names
+
+    class Interrupted(list):
+        """After the first tensor of version 1 was copied, versions 2 and 3 are written."""
+
+        def __iter__(self):
+            yield names[0]
+            if writer.shared.tensors["snapshot", "control"][1] < 3:
+                for version in (2, 3):
+                    write(version)
+            yield names[1]
+
+    def write(version):
+        with torch.no_grad():
+            for tensor in learner.parameters():
+                tensor.fill_(version)
+        writer.write(version)
+
+    write(1)
+    reader.names = Interrupted(names)
+    assert reader.load() == 3
+    assert all((tensor == 3).all() for tensor in actor.parameters())
+
+
+def test_weights_lie_as_the_learners_do():
+    """A view at 4 bytes beyond a multiple of 64 is multiplied by another kernel, which rounds otherwise."""
+    learner, actor = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
+    FlatParameters([*learner.parameters()][::-1])
+    writer = SnapshotWriter(learner, version=0)
+    SnapshotReader(writer.handle(), actor)
+    assert (
+        [p.data_ptr() % 64 for p in actor.parameters()] == [p.data_ptr() % 64 for p in learner.parameters()] == [20, 0]
+    )
+    assert_equal(dict(learner.state_dict()), dict(actor.state_dict()))
+
+
+def test_shared_memory_has_no_name_once_both_have_it():
+    mine = SharedTensors.make({("x",): Column((2, 3), torch.float32), ("flag",): Column((), torch.bool)})
+    file = mine.handle().file
+    theirs = SharedTensors.attach(mine.handle())
+    assert not file.exists()
+    mine.tensors["x",][1, 2] = 5
+    assert theirs.tensors["x",][1, 2] == 5 and theirs.tensors["flag",].shape == ()
+
+
+def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
+    room = {shared_memory_folder(): 1000}
+    monkeypatch.setattr("sparring.data.storage._free_space", lambda folder: room.get(folder, 10**9))
+    run = Run(config_in(tmp_path / "small", **APART))
+    with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
+        run.phase.step(0.0)
+    run.phase.env.close()
+    elsewhere = tmp_path / "elsewhere"
+    trained(config_in(tmp_path / "large", {"buffer": {"folder": str(elsewhere)}}, **APART))
+    assert list(elsewhere.iterdir()) == []

@@ -1,0 +1,370 @@
+"""Whatever goes wrong in the collecting process ends the run soon, with a reason, a checkpoint and nothing left."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_remote import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
+
+from sparring.algorithms import ALGORITHMS
+from sparring.collect.remote.actor_process import _DOING, ActorProcess, _is_stopped
+from sparring.config.resolve import resolve
+from sparring.config.schema import load_config
+from sparring.envs import ENVS
+from sparring.envs.env import make_env
+from sparring.errors import StageFailed, UserError
+from sparring.policies import POLICIES
+from sparring.processes.shared_memory import receive, send
+from sparring.runs.checkpoint import checkpoints
+from sparring.runs.run import Run
+
+COLLECT = Path(__file__).parents[2] / "src" / "sparring" / "collect"
+# of the promise, which is 10 s; machines that run tests are busy
+SOON = 10.0
+
+
+def settings_in(folder, **rollout) -> dict:
+    env = SMALL["env"] | {"file": str(folder / "word"), "slow": 0.002}
+    training = {"iterations": 100_000, "save_every": 100_000}
+    rollout = ROLLOUT | {"mode": "async"} | rollout
+    return SMALL | {"env": env, "training": training, "rollout": rollout, "output": str(folder / "run")}
+
+
+def fails_in_update_3(folder, fail, **rollout) -> tuple[StageFailed, float]:
+    """What is raised, and how long it takes."""
+    run, began = Run(load_config(settings_in(folder, **rollout))), []
+    update = run.phase.algorithm.update
+
+    def update_and_fail(rollout, fraction):
+        if run.phase.progress.updates == 3:
+            began.append(time.monotonic())
+            fail(folder, run)
+        return update(rollout, fraction)
+
+    run.phase.algorithm.update = update_and_fail
+    with pytest.raises(StageFailed) as raised:
+        run.run()
+    seconds = time.monotonic() - began[0]
+    assert run.phase.env.actor.process.returncode is not None
+    return raised.value, seconds
+
+
+def say(word):
+    return lambda folder, run: (folder / "word").write_text(word)
+
+
+def kill(folder, run):
+    os.kill(int((folder / "word.pid").read_text()), signal.SIGKILL)
+
+
+def assert_it_goes_on(folder, **rollout):
+    """From the checkpoint that was saved when it failed, with all updates until then."""
+    (folder / "word").unlink(missing_ok=True)
+    (last,) = checkpoints(folder / "run")
+    updates = int(last.name.rpartition("-")[2])
+    assert updates >= 4
+    settings = settings_in(folder, **rollout)
+    config = load_config(settings)
+    run = Run(config)
+    assert run.phase.progress.updates == updates
+    run.phase.step(0.1)
+    assert run.phase.progress.updates == updates + 1
+    run.phase.env.close()
+
+
+@pytest.mark.parametrize("repetition", range(10))
+def test_killed(tmp_path, repetition):
+    # at another moment of its rollouts each time
+    error, seconds = fails_in_update_3(tmp_path, lambda *a: (time.sleep(0.003 * repetition), kill(*a)))
+    assert str(error).startswith(
+        "the collecting process failed: it died with exit code -9; killed, by hand or by the system"
+    )
+    assert seconds < SOON
+    assert checkpoints(tmp_path / "run")
+    if repetition == 0:
+        assert_it_goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_exception_in_the_env(tmp_path, groups):
+    error, seconds = fails_in_update_3(tmp_path, say("raise"), groups=groups)
+    assert str(error).startswith(
+        "the collecting process failed: simulating (a step of the env): ZeroDivisionError: the"
+    )
+    assert "Traceback of the collecting process:" in str(error) and "doubles_failing.py" in str(error)
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path, groups=groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_hang_of_the_env(tmp_path, groups):
+    error, seconds = fails_in_update_3(tmp_path, say("hang"), groups=groups, watchdog_s=1.5)
+    assert str(error).startswith("the collecting process failed: simulating (a step of the env) has not come to an end")
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path, groups=groups)
+
+
+def test_a_stop_while_it_waits_for_weights(tmp_path):
+    """It is at no stage then that could last too long."""
+
+    def stop(folder, run):
+        time.sleep(0.5)
+        os.kill(int((folder / "word.pid").read_text()), signal.SIGSTOP)
+
+    error, seconds = fails_in_update_3(tmp_path, stop, watchdog_s=1.5)
+    assert str(error).startswith("the collecting process failed: it is stopped, by a signal (SIGSTOP), for 1.5 seconds")
+    assert seconds < SOON
+    assert_it_goes_on(tmp_path)
+
+
+def test_a_message_of_which_only_a_part_comes_is_not_waited_for_unwatched():
+    ours, theirs = Pipe()
+    message = list(range(20_000))
+
+    def wait():
+        if not ours.poll(0.1):
+            raise StageFailed("nothing comes")
+
+    send(theirs, message)
+    assert receive(ours, wait) == message
+    send(theirs, message)
+    whole = []
+    while ours.poll():
+        whole.append(ours.recv_bytes())
+    # one that is written at once: who sees that it begins has all of it
+    assert len(whole) > 2 and max(map(len, whole)) <= 16_384
+    for part in whole[:-1]:
+        theirs.send_bytes(part)
+    with pytest.raises(StageFailed):
+        receive(ours, wait)
+
+
+def test_nor_is_a_message_sent_unwatched_to_who_does_not_read():
+    ours, theirs = Pipe()
+    room = select.poll()
+    room.register(ours.fileno(), select.POLLOUT)
+
+    def wait():
+        if not room.poll(100):
+            raise StageFailed("nobody reads")
+
+    with pytest.raises(StageFailed):
+        send(ours, bytes(8_000_000), wait)
+
+
+class LookedAtOnce:
+    """Deadlines of a stage that ends right after they were looked at."""
+
+    def __init__(self, seconds):
+        self.looks = iter([np.array([[time.monotonic() + seconds]]), np.zeros((1, 1))])
+
+    def copy(self):
+        return next(self.looks)
+
+
+def test_a_stage_that_ends_while_it_is_looked_at_is_not_late():
+    actor = object.__new__(ActorProcess)
+    actor.watchdog_s, actor._known, actor._at_nothing_since, closed = 60.0, True, None, []
+    actor.close = closed.append
+    actor._deadlines = LookedAtOnce(60.0)
+    actor._check_in_time()
+    actor._deadlines = LookedAtOnce(-1.0)
+    with pytest.raises(StageFailed, match="has not come to an end"):
+        actor._check_in_time()
+    assert len(closed) == 1
+
+
+def test_a_stop_before_it_goes_on(tmp_path):
+    run = Run(load_config(settings_in(tmp_path, watchdog_s=0.2)))
+    actor = run.phase.env.actor
+    os.kill(actor.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    # the state of cameras is of megabytes, more than a pipe holds
+    with pytest.raises(StageFailed, match=r"it is stopped, by a signal \(SIGSTOP\), for 2 seconds"):
+        actor.call("load_state_dict", {"picture": bytes(8_000_000)})
+    assert time.monotonic() - began < SOON and actor.process.returncode is not None
+
+
+# of the second it is in the middle when its learner has gone
+@pytest.mark.parametrize("step_s", [0.0, 1.6])
+def test_robots_that_take_long_to_put_away_are_put_away_once(tmp_path, step_s):
+    settings = settings_in(tmp_path)
+    settings["env"] = settings["env"] | {"slow_close": 1.5}
+    run = Run(load_config(settings))
+    run.phase.step(0.0)
+    if step_s:
+        (tmp_path / "word").write_text(f"slow {step_s}")
+        # until it has begun one
+        time.sleep(0.2)
+    run.phase.env.close()
+    assert (tmp_path / "word.closing").read_text().split() == ["begins", "ends"]
+
+
+def test_an_error_of_the_simulators_own_connection_is_not_the_learner_hanging_up(tmp_path):
+    error, seconds = fails_in_update_3(tmp_path, say("reset by peer"))
+    assert "simulating (a step of the env): ConnectionResetError: the simulator has gone" in str(error)
+    assert seconds < SOON and checkpoints(tmp_path / "run")
+
+
+def test_what_goes_wrong_between_two_stages_has_a_name_too(tmp_path):
+    (tmp_path / "word").write_text("wrong numbers")
+    with pytest.raises(StageFailed, match=r"failed: collecting: env.reset: observation/state is torch.float64"):
+        Run(load_config(settings_in(tmp_path))).run()
+
+
+def test_every_stage_that_may_fail_has_words():
+    used = re.findall(r'stages\.at\("(\w+)"', "".join(path.read_text() for path in COLLECT.glob("*.py")))
+    assert set(used) - {"learn", "take", "publish"} <= _DOING.keys() and len(set(used)) > 8
+
+
+@pytest.fixture
+def gym_doubles(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "doubles")
+
+
+def test_a_worker_of_the_env_that_dies(tmp_path, gym_doubles):
+    env = {"name": "gym_doubles:Breaks", "vectorize": "process", "workers": 1}
+    env["kwargs"] = {"how": "kill", "length": 30}
+    settings = settings_in(tmp_path) | {"env": env}
+    with pytest.raises(
+        StageFailed, match=r"simulating \(a step of the env\): WorkerError: worker 0 .* died with exit code"
+    ):
+        Run(load_config(settings)).run()
+    assert [c.name for c in checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+
+
+def test_what_an_env_starts_can_be_asked_to_end(gym_doubles):
+    config = load_config({"env": {"name": "gym_doubles:HasSimulator", "vectorize": "process", "workers": 1}})
+    env = make_env(config.env, 1)
+    simulator = int(env.reset(0, "train", 0)["observation", "state"][0, 0])
+    os.kill(simulator, 0)
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began < 4
+    assert_gone(simulator)
+
+
+def test_what_a_person_can_mend_is_a_sentence(tmp_path, gym_doubles):
+    # it wants to be told how
+    settings = SMALL | {"env": {"name": "gym_doubles:Breaks"}, "rollout": ROLLOUT | {"mode": "async"}}
+    with pytest.raises(UserError) as sync:
+        Run(load_config(settings | {"rollout": ROLLOUT, "output": str(tmp_path)}))
+    with pytest.raises(UserError) as apart:
+        Run(load_config(settings | {"output": str(tmp_path)}))
+    assert str(apart.value) == str(sync.value) and "Traceback" not in str(sync.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "mine"),
+    [("env.name", "doubles_failing:Failing"), ("policy.name", "actor_critic"), ("algorithm", "ppo")],
+)
+def test_a_class_of_the_script_itself_is_refused(tmp_path, monkeypatch, key, mine):
+    kinds = {"env.name": ENVS, "policy.name": POLICIES, "algorithm": ALGORITHMS}
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", resolve(mine, kinds[key], key), raising=False)
+    settings = {"env.name": SMALL["env"]["name"], "rollout": ROLLOUT | {"mode": "async"}, "output": str(tmp_path)}
+    said = f"{key}='__main__:Mine' is defined .*, which the collecting process cannot import; move the class to a mod"
+    with pytest.raises(UserError, match=said):
+        Run(load_config(settings | {key: "__main__:Mine"}))
+
+
+CHILD = textwrap.dedent("""
+    import json, sys
+    import torch
+    torch.set_num_threads(1)
+    from sparring.runs.run import Run
+    from sparring.config.schema import load_config
+    run = Run(load_config(json.loads(sys.argv[1])))
+    step = run.phase.step
+    def step_and_tell(fraction):
+        metrics = step(fraction)
+        if run.phase.progress.updates == 3:
+            print(run.phase.env.actor.process.pid, flush=True)
+        return metrics
+    run.phase.step = step_and_tell
+    sys.exit(0 if run.run() else 130)
+""")
+
+
+def learning(folder) -> tuple[subprocess.Popen, int]:
+    """A learner that has made 3 updates, and the number of its collecting process."""
+    path = os.pathsep.join(sys.path)
+    words = [sys.executable, "-c", CHILD, json.dumps(settings_in(folder))]
+    learner = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
+    return learner, int(learner.stdout.readline())
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there")
+
+
+def test_ctrl_c_saves_and_leaves_nothing(tmp_path):
+    learner, actor = learning(tmp_path)
+    learner.send_signal(signal.SIGINT)
+    assert learner.wait(SOON) == 130
+    assert_gone(actor)
+    learner.stdout.close()
+    assert_it_goes_on_from_a_stop(tmp_path)
+
+
+def test_a_job_all_of_whose_processes_are_asked_to_end_saves(tmp_path):
+    learner, actor = learning(tmp_path)
+    for pid in (actor, learner.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert learner.wait(SOON) == 130
+    assert_gone(actor)
+    learner.stdout.close()
+    assert_it_goes_on_from_a_stop(tmp_path)
+
+
+def assert_it_goes_on_from_a_stop(folder):
+    (last,) = checkpoints(folder / "run")
+    updates = int(last.name.rpartition("-")[2])
+    settings = settings_in(folder)
+    run = Run(load_config(settings))
+    run.phase.step(0.1)
+    assert run.phase.progress.updates == updates + 1 >= 4
+    run.phase.env.close()
+
+
+def test_a_learner_that_is_killed_takes_the_collecting_process_with_it(tmp_path):
+    learner, actor = learning(tmp_path)
+    learner.kill()
+    learner.wait()
+    assert_gone(actor)
+    learner.stdout.close()
+
+
+def test_evaluations_between_disturb_nothing(tmp_path):
+    rollout = ROLLOUT | {"mode": "async", "staleness": 0}
+    without = trained(config_in(tmp_path / "without", {"evaluation": {"every": 0}}, **rollout))
+    between = trained(config_in(tmp_path / "between", {"evaluation": {"every": 2, "episodes": 3}}, **rollout))
+    assert len((tmp_path / "between" / "evaluations.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "without" / "evaluations.jsonl").exists()
+    assert between.phase.progress == without.phase.progress
+    assert_equal(weights(without), weights(between))
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_not_stopped(monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    # as it was a moment before
+    monkeypatch.setattr(child, "poll", lambda: None)
+    assert not _is_stopped(child)
+    assert child.wait() == 0

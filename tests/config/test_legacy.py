@@ -1,0 +1,475 @@
+"""Configs that are written as in the documents this system comes from load, or say what is wrong; import keeps them."""
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparring.cli.main import main
+from sparring.config.convert import import_config
+from sparring.config.legacy import ALIASES, LISTED, PHASE_ALIASES, SO_ANYWAY, WITHOUT_MEANING, without_meaning
+from sparring.config.schema import TREE, build_config, load_config, reading_of
+from sparring.config.section import ConfigError
+from sparring.config.text import Setting, flatten, read_settings, to_yaml
+from sparring.errors import UserError
+from sparring.phases import CHAIN, PHASES
+from sparring.runs.train_all import train_all
+
+# what each phase starts from: not a setting of these files
+STARTS = {"imitate": "imitate.demos", "student": "student.teacher", "adversarial": "adversarial.teacher"}
+# the snippets of the documents: name of the file, its text, the phase, and what must come of it
+TRAINING = "num_episodes: 100\n  steps_per_episode: 50\n  batch_size: 8\n  learning_rate: 1e-4\n  save_every: 50\n"
+F1 = f"""training:
+  {TRAINING}  log_every: 10
+teacher:
+  output_dir: "./outputs/teacher_rl"
+logging:
+  console_level: INFO
+  file_level: DEBUG
+"""
+F1_VALUES = {"training.num_episodes": 100, "rollout.max_episode_steps": 50, "training.log_every": 10}
+EMBODICHAIN = """{
+  "trainer": {
+    "buffer_size": 2048,
+    "buffer_type": "standard",  // "standard" or "vla"
+    "iterations": 500
+  },
+  "algorithm": {
+    "name": "ppo",
+    "cfg": {"learning_rate": 3e-4, "gamma": 0.99, "n_epochs": 10, "batch_size": 64}
+  }
+}"""
+VLA = """{
+  "trainer": {"buffer_type": "vla", "buffer_size": 2048},
+  "policy": {
+    "name": "vla",
+    "action_dim": 7,
+    "vla_config": {
+      "model_path": "checkpoints/pretrained_vla_model.pth",
+      "model_class": "vla_models.GPTVLAModel",
+      "model_config": {
+        "vision_encoder": "resnet50", "language_model": "gpt2-medium", "freeze_vision_encoder": false
+      }
+    }
+  },
+  "algorithm": {"name": "ppo", "cfg": {"learning_rate": 1e-5}}
+}"""
+MANIFLOW = """task_name: stack_d0
+pretrained_policy_path: /path/to/checkpoint.ckpt
+rl_training:
+  num_epochs: 50
+  rollout_collector: {n_episodes_per_batch: 32, n_envs: 16, max_episode_steps: 400, render_episodes: 4}
+  ppo_trainer:
+    clip_ratio: 0.1
+    ppo_epochs: 4
+    mini_batch_size: 32
+    gamma: 0.95
+    gae_lambda: 0.9
+    entropy_coef: 0.001
+    policy_lr: 5e-6
+    critic_lr: 1e-4
+training: {device: 'cuda:1'}
+logging: {mode: disabled}
+"""
+LOGS = "logging:\n  console_level: %s\n  file_level: %s\n"
+SNIPPETS = {
+    "f1_teacher.yaml": (
+        F1,
+        "teacher",
+        F1_VALUES
+        | {"teacher.batch_size": 8, "teacher.learning_rate": 1e-4, "output": "./outputs/teacher_rl"}
+        | {"logging.console_level": "INFO", "logging.file_level": "DEBUG"},
+    ),
+    # the teacher's folder is the teacher's
+    "f1_student.yaml": (F1, "student", F1_VALUES | {"ppo.mini_batch_size": 8, "ppo.policy_lr": 1e-4, "output": None}),
+    "f1_adversarial.yaml": (F1, "adversarial", {"adversarial.batch_size": 8, "adversarial.learning_rate": 1e-4}),
+    "f1_finetune.yaml": (F1, "finetune", {"ppo.mini_batch_size": 8, "output": None}),
+    "control.yaml": ('environment:\n  control_mode: "delta_qpos"\n', "teacher", {"env.control_mode": "delta_qpos"}),
+    "log_every.yaml": ("training:\n  log_every: 10\n", "teacher", {"training.log_every": 10}),
+    "logs.yaml": (
+        LOGS % ("WARNING", "DEBUG") + "  enable_file_logging: true\n",
+        "teacher",
+        {"logging.console_level": "WARNING", "logging.enable_file_logging": True},
+    ),
+    "logs_normal.yaml": (LOGS % ("INFO", "DEBUG"), "teacher", {"logging.console_level": "INFO"}),
+    "logs_debug.yaml": (LOGS % ("DEBUG", "DEBUG"), "student", {"logging.console_level": "DEBUG"}),
+    "logs_production.yaml": (LOGS % ("WARNING", "INFO"), "adversarial", {"logging.file_level": "INFO"}),
+    "logs_small.yaml": ('logging:\n  file_level: "INFO"\n', "teacher", {"logging.file_level": "INFO"}),
+    "maniflow.yaml": (
+        MANIFLOW,
+        "finetune",
+        {
+            "env.task": ["stack_d0"],
+            "pretrained": "/path/to/checkpoint.ckpt",
+            "training.iterations": 50,
+            "rollout.n_episodes_per_batch": 32,
+            "rollout.render_episodes": 4,
+            "ppo.clip_ratio": 0.1,
+            "ppo.ppo_epochs": 4,
+            "ppo.critic_lr": 1e-4,
+            "device": "cuda:1",
+        },
+    ),
+    "my_config.json": (
+        EMBODICHAIN,
+        "finetune",
+        {
+            "buffer.size": 2048,
+            "buffer.type": "standard",
+            "training.iterations": 500,
+            "ppo.policy_lr": 3e-4,
+            "ppo.ppo_epochs": 10,
+            "ppo.mini_batch_size": 64,
+        },
+    ),
+    "standard.json": ('{"trainer": {"buffer_type": "standard"}}', "finetune", {"buffer.type": "standard"}),
+    "async.json": (
+        '{"trainer": {"buffer_type": "vla"}}',
+        "finetune",
+        {"buffer.type": "vla", "rollout.mode": "async"},
+    ),
+    # robots that are paid by a world model are never elsewhere
+    "in_turns.json": (
+        '{"trainer": {"buffer_type": "vla"}}',
+        "student",
+        {"buffer.type": "vla", "rollout.mode": "sync"},
+    ),
+    "vla.json": (
+        VLA,
+        "finetune",
+        {
+            "policy.action_dim": 7,
+            "policy.model_class": "vla_models.GPTVLAModel",
+            "policy.model_settings.vision_encoder": "resnet50",
+            "ppo.policy_lr": 1e-5,
+        },
+    ),
+}
+# the files that the documents speak of: sections and kinds of settings that they name without showing them
+WHOLE = """model:
+  config_file: f1.yaml
+  lora: {r: 8, lora_alpha: 32, target_modules: [q_proj, v_proj], lora_dropout: 0.1, bias: none}
+environment:
+  task_name: random_exploration
+  need_planner: false
+  camera: {collect_head_camera: true, collect_wrist_camera: true, head_camera_type: D435}
+  domain_randomization: {random_light: true, random_background: false, cluttered_table: true}
+training:
+  learning_rate: 1e-4
+  batch_size: 4
+  sequential_training: true
+  bptt_length: 16
+  scheduler: {type: cosine, T_max: 10000}
+  action_bounds: {low: -1.0, high: 1.0}
+teacher: {output_dir: outputs/teacher_rl, exploration_type: random}
+student:
+  rewards: {memory_divergence_weight: 0.5, wm_uncertainty_weight: 0.25}
+  ppo: {clip_epsilon: 0.3, entropy_coef: 0.01}
+adversarial: {total_iterations: 100, wm_lr: 2e-4, explorer_lr: 3e-4, wm_updates_per_iter: 5, buffer_size: 1000}
+debug: false
+"""
+
+
+def start(phase):
+    return [Setting(STARTS[phase], "x", "here")] if phase in STARTS else []
+
+
+def in_file(tmp_path, text, name):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def flat(config):
+    return flatten(config.dump())
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_every_snippet_loads(tmp_path, name):
+    text, phase, expected = SNIPPETS[name]
+    found = flat(load_config(in_file(tmp_path, text, name), start(phase), phase))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_what_import_writes_loads_as_the_original_does(tmp_path, name):
+    text, phase, _ = SNIPPETS[name]
+    file = in_file(tmp_path, text, name)
+    written, _ = import_config(file, phase)
+    ours = in_file(tmp_path, written, "ours.yaml")
+    assert load_config(ours, start(phase)) == load_config(file, start(phase), phase)
+    # in our words: nothing is left to be renamed
+    assert reading_of(read_settings(ours)).told() == []
+
+
+def kept(file):
+    return [setting for setting in read_settings(file) if not without_meaning(setting)]
+
+
+def without_sections_of(others, config):
+    return {key: value for key, value in flat(config).items() if key.partition(".")[0] not in others}
+
+
+def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
+    # adapters need a network that is not there in all phases
+    text = WHOLE.replace("r: 8, lora_alpha: 32, target_modules: [q_proj, v_proj], lora_dropout: 0.1, ", "")
+    file = in_file(tmp_path, text, "rl_config.yaml")
+    written, told = import_config(file)
+    ours = in_file(tmp_path, written, "ours.yaml")
+    assert written.startswith(
+        "# From rl_config.yaml, by `sparring config import`. For `sparring train all` and each of"
+    )
+    for phase in CHAIN:
+        theirs = build_config([*kept(file), *start(phase), Setting("phase", phase, "here")])
+        others = set(CHAIN) - {phase}
+        mine = load_config(ours, start(phase), phase)
+        assert without_sections_of(others, mine) == without_sections_of(others, theirs)
+    student = flat(load_config(ours, start("student"), "student"))
+    assert (student["rewards.prediction_error"], student["ppo.clip_ratio"], student["ppo.policy_lr"]) == (
+        0.25,
+        0.3,
+        1e-4,
+    )
+    adversarial = load_config(ours, start("adversarial"), "adversarial")
+    # a phase's own setting wins over the one for all
+    assert (adversarial.adversarial.learning_rate, adversarial.ppo.policy_lr) == (2e-4, 3e-4)
+    assert (adversarial.env.cameras, adversarial.env.domain_randomization) == (("head", "wrist"), ("light", "clutter"))
+    assert adversarial.env.task == ("explore",)
+    # no key is lost: it is a setting, named as what one was, or a comment
+    for setting in read_settings(file):
+        assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
+    assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
+    assert "model.lora.bias (from rl_config.yaml line 3) is a comment now: it is always so here" in told
+
+
+def test_adapters_go_to_what_learns(tmp_path):
+    file = in_file(tmp_path, "model: {lora: {r: 8, lora_alpha: 32, target_modules: [q_proj]}}\n", "lora.yaml")
+    student = load_config(file, [*start("student"), Setting("policy.name", "native_vla", "here")], "student")
+    assert (student.policy.lora_r, student.policy.lora_alpha, student.policy.lora_targets) == (8, 32, ("q_proj",))
+    teacher = load_config(file, [Setting("world_model.trunk", "vla", "here")], "teacher")
+    assert (teacher.world_model.lora_r, teacher.world_model.lora_targets) == (8, ("q_proj",))
+    with pytest.raises(ConfigError, match=r"^model.lora.r \(from lora.yaml line 1\): .* policy.name=native_vla"):
+        load_config(file)
+
+
+ADAPTERS = """model:
+  lora:
+    r: 8
+    lora_alpha: 32
+    target_modules: [q_proj]
+training: {batch_size: 4}
+"""
+POLICIES = "policy.name=vla or policy.name=native_vla or policy.name=pi0"
+
+
+def test_adapters_of_a_file_that_names_no_network_for_them_are_comments(tmp_path):
+    file = in_file(tmp_path, ADAPTERS, "rl_config.yaml")
+    written, told = import_config(file, "teacher")
+    ours = in_file(tmp_path, written, "ours.yaml")
+    assert load_config(ours).teacher.batch_size == 4
+    lines = [
+        "#   model.lora.r: 8  (line 3: it would be world_model.lora_r, which needs world_model.trunk)",
+        "#   model.lora.lora_alpha: 32  (line 4: it would be world_model.lora_alpha, which needs world_model.trunk)",
+        "#   model.lora.target_modules: [q_proj]  (line 5: it would be world_model.lora_targets, which needs "
+        "world_model.trunk)",
+    ]
+    assert written.splitlines()[-3:] == lines
+    assert (
+        "model.lora.r (from rl_config.yaml line 3) is a comment now: it would be world_model.lora_r, which " in told[1]
+    )
+    assert f"(line 3: it would be policy.lora_r, which needs {POLICIES})" in import_config(file, "student")[0]
+    both = "in teacher it would be world_model.lora_r, which needs world_model.trunk; in student and adversarial it "
+    assert f"{both}would be policy.lora_r, which needs {POLICIES})" in import_config(file, "all")[0]
+
+
+def test_adapters_are_written_where_there_is_a_network_for_them(tmp_path):
+    file = in_file(tmp_path, ADAPTERS + "policy: {name: native_vla}\n", "f.yaml")
+    student = load_config(in_file(tmp_path, import_config(file, "student")[0], "ours.yaml"), start("student"))
+    assert (student.policy.lora_r, student.policy.lora_alpha, student.policy.lora_targets) == (8, 32, ("q_proj",))
+    # in a chain, in the phases that have it, and a comment for the one that does not
+    written, _ = import_config(file, "all")
+    chain = in_file(tmp_path, written, "chain.yaml")
+    assert load_config(chain, start("adversarial"), "adversarial").policy.lora_r == 8
+    assert load_config(chain, phase="teacher").world_model.lora_r == 0
+    assert "#   model.lora.r: 8  (line 3: in teacher it would be world_model.lora_r" in written
+
+
+def test_what_adapters_take_is_nothing_without_a_rank(tmp_path):
+    file = in_file(tmp_path, "model: {lora: {lora_alpha: 32}}\npolicy: {name: pi0, model_path: x}\n", "f.yaml")
+    written, _ = import_config(file, "finetune")
+    assert "model.lora.lora_alpha: 32  (line 1: it would be policy.lora_alpha, which needs policy.lora_r)" in written
+
+
+def test_the_whole_file_is_imported_with_its_adapters_for_every_phase(tmp_path):
+    file = in_file(tmp_path, WHOLE, "rl_config.yaml")
+    for phase in (*CHAIN, "finetune", "all"):
+        written, _ = import_config(file, phase)
+        load_config(in_file(tmp_path, written, "ours.yaml"), start(phase), None if phase != "all" else "teacher")
+        assert all(setting.key in written for setting in read_settings(file) if setting.key.startswith("model."))
+
+
+def test_the_command_line_wins_over_what_a_file_says_for_a_phase(tmp_path):
+    file = in_file(tmp_path, "student: {ppo: {clip_epsilon: 0.3}}\nppo: {clip_ratio: 0.1}\n", "f.yaml")
+    assert load_config(file, start("student"), "student").ppo.clip_ratio == 0.3
+    assert load_config(file).ppo.clip_ratio == 0.1
+    given = [*start("student"), Setting("ppo.clip_ratio", 0.4, "command line")]
+    assert load_config(file, given, "student").ppo.clip_ratio == 0.4
+
+
+def test_two_networks_of_the_same_shape_are_one_setting(tmp_path):
+    text = (
+        '{"policy": {"actor": {"type": "mlp", "network_cfg": {"hidden_sizes": [256]}},\n"critic": {"network_cfg": %s}}}'
+    )
+    file = in_file(tmp_path, text % '{"hidden_sizes": [256]}', "same.json")
+    assert load_config(file).policy.hidden == (256,)
+    file = in_file(tmp_path, text % '{"hidden_sizes": [64]}', "other.json")
+    with pytest.raises(ConfigError, match="was given before, in line 1; keep one"):
+        load_config(file)
+
+
+# what is given -> how the one line about it begins
+REFUSED = {
+    "trainer: {exp_name: x}": "trainer.exp_name (..): a run is called what its folder is called: say output",
+    "trainer: {use_wandb: true}": "trainer.use_wandb (..): say logging.mode=online or offline, logging.project, ",
+    "logging: {tags: [x]}": "logging.tags (..): W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, ",
+    "logging: {mode: later}": "logging.mode = later (..): expected one of: online, offline, disabled",
+    "swanlab: {project: x}": "swanlab.project (..): there are TensorBoard and W&B: say logging.tensorboard=true, ",
+    "environment: {need_plan: true}": "environment.need_plan (..): no planner is ever loaded; leave it out",
+    "environment: {camera: {collect_head_camera: often}}": "environment.camera.collect_head_camera (..): cameras are ",
+    "trainer: {buffer_typ: vla}": "trainer.buffer_typ (..): unknown key; nearest: buffer.type (one of: standard, vla)",
+    "trainer: {buffer_type: ring}": "buffer.type = ring (.., given as trainer.buffer_type): expected one of: ",
+    "algorithm: {cfg: {gama: 1}}": "algorithm.cfg.gama (..): unknown key; nearest: ppo.gamma (a number ",
+    "training: {batch_size: many}": "ppo.mini_batch_size = many (.., given as training.batch_size): expected an int",
+    "trainer: [1, 2]": "trainer (..): expected keys with values below it, e.g. trainer.iterations, not [1, 2]",
+    "training: [1]": "training (..): is a section, not a value; its keys are training.total_timesteps, ",
+    "model: {lora: 3}": "model.lora (..): expected keys with values below it, e.g. model.lora.r, not 3",
+    "teacher: {colored: 1}": "teacher.colored (..): unknown key; nearest: teacher.coloured",
+    "trainer: {...}": "trainer.... (..): stands for settings that are not shown; ",
+    "algorithm: {cfg: {gamma: 0.9, ...}}": "algorithm.cfg.... (..): stands for settings that are not shown; ",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
+    with pytest.raises(ConfigError) as caught:
+        load_config(in_file(tmp_path, text, "f.yaml"))
+    (line,) = caught.value.mistakes
+    assert line.startswith(REFUSED[text].replace("..)", "from f.yaml line 1)").replace("(..,", "(from f.yaml line 1,"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "config file 'FILE': says nothing, so there is nothing to import"),
+        ("- 1\n", "config file 'FILE' line 1: expected keys with values at the top level"),
+        ("a: [1,\n", "config file 'FILE' line 2: not valid YAML or JSON"),
+        ("phase: 7\n", "phase = 7: this phase is unknown; one of: finetune, "),
+        ("trainer: {buffer_typ: vla}", "trainer.buffer_typ (from f.yaml line 1): unknown key; nearest: buffer.type"),
+        ("training: {num_episodes: x}", "training.num_episodes = x (from f.yaml line 1): expected an integer > 0"),
+    ],
+)
+def test_what_cannot_be_imported_leaves_nothing(tmp_path, monkeypatch, capsys, text, said):
+    monkeypatch.chdir(tmp_path)
+    file = in_file(tmp_path, text, "f.yaml")
+    assert main(["config", "import", str(file), "--output", "ours.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"sparring: {said.replace('FILE', str(file))}")
+    assert os.listdir(tmp_path) == ["f.yaml"]
+
+
+def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    in_file(tmp_path, "trainer: {num_envs: 4, exp_name: mine}\n", "f.yaml")
+    assert main(["config", "import", "f.yaml", "--output", "ours.yaml"]) == 0
+    told = capsys.readouterr()
+    assert told.out == "ours.yaml\n"
+    assert told.err.splitlines() == [
+        "read as: trainer.num_envs -> rollout.n_envs",
+        "trainer.exp_name (from f.yaml line 1) is a comment now: a run is called what its folder is called: say output",
+    ]
+    text = (tmp_path / "ours.yaml").read_text()
+    assert text.splitlines() == [
+        "# From f.yaml, by `sparring config import`. For `sparring train finetune`.",
+        "rollout:",
+        "  n_envs: 4  # was trainer.num_envs",
+        "# Not settings here; each with its line in f.yaml, and why:",
+        "#   trainer.exp_name: mine  (line 1: a run is called what its folder is called: say output)",
+    ]
+    assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
+    # what is there stays, first of all what was imported
+    for there in ("f.yaml", "ours.yaml"):
+        before = (tmp_path / there).read_text()
+        assert main(["config", "import", "f.yaml", "--output", there]) == 2
+        assert capsys.readouterr().err.endswith(f"--output {there}: is there already, and stays; choose another name\n")
+        assert (tmp_path / there).read_text() == before
+    assert main(["config", "import", "f.yaml", "wm"]) == 0
+    assert "\nphase: teacher\n" in capsys.readouterr().out
+    for words in (["import"], ["import", "f.yaml", "teacher", "x"], ["import", "f.yaml", "seed=1"], ["teacher", "x"]):
+        assert main(["config", *words]) == 2 and "sparring config import FILE [PHASE]" in capsys.readouterr().err
+    assert main(["config", "import", "f.yaml", "--output", "no/where.yaml"]) == 2
+    assert "cannot write there (No such file or directory)" in capsys.readouterr().err
+
+
+def test_the_asynchronous_mode_of_the_document_is_one_of_ours(tmp_path, capsys):
+    file = in_file(tmp_path, '{"trainer": {"buffer_type": "vla"}}', "f.json")
+    assert main(["config", "finetune", "--config", str(file)]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == "read as: trainer.buffer_type -> buffer.type, trainer.buffer_type=vla -> rollout.mode=async"
+    # what is said of the mode itself wins, there or later
+    both = in_file(tmp_path, '{"rollout": {"mode": "sync"}, "trainer": {"buffer_type": "vla"}}', "both.json")
+    assert load_config(both).rollout.mode == "sync"
+    assert load_config(file, [Setting("rollout.mode", "sync", "command line")]).rollout.mode == "sync"
+    # our own key is about the buffer alone
+    for key in ("buffer.type", "buffer_type"):
+        assert load_config({key: "vla"}).rollout.mode == "sync"
+
+
+def test_a_run_says_once_what_was_renamed(tmp_path, capsys):
+    file = in_file(tmp_path, "trainer: {num_envs: 4, use_wandb: false}\nstudent: {ppo: {gamma: 0.5}}\n", "f.yaml")
+    assert main(["config", "finetune", "--config", str(file), "ppo.gamma=0.9", "--num_episodes", "5"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "read as: trainer.num_envs -> rollout.n_envs",
+        "so here anyway: trainer.use_wandb=false",
+        "for other phases, not read in this one: student.ppo.gamma",
+    ]
+
+
+def test_the_chain_refuses_another_folder_than_its_own(tmp_path):
+    given = [Setting("teacher.output_dir", "outputs/mine", "f.yaml", 3)]
+    with pytest.raises(UserError, match=r"^teacher.output_dir = outputs/mine \(from f.yaml line 3, for teacher\): "):
+        train_all(given, tmp_path)
+
+
+def test_no_key_is_in_two_tables():
+    phase_keys = {key for table in PHASE_ALIASES.values() for key in table}
+    assert not WITHOUT_MEANING.keys() & ({*ALIASES, *LISTED} | phase_keys)
+    # what is so anyway has a reason to give for any other value
+    assert all(without_meaning(Setting(key, "?", "here")) for key in SO_ANYWAY)
+    keys = TREE.keys(TREE.classes())
+    assert not [key for key in (*WITHOUT_MEANING, *LISTED) if key in keys]
+    assert all(key in keys for key, _ in LISTED.values())
+
+
+# keys of theirs whose values are numbers in (0, 1), at will
+SHARES = [
+    k for k, ours in ALIASES.items() if ours in ("ppo.clip_ratio", "ppo.gamma", "ppo.policy_lr", "ppo.entropy_coef")
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chosen=st.dictionaries(st.sampled_from(SHARES), st.floats(0.01, 0.99), min_size=1, max_size=3),
+    phase=st.sampled_from(sorted(PHASES)),
+)
+def test_any_file_is_imported_as_it_loads_or_refused_as_it_is(tmp_path_factory, chosen, phase):
+    folder = tmp_path_factory.mktemp("import")
+    file = in_file(folder, to_yaml(chosen), "f.yaml")
+    try:
+        theirs = load_config(file, start(phase), phase)
+    except ConfigError as error:
+        with pytest.raises(ConfigError) as caught:
+            import_config(file, phase)
+        assert caught.value.mistakes == error.mistakes
+        return
+    ours = in_file(folder, import_config(file, phase)[0], "ours.yaml")
+    assert load_config(ours, start(phase)) == theirs

@@ -1,0 +1,217 @@
+"""From a name to the thing, or to a sentence about why not; and classes of one's own in a config."""
+
+import sys
+
+import pytest
+from pydantic import Field
+
+from sparring.config.resolve import config_class, describe_error, import_path, path_of, resolve
+from sparring.config.schema import load_config
+from sparring.config.section import Section
+from sparring.config.text import parse_overrides
+from sparring.errors import UserError
+
+ANNOTATE = "its first parameter must be annotated with its config class, e.g. def __init__(self, config: MyConfig, ...)"
+KNOWN = {"square": "math:sqrt", "log": "math:log"}
+
+
+class GripConfig(Section):
+    """A hand of one's own."""
+
+    force: float = Field(2.0, gt=0, description="in newton")
+
+
+class Grip:
+    def __init__(self, config: GripConfig, spec, chunk: int): ...
+
+
+class NamedConfig(Section):
+    name: str = "me"
+
+
+class Named:
+    def __init__(self, config: NamedConfig): ...
+
+
+class Unannotated:
+    def __init__(self, config, spec): ...
+
+
+class NoParameters:
+    pass
+
+
+class PlainDict:
+    def __init__(self, config: dict): ...
+
+
+class Unresolvable:
+    def __init__(self, config: "Nowhere"): ...  # noqa: F821
+
+
+def sentence(call, *arguments):
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module with the given text and makes it importable; returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(text, name="their_module"):
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_short_names_and_import_paths():
+    import math
+
+    assert resolve("square", KNOWN, "thing") is math.sqrt
+    assert resolve("math:log", KNOWN, "thing") is math.log
+    # nothing is imported by asking for the path
+    assert path_of("no.such:Thing", KNOWN, "thing") == "no.such:Thing"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("no_such:X", "thing 'no_such:X': no module 'no_such'; is it in this folder or on PYTHONPATH?"),
+        ("math.deeper:X", "thing 'math.deeper:X': no module 'math.deeper'; is it in this folder or on PYTHONPATH?"),
+        ("math:sqrd", "thing 'math:sqrd': module 'math' has no 'sqrd'; nearest: sqrt"),
+        ("math:qqqqqq", "thing 'math:qqqqqq': module 'math' has no 'qqqqqq'"),
+        (":X", "thing ':X': is no import path; expected your.module:Class"),
+        ("math:", "thing 'math:': is no import path; expected your.module:Class"),
+        (".x:Y", "thing '.x:Y': is no import path; expected your.module:Class"),
+        ("a b:Y", "thing 'a b:Y': is no import path; expected your.module:Class"),
+    ],
+)
+def test_a_bad_import_path(path, said):
+    assert sentence(import_path, path, "thing") == said
+
+
+def test_an_unknown_name():
+    said = "no thing is called 'sqare'; nearest: square; known: square, log, or your.module:Class"
+    assert sentence(path_of, "sqare", KNOWN, "thing") == said
+    assert sentence(path_of, "zzz", KNOWN, "thing") == (
+        "no thing is called 'zzz'; known: square, log, or your.module:Class"
+    )
+
+
+def test_a_module_that_needs_what_is_not_installed(module):
+    name = module("import not_installed_at_all\n")
+    assert sentence(import_path, f"{name}:X", "env") == (
+        "env 'their_module:X': no module 'not_installed_at_all'; "
+        "'their_module' itself needs 'not_installed_at_all', which is not installed"
+    )
+
+
+def test_a_module_that_fails_while_it_is_imported(module, tmp_path):
+    name = module("x = 1\ny = x / 0\n")
+    assert sentence(import_path, f"{name}:X", "env") == (
+        "env 'their_module:X': importing 'their_module' failed: ZeroDivisionError: division by zero "
+        f"({tmp_path / 'their_module.py'} line 2)"
+    )
+    name = module("def broken(:\n", "their_other_module")
+    said = sentence(import_path, f"{name}:X", "env")
+    assert said.startswith("env 'their_other_module:X': importing 'their_other_module' failed: SyntaxError: invalid")
+
+
+def test_errors_in_one_line():
+    try:
+        raise KeyError("two\nlines")
+    except KeyError as error:
+        told = describe_error(error)
+    assert told.startswith("KeyError: 'two\\nlines' (") and told.partition(" line ")[2].endswith(")")
+
+
+def test_the_config_of_a_class_is_its_first_annotation():
+    assert config_class(Grip, "policy") is GripConfig
+
+
+@pytest.mark.parametrize(
+    ("cls", "said"),
+    [
+        (Unannotated, ANNOTATE),
+        (NoParameters, ANNOTATE),
+        (
+            Unresolvable,
+            "an annotation of __init__ cannot be resolved (name 'Nowhere' is not defined); import it at run time",
+        ),
+    ],
+)
+def test_a_class_without_a_config(cls, said):
+    assert sentence(config_class, cls, "policy") == f"policy 'test_resolve:{cls.__name__}': {said}"
+    # and as a mistake of a config
+    words = parse_overrides([f"policy.name=test_resolve:{cls.__name__}"])
+    assert f"policy.name = 'test_resolve:{cls.__name__}' (from command line): policy" in sentence(
+        load_config, None, words
+    )
+
+
+def test_a_config_that_is_no_section():
+    words = parse_overrides(["policy.name=test_resolve:PlainDict"])
+    assert sentence(load_config, None, words) == (
+        "policy.name = 'test_resolve:PlainDict' (from command line): policy 'test_resolve:PlainDict': "
+        "its config <class 'dict'> must be a sparring.config.section.Section, e.g. class MyConfig(Section)"
+    )
+
+
+def test_what_is_no_class_is_no_policy():
+    assert sentence(config_class, print, "policy") == (
+        "policy <built-in function print> is not a class; expected your.module:Class"
+    )
+
+
+def test_a_class_of_ones_own_brings_its_keys_and_need_not_declare_its_name():
+    words = ["policy.name=test_resolve:Grip", "policy.force=3"]
+    config = load_config(None, parse_overrides(words))
+    assert isinstance(config.policy, GripConfig)
+    assert (config.policy.name, config.policy.force) == ("test_resolve:Grip", 3.0)
+    assert "  force: 3.0  # in newton" in config.to_yaml() and "policy:  # A hand of one's own." in config.to_yaml()
+    with pytest.raises(UserError, match="^policy.force = -1 .from command line.: expected a number > 0$"):
+        load_config(None, parse_overrides(["policy.name=test_resolve:Grip", "policy.force=-1"]))
+
+
+def test_a_config_that_declares_its_name_is_left_as_it_is():
+    config = load_config({"policy": {"name": "test_resolve:Named"}})
+    assert type(config.policy) is NamedConfig and config.policy.name == "test_resolve:Named"
+    # no docstring, no comment
+    assert "\npolicy:\n" in config.to_yaml()
+
+
+def test_an_algorithm_of_ones_own_has_its_section():
+    words = parse_overrides(["algorithm=test_resolve:Grip", "algorithm_config.force=4"])
+    config = load_config(None, words)
+    assert config.algorithm_section.force == 4.0
+    assert load_config().algorithm_section is not None
+    assert load_config().algorithm_section == load_config().ppo
+
+
+def make_cartpole():
+    import gymnasium
+
+    return gymnasium.make("CartPole-v1")
+
+
+def test_gymnasium_envs_of_ones_own_by_class_function_or_registered_id(module):
+    from sparring.envs.configs import GymConfig
+
+    name = module(
+        "import gymnasium\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Mine(CartPoleEnv): pass\ngymnasium.register('Mine-v0', Mine)\n"
+    )
+    for env in (f"{name}:Mine", "test_resolve:make_cartpole", f"gym:{name}:Mine-v0", "gym:CartPole"):
+        assert type(load_config({"env": {"name": env}}).env) is GymConfig, env
+    said = sentence(load_config, {"env": {"name": "gym:no_such_module:Mine-v0"}})
+    assert said == (
+        "env.name = 'gym:no_such_module:Mine-v0' (from Python): env 'gym:no_such_module:Mine-v0': "
+        "no module 'no_such_module'; is it in this folder or on PYTHONPATH?"
+    )

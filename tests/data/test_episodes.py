@@ -1,0 +1,627 @@
+"""The store against a plain list; crashes at every byte; a writer that is killed, and one that is read meanwhile."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doubles import LinearPolicy, counting_env
+from doubles_episodes import assert_equal, numbered_episode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparring.collect.collector import Collector
+from sparring.data.episodes import EpisodeStore
+from sparring.data.recorder import EpisodeRecorder
+from sparring.data.windows import PrioritizedWindows
+from sparring.envs.backend import EpisodeSeeds
+from sparring.errors import UserError
+
+
+def filled(folder, lengths=(3, 1, 5), **options) -> EpisodeStore:
+    store = EpisodeStore(folder, **options)
+    for number, steps in enumerate(lengths):
+        store.append(numbered_episode(number, steps), source="random", seed=number)
+    return store
+
+
+def assert_holds(store: EpisodeStore, expected: list[tuple[int, int]]) -> None:
+    """Exactly these (number, steps), in this order."""
+    assert len(store) == len(expected)
+    assert store.num_steps == sum(steps for _, steps in expected)
+    for i, (number, steps) in enumerate(expected):
+        assert store.number(i) == number and store.position(number) == i
+        assert_equal(store.episode(i), numbered_episode(number, steps))
+
+
+@pytest.fixture
+def said(caplog):
+    """Lines of the log, also where another test has told the library's logger to keep them to itself."""
+    logger = logging.getLogger("sparring.data")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+operations = st.lists(
+    st.one_of(st.integers(1, 12), st.sampled_from(["reopen", "rewind", "refresh"])), min_size=1, max_size=25
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations, st.sampled_from([1, 3000, 1 << 20]))
+def test_behaves_like_a_list_over_segments_and_reopenings(ops, segment_bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        store = EpisodeStore(folder, segment_bytes=segment_bytes)
+        reader = EpisodeStore(folder, read_only=True)
+        model: list[tuple[int, int]] = []
+        for op in ops:
+            if op == "reopen":
+                store.close()
+                store = EpisodeStore(folder, segment_bytes=segment_bytes)
+            elif op == "refresh":
+                reader.refresh()
+                assert_holds(reader, model)
+            elif op == "rewind":
+                model = model[: len(model) // 2]
+                store.rewind(len(model))
+                reader = EpisodeStore(folder, read_only=True)
+            else:
+                assert store.append(numbered_episode(len(model), op)) == len(model)
+                model.append((len(model), op))
+            assert_holds(store, model)
+        store.close()
+        assert_holds(EpisodeStore(folder, read_only=True), model)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 8), min_size=20, max_size=30), st.integers(15_000, 18_000))
+def test_a_limit_deletes_the_oldest_segments_whole(lengths, max_bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        store = EpisodeStore(folder, max_bytes=max_bytes)
+        for number, steps in enumerate(lengths):
+            store.append(numbered_episode(number, steps))
+            on_disk = sum(f.stat().st_size for f in Path(folder).glob("segment-*"))
+            assert on_disk == store.bytes() <= max_bytes
+            kept = list(enumerate(lengths[: number + 1]))[-len(store) :]
+            assert_holds(store, kept)
+        # no more was deleted than a segment, an eighth, and what else the last episode took
+        if len(store) < len(lengths):
+            assert store.bytes() > 0.7 * max_bytes
+        store.close()
+        assert_holds(EpisodeStore(folder, read_only=True), kept)
+
+
+def test_an_episode_that_can_never_fit_is_refused(tmp_path):
+    with pytest.raises(UserError, match="set max_bytes to "):
+        filled(tmp_path, (200,), max_bytes=10_000)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.sampled_from([1, 1 << 20]))
+def test_a_crash_at_any_byte_loses_the_last_episode_only(data, lengths, segment_bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        filled(folder, lengths, segment_bytes=segment_bytes).close()
+        paths = sorted(Path(folder).glob("segment-*"))
+        before = {p: 0 for p in paths}
+        filled_folder = Path(folder, "one_less")
+        filled(filled_folder, lengths[:-1], segment_bytes=segment_bytes).close()
+        before |= {Path(folder, p.name): p.stat().st_size for p in filled_folder.glob("segment-*")}
+        # a killed writer leaves some of the data and no line, or all of the data and some of the line
+        index, block = paths[-1], paths[-2]
+        assert index.suffix == ".index" and block.suffix == ".data"
+        if data.draw(st.booleans(), label="in the data"):
+            os.truncate(index, before[index])
+            os.truncate(block, data.draw(st.integers(before[block], block.stat().st_size), label="cut"))
+        else:
+            os.truncate(index, data.draw(st.integers(before[index], index.stat().st_size - 1), label="cut"))
+        whole = list(enumerate(lengths[:-1]))
+        assert_holds(EpisodeStore(folder, read_only=True), whole)
+        store = EpisodeStore(folder, segment_bytes=segment_bytes)
+        assert_holds(store, whole)
+        store.append(numbered_episode(len(whole), 9))
+        store.close()
+        assert_holds(EpisodeStore(folder, read_only=True), [*whole, (len(whole), 9)])
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("kept", [0, 1, 20, 2000])
+def test_what_was_lost_is_said_in_one_line(tmp_path, said, segment_bytes, kept):
+    filled(tmp_path, (4, 3, 30), segment_bytes=segment_bytes).close()
+    *_, data, index = sorted(tmp_path.glob("segment-*"))
+    line = index.read_bytes().splitlines(keepends=True)[-1]
+    start = int(re.search(rb'"offset": (\d+)', line)[1])
+    os.truncate(index, index.stat().st_size - len(line))
+    os.truncate(data, start + kept)
+    said.clear()
+    EpisodeStore(tmp_path, segment_bytes=segment_bytes).close()
+    # where not even the header was written, there is nothing to tell the steps by
+    steps = 30 if kept >= 16 else 0
+    expected = f"{tmp_path}: dropped a torn last episode: {steps} steps lost, {kept} bytes of them written"
+    assert [r.getMessage() for r in said.records] == ([expected] if kept else [])
+    said.clear()
+    EpisodeStore(tmp_path, segment_bytes=segment_bytes).close()
+    assert said.records == []
+
+
+def test_data_that_never_reached_the_disk_are_dropped_by_their_checksum(tmp_path, said):
+    """A power cut may keep the line and lose the data: zeros, or a file that is too short."""
+    filled(tmp_path, (4, 3, 30)).close()
+    (data,) = tmp_path.glob("*.data")
+    with open(data, "r+b") as file:
+        file.seek(-3000, os.SEEK_END)
+        file.write(bytes(2000))
+    with pytest.raises(UserError, match="data of episode 2 are damaged, .* open the folder once without read_only"):
+        EpisodeStore(tmp_path, read_only=True)
+    said.clear()
+    store = EpisodeStore(tmp_path)
+    assert_holds(store, [(0, 4), (1, 3)])
+    assert "30 steps lost" in said.text
+    store.append(numbered_episode(2, 8))
+    store.close()
+    os.truncate(data, data.stat().st_size - 1)
+    assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
+    assert "8 steps lost" in said.text
+
+
+def overwrite(path: Path, position: int, size: int = 150) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        file.write(b"\xa5" * size)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+LENGTHS = [1 + k * 7 % 11 for k in range(20)]
+
+
+def in_the_data(folder, store):
+    segment, record = store.locate(8)
+    overwrite(segment.data_path, record.offset + record.size // 2, 15)
+    return [8], "data of episode 8 are damaged"
+
+
+def in_the_index(folder, store):
+    segment = store.locate(8)[0]
+    lines = segment.index_path.read_bytes().splitlines(keepends=True)
+    overwrite(segment.index_path, sum(map(len, lines[: segment.records.index(store.locate(8)[1])])) + 20, 5)
+    return [8], "is damaged, and "
+
+
+def an_index_gone(folder, store):
+    segment = store.locate(8)[0]
+    segment.index_path.unlink()
+    return [r.number for r in segment.records], "index': is missing beside its data"
+
+
+def an_index_cut_short(folder, store):
+    segment = store.locate(-1)[0]
+    lines = segment.index_path.read_bytes().splitlines(keepends=True)
+    os.truncate(segment.index_path, len(b"".join(lines[:-2])))
+    return [r.number for r in segment.records[-2:]], "but 2 more lie behind them in the data"
+
+
+def data_gone(folder, store):
+    segment = store.locate(8)[0]
+    segment.data_path.unlink()
+    return [r.number for r in segment.records], "data' is missing; copy the folder again"
+
+
+def every_checksum(folder, store):
+    for i in range(20):
+        segment, record = store.locate(i)
+        overwrite(segment.data_path, record.end - 80, 10)
+    return list(range(20)), "damaged, and so are all 20 of the segment"
+
+
+@pytest.mark.parametrize(
+    ("damage", "segment_bytes"),
+    [
+        (in_the_data, 1 << 20),
+        (in_the_index, 1 << 20),
+        (in_the_index, 4000),
+        (an_index_gone, 1 << 20),
+        (an_index_gone, 4000),
+        (an_index_cut_short, 1 << 20),
+        (data_gone, 4000),
+        (every_checksum, 1 << 20),
+    ],
+)
+def test_damage_is_refused_and_repair_keeps_all_whole_episodes_and_all_bytes(tmp_path, said, damage, segment_bytes):
+    store = filled(tmp_path, LENGTHS, segment_bytes=segment_bytes)
+    lost, message = damage(tmp_path, store)
+    store.close()
+    before = contents(tmp_path)
+    for options in ({}, {"read_only": True}):
+        # to a reader it may be the writer that is at work
+        if options and damage is an_index_cut_short:
+            continue
+        with pytest.raises(UserError, match=re.escape(message)) as refused:
+            EpisodeStore(tmp_path, **options)
+        assert "EpisodeStore(folder, repair=True)" in str(refused.value)
+    assert contents(tmp_path) == before
+    said.clear()
+    whole = [(number, steps) for number, steps in enumerate(LENGTHS) if number not in lost]
+    store = EpisodeStore(tmp_path, repair=True, segment_bytes=segment_bytes)
+    assert_holds(store, whole)
+    kept = f"kept {len(whole)} whole episodes ({sum(steps for _, steps in whole)} steps); what is left of {len(lost)} "
+    assert kept in said.text
+    # what was there is still somewhere
+    after = contents(tmp_path)
+    for name, old in before.items():
+        pieces = [new for other, new in after.items() if other.startswith((name, f"damaged/{name}"))]
+        assert old in (*pieces, b"".join(pieces)), name
+    number = store.next_number
+    store.append(numbered_episode(number, 9))
+    store.close()
+    assert_holds(EpisodeStore(tmp_path), [*whole, (number, 9)])
+
+
+def test_damage_in_an_old_segment_is_found_by_repair(tmp_path):
+    store = filled(tmp_path, LENGTHS, segment_bytes=4000)
+    in_the_data(tmp_path, store)
+    store.close()
+    assert len(EpisodeStore(tmp_path, read_only=True)) == 20
+    store = EpisodeStore(tmp_path, repair=True)
+    assert_holds(store, [(n, steps) for n, steps in enumerate(LENGTHS) if n != 8])
+    store.close()
+    with pytest.raises(UserError, match="does not go with read_only"):
+        EpisodeStore(tmp_path, read_only=True, repair=True)
+
+
+def test_a_repair_without_damage_changes_nothing(tmp_path):
+    filled(tmp_path, LENGTHS, segment_bytes=4000).close()
+    before = contents(tmp_path)
+    EpisodeStore(tmp_path, repair=True).close()
+    assert contents(tmp_path) == before
+
+
+def test_several_torn_last_episodes_are_counted(tmp_path, said):
+    store = filled(tmp_path, (4, 3, 30, 5))
+    segment, record = store.locate(2)
+    store.close()
+    overwrite(segment.data_path, record.offset + 500)
+    overwrite(segment.data_path, record.end + 100)
+    said.clear()
+    assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
+    assert "dropped the 2 torn last episodes: 35 steps lost" in said.text
+
+
+@pytest.mark.parametrize("name", ["segment-000000.deleted", "segment-000002.deleted"])
+def test_a_deletion_that_was_interrupted_is_done(tmp_path, name):
+    store = filled(tmp_path, (3, 3, 3), segment_bytes=1)
+    store.close()
+    (tmp_path / name).with_suffix(".index").rename(tmp_path / name)
+    left = [(n, 3) for n in range(3) if f"00000{n}" not in name]
+    assert_holds(EpisodeStore(tmp_path, read_only=True), left)
+    assert_holds(EpisodeStore(tmp_path), left)
+    assert len(list(tmp_path.glob("segment-*"))) == 4
+
+
+def test_a_store_that_lost_its_description_is_not_written_over(tmp_path):
+    filled(tmp_path).close()
+    meta = tmp_path / "meta.json"
+    meta.write_bytes(meta.read_bytes()[:40])
+    with pytest.raises(UserError, match="meta.json' cannot be read .*copy it again"):
+        EpisodeStore(tmp_path)
+    meta.unlink()
+    (tmp_path / "segment-000000.index").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="has episodes but no meta.json"):
+        EpisodeStore(tmp_path)
+    assert contents(tmp_path) == before
+
+
+WRITER = """
+import sys
+from doubles_episodes import numbered_episode
+from sparring.data.episodes import EpisodeStore
+store = EpisodeStore(sys.argv[1], segment_bytes=200_000, max_bytes=int(sys.argv[2]) or None)
+print("ready", flush=True)
+while True:
+    number = store.next_number
+    store.append(numbered_episode(number, 1 + number * 37 % 90))
+"""
+
+
+def start_writer(folder, max_bytes=0) -> subprocess.Popen:
+    here = Path(__file__).parents[1] / "doubles"
+    source = str(Path(EpisodeStore.__init__.__code__.co_filename).parents[2])
+    path = os.pathsep.join([str(here), source])
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(max_bytes)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def test_a_killed_writer_leaves_whole_episodes_and_a_free_folder(tmp_path):
+    reader, expected = None, 0
+    for more in (1, 120):
+        writer = start_writer(tmp_path)
+        try:
+            with pytest.raises(UserError, match="already open for writing"):
+                EpisodeStore(tmp_path)
+            reader = reader or EpisodeStore(tmp_path, read_only=True)
+            while len(reader) < expected + more:
+                reader.refresh()
+        finally:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            writer.stdout.close()
+        store = EpisodeStore(tmp_path)
+        assert len(store) >= expected + more
+        expected = len(store)
+        assert_holds(store, [(n, 1 + n * 37 % 90) for n in range(expected)])
+        store.close()
+
+
+def test_reading_while_another_process_writes_and_deletes(tmp_path):
+    writer = start_writer(tmp_path, max_bytes=1_600_000)
+    try:
+        reader = EpisodeStore(tmp_path, read_only=True)
+        checked = set()
+        while not len(checked) or max(checked) < 400:
+            reader.refresh()
+            for i in range(0, len(reader), 7):
+                number = reader.number(i)
+                assert_equal(reader.episode(i), numbered_episode(number, 1 + number * 37 % 90))
+                checked.add(number)
+        # its view stays whole although all of it has been deleted since
+        numbers = reader.numbers.copy()
+        newer = EpisodeStore(tmp_path, read_only=True)
+        while newer.numbers[0] <= numbers[-1]:
+            newer.refresh()
+        assert_holds(reader, [(n, 1 + n * 37 % 90) for n in numbers.tolist()])
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+    assert numbers[0] > 0 and reader.bytes() <= 1_600_000
+
+
+def test_observations_are_stored_once_and_read_without_a_copy(tmp_path):
+    store = filled(tmp_path, (100,))
+    image = 3 * 4 * 4
+    (column,) = [c for c in store.layout.columns if c.name == "observation/image/head"]
+    assert (column.dtype, column.shape, column.row_bytes) == ("uint8", (3, 4, 4), image)
+    assert store.bytes() < 101 * image + 100 * 120 + 2000
+    episode = store.episode(0)
+    now, following = episode["observation", "image", "head"], episode["next", "observation", "image", "head"]
+    assert following.data_ptr() == now.data_ptr() + image
+    assert np.shares_memory(now.numpy(), store.locate(0)[0].bytes)
+    # a write stays in this process
+    now[:] = 0
+    store.close()
+    assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 100)])
+
+
+def test_what_is_known_of_an_episode_is_kept(tmp_path):
+    store = filled(tmp_path)
+    store.append(numbered_episode(3, 2), task="push the cube\nslowly: é", success=True)
+    store.close()
+    again = EpisodeStore(tmp_path, read_only=True)
+    assert again.info(1) == {"source": "random", "seed": 1}
+    assert again.info(-1) == {"task": "push the cube\nslowly: é", "success": True}
+
+
+def test_what_fits_is_told_before_anything_is_written(tmp_path, said):
+    store = EpisodeStore(tmp_path, max_bytes=1_000_000)
+    store.append(numbered_episode(0, 5))
+    store.append(numbered_episode(1, 5))
+    # a step: image 48, state 8, action 24, reward 8, memory 20, version 8, is_first, terminated, success
+    told = f"episodes in {tmp_path}: 119 bytes a step, at most 1.0 MB, about 8,403 steps"
+    assert [r.getMessage() for r in said.records] == [told]
+
+
+def test_mistakes_are_explained(tmp_path):
+    store = filled(tmp_path / "a")
+    with pytest.raises(UserError, match="memory/world_model is missing, was float32 \\[5\\]; give another folder"):
+        store.append(numbered_episode(3, 4, memory=False))
+    with pytest.raises(UserError, match="row t\\+1 is not row t of next/observation/"):
+        store.append(torch.cat([numbered_episode(3, 4), numbered_episode(4, 4)]))
+    with pytest.raises(UserError, match="without a step"):
+        store.append(numbered_episode(3, 4)[:0])
+    with pytest.raises(UserError, match="no 'next/observation/image/head', whose last"):
+        store.append(numbered_episode(3, 4).exclude(("next", "observation")))
+    with pytest.raises(UserError, match="version is bfloat16"):
+        store.append(numbered_episode(3, 4).set("version", torch.zeros(4, dtype=torch.bfloat16)))
+    with pytest.raises(UserError, match="of one env, got \\[4, 2\\]; append each env's episodes by themselves"):
+        store.append(torch.stack([numbered_episode(3, 4)] * 2, 1))
+    with pytest.raises(UserError, match="an episode is a TensorDict \\[T\\], got dict"):
+        store.append({"action": torch.zeros(3)})
+    with pytest.raises(IndexError, match="episode 99 of 3 in "):
+        store.episode(99)
+    broken = numbered_episode(3, 4).clone()
+    broken["observation", "state"][2] = broken["next", "observation", "state"][1] = float("nan")
+    with pytest.raises(UserError, match="observation/state holds NaN"):
+        store.append(broken)
+    assert_holds(store, [(0, 3), (1, 1), (2, 5)])
+    with pytest.raises(UserError, match="was opened to be read"):
+        EpisodeStore(tmp_path / "a", read_only=True).append(numbered_episode(3, 4))
+    with pytest.raises(UserError, match="does not exist"):
+        EpisodeStore(tmp_path / "b", read_only=True)
+    store.close()
+    next((tmp_path / "a").glob("*.data")).unlink()
+    with pytest.raises(UserError, match="is missing; copy the folder again"):
+        EpisodeStore(tmp_path / "a", read_only=True)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, monkeypatch):
+    store = filled(tmp_path)
+    pwrite, calls = os.pwrite, []
+
+    def full_after_four(*arguments):
+        calls.append(arguments)
+        if len(calls) > 4:
+            raise OSError(28, "No space left on device")
+        return pwrite(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full_after_four)
+        with pytest.raises(OSError, match="No space left"):
+            store.append(numbered_episode(3, 50))
+    assert_holds(store, [(0, 3), (1, 1), (2, 5)])
+    assert sum(f.stat().st_size for f in tmp_path.glob("segment-*")) == store.bytes()
+    store.append(numbered_episode(3, 2))
+    store.close()
+    assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1), (2, 5), (3, 2)])
+
+
+def test_a_first_episode_that_fails_decides_nothing(tmp_path, monkeypatch):
+    store = EpisodeStore(tmp_path)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.append(numbered_episode(0, 5), seed=np.int64(3))
+    assert not (tmp_path / "meta.json").exists()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        store.append(numbered_episode(0, 5))
+    reader = EpisodeStore(tmp_path, read_only=True)
+    store.append(numbered_episode(0, 5, memory=False))
+    reader.refresh()
+    assert_equal(reader.episode(0), numbered_episode(0, 5, memory=False))
+
+
+@pytest.fixture
+def flushed(monkeypatch):
+    """Names of the files and folders that were put onto the disk."""
+    names, fsync = [], os.fsync
+
+    def noting(handle):
+        names.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    return names
+
+
+def test_what_a_killed_writer_did_not_flush_the_next_one_does(tmp_path, flushed):
+    folder = tmp_path / "store"
+    killed = filled(folder)
+    # its lock goes with it
+    os.close(killed._lock)
+    flushed.clear()
+    store = EpisodeStore(folder)
+    assert store.state_dict() == {"next_number": 3}
+    assert flushed == ["segment-000000.data", "segment-000000.index", "store"]
+
+
+def test_a_new_segment_is_listed_on_the_disk(tmp_path, flushed):
+    store = filled(tmp_path / "store", segment_bytes=1)
+    flushed.clear()
+    store.append(numbered_episode(3, 4))
+    assert flushed == ["segment-000002.data", "segment-000002.index", "store"]
+
+
+def test_a_checkpoint_whose_episodes_are_all_gone_is_told(tmp_path, said):
+    store = filled(tmp_path, [10] * 5, max_bytes=40_000)
+    state = store.state_dict()
+    for number in range(5, 60):
+        store.append(numbered_episode(number, 10))
+    store.load_state_dict(state)
+    assert len(store) == 0 and store.next_number == 5
+    (told,) = [record.getMessage() for record in said.records if record.levelname == "WARNING"]
+    assert "none of the 5 episodes of the checkpoint is left" in told
+
+
+def test_lists_of_episodes_are_made_while_nobody_changes_them(tmp_path):
+    store = filled(tmp_path)
+    windows = PrioritizedWindows(store, 4)
+    with ThreadPoolExecutor(3) as pool:
+        with store.lock:
+            store._arrays_changed()
+            looks = [pool.submit(look) for look in (lambda: store.numbers, lambda: store.ends, lambda: len(windows))]
+            assert wait(looks, timeout=0.1).done == set()
+        assert [looks[0].result().tolist(), looks[1].result().tolist(), looks[2].result()] == [[0, 1, 2], [3, 4, 9], 4]
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    store = filled(tmp_path)
+    state = store.state_dict()
+    store.append(numbered_episode(7, 2))
+    store.close()
+    again = EpisodeStore(tmp_path)
+    again.load_state_dict(state)
+    assert_holds(again, [(0, 3), (1, 1), (2, 5)])
+    with pytest.raises(UserError, match="holds episodes up to number 2, but is to go on from number 4"):
+        again.load_state_dict({"next_number": 4})
+
+
+def record(folder, decisions, interrupt_at=None):
+    """Envs of 3 and 5 steps; optionally stopped and gone on with from saved states."""
+    store = EpisodeStore(folder)
+    seeds = EpisodeSeeds(0, "train", 0, 2)
+    collector = Collector(counting_env((3, 5)), LinearPolicy(), seed=0)
+    recorder = EpisodeRecorder(store, 2, source="explorer_3", tasks=("count",), seeds=seeds)
+    for decision in range(decisions):
+        if decision == interrupt_at:
+            states = collector.state_dict(), recorder.state_dict(), store.state_dict()
+            for _ in range(4):
+                recorder.add(collector.decide())
+            store.close()
+            store = EpisodeStore(folder)
+            collector = Collector(counting_env((3, 5)), LinearPolicy(), seed=0)
+            collector.start()
+            recorder = EpisodeRecorder(store, 2, source="explorer_3", tasks=("count",), seeds=seeds)
+            for part, state in zip((collector, recorder, store), states, strict=True):
+                part.load_state_dict(state)
+        recorder.add(collector.decide())
+    return store
+
+
+def test_the_recorder_puts_the_episodes_of_each_env_together(tmp_path):
+    store = record(tmp_path, 11)
+    # env 0 ends after decisions 3, 6, 9; env 1 after 5 and 10
+    assert [int(store.episode(i)["observation", "state"][0, 0]) for i in range(5)] == [0, 1, 0, 0, 1]
+    seeds = EpisodeSeeds(0, "train", 0, 2)
+    for i, (env, number) in enumerate([(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]):
+        steps = (3, 5)[env]
+        episode = store.episode(i)
+        # (env, episode, step), and the true last observation rather than the first of the next episode
+        state = torch.tensor([[env, number, t] for t in range(steps + 1)]).float()
+        assert torch.equal(episode["observation", "state"], state[:-1])
+        assert torch.equal(episode["next", "observation", "state"], state[1:])
+        assert episode["next", "reward"][:, 0].tolist() == [100 * env + t for t in range(1, steps + 1)]
+        assert episode["is_first"].tolist() == [True] + [False] * (steps - 1)
+        assert episode["next", "terminated"][-1] == (env == 0) and episode["next", "truncated"][-1] == (env == 1)
+        assert episode.get("noise", None) is None and episode.get("trace", None) is None
+        info = {"source": "explorer_3", "success": env == 0, "task": "count", "seed": seeds(env, number)}
+        assert store.info(i) == info
+
+
+def test_the_recorder_goes_on_from_its_state_bit_for_bit(tmp_path):
+    whole, stopped = record(tmp_path / "a", 20), record(tmp_path / "b", 20, interrupt_at=7)
+    assert len(whole) == len(stopped) == 10
+    for i in range(10):
+        assert_equal(stopped.episode(i), whole.episode(i))
+        assert stopped.info(i) == whole.info(i)
+
+
+def test_an_episode_whose_start_was_not_seen_is_left_out(tmp_path):
+    store = EpisodeStore(tmp_path)
+    collector = Collector(counting_env((3, 5)), LinearPolicy(), seed=0)
+    collector.decide()
+    recorder = EpisodeRecorder(store, 2)
+    for _ in range(9):
+        recorder.add(collector.decide())
+    firsts = [store.episode(i)["observation", "state"][0].tolist() for i in range(len(store))]
+    assert firsts == [[0, 1, 0], [0, 2, 0], [1, 1, 0]]
+    # only what open episodes need is held
+    assert len(recorder.state_dict()["steps"]) == 1

@@ -1,0 +1,522 @@
+"""The ring against a plain list, and what it promises beside."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doubles_stream import Stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparring
+import sparring.data.ring as ring_module
+from sparring.data.buffer import RolloutBuffer
+from sparring.data.ring import VLABuffer, ring_layout, row_bytes
+from sparring.data.storage import Memory, _sweep
+from sparring.errors import UserError
+
+
+class ListModel:
+    """What a ring is, as a list of transitions; the last one is readable when the next observation is known."""
+
+    def __init__(self, capacity, slots):
+        self.capacity, self.slots = capacity, slots
+        self.stored, self.closed = [], False
+
+    def add(self, transition):
+        self.stored = self.stored[-self.capacity :]
+        while sum(map(ends, [*self.stored, transition])) > self.slots:
+            self.stored.pop(0)
+        self.stored.append(transition)
+        self.closed = False
+
+    def close(self):
+        self.stored = self.stored[-self.capacity :]
+        self.closed = True
+
+    def clear(self):
+        self.stored, self.closed = [], False
+
+    @property
+    def readable(self):
+        return self.stored if self.closed else self.stored[:-1]
+
+
+def ends(transition):
+    return int((transition["next", "terminated"] | transition["next", "truncated"]).sum())
+
+
+def same(ours, expected):
+    keys = set(expected.keys(True, True))
+    assert set(ours.keys(True, True)) == keys
+    return all(torch.equal(ours[key], expected[key]) and ours[key].dtype == expected[key].dtype for key in keys)
+
+
+def check_against(model, ring, window):
+    expected = model.readable
+    assert len(ring) == len(expected)
+    assert ring.is_full() == (len(expected) == model.capacity)
+    windows = list(ring.windows(window, following=True))
+    assert len(windows) == len(expected) // window
+    for number, slice_of_time in enumerate(windows):
+        assert same(slice_of_time, torch.stack(expected[number * window : (number + 1) * window]))
+    if not expected:
+        with pytest.raises(RuntimeError, match="holds no transition"):
+            ring.get()
+        return
+    stacked = torch.stack(expected)
+    assert same(ring.get(flatten=False, following=True), stacked)
+    assert same(ring.get(), stacked.flatten(0, 1).exclude(("next", "observation")))
+    sampled = ring.sample(5, torch.Generator().manual_seed(0))
+    found = {(int(t["observation", "state"][n, 0]), n): t[n] for t in expected for n in range(len(t))}
+    for row in sampled:
+        assert same(row, found[int(row["observation", "state"][0]), int(row["observation", "state"][1])])
+
+
+ENVS = 2
+MASKS = st.lists(st.sampled_from(["go on", "terminated", "truncated"]), min_size=ENVS, max_size=ENVS)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), MASKS),
+    st.tuples(st.just("rollout"), st.lists(MASKS, min_size=1, max_size=7)),
+    st.tuples(st.just("close"), st.none()),
+    st.tuples(st.just("clear"), st.none()),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(1, 5), st.integers(ENVS, 6), st.lists(OPERATIONS, max_size=30), st.integers(1, 3))
+def test_any_history_reads_like_a_plain_list(capacity, slots, operations, window):
+    ring, model, stream = VLABuffer(capacity, final_slots=slots), ListModel(capacity, slots), Stream(ENVS)
+    for operation, argument in operations:
+        if operation == "add":
+            transition = stream.step(argument)
+            ring.add(transition)
+            model.add(transition.exclude("noise"))
+        elif operation == "rollout":
+            rollout = [stream.step(mask) for mask in argument]
+            ring.add(torch.stack(rollout))
+            for transition in rollout:
+                model.add(transition.exclude("noise"))
+            model.close()
+        elif operation == "close" and model.stored:
+            ring.close(stream.root())
+            model.close()
+        elif operation == "clear":
+            ring.clear()
+            model.clear()
+            stream.jump()
+        check_against(model, ring, window)
+
+
+def test_the_newest_transition_waits_for_its_next_observation():
+    ring, stream = VLABuffer(3), Stream(2)
+    ring.add(stream.step())
+    assert len(ring) == 0
+    ring.add(stream.step())
+    assert len(ring) == 1
+    ring.close(stream.root())
+    assert len(ring) == 2 and not ring.is_full()
+
+
+def test_what_starts_elsewhere_is_refused_until_cleared():
+    ring, stream = VLABuffer(3), Stream(2)
+    ring.add(stream.step())
+    ring.close(stream.root())
+    stream.jump()
+    with pytest.raises(RuntimeError, match=r"observation/.* is not what the last transition led to; clear\(\)"):
+        ring.add(stream.step())
+    # an env that fails is no other place
+    stream.clock, broken = 1, Stream(2).root()
+    broken["observation", "state"][0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="observation/state holds NaN"):
+        ring.add(stream.step().update(broken))
+    ring.clear()
+    ring.add(stream.step())
+    # an episode that ended is followed by anything
+    ring.close(stream.step(["truncated", "terminated"])["next"])
+
+
+def test_every_transition_is_drawn_equally_often():
+    ring, stream = VLABuffer(4), Stream(2)
+    for _ in range(7):
+        ring.add(stream.step())
+    drawn = ring.sample(8000, torch.Generator().manual_seed(0))["observation", "state"]
+    clocks, counts = drawn[:, :2].unique(dim=0, return_counts=True)
+    # 4 decisions of 2 robots; the standard deviation of a count is 30
+    assert clocks[:, 0].unique().tolist() == [2, 3, 4, 5] and len(counts) == 8
+    assert (counts - 1000).abs().max() < 150
+
+
+def test_observations_are_kept_once_and_bytes_are_known_before():
+    stream = Stream(2)
+    transition = stream.step()
+    ring = VLABuffer(50)
+    assert ring.bytes() == 0
+    told = row_bytes(ring_layout(transition.to("meta"), 51, 1))
+    for _ in range(60):
+        ring.add(stream.step())
+    assert ring.bytes() == told
+    # 12 bytes of image and 2 float32 numbers in each of the 51 rows of 2 robots
+    observation = sum(column.nbytes for column in ring._rows.observation.values())
+    assert observation == 51 * 2 * (12 + 8)
+    ring.add(stream.step(["terminated", "go on"]))
+    assert ring.bytes() == told + 12 + 8
+
+
+def test_slots_are_used_again_before_new_ones_are_touched():
+    ring, stream = VLABuffer(4), Stream(2)
+    for _ in range(40):
+        ring.add(stream.step(["terminated", "truncated"]))
+    # 4 readable rows and the newest, of 2 robots each
+    assert int(ring._rows.control[2]) == 10
+    assert ring.is_full()
+
+
+def test_a_rollout_of_one_buffer_goes_into_another():
+    stream, rollout, ring = Stream(2), RolloutBuffer(6), VLABuffer(6)
+    for mask in (None, ["terminated", "go on"], None, None, ["truncated"] * 2, None):
+        rollout.add(stream.step(mask))
+    rollout.close(stream.root())
+    whole = rollout.get(flatten=False, following=True)
+    ring.add(whole)
+    assert ring.is_full()
+    assert same(ring.get(flatten=False, following=True), whole)
+    again = RolloutBuffer(6)
+    again.add(ring.get(flatten=False, following=True))
+    assert same(again.get(flatten=False, following=True), whole)
+
+
+# ---- where it lives
+
+
+def test_it_says_how_large_it_is_and_where(caplog, tmp_path):
+    transition = Stream(2).step()
+    with caplog.at_level(logging.INFO, "sparring.data.ring"):
+        VLABuffer(2000).allocate(transition)
+        in_file = VLABuffer(2000, memory_limit=1000, folder=tmp_path)
+        in_file.allocate(transition)
+    ram, file = (record.getMessage() for record in caplog.records)
+    assert ram.startswith("buffer: 2,000 x 2 transitions, ") and "kB in RAM, and 0.0 kB for each" in ram
+    assert f"kB in {tmp_path}" in file
+
+
+def test_a_large_ring_lies_in_a_file_that_goes_with_it(tmp_path):
+    stream, model = Stream(2), deque(maxlen=5)
+    ring = VLABuffer(5, memory_limit=0, folder=tmp_path)
+    for number in range(12):
+        model.append(stream.step(["terminated", "go on"] if number % 3 == 0 else None))
+        ring.add(model[-1])
+    ring.close(stream.root())
+    # without a name, so that not even a killed process leaves it behind
+    assert list(tmp_path.iterdir()) == []
+    assert f"{tmp_path}/sparring-buffer-" in Path("/proc/self/maps").read_text()
+    assert same(ring.get(flatten=False, following=True), torch.stack(list(model)).exclude("noise"))
+    del ring
+    assert f"{tmp_path}/sparring-buffer-" not in Path("/proc/self/maps").read_text()
+
+
+def test_what_a_killed_process_shared_is_swept_and_what_is_in_use_is_not(tmp_path):
+    code = f"""
+import os, signal
+from sparring.data.storage import Memory
+from pathlib import Path
+memory = Memory.in_file(4096, 4096, Path({str(tmp_path)!r}), shared=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(sparring.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], env=environment)
+    (left,) = tmp_path.iterdir()
+    one, two = (VLABuffer(5, memory_limit=0, folder=tmp_path, shared=True) for _ in range(2))
+    for ring in (one, two):
+        ring.add(Stream(2).step())
+    assert set(tmp_path.iterdir()) == {one.handle().file, two.handle().file} and not left.exists()
+    del one, two, ring
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_that_is_reserved_is_there_or_refused(tmp_path, monkeypatch):
+    sparse, reserved = (Memory.in_file(1 << 20, 1 << 20, tmp_path, True, reserved=r) for r in (False, True))
+    assert sparse.file.stat().st_blocks == 0 and reserved.file.stat().st_blocks * 512 >= 1 << 20
+    del sparse, reserved
+
+    def in_a_file_system_that_says(number):
+        def say(handle, offset, length):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "posix_fallocate", say)
+        return Memory.in_file(1 << 20, 1 << 20, tmp_path, True, "the films", "a smaller room", reserved=True)
+
+    for taken in (errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(UserError, match="the films needs 1.0 MB, but .* free; choose a smaller room"):
+            in_a_file_system_that_says(taken)
+    with pytest.raises(OSError, match="Input/output error"):
+        in_a_file_system_that_says(errno.EIO)
+    assert list(tmp_path.iterdir()) == []
+    # one that cannot reserve
+    assert in_a_file_system_that_says(errno.EOPNOTSUPP).file.stat().st_size == 1 << 20
+
+
+def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    make, made = tempfile.mkstemp, []
+
+    def make_and_sweep(**where):
+        made.append(make(**where))
+        if len(made) == 1:
+            _sweep(tmp_path)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_and_sweep)
+    memory = Memory.in_file(64, 64, tmp_path, shared=True)
+    assert len(made) == 2 and str(memory.file) == made[1][1]
+    _sweep(tmp_path)
+    memory.data.fill_(7)
+    assert (Memory.open(memory.file, 64).data == 7).all()
+
+
+def test_what_is_not_there_as_it_was_made_is_not_opened(tmp_path):
+    missing, short = tmp_path / "missing", tmp_path / "short"
+    with pytest.raises(FileNotFoundError):
+        Memory.open(missing, 64)
+    short.write_bytes(b"7" * 63)
+    with pytest.raises(ValueError, match="has 63 bytes, not 64"):
+        Memory.open(short, 64)
+    # and neither made nor lengthened
+    assert not missing.exists() and short.stat().st_size == 63
+
+
+def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.data.storage._free_space", lambda folder: 1000)
+    ring = VLABuffer(2000, memory_limit=0, folder=tmp_path)
+    with pytest.raises(UserError, match=r"the buffer needs 0\.\d MB|the buffer needs \d+ kB, but .* has 1\.0 kB free"):
+        ring.add(Stream(2).step())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attached_ring_reads_and_never_writes():
+    ring, stream = VLABuffer(4, shared=True), Stream(2)
+    with pytest.raises(RuntimeError, match="shared=True"):
+        ring.handle()
+    ring.add(stream.step())
+    reader = VLABuffer.attach(ring.handle())
+    ring.add(stream.step())
+    assert len(reader) == 1 and same(reader.get(), ring.get())
+    for write in (lambda: reader.add(stream.step()), reader.clear, lambda: reader.close(stream.root())):
+        with pytest.raises(RuntimeError, match="read from here and written elsewhere"):
+            write()
+
+
+# ---- one writer, one reader
+
+
+def test_what_the_writer_overtakes_is_never_served(monkeypatch):
+    """The writer strikes in the middle of the reader's copy, where a race would do most harm."""
+    ring, stream = VLABuffer(4), Stream(2)
+    for _ in range(5):
+        ring.add(stream.step(["terminated", "go on"]))
+    copy, gather, strikes = ring._rows.copy, ring._rows.gather, [3, 1]
+
+    def struck(read):
+        def reading(*arguments):
+            result = read(*arguments)
+            for _ in range(strikes.pop(0) if strikes else 0):
+                ring.add(stream.step(["terminated", "go on"]))
+            return result
+
+        return reading
+
+    monkeypatch.setattr(ring._rows, "copy", struck(copy))
+    # rows 0 to 2 are overwritten while 0 to 3 are copied: 3 is left
+    assert ring.get(flatten=False)["observation", "state"][:, 0, 0].tolist() == [3]
+    # 3 is overwritten while 3 to 6 are cut into windows: they begin anew at 4
+    assert [w["observation", "state"][:, 0, 0].tolist() for w in ring.windows(2)] == [[4, 5]]
+    monkeypatch.setattr(ring._rows, "gather", struck(gather))
+    strikes += [4, 0]
+    clocks = ring.sample(64, torch.Generator().manual_seed(0))["observation", "state"][:, 0]
+    assert sorted(set(clocks.tolist())) == [8, 9, 10, 11]
+
+
+def test_a_ring_that_was_overtaken_while_it_was_looked_at_is_not_empty():
+    ring, stream, strikes = VLABuffer(4), Stream(2), [10, 10]
+
+    class Control(np.ndarray):
+        def __getitem__(self, at):
+            value = super().__getitem__(at)
+            if at == 0 and strikes:
+                for _ in range(strikes.pop()):
+                    ring.add(stream.step())
+            return value
+
+    for _ in range(6):
+        ring.add(stream.step())
+    ring._rows.control = ring._rows.control.view(Control)
+    assert ring.get(flatten=False)["observation", "state"][:, 0, 0].tolist() == [21, 22, 23, 24]
+    assert strikes == []
+
+
+def test_a_reader_thread_sees_whole_transitions_only():
+    ring, stream = VLABuffer(8), Stream(4)
+    for _ in range(10):
+        ring.add(stream.step())
+    stop, torn = threading.Event(), []
+
+    def read():
+        """How often it did."""
+        generator = torch.Generator().manual_seed(0)
+        for times in count():
+            if stop.is_set():
+                return times
+            batch = ring.sample(16, generator)
+            clock = batch["observation", "state"][:, 0]
+            torn.extend((batch["action"][:, 0, 0] != clock).nonzero().tolist())
+            torn.extend((batch["observation", "image"][:, 0, 0, 0] != clock % 251).nonzero().tolist())
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        for number in range(3000):
+            ring.add(stream.step(["terminated"] * 4 if number % 5 == 0 else None))
+        stop.set()
+    # raises what the reader raised
+    assert reader.result() > 10
+    assert torn == []
+
+
+def test_the_newest_rollout_is_copied_once_and_its_columns_go_with_it():
+    ring, stream = VLABuffer(5, steps=2), Stream(2)
+    for number in range(4):
+        ring.add(stream.step(["go on", "truncated"] if number == 2 else None))
+    ring.close(stream.root())
+    rollout = ring.rollout()
+    assert rollout["observation", "state"][:, 0, 0].tolist() == [2, 3]
+    assert ring.rollout()["action"].data_ptr() == rollout["action"].data_ptr()
+    ring.set("value", torch.ones(2, 2))
+    assert ring.rollout()["value"].shape == (2, 2)
+    at, final = ring.finals()
+    assert at.tolist() == [[0], [1]] and final["state"].tolist() == [[2.5, 1.0]]
+    assert torch.equal(ring.last["observation", "state"], stream.root()["observation", "state"])
+    ring.add(stream.step())
+    ring.close(stream.root())
+    assert ring.rollout().get("value", None) is None
+    ring.add(stream.step())
+    # the newest but one, then the newest, which can only be read once it is closed
+    assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [3, 4]
+    ring.close(stream.root())
+    assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [4, 5]
+
+
+def test_a_ring_without_room_for_one_end_of_each_env_is_refused():
+    with pytest.raises(ValueError, match="final_slots=1 cannot hold the last observations of 2 envs"):
+        VLABuffer(4, final_slots=1).add(Stream(2).step())
+
+
+def test_a_transition_must_have_what_the_first_one_had():
+    ring, stream = VLABuffer(4), Stream(2)
+    ring.add(stream.step())
+    with pytest.raises(KeyError, match="lacks action, next/reward, which earlier ones had"):
+        ring.add(stream.step().exclude("action", ("next", "reward")))
+    # what it did not have is not kept
+    ring.add(stream.step().set("extra", torch.zeros(2)))
+    assert ring.get().get("extra", None) is None
+
+
+@pytest.mark.parametrize("make", [VLABuffer, RolloutBuffer])
+def test_what_is_no_size_or_no_transition_is_refused(make):
+    for size in (0, -1, 2.5, "4", True, None):
+        with pytest.raises(ValueError, match="expected a whole number of 1 or more"):
+            make(size)
+    buffer = make(4)
+    for wrong, said in (({"action": 1}, "got dict"), (Stream(2).step()[0], "got a TensorDict \\[\\]")):
+        with pytest.raises(TypeError, match=f"a transition \\[N\\] or a rollout .* {said}"):
+            buffer.add(wrong)
+    with pytest.raises(RuntimeError, match="add\\(\\)"):
+        _ = buffer.last
+    with pytest.raises(RuntimeError, match="add\\(\\) one first"):
+        buffer.close(Stream(2).step()["next"])
+    # that of a rollout which is not full is its own, too
+    transition = Stream(2).step()
+    buffer.add(transition)
+    buffer.close(transition["next"])
+    assert (buffer.last["observation"] == transition["next", "observation"]).all()
+
+
+@pytest.mark.parametrize("make", [VLABuffer, RolloutBuffer])
+def test_windows_without_a_length_are_refused(make):
+    buffer, stream = make(2), Stream(2)
+    for _ in range(2):
+        buffer.add(stream.step())
+    buffer.close(stream.root())
+    with pytest.raises(ValueError, match="length"):
+        next(buffer.windows(0))
+
+
+def test_nothing_is_cast_or_repeated_to_fit():
+    for buffer in (VLABuffer(4), RolloutBuffer(4)):
+        stream = Stream(2)
+        buffer.add(stream.step())
+        floats = stream.step()
+        floats["observation", "image"] = floats["observation", "image"] / 255
+        with pytest.raises(
+            ValueError, match=r"observation/image is torch.float32 \[2, 3, 2, 2\], but .* torch.uint8 \["
+        ):
+            buffer.add(floats)
+        with pytest.raises(ValueError, match=r"is torch.* \[1.*\], but in the first transition it was torch.* \[2"):
+            buffer.add(Stream(1).step())
+        stream.clock = 1
+        buffer.add(stream.step())
+        buffer.close(stream.root())
+        assert len(buffer) == 2
+    with pytest.raises(ValueError, match=r"observation/\w+ is torch.* \[1"):
+        VLABuffer.close(ring_of(2), Stream(1).root())
+
+
+def ring_of(envs):
+    ring = VLABuffer(4)
+    ring.add(Stream(envs).step())
+    return ring
+
+
+def test_a_key_without_numbers_is_kept_empty():
+    for buffer in (VLABuffer(2), RolloutBuffer(2)):
+        stream = Stream(2)
+        for _ in range(2):
+            transition = stream.step(["terminated", "go on"])
+            for observation in (transition["observation"], transition["next", "observation"]):
+                observation["nothing"] = torch.zeros(2, 0)
+            buffer.add(transition)
+        buffer.close(transition["next"])
+        assert buffer.get(flatten=False, following=True)["next", "observation", "nothing"].shape == (2, 2, 0)
+
+
+def test_a_ring_is_seen_by_readers_only_when_it_says_that_it_is_empty(monkeypatch):
+    """New memory holds anything; a reader that comes while it is being made must find nothing."""
+    ring, seen = VLABuffer(4), []
+
+    class Control(np.ndarray):
+        def __setitem__(self, at, value):
+            seen.append(ring._rows)
+            super().__setitem__(at, value)
+
+    class Rows(ring_module.Rows):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.control = self.control.view(Control)
+
+    monkeypatch.setattr(ring_module, "Rows", Rows)
+    ring.allocate(Stream(2).step())
+    assert seen == [None] and len(ring) == 0
+
+
+def test_nothing_to_read_says_so():
+    with pytest.raises(RuntimeError, match="holds no transition that can be read"):
+        VLABuffer(4).sample(1)
+    assert list(VLABuffer(4).windows(1)) == []

@@ -1,0 +1,50 @@
+"""A world model that says of a transition what is written in it, so that every payment can be worked out by hand."""
+
+from collections import Counter
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import nn
+
+from sparring.config.section import Section
+from sparring.world_models.world_model import WorldModel
+
+
+class JudgeConfig(Section):
+    """A world model that reads its verdicts from the state."""
+
+    weight: float = Field(1.0, description="what it starts from")
+
+
+class JudgingWorldModel(WorldModel):
+    """error: |action|; entropy: 2 |action|; disagreement: 3 |action|; surprise: 4 |action|, of the first entry.
+
+    Memory [2]: decisions since the episode began, the sum of their first action entries; without the head camera the
+    second number is not remembered.
+    """
+
+    memory_size = 2
+    members = 1
+
+    def __init__(self, config: JudgeConfig, spec, chunk: int):
+        super().__init__()
+        self.cameras = tuple(name.removeprefix("image/") for name in spec.observation if name.startswith("image/"))
+        self.weight = nn.Parameter(torch.tensor(config.weight))
+        self.calls = Counter()
+        self.entered: list[torch.Tensor] = []
+
+    def observe(self, td, without=()):
+        self.calls["observe"] += 1
+        return self._after(td, without)
+
+    def score(self, td, without=()):
+        self.calls["score"] += 1
+        self.entered.append(td["memory", "world_model"].clone())
+        size = self.weight * td["action"][:, 0, 0].abs()
+        told = {name: k * size for k, name in enumerate(("error", "entropy", "disagreement", "surprise"), 1)}
+        return TensorDict(told | {"accuracy": 1 - size, "memory": self._after(td, without)}, [len(td)])
+
+    def _after(self, td, without):
+        seen = torch.stack([torch.ones(len(td)), td["action"][:, 0, 0] * ("head" not in without)], 1)
+        return td["memory", "world_model"] + seen

@@ -1,0 +1,50 @@
+"""Run by test_native_vla_steps.py: the kernels by Triton's interpreter on the CPU, against the plain network.
+
+Prints how far each case is from it, relative to the largest velocity. The interpreter knows no bf16: fp16 stands in.
+"""
+
+import json
+import math
+
+import torch
+from doubles_launches import gelu_product
+from doubles_native import make_inputs, make_model
+
+from sparring.policies.native.hopper import forward as steps
+from sparring.policies.native.hopper import launch as launches
+from sparring.policies.native.hopper.forward import Steps
+
+
+@torch.no_grad()
+def difference(model, memory: bool) -> float:
+    inputs = make_inputs(2, lengths=(7, 4), memory=memory)
+    generator = torch.Generator().manual_seed(1)
+    x, t = torch.randn(2, 5, 8, generator=generator), torch.rand(2, generator=generator)
+    expected = model.velocity(x, t, model.prefix(inputs))
+    own = Steps(model, 9, lambda function: function)
+    cache = own.prefix(inputs)
+    # what a step leaves in the cache does not matter to the next
+    own.velocity(x + 1, t, cache)
+    velocity = own.velocity(x, t, cache)
+    assert not own._counters.any()
+    return float((velocity - expected).abs().max() / expected.abs().max())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # on CPUs torch has another activation there
+    launches.gelu_product = gelu_product
+    tables, found = dict(launches.TILES), {}
+    sizes = {"layers": 2, "width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
+    for most, tiles in [*tables.items(), ("many", tables[math.inf])]:
+        launches.TILES.clear()
+        launches.TILES[math.inf] = tiles
+        steps.FEW = 0 if most == "many" else 1000
+        found[f"{most} fp16"] = difference(make_model(**sizes, kv_heads=1, memory_size=3).half(), memory=True)
+        if most != 64:
+            found[f"{most} fp32"] = difference(make_model(**sizes, heads=4, kv_heads=2), memory=False)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Runs of a moment, and what they tell of themselves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sparring.config.schema import load_config
+
+SMALL = {
+    "env": {"name": "gym:CartPole-v1"},
+    "policy": {"hidden": [8]},
+    "rollout": {"n_envs": 2, "steps": 16, "render_episodes": 0},
+    "ppo": {"mini_batch_size": 16, "ppo_epochs": 1},
+    "training": {"iterations": 2},
+    "evaluation": {"episodes": 2},
+    "logging": {"console_level": "ERROR"},
+    "device": "cpu",
+}
+
+
+def config_in(folder, **more):
+    return load_config(SMALL | {"output": str(folder)} | more)
+
+
+def status_in(folder) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+DOUBLES = Path(__file__).parent
+# all three phases, in seconds
+SHORT = ["device=cpu", "env.threads=1", "env.image_size=32", "rollout.n_envs=2", "rollout.steps=4", "threads=1"]
+SHORT += [
+    "rollout.max_episode_steps=8",
+    "rollout.action_steps=2",
+    "rollout.render_episodes=0",
+    "training.bptt_length=2",
+]
+SHORT += ["world_model.name=doubles_world_model:CopyingWorldModel", "training.iterations=1", "evaluation.episodes=2"]
+SHORT += ["teacher.gradient_steps=2", "teacher.batch_size=2", "policy.hidden=[8]", "policy.channels=[4,4]"]
+SHORT += ["policy.image_features=8", "ppo.mini_batch_size=4", "ppo.ppo_epochs=1", "evaluation.baseline=false"]
+SHORT += ["rewards.disagreement=0", "rewards.prediction_error=1", "adversarial.wm_updates_per_iter=2"]
+SHORT += ["adversarial.warmup_steps=0", "adversarial.held_out=0.5", "adversarial.generation_every=1"]
+
+
+def start(output: Path, *more: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": f"{DOUBLES.parents[1] / 'src'}:{DOUBLES}"}
+    words = [sys.executable, "-m", "sparring", "train", "all", "--output", str(output), *SHORT, *more]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

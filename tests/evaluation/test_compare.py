@@ -1,0 +1,325 @@
+"""Two runs on the same episodes: hand-computed figures, intervals that hold what they promise, and verdicts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doubles import CountingBackend, LinearPolicy
+
+from sparring.cli.main import main
+from sparring.collect.camera import Episode
+from sparring.config.schema import load_config
+from sparring.envs.env import Env, make_env
+from sparring.errors import UserError
+from sparring.evaluation.compare import (
+    OWN_WAY,
+    Comparison,
+    Difference,
+    Measured,
+    in_means,
+    in_order,
+    in_successes,
+    mcnemar,
+    student,
+)
+from sparring.evaluation.of_run import unlike_episodes
+from sparring.evaluation.play import play
+
+
+def pairs(both: int, only_a: int, only_b: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
+    a = [True] * (both + only_a) + [False] * (only_b + neither)
+    b = [True] * both + [False] * only_a + [True] * only_b + [False] * neither
+    return np.array(a), np.array(b)
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "p"),
+    [(0, 0, 1), (1, 0, 0.5), (5, 0, 1 / 32), (0, 6, 1 / 64), (12, 2, (2 * (1 + 14) + 91) / 2**14), (7, 7, 1)],
+)
+def test_mcnemars_mid_p_test_counts_coins(only_a, only_b, p):
+    assert mcnemar(only_a, only_b) == pytest.approx(p)
+
+
+def test_newcombes_interval_by_hand():
+    """The worked example of Altman et al., Statistics with confidence (2000), table 6.2: 0.011 to 0.226."""
+    found = in_successes(*pairs(14, 5, 0, 22))
+    assert found.effect == pytest.approx(5 / 41)
+    assert (round(found.low, 3), round(found.high, 3)) == (0.011, 0.226)
+    assert found.p == pytest.approx(1 / 32) and found.is_shown
+    turned = in_successes(*reversed(pairs(14, 5, 0, 22)))
+    assert (turned.effect, turned.low, turned.high) == pytest.approx((-found.effect, -found.high, -found.low))
+
+
+def test_without_an_unlike_pair_there_is_no_difference_but_still_doubt():
+    found = in_successes(*pairs(100, 0, 0, 0))
+    # the margins are those of Wilson's intervals of 100 of 100, squared and added: one of each is 0
+    assert (found.effect, found.p) == (0, 1) and found.high == -found.low == pytest.approx(0.037, abs=1e-4)
+
+
+def test_flipping_signs_by_hand():
+    """Of three gaps of 1, two of the eight flips are as far from 0; and a mean of 0 is never nearer than others."""
+    assert in_means(np.ones(3), np.zeros(3)).p == pytest.approx(0.25, abs=0.02)
+    assert in_means(np.array([1.0, 2.0, -3.0]), np.zeros(3)).p == 1
+    # gaps 0, 2, 4: mean 2, deviation 2, and t of 2 degrees of freedom
+    found = in_means(np.array([1.0, 3.0, 5.0]), np.ones(3))
+    assert (found.low, found.high) == pytest.approx((2 - student(2) * 2 / 3**0.5, 2 + student(2) * 2 / 3**0.5))
+    same = in_means(np.arange(4.0), np.arange(4.0))
+    assert (same.effect, same.low, same.high, same.p) == (0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(5, 2.571), (9, 2.262), (29, 2.045), (99, 1.984)])
+def test_students_quantiles_are_those_of_the_tables(freedom, quantile):
+    assert student(freedom) == pytest.approx(quantile, abs=5e-3)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_no_number_is_told(odd):
+    with pytest.raises(UserError, match="1 of 3 episodes have figures that are not finite"):
+        in_means(np.array([1.0, odd, 2.0]), np.zeros(3))
+
+
+def test_the_test_of_successes_keeps_its_word_and_seldom_differs_from_the_interval():
+    """Of two that are as likely to succeed in 40 episodes."""
+    rng, tries, alarms, edges = np.random.default_rng(0), 2000, 0, 0
+    for a, b in rng.random((tries, 2, 40)) < 0.7:
+        found = in_successes(a, b)
+        alarms += found.p < 0.05
+        edges += found.is_on_the_edge
+    assert 0.03 <= alarms / tries <= 0.06 and edges / tries < 0.02
+
+
+@pytest.mark.parametrize(("a", "b", "alike", "n"), [(0.8, 0.7, 0.5, 50), (0.95, 0.95, 0.5, 100), (0.99, 0.9, 0.0, 50)])
+def test_the_interval_of_successes_holds_the_truth_in_95_of_100(a, b, alike, n):
+    rng, tries, held = np.random.default_rng(0), 1000, 0
+    for _ in range(tries):
+        # how hard an episode is, the same for both in some of them
+        for_a, own = rng.random((2, n))
+        for_b = np.where(rng.random(n) < alike, for_a, own)
+        found = in_successes(for_a < a, for_b < b)
+        held += found.low <= a - b <= found.high
+    assert 0.94 <= held / tries <= 0.99
+
+
+def test_the_interval_of_rewards_holds_the_truth_and_the_test_keeps_its_word(monkeypatch):
+    monkeypatch.setattr("sparring.evaluation.compare.FLIPS", 1000)
+    rng, tries, held, alarms = np.random.default_rng(0), 400, 0, 0
+    for _ in range(tries):
+        hard = rng.normal(0, 3, 60)
+        found = in_means(hard + rng.exponential(1, 60), hard + rng.exponential(1, 60) - 0.5)
+        held += found.low <= 0.5 <= found.high
+        alarms += in_means(hard + rng.normal(0, 1, 60), hard + rng.normal(0, 1, 60)).is_shown
+    assert 0.93 <= held / tries <= 0.97
+    assert 0.02 <= alarms / tries <= 0.08
+
+
+# ---- pairs
+
+
+def test_episodes_are_paired_by_their_numbers():
+    """Robot 0's episodes are ten times shorter, so all of them end before robot 1's first."""
+    played, _ = play(LinearPolicy(), Env(CountingBackend((2, 20))), 5, seed=0)
+    assert [episode.env for episode in played] == [0, 0, 0, 1, 1]
+    assert [episode.env for episode in in_order(played, 2)] == [0, 1, 0, 1, 0]
+    first, second = Episode(0, 0, 1.0, 5, True), Episode(0, 0, 2.0, 5, True)
+    assert in_order([first, second], 1) == [first, second]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cameras": ["head", "wrist"], "image_size": 32, "depth": True, "segmentation": True},
+        {"cameras": ["head"], "points": 16, "control_mode": "delta_ee_pos", "action_scale": 2.0},
+        {"object_state": "privileged", "video_renderer": "mujoco", "threads": 1},
+        {"pad_state": 64, "pad_action": 12},
+    ],
+)
+def test_episodes_begin_alike_whatever_a_policy_sees_and_does(other):
+    assert {f"env.{key}" for key in other} <= set(OWN_WAY)
+    env = {"task": ["lift_d2"], "domain_randomization": "all"}
+    told = []
+    for settings in (env, env | other):
+        robots = make_env(load_config({"env": settings}).env, 4)
+        robots.reset(3, "eval")
+        told.append(robots.state())
+        robots.close()
+    for name in ("physics", "goal", "task", "phrasing", "seeds"):
+        np.testing.assert_array_equal(told[0][name], told[1][name])
+
+
+# ---- verdicts
+
+
+def measured(effect: float, low: float, high: float, p: float) -> Measured:
+    return Measured("success, %", 0.5 + effect, 0.5, Difference(effect, low, high, p), "points of success", 100)
+
+
+REWARD = Measured("reward", 2.0, 1.0, Difference(1.0, 0.5, 1.5, 0.0001), "reward")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([measured(0.12, 0.05, 0.19, 0.002)], "A is better: +12.0 points of success (95 % +5.0 to +19.0), p = 0.002"),
+        ([measured(-0.12, -0.19, -0.05, 0)], "B is better: +12.0 points of success (95 % +5.0 to +19.0), p < 0.001"),
+        (
+            [measured(0.02, -0.04, 0.08, 0.61)],
+            "no difference could be shown with 100 episodes: +2.0 points of success (95 % -4.0 to +8.0), p = 0.610; "
+            "four times as many would halve the interval",
+        ),
+        (
+            [measured(0.02, -0.04, 0.08, 0.61), REWARD],
+            "no difference could be shown with 100 episodes: +2.0 points of success (95 % -4.0 to +8.0), p = 0.610; "
+            "four times as many would halve the interval; by reward, A is better: +1.000 reward (95 % +0.500 to "
+            "+1.500), p < 0.001",
+        ),
+        (
+            [measured(0.12, 0.01, 0.23, 0.062)],
+            "on the edge with 100 episodes: +12.0 points of success (95 % +1.0 to +23.0), p = 0.062; by only one of "
+            "interval and p there is a difference, and more would tell",
+        ),
+        (
+            [replace(REWARD, more_is_better=False, unit="of the MSE ratio")],
+            "B is better: -1.000 of the MSE ratio (95 % -1.500 to -0.500), p < 0.001",
+        ),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_a_sentence(found, said):
+    assert Comparison("a", "b", 100, 0, found, same=False).verdict() == said
+
+
+# ---- the command
+
+SIZES = ["--envs", "2", "rollout.steps=8", "threads=1", "device=cpu", "training.iterations=1", "evaluation.episodes=2"]
+CARTPOLE = ["env.name=gym:CartPole-v1", "env.success_return=12"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two CartPoles of unlike seeds that are to stand for 12 steps, one that is asked for less, two with a limit, and a
+    Pendulum.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    unlike = {"one": ["seed=0"], "two": ["seed=1"], "easy": ["env.success_return=5"]}
+    # of itself, a CartPole ends after 500 steps
+    unlike |= {f"limit{steps}": [f"rollout.max_episode_steps={steps}"] for steps in (500, 400)}
+    for name, settings in (unlike | {"pendulum": ["env.name=gym:Pendulum-v1"]}).items():
+        words = ["train", "finetune", *SIZES, *CARTPOLE, *settings, "evaluation.baseline=false"]
+        assert main([*words, "rollout.render_episodes=0", "--output", str(folder / name)]) == 0
+    return folder
+
+
+def test_a_run_beside_itself_is_no_better(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["compare", "one", "one", "--episodes", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 8 episodes"
+
+
+def test_two_runs_are_compared_in_a_table_a_sentence_and_a_file(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["compare", "one", "two", "--episodes", "20", "--seed", "5", "--json", "out.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["20 held-out episodes, each played by both", "A  one", "B  two"]
+    written = json.loads((runs / "out.json").read_text())
+    assert (written["episodes"], written["seed"], written["split"]) == (20, 5, "eval")
+    assert [found["name"] for found in written["measured"]] == ["success, %", "reward"]
+    assert lines[-2:] == [written["verdict"], "numbers: out.json"]
+    # turned round, all is turned round
+    assert main(["compare", "two", "one", "--episodes", "20", "--seed", "5", "--json", "turned.json"]) == 0
+    turned = json.loads((runs / "turned.json").read_text())
+    for found, other in zip(written["measured"], turned["measured"], strict=True):
+        assert (found["a"], found["b"]) == (other["b"], other["a"])
+        assert found["difference"]["effect"] == pytest.approx(-other["difference"]["effect"])
+
+
+def test_the_figures_are_those_of_eval(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    assert main(["compare", "one", "two", "--episodes", "10", "--json", "out.json"]) == 0
+    both = json.loads((runs / "out.json").read_text())["measured"]
+    for who, path in (("a", "one"), ("b", "two")):
+        assert main(["eval", path, "--episodes", "10", "--seed", "0", "evaluation.baseline=false"]) == 0
+        (score,) = json.loads((runs / path / "eval.json").read_text())["scores"]["policy"].values()
+        assert [found[who] for found in both] == pytest.approx([score["success"]["rate"], score["reward"]])
+
+
+def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    assert main(["eval", "one", "--episodes", "6", "--both", "--json", "both.json"]) == 0
+    assert "6 held-out episodes, greedy and sampled actions" in capsys.readouterr().out
+    scores = json.loads((runs / "both.json").read_text())["scores"]
+    assert list(scores) == ["policy", "policy, sampled"]
+    assert main(["eval", "one", "--episodes", "6", "--stochastic", "--json", "sampled.json"]) == 0
+    assert json.loads((runs / "sampled.json").read_text())["scores"]["policy"] == scores["policy, sampled"]
+    with pytest.raises(SystemExit):
+        main(["eval", "one", "--both", "--stochastic"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["one", "easy"], "A and B were trained in different episodes; give both the same, e.g. env.success_return=12"),
+        (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
+        (["one", "two", "--episodes", "5"], "5 episode(s) to tell from are too few to know what is chance; give 6 or"),
+        (["one", "nowhere"], "'nowhere' does not exist"),
+        (["one", "limit400"], "e.g. rollout.max_episode_steps=null:\n  rollout.max_episode_steps: A null, B 400"),
+        (["one", "two", "--json", "no/where.json"], "'no/where.json': cannot write there (No such file or directory)"),
+        (["one", "two", "--json", "one"], "'one': cannot write there (Is a directory); give --json FILE"),
+        (["one", "two", "policy.hidden=[4]"], "policy.hidden: cannot be changed after training"),
+        (["one", "two", "--world-model"], "'one' holds what `sparring train finetune` made, not a world model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_in_words(runs, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(runs)
+    # before anything is played
+    monkeypatch.setattr("sparring.evaluation.compare.play", lambda *_: pytest.fail("played"))
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_runs_of_different_episodes_can_be_given_the_same(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["compare", "one", "easy", "--episodes", "6", "env.success_return=12"]) == 0
+    # both were trained alike
+    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 6 episodes"
+
+
+def test_a_limit_that_the_env_has_of_itself_makes_no_other_episodes(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["compare", "one", "limit500", "--episodes", "6"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 6 episodes"
+
+
+def test_of_several_tasks_each_has_its_own_limit():
+    def config(limit):
+        return load_config(
+            {"env": {"task": ["reach_d0", "lift_d0"]}, "rollout": {"n_envs": 2, "max_episode_steps": limit}}
+        )
+
+    # of themselves 50 and 60
+    assert unlike_episodes(config(None), config(60), ()) == ["rollout.max_episode_steps"]
+    assert unlike_episodes(config(60), config(60), ()) == []
+
+
+def test_an_evaluation_of_other_episodes_does_not_pass_as_the_runs_own(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+
+    def evaluated(*words):
+        assert main(["eval", "one", "--episodes", "4", "evaluation.baseline=false", *words]) == 0
+        out = capsys.readouterr().out
+        file = out[out.index("numbers: ") :].split()[1]
+        return out.splitlines()[0], file, json.loads(Path(file).read_text())
+
+    for words in ([], ["rollout.max_episode_steps=500", "env.vectorize=process", "env.workers=1"]):
+        head, file, own = evaluated(*words)
+        assert (
+            file == "one/eval.json" and own["settings"] == {} and head.endswith("4 held-out episodes, greedy actions")
+        )
+        assert (own["checkpoint"], own["how"]) == ("one/checkpoint-1", "greedy actions")
+    head, file, other = evaluated("env.success_return=5")
+    assert file == "one/eval_success_return-5.0.json" and other["settings"] == {"env.success_return": 5.0}
+    assert head.endswith("greedy actions, with env.success_return=5.0")
+    assert json.loads((runs / "one/eval.json").read_text()) == own

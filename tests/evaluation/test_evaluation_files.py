@@ -1,0 +1,50 @@
+"""What `sparring eval` writes has a name that says what was evaluated, and replaces only its own."""
+
+import pytest
+
+from sparring.errors import UserError
+from sparring.evaluation.files import LONGEST, EvaluationFiles, refuse_unwritable
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({}, "eval"),
+        ({"env.task": ["reach_d1"]}, "eval_task-reach_d1"),
+        ({"env.task": ["lift_d0", "push_d0"], "env.reward": "sparse"}, "eval_task-lift_d0-push_d0_reward-sparse"),
+        ({"env.kwargs.gravity": -1.5, "env.kwargs.map": "../a b"}, "eval_gravity--1.5_map-..-a-b"),
+    ],
+)  # fmt: skip
+def test_other_episodes_than_the_runs_own_are_called_by_what_was_changed(tmp_path, changed, name):
+    files = EvaluationFiles.of(tmp_path, "eval", changed, None)
+    assert files.name == name and files.json_file == tmp_path / f"{name}.json"
+    assert EvaluationFiles.of(tmp_path, "eval", changed, tmp_path / "x").json_file == tmp_path / "x"
+
+
+def test_long_names_are_cut_and_still_differ(tmp_path):
+    names = [EvaluationFiles.of(tmp_path, "eval", {"env.kwargs.path": "x" * 300 + end}, None).name for end in "ab"]
+    assert [len(name) for name in names] == [LONGEST, LONGEST] and names[0] != names[1]
+
+
+def test_an_evaluation_removes_its_own_earlier_videos_only(tmp_path):
+    kept = ["videos/episode_000160_0.mp4", "videos/eval_task-reach_d1_0.mp4", "videos/eval_x.mp4", "samples/y.png"]
+    gone = ["videos/eval_0.mp4", "videos/eval_12.mp4", "samples/eval_0.png"]
+    for file in kept + gone:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    EvaluationFiles.of(tmp_path, "eval", {}, None).remove_videos()
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} == set(kept)
+
+
+def test_where_nothing_can_be_written_is_told_and_trying_leaves_nothing_behind(tmp_path):
+    refuse_unwritable(tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.json").write_text("old")
+    refuse_unwritable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"
+    with pytest.raises(
+        UserError, match=r"no/x.json': cannot write there \(No such file or directory\); give --json FILE"
+    ):
+        refuse_unwritable(tmp_path / "no" / "x.json")
+    with pytest.raises(UserError, match=r"cannot write there \(Is a directory\)"):
+        refuse_unwritable(tmp_path)

@@ -1,0 +1,97 @@
+"""Evaluation counts exactly, on seeds of its own, and knows how sure it is."""
+
+import json
+
+import pytest
+import torch
+from doubles import CountingBackend, LinearPolicy
+
+from sparring.config.schema import load_config
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.env import Env, make_env
+from sparring.evaluation.play import evaluate, play, wilson
+from sparring.policies.actor_critic import ActorCritic
+
+
+@pytest.mark.parametrize(
+    "successes, episodes, low, high",
+    [
+        (95, 100, 0.8882, 0.9785),  # the figure of formulas.md
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (139, 139, 0.9731, 1.0),
+    ],
+)
+def test_wilson_intervals(successes, episodes, low, high):
+    rate = wilson(successes, episodes)
+    assert (round(rate.low, 4), round(rate.high, 4)) == (low, high)
+
+
+def test_wilson_refuses_what_is_no_rate():
+    for successes, episodes in ((1, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="not a rate"):
+            wilson(successes, episodes)
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 5, 7])
+def test_exactly_as_many_episodes_as_asked_and_no_favour_to_the_quick(episodes):
+    """Env 0's episodes are 10 times shorter; it may not crowd out env 1's."""
+    played, _ = play(LinearPolicy(), Env(CountingBackend((2, 20))), episodes, seed=0)
+    assert len(played) == episodes
+    assert sum(e.env == 0 for e in played) == (episodes + 1) // 2
+
+
+def test_the_same_episodes_are_played_whatever_the_number_of_robots():
+    """Also of each task: goals differ from episode to episode, and a lazy policy's reward tells which it was."""
+    config = load_config({"env": {"task": ["reach_d0", "reach_d2"]}, "rollout": {"n_envs": 2}})
+    rewards = {}
+    for robots in (2, 4, 6):
+        env = make_env(config.env, robots, max_episode_steps=3)
+        played, _ = play(ActorCritic(config.policy, env.spec, 1).requires_grad_(False), env, 12, seed=5)
+        rewards[robots] = sorted((env.spec.task_names[e.task], round(e.reward, 3)) for e in played)
+        torch.manual_seed(0)
+    assert [task for task, _ in rewards[2]] == ["reach_d0"] * 6 + ["reach_d2"] * 6
+    assert len(set(rewards[2])) == 12 and rewards[4] == rewards[6]
+
+
+def test_tasks_that_cannot_be_dealt_out_evenly_are_refused():
+    with pytest.raises(ValueError, match="3 robots cannot be dealt out evenly over the 2 tasks.*a multiple of 2"):
+        load_config({"env": {"task": ["reach_d0", "reach_d1"]}, "rollout": {"n_envs": 3}})
+
+
+def test_an_evaluation_that_never_ends_gives_up(monkeypatch):
+    monkeypatch.setattr("sparring.evaluation.play.NEVER_ENDING", 30)
+    with pytest.raises(ValueError, match="no episode ended in 30 decisions.*rollout.max_episode_steps"):
+        play(LinearPolicy(), Env(CountingBackend((1000, 1000))), 1, seed=0)
+
+
+def test_training_and_evaluation_seeds_are_disjoint():
+    train, held_out = EpisodeSeeds(0, "train"), EpisodeSeeds(0, "eval")
+    a = {train(0, k) for k in range(5000)}
+    b = {held_out(0, k) for k in range(5000)}
+    assert len(a) == len(b) == 5000 and not a & b
+    assert max(a) < 2**31 <= min(b)
+
+
+def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
+    config = load_config({"env": {"task": ["reach_d0"]}})
+    env = make_env(config.env, 4, max_episode_steps=10)
+    policy = ActorCritic(config.policy, env.spec, 1)
+    evaluation = evaluate(policy, env, episodes=6, seed=1, films=1)
+    written = json.loads(evaluation.write(tmp_path / "evaluation.json").read_text())
+    assert set(written["scores"]) == {"policy", "random"}
+    score = written["scores"]["policy"]["reach_d0"]
+    assert score["success"]["episodes"] == 6 and score["steps"] == 10
+    assert "95 % interval" in evaluation.table() and "random" in evaluation.table()
+    # one film: the first picture and one per step
+    assert len(evaluation.films) == 1 and len(evaluation.films[0].frames) == 11
+    assert evaluation.films[0].developed().frames[0].shape == (256, 512, 3)
+    again = evaluate(policy, env, episodes=6, seed=1)
+    assert again.scores == evaluation.scores
+    assert evaluate(policy, env, episodes=6, seed=2).scores != evaluation.scores
+
+
+def test_evaluation_leaves_the_policy_in_its_mode():
+    policy = LinearPolicy().train()
+    play(policy, Env(CountingBackend()), 2, seed=0)
+    assert policy.training

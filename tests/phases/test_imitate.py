@@ -1,0 +1,518 @@
+"""Imitation: which chunks are drawn, that losses lead to the demonstrator, going on bit-equal, what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from sparring.api import load_policy
+from sparring.cli.main import main
+from sparring.config.schema import load_config
+from sparring.data.batches import BatchBuilder
+from sparring.data.demonstrations import ActionChunks, Demonstrations
+from sparring.demos.plan import Plan
+from sparring.demos.record import record
+from sparring.envs.backend import EnvSpec
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.env import make_env
+from sparring.errors import UserError
+from sparring.phases.imitate import shifted
+from sparring.policies.actor_critic import ActorCritic
+from sparring.policies.configs import ActorCriticConfig, FlowConfig
+from sparring.policies.flow.policy import FlowPolicy
+from sparring.runs.checkpoint import checkpoints
+from sparring.runs.run import Run
+
+ENV = {"task": "push_d0", "object_state": "privileged", "control_mode": "delta_ee_pos", "threads": 1}
+SEEN = ENV | {"cameras": ["head"], "image_size": 36}
+LENGTH = 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`state`: four short episodes; `seen`: two with pictures; `lift`: two of another task."""
+    base = tmp_path_factory.mktemp("demos")
+    for name, env, episodes in (("state", ENV, 4), ("seen", SEEN, 2), ("lift", ENV | {"task": "lift_d0"}, 2)):
+        plan = Plan(TabletopConfig(**env), max_episode_steps=LENGTH, keep_failures=True)
+        record(plan, episodes, base / name, quiet=True)
+    return base
+
+
+@pytest.fixture(scope="module")
+def spec():
+    env = make_env(TabletopConfig(**ENV), 1)
+    env.close()
+    return env.spec
+
+
+def drawn(chunks, count=64, seed=0):
+    return chunks.sample(count, torch.Generator().manual_seed(seed))
+
+
+def settings(folder, output, env=ENV, **more):
+    imitate = {"demos": str(folder), "batch_size": 8, "steps_per_update": 3} | more.pop("imitate", {})
+    common = {
+        "phase": "imitate",
+        "output": str(output),
+        "env": env,
+        "imitate": imitate,
+        "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 4},
+        "policy": {"channels": [4, 4], "image_features": 8, "hidden": [16]},
+        "logging": {"console_level": "ERROR"},
+    }
+    return common | more
+
+
+# ---- chunks
+
+
+def test_a_chunk_is_what_followed_and_ends_with_its_episode(folder, spec):
+    demos = Demonstrations(folder / "state")
+    batch = drawn(ActionChunks([demos], 5, spec))
+    actions, states = demos.numbers("action"), demos.numbers("observation.state")
+    assert batch["action"].shape == (64, 5, 4) and batch["valid"].shape == (64, 5)
+    seen = set()
+    for row in range(64):
+        step = int(np.flatnonzero((states == batch["observation", "state"][row].numpy()).all(1))[0])
+        left = LENGTH - step % LENGTH
+        seen.add(step)
+        np.testing.assert_array_equal(batch["valid"][row], np.arange(5) < left)
+        np.testing.assert_array_equal(batch["action"][row, :left], actions[step : step + min(left, 5)])
+        np.testing.assert_array_equal(
+            batch["action"][row, left:], np.repeat(actions[[step + left - 1]], max(5 - left, 0), 0)
+        )
+    assert len(seen) > 20
+
+
+def test_only_the_first_episodes_are_drawn(folder, spec):
+    chunks = ActionChunks([Demonstrations(folder / "state")], 2, spec, episodes=1)
+    assert len(chunks) == LENGTH and chunks.episodes == 1
+    first = Demonstrations(folder / "state").numbers("action")[:LENGTH]
+    np.testing.assert_allclose(chunks.statistics()["action"]["max"], first.max(0))
+    assert {tuple(a.tolist()) for a in drawn(chunks)["action"][:, 0]} <= {tuple(a.tolist()) for a in first}
+
+
+def test_pictures_come_with_their_step_from_each_dataset(folder):
+    env = make_env(TabletopConfig(**SEEN), 1)
+    env.close()
+    demos = Demonstrations(folder / "seen", cameras=["head"], image_size=36, cache=True)
+    chunks = ActionChunks([demos, demos], 1, env.spec)
+    assert len(chunks) == 4 * LENGTH
+    batch = drawn(chunks, 32)
+    pictures, states = demos.image_cache("head"), demos.numbers("observation.state")
+    for row in range(32):
+        step = int(np.flatnonzero((states == batch["observation", "state"][row].numpy()).all(1))[0])
+        np.testing.assert_array_equal(batch["observation", "image", "head"][row], pictures[step])
+
+
+def test_instructions_are_matched_by_their_words(folder):
+    env = make_env(TabletopConfig(**ENV | {"task": ("lift_d0", "push_d0")}), 2)
+    env.close()
+    demos = Demonstrations(folder / "state")
+    tasks = drawn(ActionChunks([demos], 1, env.spec))["observation", "task"]
+    assert {env.spec.instructions[i] for i in tasks.tolist()} == set(demos.instructions)
+    assert {env.spec.task_names[i] for i in tasks.tolist()} == {"push_d0"}
+
+
+def test_an_instruction_the_env_never_gives_is_refused_by_name(folder, spec):
+    demos = Demonstrations(folder / "lift")
+    with pytest.raises(UserError, match=f"demonstrates .*'{demos.instructions[0]}'.* env.task"):
+        ActionChunks([demos], 1, spec)
+
+
+def test_vectors_are_padded_as_the_env_pads(folder):
+    env = make_env(TabletopConfig(**ENV | {"pad_state": 40, "pad_action": 9}), 1)
+    env.close()
+    chunks = ActionChunks([Demonstrations(folder / "state")], 2, env.spec)
+    batch = drawn(chunks)
+    assert batch["observation", "state"].shape == (64, 40) and not batch["observation", "state"][:, 30:].any()
+    assert batch["action"].shape == (64, 2, 9) and not batch["action"][..., 4:].any()
+    assert chunks.statistics()["action"]["mean"].shape == (4,)
+
+
+def test_shifted_pictures_are_moved_by_whole_pixels_within_bounds():
+    pictures = torch.arange(10 * 12).view(1, 1, 10, 12).repeat(40, 3, 1, 1)
+    moved = shifted(pictures, 2, torch.Generator().manual_seed(0))
+    assert moved.shape == pictures.shape
+    # the middle of a picture tells how far it moved: 12 a row, 1 a column
+    by = (moved[:, 0, 5, 6] - pictures[0, 0, 5, 6]).tolist()
+    assert len(set(by)) > 10 and set(by) <= {12 * row + column for row in range(-2, 3) for column in range(-2, 3)}
+    for row, offset in enumerate(by):
+        inner = moved[row, 1, 2:8, 2:10]
+        assert torch.equal(inner, pictures[0, 1, 2:8, 2:10] + offset)
+
+
+# ---- losses
+
+SMALL_SPEC = EnvSpec({"state": ((2,), "float32")}, action_dim=3, action_padding=1)
+
+
+def fitted(policy, target, steps=400, valid=None):
+    """After learning to answer the two states [1, 0] and [0, 1] with `target [2, C, A]`."""
+    batch = TensorDict(
+        {
+            "observation": {"state": torch.eye(2)},
+            "action": target,
+            "valid": torch.ones(target.shape[:2], dtype=torch.bool) if valid is None else valid,
+        },
+        [2],
+    )
+    optimizer = torch.optim.Adam(policy.parameters(), 0.02)
+    for _ in range(steps):
+        loss, _ = policy.imitation_loss(batch, torch.Generator())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return policy.act(TensorDict({"observation": {"state": torch.eye(2)}}, [2]))["action"]
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "squashed", "gsde"])
+def test_the_mode_becomes_what_was_shown(distribution):
+    torch.manual_seed(0)
+    policy = ActorCritic(ActorCriticConfig(distribution=distribution, hidden=(32,)), SMALL_SPEC, 2)
+    target = torch.tensor([[[0.5, -0.3, 9.0], [0.2, 0.1, 9.0]], [[-0.4, 0.6, 9.0], [1.0, -1.0, 9.0]]])
+    action = fitted(policy, target)
+    assert (action[..., :2] - target[..., :2]).abs().max() < 0.03
+    assert not action[..., 2].any()
+
+
+def test_the_width_becomes_that_of_the_errors_and_not_less_than_its_floor():
+    torch.manual_seed(0)
+    policy = ActorCritic(ActorCriticConfig(hidden=(32,)), EnvSpec({"state": ((2,), "float32")}, 2), 1)
+    # the same state twice, with answers 0.2 to either side of the mean in the first entry and one answer in the second
+    policy.encoder.normalizer.scale.zero_()
+    fitted(policy, torch.tensor([[[0.3, 0.5]], [[-0.1, 0.5]]]))
+    assert policy.head.log_std.exp().tolist() == pytest.approx([0.2, 0.05], abs=0.01)
+
+
+def test_what_is_past_the_end_teaches_nothing():
+    torch.manual_seed(0)
+    policy = ActorCritic(ActorCriticConfig(hidden=(32,)), SMALL_SPEC, 2)
+    target = torch.full((2, 2, 3), 0.5)
+    target[:, 1] = 77.0
+    action = fitted(policy, target, steps=150, valid=torch.tensor([[True, False], [True, False]]))
+    assert (action[:, 0, :2] - 0.5).abs().max() < 0.05 and action[:, 1].abs().max() < 1
+
+
+def test_a_discrete_policy_takes_the_shown_choice():
+    torch.manual_seed(0)
+    policy = ActorCritic(ActorCriticConfig(hidden=(16,)), EnvSpec({"state": ((2,), "float32")}, 1, 4), 1)
+    assert fitted(policy, torch.tensor([[[3.0]], [[1.0]]]), steps=100).flatten().tolist() == [3.0, 1.0]
+
+
+def test_normalised_actions_come_back_scaled_and_scored_the_same():
+    torch.manual_seed(0)
+    policy = ActorCritic(ActorCriticConfig(normalize_actions=True, hidden=(32,)), SMALL_SPEC, 1)
+    statistics = {"action": {"min": np.array([0.0, -0.02]), "max": np.array([0.04, 0.1])}}
+    policy.fit_normalizers(statistics, "mean_std", "min_max")
+    assert policy.action_normalizer(torch.tensor([0.04, -0.02])).tolist() == pytest.approx([1, -1])
+    target = torch.tensor([[[0.01, -0.02, 0.0]], [[0.04, 0.05, 0.0]]])
+    assert (fitted(policy, target) - target).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", [ActorCritic, FlowPolicy])
+def test_states_and_actions_are_each_scaled_in_their_own_way(kind):
+    config = (ActorCriticConfig if kind is ActorCritic else FlowConfig)(normalize_actions=True)
+    policy = kind(config, EnvSpec({"state": ((1,), "float32")}, 1), 1)
+    one = {name: np.array([value]) for name, value in {"mean": 1.0, "std": 2.0, "min": 2.0, "max": 10.0}.items()}
+    policy.fit_normalizers({"observation/state": one, "action": one}, "min_max", "mean_std")
+    action = policy.action_normalizer if kind is ActorCritic else policy.actions
+    # min_max: 6 -> 0, 10 -> 1; mean_std: 1 -> 0, 3 -> 1
+    assert policy.encoder.normalizer(torch.tensor([6.0, 10.0])[:, None]).flatten().tolist() == [0, 1]
+    assert action(torch.tensor([1.0, 3.0])[:, None]).flatten().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("distribution", ["squashed", "discrete"])
+def test_normalised_actions_are_refused_where_they_make_no_sense(distribution):
+    spec = EnvSpec({"state": ((2,), "float32")}, 1, 4 if distribution == "discrete" else 0)
+    with pytest.raises(UserError, match="policy.normalize_actions=true scales"):
+        ActorCritic(ActorCriticConfig(normalize_actions=True, distribution=distribution), spec, 1)
+
+
+# ---- the phase
+
+
+def run_to_the_end(config) -> Run:
+    run = Run(config)
+    assert run.run()
+    run.phase.env.close()
+    return run
+
+
+@pytest.mark.parametrize("way", ["plain", "averaged, pictures"])
+def test_stopped_it_goes_on_bit_equal(folder, tmp_path, way):
+    more = {} if way == "plain" else {"imitate": {"ema": 0.9, "image_augmentation": 2}, "env": SEEN}
+    demos = folder / ("state" if way == "plain" else "seen")
+    straight = run_to_the_end(load_config(settings(demos, tmp_path / "straight", **more)))
+    config = load_config(settings(demos, tmp_path / "stopped", **more))
+    stopped = Run(config)
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    resumed = run_to_the_end(config)
+    for models in ("model", "policy"):
+        one, other = getattr(straight.phase, models).state_dict(), getattr(resumed.phase, models).state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    saved = load_policy(tmp_path / "stopped").state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.phase.model.state_dict().items())
+    if way != "plain":
+        assert not torch.equal(resumed.phase.model.head.linear.weight, resumed.phase.policy.head.linear.weight)
+
+
+def test_it_goes_on_from_before_critics_had_units(folder, tmp_path):
+    run = Run(load_config(settings(folder / "state", tmp_path / "run", imitate={"ema": 0.9})))
+    run.phase.step(0.0)
+    state, own = run.phase.state_dict(), run.phase.process_state()
+    older = {
+        name: 2 * weight
+        for name, weight in state["policy"].items()
+        if ".returns." not in name and weight.is_floating_point()
+    }
+    run.phase.load_state_dict(state | {"policy": older}, own)
+    assert all(torch.equal(run.phase.policy.state_dict()[name], weight) for name, weight in older.items())
+    run.phase.env.close()
+
+
+def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
+    config = load_config(
+        settings(
+            folder / "state",
+            tmp_path / "run",
+            imitate={"steps_per_update": 80, "weight_decay": 0.1, "state_normalization": "min_max"},
+        )
+    )
+    run = Run(config)
+    critic = {name: value.clone() for name, value in run.phase.policy.critic.named_parameters()}
+    losses = [run.phase.step(run.fraction)["error_loss"] for _ in range(4)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(value, critic[name]) for name, value in run.phase.policy.critic.named_parameters())
+    assert run.fraction == 1 and run.phase.progress.env_steps == 0
+    state = run.phase.policy.encoder.normalizer
+    assert state.fitted and run.phase.policy.critic.privileged.fitted
+    values = torch.from_numpy(Demonstrations(folder / "state").numbers("observation.state"))
+    # by the range, as was asked for
+    scaled = state(values)
+    assert scaled.abs().max() == pytest.approx(1, abs=1e-3) and (scaled.amax(0) + scaled.amin(0)).abs().max() < 1e-3
+
+
+def watched(folder, tmp_path, **more):
+    """A phase, and of each of its gradient steps: was dropout on, and from which batch was it made?"""
+    phase = Run(load_config(settings(folder, tmp_path, **more)), folder=False, quiet=True).phase
+    seen, loss = [], phase.policy.imitation_loss
+    phase.policy.imitation_loss = lambda batch, generator: (
+        seen.append((phase.policy.training, batch.clone())) or loss(batch, generator)
+    )
+    return phase, seen
+
+
+def test_dropout_is_on_while_it_learns_and_off_afterwards(folder, tmp_path):
+    phase, seen = watched(folder / "state", tmp_path)
+    phase.step(0.0)
+    phase.step(0.5)
+    assert [training for training, _ in seen] == [True] * 6
+    assert not any(module.training for module in phase.model.modules())
+
+
+@pytest.mark.parametrize(("schedule", "left"), [("linear", 0.75), ("cosine", 0.8536), ("constant", 1.0)])
+def test_the_learning_rate_falls_as_asked(folder, tmp_path, schedule, left):
+    phase, _ = watched(folder / "state", tmp_path, imitate={"lr_schedule": schedule, "learning_rate": 0.01})
+    assert phase.step(0.0)["lr"] == 0.01
+    assert phase.step(0.25)["lr"] == pytest.approx(0.01 * left, rel=1e-4)
+    assert phase.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * left, rel=1e-4)
+
+
+@pytest.mark.parametrize("pixels", [0, 2])
+def test_pictures_are_shifted_where_asked_for(folder, tmp_path, pixels):
+    phase, seen = watched(folder / "seen", tmp_path, env=SEEN, imitate={"image_augmentation": pixels})
+    phase.step(0.0)
+    plain = BatchBuilder(phase.chunks, 8, phase.seed * 1009, "cpu")
+    for (_, batch), drawn in zip(seen, plain, strict=False):
+        same = (batch["observation", "image", "head"] == drawn["observation", "image", "head"]).flatten(1).all(1)
+        assert same.sum() <= 4 if pixels else same.all()
+        assert torch.equal(batch["observation", "state"], drawn["observation", "state"])
+        assert torch.equal(batch["action"], drawn["action"])
+
+
+def test_an_average_of_few_weights_forgets_its_start(folder, tmp_path):
+    phase, _ = watched(folder / "state", tmp_path, imitate={"ema": 0.999, "steps_per_update": 1, "learning_rate": 0.01})
+    average = phase.policy.head.linear.weight.detach().clone()
+    for step in (1, 2, 3):
+        phase.step(0.0)
+        now = phase.policy.head.linear.weight.detach()
+        decay = step / (step + 10)
+        average = decay * average + (1 - decay) * now
+        torch.testing.assert_close(phase.model.head.linear.weight, average)
+    # and is no copy
+    assert (average - now).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_pretrained_normalisers_that_no_demonstrations_fitted_are_fitted(folder, tmp_path, ema):
+    scaled = {"hidden": [16], "normalize_actions": True}
+    rollouts = {"output": str(tmp_path / "rl"), "env": ENV, "policy": scaled, "rollout": {"n_envs": 2, "steps": 8}}
+    run_to_the_end(load_config(rollouts | {"training": {"iterations": 1}, "logging": {"console_level": "ERROR"}}))
+
+    def imitated(demos, name, pretrained):
+        more = {"policy": scaled, "imitate": {"ema": ema}, "pretrained": str(tmp_path / pretrained)}
+        return run_to_the_end(load_config(settings(folder / demos, tmp_path / name, **more)))
+
+    phase, demos = imitated("state", "first", "rl").phase, Demonstrations(folder / "state")
+    for policy in (phase.policy, phase.model):
+        state, action, privileged = policy.encoder.normalizer, policy.action_normalizer, policy.critic.privileged
+        assert state.fitted and action.fitted and privileged.fitted
+        torch.testing.assert_close(state.shift, torch.from_numpy(demos.numbers("observation.state")).mean(0))
+        # the hand's steps; the fingers stay as they are
+        steps = action(torch.from_numpy(demos.numbers("action")))[:, :3]
+        torch.testing.assert_close(steps.amax(0), torch.ones(3), rtol=0, atol=1e-3)
+    # once fitted they stay: other demonstrations are seen through the same ones
+    again = imitated("seen", "second", "first").phase.policy
+    assert torch.equal(again.encoder.normalizer.shift, phase.model.encoder.normalizer.shift)
+    assert torch.equal(again.action_normalizer.scale, phase.model.action_normalizer.scale)
+
+
+def test_without_a_limit_it_makes_20_updates(folder, tmp_path):
+    config = load_config(settings(folder / "state", tmp_path, training={}))
+    run = Run(config, folder=False, quiet=True)
+    run.phase.progress.updates = 19
+    assert run.fraction == 0.95
+
+
+def imitate_on_this_rank(demos, folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    run = Run(load_config(settings(demos, f"{folder}/run", device="cpu", imitate={"ema": 0.9})))
+    batch = next(iter(run.phase.batches))["action"]
+    run.run()
+    saved = {"weights": run.phase.policy.state_dict(), "average": run.phase.model.state_dict(), "batch": batch}
+    torch.save(saved, f"{folder}/rank{run.distributed.rank}.pt")
+
+
+def test_two_processes_draw_their_own_and_learn_the_same(folder, tmp_path):
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_imitate import imitate_on_this_rank;"
+        "debug_launcher(imitate_on_this_rank, tuple(sys.argv[1:]), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "doubles"), *sys.path])}
+    command = [sys.executable, "-c", code, str(folder / "state"), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    for which in ("weights", "average"):
+        for name, tensor in first[which].items():
+            assert torch.equal(tensor, second[which][name]), (which, name)
+    assert not torch.equal(first["batch"], second["batch"])
+
+
+# ---- with a memory
+
+NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1, "memory_size": 7}
+
+
+def test_each_step_is_shown_with_what_the_policy_would_remember_there(folder, tmp_path):
+    """Decisions every 3 steps; the episodes of 7 and all their pictures, walked through one by one."""
+    more = {"env": SEEN, "policy": NATIVE, "rollout": {"action_steps": 3}}
+    phase, seen = watched(folder / "seen", tmp_path, **more)
+    phase.step(0.0)
+    for _, batch in seen:
+        for row, step in enumerate(batch["step"].tolist()):
+            start, t = step - step % LENGTH, step % LENGTH
+            decided = sorted({0, *range(t - 3, 0, -3)}) if t else []
+            memory = torch.zeros(1, 7)
+            for earlier in decided:
+                number = torch.tensor([start + earlier])
+                td = TensorDict({"observation": phase.chunks.observation(number)}, [1])
+                memory = phase.policy.remember(td.set(("memory", "policy"), memory))
+            torch.testing.assert_close(batch["memory", "policy"][row], memory[0])
+            assert memory[0, 0].item() == pytest.approx(len(decided) / (len(decided) + 1))
+    assert seen[0][1]["memory", "policy"].abs().max() > 0.1
+
+
+def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
+    more = {"policy": NATIVE, "rollout": {"action_steps": 3}}
+    straight = run_to_the_end(load_config(settings(folder / "state", tmp_path / "straight", **more)))
+    config = load_config(settings(folder / "state", tmp_path / "stopped", **more))
+    stopped = Run(config)
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    resumed = run_to_the_end(config)
+    one, other = straight.phase.model.state_dict(), resumed.phase.model.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- what is refused, before anything is written
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["env.cameras=[head]"], "cameras: expected head, found none"),
+        (["env.object_state=state"], "entries of observation.state: expected 51, found 30"),
+        (["env.control_mode=delta_ee"], "entries of an action: expected"),
+        (["env.control_mode=qpos"], "control mode: expected qpos, found delta_ee_pos"),
+        (["env.task=lift_d0"], "which the env never asks for"),
+        (["imitate.demos=nowhere"], "nowhere"),
+        (["imitate.demos=[]"], "expected the folder(s) of demonstrations"),
+        (["training.total_timesteps=5"], "no robot acts in imitate"),
+        (["env.task=lift_d7"], "lift_d7"),
+    ],
+)
+def test_refused(folder, tmp_path, capsys, change, said):
+    out = tmp_path / "run"
+    words = ["train", "imitate", f"imitate.demos={folder / 'state'}", "env.threads=1", "--output", str(out), *change]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked", "told", "said"),
+    [
+        ("privileged", "state", True, "env.object_state: expected state, found privileged"),
+        ("state", "hidden", True, "env.object_state: expected hidden, found state\nentries of observation.state"),
+        ("state", "hidden", False, "entries of observation.state: expected 30 or fewer, found 51"),
+        ("privileged", "hidden", True, None),
+    ],
+)
+def test_padding_does_not_hide_that_states_are_of_other_things(tmp_path, recorded, asked, told, said):
+    demos = tmp_path / "demos"
+    plan = Plan(TabletopConfig(**ENV | {"object_state": recorded}), max_episode_steps=2, keep_failures=True)
+    record(plan, 1, demos, quiet=True)
+    if not told:
+        # a dataset of others does not say how it was recorded
+        file = demos / "meta" / "sparring.json"
+        file.write_text(json.dumps({"control_mode": ENV["control_mode"]}))
+    config = load_config(settings(demos, tmp_path / "run", env=ENV | {"object_state": asked, "pad_state": 80}))
+    if said is None:
+        run_to_the_end(config)
+        return
+    with pytest.raises(UserError, match=f"is not what is asked for; .*\n{said}"):
+        Run(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_policy_that_cannot_imitate_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.delattr(ActorCritic, "imitation_loss")
+    with pytest.raises(UserError, match="ActorCritic cannot imitate"):
+        Run(load_config(settings(folder / "state", tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_from_the_command_line_the_env_is_the_demonstrations(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    words = ["train", "imitate", f"imitate.demos={folder / 'state'}", "env.threads=1", "--output", str(out)]
+    words += ["training.iterations=2", "imitate.steps_per_update=2", "--batch_size", "4", "evaluation.episodes=2"]
+    assert main([*words, "rollout.n_envs=2", "rollout.render_episodes=0"]) == 0
+    err = capsys.readouterr().err
+    assert f"from imitate.demos={folder / 'state'}: env.task=[push_d0] env.object_state=privileged" in err
+    assert "learns from 4 demonstrations (28 steps)" in err and "2 updates" in err
+    config = load_config(checkpoints(out)[-1] / "config.yaml")
+    assert config.env.control_mode == "delta_ee_pos" and config.imitate.batch_size == 4
+    assert set(json.loads((out / "evaluation.json").read_text())["scores"]) == {"policy", "random"}
+    assert len((out / "episode_metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,210 @@
+"""Student and adversarial in two processes: one explorer, one world model, episodes of each."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_runs import start
+from test_adversarial import EXPLORER, SMALL, SPARRING, TEACHER, closed, config_of, trained
+
+import sparring.runs.run
+from sparring.data.episodes import EpisodeStore
+from sparring.phases.from_runs import episodes_of
+from sparring.processes.distributed import Distributed
+from sparring.rewards.terms import PASSES, Regressor
+from sparring.runs.checkpoint import checkpoint_folder, load_spec
+from sparring.runs.run import Run
+
+# episodes of 7 decisions go on in the next rollout of 4
+LONGER = ["training.iterations=4", "training.log_every=1", "rollout.max_episode_steps=14", "threads=1"]
+STUDENT = [*LONGER, *EXPLORER, *SMALL, "rewards.rnd=0.1"]
+ADVERSARIAL = [*LONGER, *SMALL, *SPARRING, "rewards.learning_progress=1"]
+PHASES = ("student", "adversarial")
+# on a busy machine two processes take long to start
+pytestmark = pytest.mark.timeout(900)
+
+
+def phases_on_this_rank(folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    taught = trained(config_of("teacher", f"{folder}/teacher_rl", *TEACHER, "threads=1"))
+    starts = {
+        "student": [*STUDENT, f"student.teacher={folder}/teacher_rl"],
+        "adversarial": [
+            *ADVERSARIAL,
+            f"adversarial.teacher={folder}/teacher_rl",
+            f"adversarial.student={folder}/student_rl",
+        ],
+    }
+    told = {phase: _whole_and_in_halves(phase, folder, settings) for phase, settings in starts.items()}
+    told["unlike"] = _when_ranks_differ(config_of("adversarial", f"{folder}/unlike", *starts["adversarial"]))
+    _anew_in_the_same_folder(config_of("teacher", f"{folder}/anew", *TEACHER, "threads=1", "resume=never"))
+    torch.save(told, f"{folder}/rank{taught.distributed.rank}.pt")
+
+
+def _whole_and_in_halves(phase: str, folder: str, settings: list[str]) -> dict:
+    whole = trained(config_of(phase, f"{folder}/{phase}_rl", *settings))
+    halves = config_of(phase, f"{folder}/{phase}_halves", *settings)
+    first = Run(halves, quiet=True)
+    for _ in range(2):
+        first.phase.step(first.fraction)
+    first.save()
+    # what a run does after its last checkpoint is forgotten
+    first.phase.step(first.fraction)
+    closed(first)
+    explorer = whole.phase.explorer if phase == "adversarial" else whole.phase
+    return {
+        "weights": dict(whole.phase.model.state_dict()),
+        "resumed": dict(trained(halves).phase.model.state_dict()),
+        "rewards": explorer.rewards.state_dict(),
+        "progress": (whole.phase.progress.env_steps, whole.phase.progress.episodes),
+        "acted": explorer.buffer.rollout()["action"].clone(),
+        "evaluated": whole.evaluate() is not None,
+    }
+
+
+def _when_ranks_differ(config) -> dict:
+    """An update in which episodes end on the first rank only, then one in which they end on both."""
+    run = Run(config, quiet=True)
+    phase, collector = run.phase, run.phase.explorer.collector
+    phase.step(0.0)
+    if not run.distributed.is_main:
+        phase.generations.append = lambda episode, **info: -1
+        collector.drain_episodes = list
+    one_sided = phase.step(0.0) | {"steps_made": phase.learner.gradient_steps}
+    if not run.distributed.is_main:
+        del phase.generations.append, collector.drain_episodes
+    phase.step(0.0)
+    both = phase.step(0.0) | {"steps_made": phase.learner.gradient_steps}
+    closed(run)
+    return {"one_sided": one_sided, "both": both, "weights": dict(phase.model.state_dict())}
+
+
+def _anew_in_the_same_folder(config) -> None:
+    """Twice, and the main process takes its time to move the first run aside."""
+    trained(config)
+    make_room = sparring.runs.run.make_room
+    sparring.runs.run.make_room = lambda config: (time.sleep(1.0), make_room(config))
+    trained(config)
+    sparring.runs.run.make_room = make_room
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_phases_distributed import phases_on_this_rank;"
+        "debug_launcher(phases_on_this_rank, (sys.argv[1],), num_processes=2)"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "doubles"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, check=True, timeout=800)
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_alike(first, second, where=""):
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for name in first:
+            assert_alike(first[name], second[name], f"{where}/{name}")
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second) and bool(first.isfinite().all()), where
+    else:
+        assert first == second, where
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_both_hold_the_same_weights_and_pay_alike(ranks, phase):
+    first, second = (rank[phase] for rank in ranks[1])
+    assert_alike(first["weights"], second["weights"])
+    # normalisers and what RND and learning progress have learned
+    assert_alike(first["rewards"], second["rewards"])
+    # 4 updates x 2 ranks x 2 robots x 4 decisions
+    assert first["rewards"]["normalizer"]["count"] == 64
+    name, fits = ("rnd", 4) if phase == "student" else ("learning_progress", 4 * PASSES)
+    learned = first["rewards"]["terms"][name]
+    assert learned["fits"] == fits and learned["module"]["normalizer.count"] == 64
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stopped_run_goes_on_bit_for_bit(ranks, phase):
+    for rank in ranks[1]:
+        assert_alike(rank[phase]["weights"], rank[phase]["resumed"])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_robots_are_counted_together_and_act_by_themselves(ranks, phase):
+    first, second = (rank[phase] for rank in ranks[1])
+    # 16 decisions of 2 steps, of 4 robots: 2 whole episodes each
+    assert first["progress"] == second["progress"] == (4 * 16 * 2, 4 * 2)
+    assert not torch.equal(first["acted"], second["acted"])
+    assert (first["evaluated"], second["evaluated"]) == (True, False)
+
+
+def test_each_keeps_its_own_episodes_and_generations(ranks):
+    stores = [
+        [EpisodeStore(ranks[0] / "adversarial_rl" / f"{what}{rank}{number}", read_only=True) for rank in ("", "-1")]
+        for what, number in (("episodes", ""), ("generations", "/0"), ("generations", "/1"))
+    ]
+    # of 4 episodes each, every second is set aside: one ends in either generation
+    assert [[len(store) for store in pair] for pair in stores] == [[2, 2], [1, 1], [1, 1]]
+    for first, second in stores:
+        assert not torch.equal(first.episode(0)["action"], second.episode(0)["action"])
+
+
+def test_each_replays_what_the_teachers_process_of_its_number_collected(ranks):
+    folder = str(ranks[0] / "teacher_rl")
+    env = SimpleNamespace(spec=load_spec(checkpoint_folder(folder)))
+    names = [episodes_of(folder, "teacher", env, rank).folder.name for rank in (0, 1, 2)]
+    assert names == ["episodes", "episodes-1", "episodes"]
+
+
+def untimed(metrics: dict) -> dict:
+    return {name: value for name, value in metrics.items() if not name.endswith("_seconds")}
+
+
+def test_ranks_stay_together_where_episodes_end_on_one_only(ranks):
+    first, second = (rank["unlike"] for rank in ranks[1])
+    for update in ("one_sided", "both"):
+        ours, theirs = (untimed(rank[update]) for rank in (first, second))
+        assert_alike(ours, theirs)
+    # a rank had nothing to learn from: no one learned; but what was set aside on the other is told by both
+    assert first["one_sided"]["steps_made"] == 0 and first["both"]["steps_made"] == 3
+    assert {"contact_share", "generations_error_now"} <= first["one_sided"].keys() and "wm_loss" in first["both"]
+    assert_alike(first["weights"], second["weights"])
+
+
+def test_nobody_writes_into_a_run_that_is_moved_aside(ranks):
+    for run in ("anew", "anew-old-1"):
+        kept = [len(EpisodeStore(ranks[0] / run / name, read_only=True)) for name in ("episodes", "episodes-1")]
+        assert kept == [4, 4]
+
+
+def test_a_rank_with_few_rows_fits_as_often_as_the_others():
+    distributed = Distributed("cpu")
+    distributed.max = lambda value: 3.0  # the other has so many minibatches
+    learner = Regressor(2, 1, torch.device("cpu"))
+    learner.fit(torch.ones(2, 2), torch.ones(2, 1), distributed)
+    assert learner.optimizer.state_dict()["state"][0]["step"] == 3
+    assert all(bool(weight.isfinite().all()) for weight in learner.parameters())
+
+
+def test_the_whole_chain_in_two_processes(tmp_path):
+    process = start(tmp_path, "--gpus", "2")
+    told = process.communicate()[0]
+    assert process.returncode == 0, told
+    assert json.loads((tmp_path / "all.json").read_text()).keys() == {"teacher", *PHASES}
+    for phase in ("teacher", *PHASES):
+        folder = tmp_path / f"{phase}_rl"
+        state = torch.load(folder / "checkpoint-1/training_state.pt", weights_only=True)
+        assert len(state["processes"]) == 2 and (folder / "evaluation.json").is_file()
+        # of both processes: 4 robots, one episode of 8 steps each
+        line = json.loads((folder / "episode_metrics.jsonl").read_text().splitlines()[-1])
+        assert (line["total_steps"], line["episode"]) == (32, 4)
+    assert (tmp_path / "adversarial_rl/episodes-1").is_dir() and "what earlier explorers found" in told

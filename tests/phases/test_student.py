@@ -1,0 +1,217 @@
+"""The student phase: who is shown what, who is paid for what, and which teachers fit."""
+
+import json
+
+import pytest
+import torch
+from doubles_judge import JudgingWorldModel
+
+from sparring.api import load_policy
+from sparring.cli.main import main
+from sparring.config.inherit import with_inherited
+from sparring.config.schema import load_config
+from sparring.config.section import ConfigError
+from sparring.config.text import parse_overrides
+from sparring.envs.env import make_env
+from sparring.errors import UserError
+from sparring.runs.checkpoint import save_checkpoint
+from sparring.runs.run import Run
+from sparring.world_models.world_model import make_world_model
+
+SMALL = ["env.image_size=32", "env.threads=1", "world_model.name=doubles_judge:JudgingWorldModel", "device=cpu"]
+BRIEF = [
+    "rollout.n_envs=2",
+    "rollout.steps=6",
+    "rollout.max_episode_steps=16",
+    "policy.hidden=[8]",
+    "evaluation.episodes=2",
+]
+BRIEF += ["policy.channels=[4,4]", "policy.image_features=8", "ppo.mini_batch_size=6", "rollout.render_episodes=0"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A run folder as `sparring train teacher` leaves it; its world model has learned a weight of 0.5."""
+    folder = tmp_path_factory.mktemp("runs") / "teacher_rl"
+    config = load_config(None, parse_overrides([*SMALL, "rollout.action_steps=3", "env.action_scale=2"]), "teacher")
+    env = make_env(config.env, 1)
+    model = make_world_model(config.world_model, env.spec, 3)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    save_checkpoint(folder, 7, model, {}, config.to_yaml(), env.spec)
+    env.close()
+    return folder
+
+
+def student_config(teacher, output, *overrides):
+    settings = [f"student.teacher={teacher}", f"output={output}", "env.threads=1", "device=cpu", *BRIEF, *overrides]
+    settings = parse_overrides(settings + ["phase=student"])
+    return load_config(None, with_inherited(settings))
+
+
+def run_of(teacher, output, *overrides) -> Run:
+    return Run(student_config(teacher, output, *overrides), quiet=True)
+
+
+def test_the_teachers_env_world_model_and_chunk_come_with_it(teacher, tmp_path):
+    config = student_config(teacher, tmp_path)
+    assert config.env.image_size == 32 and config.env.cameras == ("head", "wrist")
+    assert config.env.action_scale == 2 and config.rollout.action_steps == 3
+    assert config.world_model.name == "doubles_judge:JudgingWorldModel"
+
+
+def test_another_kind_of_policy_is_not_given_the_usual_ones_settings(teacher, tmp_path):
+    assert student_config(teacher, tmp_path).policy.distribution == "gsde"
+    flow = ["policy.name=flow", *(word for word in BRIEF if not word.startswith("policy."))]
+    settings = parse_overrides([f"student.teacher={teacher}", "phase=student", *flow])
+    assert load_config(None, with_inherited(settings)).policy.name == "flow"
+
+
+def test_the_explorer_reads_the_wrist_camera_only_and_the_world_model_both(teacher, tmp_path):
+    phase = run_of(teacher, tmp_path).phase
+    assert phase.policy.in_keys == [("observation", "image", "wrist"), ("observation", "state")]
+    model = phase.rewards.world_model
+    assert isinstance(model, JudgingWorldModel) and model.cameras == ("head", "wrist")
+    assert phase.rewards.unseen == ("head",)
+    root = phase.env.reset(0)
+    acted = phase.policy.act(root.clone())["action"]
+    root["observation", "image", "head"].random_(0, 255)
+    assert torch.equal(phase.policy.act(root.clone())["action"], acted)
+    root["observation", "image", "wrist"].random_(0, 255)
+    assert not torch.equal(phase.policy.act(root)["action"], acted)
+
+
+def test_the_world_model_has_the_teachers_weights_and_keeps_them(teacher, tmp_path):
+    phase = run_of(teacher, tmp_path).phase
+    model = phase.rewards.world_model
+    assert model.weight.item() == 0.5 and not model.weight.requires_grad and not model.training
+    before = {name: weight.clone() for name, weight in phase.policy.state_dict().items()}
+    phase.step(0.0)
+    assert model.weight.item() == 0.5
+    after = phase.policy.state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert [name for name in phase.model.state_dict() if name == "weight"] == []
+
+
+def test_an_update_tells_of_pay_and_contact(teacher, tmp_path):
+    phase = run_of(teacher, tmp_path, "rewards.prediction_error=0.5").phase
+    metrics = phase.step(0.0)
+    for name in ("memory_divergence", "disagreement", "prediction_error"):
+        assert {f"reward/{name}", f"reward/{name}_normalized"} <= metrics.keys()
+    # of the double: three times the error
+    assert metrics["reward/disagreement"] == pytest.approx(3 * metrics["reward/prediction_error"], rel=1e-5)
+    assert 0 <= metrics["contact_share"] <= 1
+    # explore pays nothing of its own; the first rollout is by definition the usual, but it is not all alike
+    assert phase.buffer.rollout()["next", "reward"].std() > 0.1
+    assert phase.step(0.0)["episode_reward"] != 0
+    assert "paid for memory_divergence, prediction_error, disagreement" in phase.learns_from
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(teacher, tmp_path):
+    options = ("training.iterations=3", "training.save_every=2", "rewards.rnd=0.1")
+    whole = run_of(teacher, tmp_path / "whole", *options)
+    assert whole.run()
+    first = run_of(teacher, tmp_path / "halves", *options)
+    for _ in range(2):
+        first.phase.step(first.fraction)
+    first.save()
+    second = run_of(teacher, tmp_path / "halves", *options)
+    assert second.phase.progress.updates == 2
+    assert second.run()
+    for name, weight in whole.phase.policy.state_dict().items():
+        assert torch.equal(weight, second.phase.policy.state_dict()[name]), name
+
+
+def test_a_student_that_was_saved_acts_again_and_is_evaluated(teacher, tmp_path):
+    run = run_of(teacher, tmp_path / "run", "training.iterations=1")
+    assert run.run()
+    policy = load_policy(tmp_path / "run")
+    assert policy.in_keys == run.phase.policy.in_keys
+    assert run.evaluate().episodes == 2
+    assert main(["eval", str(tmp_path / "run"), "--episodes", "2"]) == 0
+
+
+@pytest.mark.parametrize("flag", ["--teacher_checkpoint", "--teacher_path"])
+def test_the_originals_words_start_it(teacher, tmp_path, flag, capsys):
+    words = ["train", "phase2", flag, str(teacher / "checkpoint-7"), "--output", str(tmp_path / "run"), "device=cpu"]
+    assert main([*words, *BRIEF, "env.threads=1", "training.iterations=1", "evaluation.baseline=false"]) == 0
+    lines = (tmp_path / "run/episode_metrics.jsonl").read_text().splitlines()
+    assert "reward/disagreement" in json.loads(lines[-1])
+    assert "world_model.name=doubles_judge:JudgingWorldModel" in capsys.readouterr().err
+
+
+def test_rewards_original_is_a_preset(teacher, tmp_path):
+    rewards = student_config(teacher, tmp_path, "rewards=original").rewards
+    assert (rewards.memory_divergence, rewards.prediction_error, rewards.disagreement) == (1.0, 1.0, 0.0)
+    assert rewards.divergence == "original"
+    changed = student_config(teacher, tmp_path, "rewards=original", "rewards.rnd=0.5").rewards
+    assert changed.rnd == 0.5 and changed.prediction_error == 1.0
+    with pytest.raises(ConfigError, match="rewards.name = new .*one of: default, original"):
+        student_config(teacher, tmp_path, "rewards=new")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["rewards.learning_progress=1"], "rewards.learning_progress = 1 .*frozen in this phase"),
+        (["rewards.disagreement=0", "rewards.memory_divergence=0"], "pays for nothing"),
+    ],
+)
+def test_rewards_that_cannot_be_paid_are_config_errors(teacher, tmp_path, given, said):
+    with pytest.raises(ConfigError, match=said):
+        student_config(teacher, tmp_path, *given)
+
+
+def test_without_a_teacher_it_says_how_to_get_one():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, phase="student")
+    assert len(error.value.mistakes) == 1
+    assert "student.teacher" in str(error.value) and "sparring train teacher" in str(error.value)
+
+
+def test_a_teacher_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="nowhere' does not exist"):
+        student_config(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("world_model.weight=2", "world_model.weight was 1.0 and is 2.0"),
+        ("rollout.action_steps=4", "rollout.action_steps was 3 and is 4"),
+        ("env.control_mode=delta_ee_pos", "env.control_mode was delta_qpos and is delta_ee_pos"),
+        ("env.image_size=64", r"observation/image/head was \[3, 32, 32\] uint8 and is \[3, 64, 64\] uint8"),
+    ],
+)
+def test_a_teacher_of_something_else_is_refused_in_words(teacher, tmp_path, given, said):
+    with pytest.raises(UserError, match=said):
+        run_of(teacher, tmp_path, given)
+
+
+def test_what_is_only_measured_may_differ(teacher, tmp_path):
+    assert run_of(teacher, tmp_path, "env.segmentation=true").phase.env.spec.observation["segmentation/head"]
+
+
+def test_an_explorer_is_no_teacher(teacher, tmp_path):
+    assert run_of(teacher, tmp_path / "run", "training.iterations=1").run()
+    with pytest.raises(UserError, match="made by `sparring train student`; world models come of"):
+        run_of(tmp_path / "run", tmp_path / "other")
+
+
+def test_nor_is_a_policy_that_sees_no_camera(tmp_path, capsys):
+    small = ["env.name=gym:CartPole-v1", "rollout.steps=8", "rollout.render_episodes=0", "evaluation.episodes=2"]
+    run = ["--output", str(tmp_path / "run"), "training.iterations=1", "device=cpu", "logging.console_level=ERROR"]
+    assert main(["train", "finetune", *run, *small]) == 0
+    assert main(["train", "student", "--teacher_path", str(tmp_path / "run"), "--output", str(tmp_path / "other")]) == 2
+    assert "made by `sparring train finetune`; world models come of" in capsys.readouterr().err
+
+
+def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):
+    with pytest.raises(UserError, match=r"student.cameras=\['left_wrist'\], but the env shows head, wrist"):
+        run_of(teacher, tmp_path, "student.cameras=left_wrist")
+
+
+def test_a_teacher_that_only_knows_tokens_so_far_is_refused(teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.world_models.world_model.WorldModel.foretells", False)
+    with pytest.raises(UserError, match="still learning its tokens and foretells nothing yet; train it further"):
+        run_of(teacher, tmp_path)

@@ -1,0 +1,382 @@
+"""The teacher phase: what it collects, what it counts, that it learns, and that it goes on bit-equal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doubles_world_model import CopyingConfig, CopyingWorldModel
+from PIL import Image
+from tensordict import TensorDict
+
+from sparring.cli.main import main
+from sparring.config.schema import load_config
+from sparring.config.section import ConfigError
+from sparring.data.episodes import EpisodeStore
+from sparring.envs.backend import EnvSpec, Step
+from sparring.envs.env import Env
+from sparring.phases.replay import FAILED, foretold
+from sparring.runs.checkpoint import checkpoints
+from sparring.runs.run import Run
+
+MODEL = {"name": "doubles_world_model:CopyingWorldModel"}
+ENV = {"task": "explore", "cameras": ["head", "wrist"], "image_size": 16, "threads": 1}
+SMALL = {
+    "phase": "teacher",
+    "env": ENV,
+    "world_model": MODEL,
+    "rollout": {"n_envs": 3, "steps": 4, "max_episode_steps": 9, "action_steps": 2},
+    "teacher": {"gradient_steps": 5, "batch_size": 2, "sequential": True},
+    "training": {"bptt_length": 2, "iterations": 4, "log_every": 1, "save_every": 1, "keep_checkpoints": 10},
+    "evaluation": {"episodes": 3},
+    "logging": {"console_level": "ERROR"},
+    "device": "cpu",
+}
+
+
+def config_in(folder, **more):
+    return load_config(SMALL | {"output": str(folder)} | more)
+
+
+def closed(run: Run) -> Run:
+    run.phase.close()
+    return run
+
+
+def run_to_the_end(config) -> Run:
+    run = Run(config)
+    assert run.run()
+    return closed(run)
+
+
+def lines(folder) -> list[dict]:
+    timed = ("timestamp", "perf/collect_seconds", "perf/update_seconds", "perf/steps_per_second")
+    rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+class BrighteningBackend:
+    """Every decision brightens the picture by 10; the picture begins at 20 * env; episodes of `length` decisions."""
+
+    def __init__(self, num_envs: int, length: int):
+        self.num_envs, self.length = num_envs, length
+        observation = {"image/head": ((3, 16, 16), "uint8"), "state": ((1,), "float32")}
+        self.spec = EnvSpec(observation, 1, max_episode_steps=length)
+
+    def reset(self, seeds):
+        self.count = np.zeros(self.num_envs, int)
+        return self._observe()
+
+    def step(self, action):
+        self.count += 1
+        done = self.count == self.length
+        ended = np.nonzero(done)[0]
+        final = {name: value[ended] for name, value in self._observe().items()}
+        self.count[ended] = 0
+        reward, executed = np.zeros(action.shape[:2], np.float32), np.full(self.num_envs, action.shape[1], np.int64)
+        return Step(self._observe(), reward, executed, done & False, done, done & False, ended, final)
+
+    def record(self, envs): ...
+
+    def close(self): ...
+
+    def _observe(self):
+        level = (20 * np.arange(self.num_envs) + 10 * self.count).astype(np.uint8)
+        image = np.broadcast_to(level[:, None, None, None], (self.num_envs, 3, 16, 16)).copy()
+        return {"image/head": image, "state": level[:, None].astype(np.float32)}
+
+
+WAYS = {
+    "in order": {},
+    "shuffled": {"teacher": SMALL["teacher"] | {"sequential": False, "burn_in": 1}},
+    "long episodes": {"rollout": SMALL["rollout"] | {"max_episode_steps": 21}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_stopped_after_2_updates_it_goes_on_bit_equal(tmp_path, way):
+    straight = run_to_the_end(config_in(tmp_path / "straight", **way))
+    stopped = Run(config_in(tmp_path / "stopped", **way))
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    # what a run does after its last checkpoint is forgotten
+    stopped.phase.step(stopped.fraction)
+    closed(stopped)
+    resumed = run_to_the_end(config_in(tmp_path / "stopped", **way))
+    assert resumed.phase.progress == straight.phase.progress
+    assert torch.equal(resumed.phase.model.brighter, straight.phase.model.brighter)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[2:]
+    stores = [EpisodeStore(tmp_path / name / "episodes", read_only=True) for name in ("straight", "stopped")]
+    assert len(stores[0]) == len(stores[1]) > 0
+    for i in range(len(stores[0])):
+        one, other = (store.episode(i) for store in stores)
+        assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
+
+
+def test_what_a_line_says(tmp_path):
+    run = run_to_the_end(config_in(tmp_path))
+    last = lines(tmp_path)[-1]
+    # the first update collects until there is an episode, 5 decisions, the others 4: three episodes of each robot
+    assert last["update"] == 4 and last["episode"] == 3 * 3
+    # 9 steps are 4 decisions of two steps and one of one; 2 decisions of the fourth episodes
+    assert last["total_steps"] == 3 * (3 * 9 + 2 * 2)
+    world_model = [f"world_model/{name}" for name in ("accuracy", "accuracy_copy", "accuracy_changed")]
+    for key in ("avg_loss", "avg_acc", *world_model, "episode_reward", "lr"):
+        assert isinstance(last[key], float), key
+    assert last["avg_acc"] == last["world_model/fresh_accuracy"]
+    assert run.phase.model.calls["loss"] == 4 * 5
+    assert run.phase.model.calls["score"] == 5 + 3 * 4
+
+
+def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_learned_from(tmp_path):
+    """Pictures brighten by 10 a decision: a model that says so is always right, one that copies never."""
+    from sparring.algorithms.world_model import WorldModelLearner
+    from sparring.phases.configs import TeacherConfig
+    from sparring.phases.teacher import Teacher
+    from sparring.processes.distributed import Distributed
+
+    for brighter, expected in ((10.0, 6.0), (0.0, 0.0)):
+        env = Env(BrighteningBackend(2, length=6))
+        model = CopyingWorldModel(CopyingConfig(brighter=brighter), env.spec, 1)
+        config = TeacherConfig(gradient_steps=1, batch_size=2, learning_rate=1e-9, sequential=True)
+        learner, folder = WorldModelLearner(config, model, Distributed("cpu")), tmp_path / str(brighter)
+        teacher = Teacher(config, env, model, learner, learner.distributed, folder, 1, 12, 3)
+        metrics = teacher.step(0.0)
+        assert metrics["episode_reward"] == expected and metrics["fresh_acc"] == expected / 6
+        assert teacher.progress.episodes == 4
+        # what the world model remembers of a robot is of its episode alone
+        assert teacher.memory.memory[:, 0].tolist() == [6.0, 6.0]
+        teacher.close()
+
+
+def test_it_learns(tmp_path):
+    from sparring.algorithms.world_model import WorldModelLearner
+    from sparring.phases.configs import TeacherConfig
+    from sparring.phases.teacher import Teacher
+    from sparring.processes.distributed import Distributed
+
+    env = Env(BrighteningBackend(2, length=6))
+    model = CopyingWorldModel(CopyingConfig(), env.spec, 1)
+    config = TeacherConfig(gradient_steps=60, batch_size=4, learning_rate=0.5)
+    learner = WorldModelLearner(config, model, Distributed("cpu"))
+    teacher = Teacher(config, env, model, learner, learner.distributed, tmp_path, 1, 6, 3)
+    rewards = [teacher.step(fraction)["episode_reward"] for fraction in (0.0, 0.3, 0.6)]
+    assert float(model.brighter.detach()) == pytest.approx(10.0, abs=0.5)
+    # what it had learned by then: nothing of the first episodes, all of the last
+    assert rewards[0] == 0 and rewards[2] == 6
+    teacher.close()
+
+
+def test_half_of_the_robots_change_their_actions_slowly(tmp_path):
+    settings = {"n_envs": 4, "steps": 5, "max_episode_steps": 10, "action_steps": 2}
+    run = Run(config_in(tmp_path, rollout=settings))
+    assert run.phase.explorer.correlation[:, 0].tolist() == pytest.approx([0.95, 0.0, 0.95, 0.0])
+    run.phase.step(0.0)
+    closed(run)
+    store = EpisodeStore(tmp_path / "episodes", read_only=True)
+    # of each robot [T, C, A] -> the mean change from step to step
+    jumps = [float(store.episode(i)["action"].flatten(0, 1).diff(dim=0).abs().mean()) for i in range(4)]
+    assert max(jumps[0], jumps[2]) < 0.35 < 0.5 < min(jumps[1], jumps[3])
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path):
+    Run(config_in(tmp_path / "x")).phase.close()
+    assert not (tmp_path / "x" / "episodes").exists()
+
+
+def test_a_branch_says_that_it_has_no_episodes_yet(tmp_path, capsys):
+    run_to_the_end(config_in(tmp_path / "one"))
+    checkpoint = checkpoints(tmp_path / "one")[1]
+    branch = Run(config_in(tmp_path / "two", resume=str(checkpoint)))
+    log = (tmp_path / "two" / "train.log").read_text()
+    assert "episodes collected so far are not in" in log
+    assert branch.run()
+    assert closed(branch).phase.progress.updates == 4
+
+
+def test_pictures_are_predicted_left_and_true_right(tmp_path):
+    run = run_to_the_end(config_in(tmp_path))
+    episodes = run.phase.progress.episodes
+    file = tmp_path / "samples" / f"episode_{episodes:04d}_pred_vs_gt.png"
+    picture = np.asarray(Image.open(file))
+    assert picture.shape == (32, 32, 3)
+    store = EpisodeStore(tmp_path / "episodes", read_only=True)
+    step = store.episode(len(store) - 1)[2]
+    for row, camera in enumerate(("head", "wrist")):
+        true = step["next", "observation", "image", camera].permute(1, 2, 0).numpy()
+        copied = step["observation", "image", camera].numpy().astype(float) + float(run.phase.model.brighter.detach())
+        copied = copied.round().clip(0, 255).transpose(1, 2, 0)
+        assert np.array_equal(picture[16 * row : 16 * row + 16, 16:], true)
+        assert np.abs(picture[16 * row : 16 * row + 16, :16] - copied).max() <= 1
+    assert (tmp_path / "videos" / f"episode_{episodes:06d}.mp4").stat().st_size > 500
+
+
+@pytest.mark.parametrize("brighter", [float("nan"), float("inf")])
+def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
+    spec = EnvSpec({"image/head": ((3, 16, 16), "uint8")}, 1)
+    model = CopyingWorldModel(CopyingConfig(), spec, 1)
+    model.brighter.data.fill_(brighter)
+    image = torch.full((2, 3, 16, 16), 50, dtype=torch.uint8)
+    after = {"observation": {"image": {"head": image}}, "reward": torch.ones(2, 1)}
+    seen = {"observation": {"image": {"head": image}}, "next": after}
+    first = torch.tensor([True, False])
+    episode = TensorDict(seen | {"action": torch.zeros(2, 1, 1), "is_first": first}, [2])
+    shown = foretold(model, episode, 5.0)
+    for moment in (shown.moment(0), shown.moment(1)):
+        assert (moment[:, :16] == FAILED).all() and (moment[:, 16:] == 50).all()
+
+
+def test_the_words_of_the_originals():
+    settings = {"phase": "wm", "training": {"num_episodes": 500, "batch_size": 8, "learning_rate": 1e-4}}
+    settings["training"] |= {"steps_per_episode": 50, "bptt_length": 4, "sequential_training": True}
+    config = load_config(settings)
+    assert config.phase == "teacher" and config.training.num_episodes == 500 and config.training.bptt_length == 4
+    assert (config.teacher.batch_size, config.teacher.learning_rate, config.teacher.sequential) == (8, 1e-4, True)
+    assert config.rollout.max_episode_steps == 50
+    # a world model is shown pictures, and not told where things are
+    assert config.env.cameras == ("head", "wrist") and config.env.object_state == "hidden"
+    # in other envs nothing is known to set
+    assert load_config({"phase": "teacher", "env": {"name": "gym:CartPole-v1"}}).env.name == "gym:CartPole-v1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"env": {"cameras": []}}, "env.cameras = .*: a world model predicts pictures; expected cameras"),
+        ({"rollout": {"n_episodes_per_batch": 16}}, "the teacher collects by rollout.steps"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config({"phase": "teacher"} | settings)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("teacher")
+    run_to_the_end(config_in(folder))
+    return folder
+
+
+def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    words = ["eval", str(trained), "--world-model", "--json", str(file), "--against", str(trained)]
+    assert main([*words, "--episodes", "4", "env.segmentation=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 held-out episodes, actions at random" in printed and "changed pixels, MSE ratio" in printed
+    found = json.loads(file.read_text())
+    assert found["episodes"] == 4 and found["split"] == "eval" and found["transitions"] == 4 * 5
+    assert found["decision_seconds"] == pytest.approx(0.08)
+    assert set(found["cameras"]) == {"head", "wrist"} and set(found["open_loop"]) == {"1", "5", "10", "20"}
+    # it is as good as itself
+    assert found["against"]["cross_entropy"] == 0 and found["against"]["cameras"]["head"]["object_mse"] == 0
+    # the same again gives the same
+    assert main([*words[:3], "--episodes", "4", "env.segmentation=true"]) == 0
+    again = json.loads((trained / "eval_world_model.json").read_text())
+    assert again == {key: value for key, value in found.items() if key != "against"}
+
+
+def test_world_models_are_compared(trained, tmp_path, capsys):
+    run_to_the_end(config_in(tmp_path, world_model=MODEL | {"brighter": 1.0}))
+    words = ["--world-model", "--episodes", "6", "--json", str(tmp_path / "found.json")]
+    assert main(["compare", str(trained), str(trained), *words]) == 0
+    assert "no difference: A and B did the same in all 6 episodes" in capsys.readouterr().out
+    assert main(["compare", str(trained), str(tmp_path), *words]) == 0
+    (found,) = json.loads((tmp_path / "found.json").read_text())["measured"]
+    # the double copies the last frame, and is wrong by one more here
+    assert found["name"] == "MSE ratio" and found["a"] == 1 != found["b"]
+    assert main(["compare", str(trained), str(tmp_path)]) == 2
+    assert "holds a world model, not a policy; give --world-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "holds a world model, not a policy; give --world-model"),
+        (["--exploration"], "holds a world model, not a policy"),
+        (["--against", "x"], "--against goes with --world-model only"),
+        (["--world-model", "--videos", "2"], "--stochastic, --both and --videos go with neither --world-model"),
+        (["--world-model", "--exploration"], "give one of them"),
+        (["--world-model", "env.image_size=32"], "was trained in another env"),
+        (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
+    ],
+)
+def test_what_an_evaluation_refuses(trained, capsys, words, said):
+    assert main(["eval", str(trained), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "teacher", "--dry-run", f"world_model.name={MODEL['name']}", "env.image_size=16", "--envs", "2"]
+    assert (
+        main(
+            [*words, "rollout.steps=3", "rollout.max_episode_steps=8", "teacher.gradient_steps=2", "--batch_size", "5"]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "action                       [5, 14, 4, 7]" in printed and "\nloss: " in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documents_values_are_a_config():
+    config = load_config(Path(__file__).parents[2] / "configs" / "teacher_original.yaml")
+    training = config.training
+    assert (training.num_episodes, training.save_every, training.log_every) == (100, 50, 10)
+    assert (config.teacher.batch_size, config.teacher.learning_rate) == (8, 1e-4)
+    # an update is an episode, and an episode 50 decisions
+    assert config.rollout.max_episode_steps == config.rollout.steps == 50 and config.rollout.n_envs == 1
+
+
+def teach_on_this_rank(folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    run = run_to_the_end(config_in(folder))
+    stopped = Run(config_in(f"{folder}/stopped"))
+    for _ in range(2):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    closed(stopped)
+    resumed = run_to_the_end(config_in(f"{folder}/stopped"))
+    store = EpisodeStore(run.phase.folder, read_only=True)
+    told = {
+        "weights": dict(run.phase.model.state_dict()),
+        "resumed": dict(resumed.phase.model.state_dict()),
+        "progress": (run.phase.progress.env_steps, run.phase.progress.episodes),
+        "first": store.episode(0)["action"][0].clone(),
+        "folder": run.phase.folder.name,
+    }
+    torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
+
+
+def test_two_processes_are_one_learner(tmp_path):
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_teacher import teach_on_this_rank as work;"
+        "debug_launcher(work, (sys.argv[1],), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "doubles"), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, timeout=600)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert torch.equal(first["weights"]["brighter"], second["weights"]["brighter"])
+    for rank in (first, second):
+        assert torch.equal(rank["weights"]["brighter"], rank["resumed"]["brighter"])
+    # twice as many robots, each process with episodes of its own
+    assert first["progress"] == second["progress"] == (2 * 93, 2 * 9)
+    assert (first["folder"], second["folder"]) == ("episodes", "episodes-1")
+    assert not torch.equal(first["first"], second["first"])
+
+
+def test_settings_of_an_explorer_to_come_do_not_keep_a_teacher_from_going_on(tmp_path):
+    run_to_the_end(config_in(tmp_path))
+    explorer = {"rewards.rnd": 1.0, "policy.hidden": [9], "ppo.gamma": 0.5, "student.cameras": ["head"]}
+    changed = config_in(tmp_path, **explorer)
+    assert changed.policy.hidden == (9,) and run_to_the_end(changed).phase.progress.updates > 0
+    with pytest.raises(ConfigError, match="teacher.burn_in"):
+        Run(config_in(tmp_path, **{"teacher.burn_in": 5}))

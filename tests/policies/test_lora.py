@@ -1,0 +1,279 @@
+"""LoRA: adapters learn and nothing else does; alone in a folder that peft opens; folded into the weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sparring.errors import UserError
+from sparring.policies.configs import LoraConfig
+from sparring.policies.lora import adapt, adapter_weights, load_adapters, merge, save_adapters
+
+
+class Net(nn.Module):
+    """A trunk with a convolution and attention of torch's own kind, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.see = nn.Conv2d(3, 8, 4, stride=4)
+        self.words = nn.Embedding(10, 8)
+        self.trunk = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2, enable_nested_tensor=True
+        )
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, image, words):
+        seen = self.see(image).flatten(2).mT
+        return self.head(self.trunk(torch.cat([seen, self.words(words)], 1)).mean(1))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(5, 3, 8, 8, generator=generator), torch.randint(10, (5, 4), generator=generator)
+
+
+def stirred(net):
+    """Adapters away from their start, where they change nothing."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in adapter_weights(net).values():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    return net
+
+
+def learning(net):
+    return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+
+
+def test_nothing_changes_until_adapters_learn(net, inputs):
+    before = net(*inputs)
+    adapt(net, LoraConfig(lora_r=2))
+    torch.testing.assert_close(net(*inputs), before, atol=1e-6, rtol=0)
+    assert not torch.allclose(stirred(net)(*inputs), before, atol=1e-3)
+
+
+def test_by_default_all_linear_layers_have_adapters_and_only_these_learn(net):
+    adapt(net, LoraConfig(lora_r=2))
+    layers = {f"trunk.layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)} | {"head.0", "head.2"}
+    assert learning(net) == {f"{name}.lora_{side}.default.weight" for name in layers for side in "AB"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "layers"),
+    [
+        (["head"], {"head.0", "head.2"}),
+        (["linear1"], {"trunk.layers.0.linear1", "trunk.layers.1.linear1"}),
+        (["*.1.linear?"], {"trunk.layers.1.linear1", "trunk.layers.1.linear2"}),
+        ([r"trunk\.layers\.[1-9]\.linear1", "head.2"], {"trunk.layers.1.linear1", "head.2"}),
+        (["see", "words"], {"see", "words"}),
+    ],
+)
+def test_targets_by_end_glob_and_regex(net, patterns, layers):
+    adapt(net, LoraConfig(lora_r=2, lora_targets=patterns))
+    assert {name.partition(".lora_")[0] for name in learning(net)} == layers
+
+
+def test_a_part_learns_in_full_beside_adapters_in_float32(net):
+    net.bfloat16()
+    adapt(net, LoraConfig(lora_r=2, lora_targets=["trunk", "head"], modules_to_save=["head"]))
+    assert {"head.0.weight", "head.0.bias"} < learning(net) and not any("head.0.lora" in n for n in learning(net))
+    kinds = {p.dtype for p in net.parameters() if p.requires_grad}
+    assert kinds == {torch.float32} and net.trunk.layers[0].linear1.base_layer.weight.dtype == torch.bfloat16
+
+
+def test_weights_alone_learn_in_full_too(net, inputs, tmp_path):
+    settings = LoraConfig(lora_r=2, lora_targets=["head"], modules_to_save=["see.bias", "head.0.bias", "head.2.weight"])
+    base = copy.deepcopy(net)
+    adapt(net, settings)
+    adapters = {f"head.0.lora_{side}.default.weight" for side in "AB"}
+    assert learning(net) == adapters | {"see.bias", "head.0.base_layer.bias", "head.2.weight"}
+    save_adapters(stirred(net), tmp_path)
+    load_adapters(base, tmp_path)
+    assert torch.equal(base(*inputs), net(*inputs)) and learning(base) == learning(net)
+
+
+@pytest.mark.parametrize("frozen", ["head.0", "head.0.weight", "head.0.*"])
+def test_what_is_frozen_learns_in_no_way(net, frozen):
+    adapt(
+        net, LoraConfig(lora_r=2, lora_targets=["head.0", "linear1"], modules_to_save=["see"]), frozen=[frozen, "see"]
+    )
+    layers = {name.partition(".lora_")[0] for name in learning(net)}
+    assert layers == {"trunk.layers.0.linear1", "trunk.layers.1.linear1"}
+
+
+def test_a_frozen_bias_leaves_adapters_alone(net):
+    adapt(net, LoraConfig(lora_r=2, lora_targets=["head.0"]), frozen=["head.0.bias"])
+    assert learning(net) == {f"head.0.lora_{side}.default.weight" for side in "AB"}
+
+
+def test_one_step_changes_adapters_and_nothing_else(net, inputs):
+    adapt(net, LoraConfig(lora_r=2, modules_to_save=["head.2"]))
+    stirred(net)
+    before = copy.deepcopy(net.state_dict())
+    net(*inputs).square().sum().backward()
+    torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1).step()
+    changed = {key for key, value in net.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == learning(net)
+
+
+def test_adapters_count_in_eval_mode_as_in_training(net, inputs):
+    """torch's encoder layers have a short cut for inference that does not call their linear layers."""
+    adapt(net, LoraConfig(lora_r=2))
+    stirred(net)
+    with torch.no_grad():
+        short = net.eval()(*inputs)
+    torch.testing.assert_close(short, net.train()(*inputs), atol=1e-6, rtol=0)
+
+
+def test_dropout_of_adapters_is_off_in_eval_mode(net, inputs):
+    adapt(net, LoraConfig(lora_r=2, lora_dropout=0.5))
+    stirred(net).eval()
+    assert torch.equal(net(*inputs), net(*inputs))
+    net.train()
+    assert not torch.equal(net(*inputs), net(*inputs))
+
+
+@pytest.mark.parametrize("targets", [[], ["see", "words", "linear1"]])
+def test_merged_it_is_a_plain_network_with_the_same_outputs(net, inputs, targets):
+    keys = list(net.state_dict())
+    adapt(net, LoraConfig(lora_r=2, lora_targets=targets))
+    with_adapters = stirred(net)(*inputs)
+    merge(net)
+    assert list(net.state_dict()) == keys
+    assert (net(*inputs) - with_adapters).abs().max() < 1e-5
+    with pytest.raises(UserError, match="no LoRA adapters"):
+        merge(net)
+
+
+CONFIG = LoraConfig(lora_r=2, lora_alpha=5, lora_targets=["see", "words", "linear?"], modules_to_save=["head.2"])
+
+
+def test_saved_alone_they_make_the_same_network_of_the_same_base(net, inputs, tmp_path):
+    base = copy.deepcopy(net)
+    adapt(net, CONFIG)
+    save_adapters(stirred(net), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    adapted = copy.deepcopy(base)
+    # into a network that has none yet, and into one that has others
+    load_adapters(adapted, tmp_path)
+    adapt(base, CONFIG)
+    load_adapters(base, tmp_path)
+    for again in (adapted, base):
+        assert torch.equal(again(*inputs), net(*inputs)) and learning(again) == learning(net)
+
+
+def test_plain_peft_opens_them(net, inputs, tmp_path):
+    from peft import PeftModel
+
+    base = copy.deepcopy(net)
+    # torch's short cut past the adapters
+    base.trunk.use_nested_tensor = False
+    for layer in base.trunk.layers:
+        layer.activation_relu_or_gelu = 0
+    adapt(net, CONFIG)
+    save_adapters(stirred(net), tmp_path)
+    opened = PeftModel.from_pretrained(base, tmp_path).eval()
+    torch.testing.assert_close(opened(*inputs), net(*inputs), atol=1e-6, rtol=0)
+    opened.save_pretrained(tmp_path / "peft")
+    again = Net().eval()
+    again.load_state_dict({k: v for k, v in copy.deepcopy(opened.unload()).state_dict().items()}, strict=True)
+    load_adapters(again, tmp_path / "peft")
+    torch.testing.assert_close(again(*inputs), net(*inputs), atol=1e-6, rtol=0)
+
+
+def test_a_state_dict_loads_back_strictly(net, inputs):
+    adapt(net, CONFIG)
+    state = copy.deepcopy(stirred(net).state_dict())
+    torch.manual_seed(9)
+    other = Net().eval()
+    adapt(other, CONFIG)
+    other.load_state_dict(state, strict=True)
+    assert torch.equal(other(*inputs), net(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"lora_r": 2, "lora_targets": ["linaer1"]},
+            "policy.lora_targets: 'linaer1' matches no part .* nearest: linear1",
+        ),
+        ({"lora_r": 2, "modules_to_save": ["haed"]}, "policy.modules_to_save: 'haed' matches no part .* nearest: head"),
+        ({"lora_r": 2, "modules_to_save": ["head.1"]}, "'head.1' has no weights"),
+        ({"lora_r": 2, "lora_targets": ["self_attn"]}, "no layer that takes adapters"),
+        ({"lora_r": 2, "lora_targets": ["head"], "modules_to_save": ["head"]}, "no layer that takes adapters"),
+        ({"lora_targets": ["head"]}, "policy.lora_targets=.* is not read without LoRA; set policy.lora_r"),
+        ({"modules_to_save": ["head"]}, "policy.modules_to_save=.* is not read without LoRA"),
+        ({"lora_alpha": 8.0}, "policy.lora_alpha=8.0 is not read without LoRA"),
+        ({"lora_dropout": 0.1}, "policy.lora_dropout=0.1 is not read without LoRA"),
+        ({"lora_r": -1}, "lora_r=-1"),
+        ({"lora_alpha": 0}, "lora_alpha=0"),
+        ({"lora_dropout": 1.0}, "lora_dropout=1.0"),
+    ],
+)
+def test_bad_settings(net, settings, said):
+    with pytest.raises(UserError, match=said):
+        adapt(net, LoraConfig(**settings))
+
+
+def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
+    adapt(net, CONFIG)
+    save_adapters(net, tmp_path)
+    other = Net()
+    adapt(other, CONFIG.model_copy(update={"lora_r": 3}))
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(UserError, match=r"do not fit: see.lora_A.weight is \[2, 3, 4, 4\] instead of \[3, 3, 4, 4\]"):
+        load_adapters(other, tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    with pytest.raises(UserError, match="no adapter_config.json"):
+        load_adapters(Net(), tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="cannot be read as adapters"):
+        load_adapters(other, tmp_path / "elsewhere")
+    for config, said in (
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"peft_type": "NEW"}', "cannot be read"),
+        ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', "is of .*PREFIX_TUNING, expected LORA"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(UserError, match=f"the adapter_config.json in '{tmp_path}' {said}"):
+            load_adapters(Net(), tmp_path)
+    with pytest.raises(UserError, match="has LoRA adapters already"):
+        adapt(other, CONFIG)
+    with pytest.raises(UserError, match="no LoRA adapters"):
+        adapter_weights(Net())
+
+
+def test_weights_of_a_plain_run_go_beside_new_adapters(tmp_path):
+    from safetensors.torch import save_file
+
+    from sparring.runs.checkpoint import CheckpointError, load_weights
+
+    def net():
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    plain, adapted = net(), net()
+    file = tmp_path / "model.safetensors"
+    save_file(plain.state_dict(), file)
+    adapt(adapted, LoraConfig(lora_r=2))
+    with pytest.raises(CheckpointError, match="missing: 0.base_layer.weight"):
+        load_weights(adapted, file)
+    loaded = load_weights(adapted, file, of_plain=True)
+    assert loaded.tensors == 4 and len(loaded.new) == 4 and all("lora_" in name for name in loaded.new)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(adapted(x), plain(x))
+    # one with adapters of its own brings them along, strictly
+    both = {name: w.clone() for name, w in adapted.state_dict().items()}
+    del both["0.lora_A.default.weight"]
+    save_file(both, file)
+    with pytest.raises(CheckpointError, match="1 missing: 0.lora_A"):
+        load_weights(adapted, file, of_plain=True)

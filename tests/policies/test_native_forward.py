@@ -1,0 +1,167 @@
+"""Deciding beside a cache that stays where it is: as the network does it. Kernels are played by plain torch."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import doubles_launches
+import pytest
+import torch
+from doubles_native import Instructed, make_inputs, make_model, make_native
+from test_native_graphs import Replayed
+
+from sparring.envs.env import Env
+from sparring.policies import native
+from sparring.policies.native.hopper import forward as seeing
+from sparring.policies.native.hopper import forward as steps
+from sparring.policies.native.hopper.forward import Cache, Steps, fits, full_rows, runs_on
+from sparring.policies.native.hopper.graphs import Fast
+
+CUT = {"width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
+# tiles for up to so many tokens (or those of many), and precision
+TOLERANCES = {"64 fp16": 5e-3, "inf fp16": 5e-3, "many fp16": 5e-3, "inf fp32": 1e-5, "many fp32": 1e-5}
+
+
+@pytest.fixture
+def plain_launches(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sparring.policies.native.hopper.launch", doubles_launches)
+    monkeypatch.setattr(native, "launches", doubles_launches, raising=False)
+    monkeypatch.setattr(steps, "runs_on", lambda weight: True)
+
+
+@pytest.fixture(params=["few", "many"])
+def few_and_many(monkeypatch, request):
+    monkeypatch.setattr(steps, "FEW", 1000 if request.param == "few" else 0)
+
+
+def make_steps(model, room=9):
+    return Steps(model, room, lambda function: function)
+
+
+@pytest.mark.parametrize(("memory", "shared"), [(False, 1), (True, 2)])
+def test_a_step_is_what_the_network_does(plain_launches, few_and_many, memory, shared):
+    model, inputs = make_model(**CUT, kv_heads=shared, memory_size=3 if memory else 0), make_inputs(memory=memory)
+    own, plain = make_steps(model), model.prefix(inputs)
+    cache = own.prefix(inputs)
+    torch.testing.assert_close(cache.features, plain.features)
+    # again and again: what a step leaves in the cache does not matter to the next, nor do other chunks' lengths
+    for seed, horizon in enumerate((7, 3, 7)):
+        generator = torch.Generator().manual_seed(seed)
+        x, t = torch.randn(3, horizon, 8, generator=generator), torch.rand(3, generator=generator)
+        torch.testing.assert_close(own.velocity(x, t, cache), model.velocity(x, t, plain))
+
+
+def test_pictures_are_seen_as_usual():
+    vision = make_model(image_size=30, patch_size=6, vision_heads=4).vision
+    images = torch.rand(3, 3, 30, 30)
+    seen = seeing.see(vision, images, torch.float32, doubles_launches.gelu_product)
+    torch.testing.assert_close(seen, vision(images, torch.float32))
+
+
+def test_without_pictures_words_are_enough(plain_launches):
+    model, inputs = make_model(**CUT), make_inputs(cameras=0)
+    torch.testing.assert_close(make_steps(model).prefix(inputs).features, model.prefix(inputs).features)
+
+
+def test_products_are_cut_where_their_last_tiles_would_keep_few_units_busy():
+    # 68 x 8 tiles on 132 units: four full rounds, and 16 tiles more
+    assert full_rows(8704, 2048, units=132) == 8448
+    assert full_rows(8448, 2048, units=132) == 8448
+    # the rest would not be little
+    assert full_rows(8000, 2048, units=132) == 8000
+    assert full_rows(544, 2048, units=132) == 544
+
+
+def test_rows_that_are_cut_are_all_added_to(plain_launches, monkeypatch):
+    monkeypatch.setattr(steps, "full_rows", lambda rows, width, units: rows - 4)
+    model = make_model(**CUT | {"mlp": 192})
+    torch.testing.assert_close(make_steps(model).prefix(make_inputs()).features, model.prefix(make_inputs()).features)
+
+
+def test_a_chunk_that_has_no_room_is_refused(plain_launches):
+    own = make_steps(make_model(**CUT), room=5)
+    with pytest.raises(ValueError, match="a step of 6 tokens, but the cache has room for 5"):
+        own.velocity(torch.randn(3, 5, 8), torch.rand(3), own.prefix(make_inputs()))
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_policy_acts_the_same(plain_launches, greedy):
+    plain, policy = make_native(method="flow_noise", **CUT), make_native(method="flow_noise", **CUT)
+    fast = Fast(policy.model, policy.grid.steps, False, False, record=Replayed, kernels=True, room=6)
+    policy._graphs = lambda td: fast
+    for seed in range(2):
+        seen = Env(Instructed(3)).reset(seed).select("observation")
+        size = plain.start_size if greedy else plain.noise_size
+        seen["start" if greedy else "noise"] = torch.rand(3, size).clamp(0.01, 0.99)
+        expected, done = plain.act(seen.clone()), policy.act(seen.clone())
+        torch.testing.assert_close(done["action"], expected["action"])
+        if not greedy:
+            assert isinstance(fast._cached, Cache)
+            torch.testing.assert_close(done["value"], expected["value"])
+            torch.testing.assert_close(done["trace", "mean"], expected["trace", "mean"])
+
+
+def test_networks_that_kernels_cannot_run_do_without(plain_launches):
+    assert fits(make_model(**CUT))
+    # tiles of 64 do not fit in, nor does what an adapter adds
+    assert not fits(make_model())
+    adapted = make_native(lora_r=2, **CUT).model
+    assert not fits(adapted)
+    fast = Fast(adapted, 4, False, False, record=Replayed, kernels=True)
+    inputs, noise = make_inputs(), torch.randn(3, 4, 8)
+    torch.testing.assert_close(fast.sample(inputs, noise), adapted.sample(inputs, noise, 4))
+    assert not isinstance(fast.prefix(inputs), Cache)
+
+
+def test_kernels_are_for_gpus():
+    assert not runs_on(torch.zeros(1, dtype=torch.bfloat16)) and not fits(make_model(**CUT))
+
+
+def test_nothing_breaks_the_graph_that_is_compiled(plain_launches):
+    model, inputs = make_model(**CUT), make_inputs()
+    compiled = Steps(model, 9, lambda function: torch.compile(function, backend="eager", fullgraph=True))
+    x, t = torch.randn(3, 4, 8), torch.rand(3)
+    with torch.no_grad():
+        velocity = compiled.velocity(x, t, compiled.prefix(inputs))
+        torch.testing.assert_close(velocity, model.velocity(x, t, model.prefix(inputs)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_kernels_do_what_the_network_does():
+    here = Path(__file__).parents[1] / "doubles"
+    # before triton is imported: a process of its own
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    run = subprocess.run(
+        [sys.executable, here / "interpreted_steps.py"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found.keys() == TOLERANCES.keys()
+    assert {name: far for name, far in found.items() if far > TOLERANCES[name]} == {}
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not runs_on(torch.zeros(1, dtype=torch.bfloat16, device="cuda")),
+    reason="needs a GPU of Hopper's generation",
+)
+@pytest.mark.parametrize("robots", [1, 3, 40, 80])
+def test_on_a_gpu_kernels_give_the_same(robots):
+    model = make_model(width=128, mlp=256, expert_width=128, expert_mlp=256, head_dim=64).cuda().bfloat16()
+    inputs = type(make_inputs())(
+        *(None if x is None else x.cuda() for x in make_inputs(robots, lengths=tuple(i % 7 + 1 for i in range(robots))))
+    )
+    noise = torch.randn(robots, 5, 8, device="cuda")
+    fast = Fast(model, 4, half=True, kernels=True)
+    with torch.no_grad():
+        for moved in (0, 1):
+            given = inputs._replace(state=inputs.state + moved)
+            expected = model.sample(given, noise, 4)
+            assert (fast.sample(given, noise) - expected).abs().max() < 0.05 * expected.abs().max()
+        assert isinstance(fast.prefix(inputs), Cache)
+        t = torch.full((robots,), 0.5, device="cuda")
+        expected = model.velocity(noise, t, model.prefix(inputs))
+        assert (fast.velocity(noise, t) - expected).abs().max() < 0.05 * expected.abs().max()

@@ -1,0 +1,236 @@
+"""pi0's files: weights, adapters, image processors and tokenizers, in and out; and what is wrong with them."""
+
+import shutil
+
+import numpy as np
+import pytest
+import tiny_pi0
+import torch
+from pi0_cases import INSTRUCTIONS, LORA, Told, make, seen, update
+from safetensors.torch import load_file, save_file
+from tiny_pi0 import IMAGE_TOKENS
+
+from sparring.envs.backend import EnvSpec
+from sparring.errors import UserError
+from sparring.policies.configs import PI0PolicyConfig
+from sparring.policies.lora import load_adapters, merge, save_adapters
+from sparring.policies.native.config import NativeVLAConfig
+from sparring.policies.native.policy import NativeVLA
+from sparring.policies.pi0.checkpoint import ImagePreparation
+from sparring.policies.pi0.policy import PI0Policy
+from sparring.runs.checkpoint import load_weights, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_pi0.write(tmp_path_factory.mktemp("pi0"))
+
+
+# ---- images
+
+
+def pil_processor(**settings):
+    """transformers' own, with pi0's settings; its PI0ImageProcessor needs torchvision."""
+    from transformers.image_processing_backends import PilBackend
+
+    settings = {"size": {"max_height": 16, "max_width": 16}, "resample": 3} | settings
+    backend = PilBackend(
+        do_resize=True,
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        do_pad=True,
+        pad_size={"height": 16, "width": 16},
+        **settings,
+    )
+    return lambda images: torch.from_numpy(np.stack(backend([i.numpy() for i in images])["pixel_values"])).float()
+
+
+@pytest.mark.parametrize("shape", [(20, 24), (40, 31), (16, 16), (9, 13)])
+@pytest.mark.parametrize("size", [{"max_height": 16, "max_width": 16}, {"height": 16, "width": 16}])
+@pytest.mark.parametrize("resample", [2, 3])
+def test_images_are_prepared_as_by_the_image_processor(tmp_path, shape, size, resample):
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    tiny_pi0.edit_json(tmp_path / "preprocessor_config.json", size=size, resample=resample)
+    images = torch.randint(0, 256, (4, 3, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    ours, theirs = ImagePreparation(tmp_path, 16)(images), pil_processor(size=size, resample=resample)(images)
+    # PIL computes in fixed point: one step of 255 where a number is halfway between two
+    off = (ours - theirs).abs()
+    assert off.max() < 2.1 / 255 and (off > 1e-5).float().mean() < 0.06
+
+
+def native_of(folder, **settings):
+    return NativeVLA(NativeVLAConfig(model_path=str(folder), **settings), Told(1).spec, 3).eval()
+
+
+# ---- in and out
+
+
+def test_sharded_weights_load_alike(checkpoint, tmp_path):
+    tiny_pi0.write(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    one, many = make(checkpoint).state_dict(), make(tmp_path).state_dict()
+    assert one.keys() == many.keys() and all(torch.equal(one[key], many[key]) for key in one)
+
+
+def test_a_checkpoint_of_a_run_loads_back_strictly(checkpoint, tmp_path):
+    policy = make(checkpoint, **LORA)
+    update(policy)
+    saved = save_checkpoint(tmp_path, 1, policy, {}, "", Told(1).spec)
+    again = make(checkpoint, stir=False, **LORA)
+    load_weights(again, saved)
+    td = seen()
+    with torch.no_grad():
+        assert torch.equal(again.act(td.clone())["action"], policy.act(td.clone())["action"])
+        assert torch.equal(again.value(td), policy.value(td))
+    with pytest.raises(UserError, match="does not fit this model"):
+        load_weights(make(checkpoint), saved)
+
+
+def test_adapters_alone_and_merged_make_the_same_policy(checkpoint, tmp_path):
+    from peft import PeftModel
+    from transformers import PI0ForConditionalGeneration
+
+    # peft renames adapters of embed_action_time twice when it loads them for a pi0, and so finds none
+    policy, td = make(checkpoint, lora_targets=["model", "action_out_proj"], **LORA), seen()
+    save_adapters(policy.model, tmp_path / "adapters")
+    opened = PeftModel.from_pretrained(PI0ForConditionalGeneration.from_pretrained(checkpoint), tmp_path / "adapters")
+    plain = make(checkpoint, stir=False)
+    load_adapters(plain.model, tmp_path / "adapters")
+    with torch.no_grad():
+        action = policy.act(td.clone())["action"]
+        assert torch.equal(plain.act(td.clone())["action"], action)
+        plain.model = opened.eval().base_model.model
+        assert (plain.act(td.clone())["action"] - action).abs().max() < 1e-5
+        merge(policy.model)
+        assert (policy.act(td.clone())["action"] - action).abs().max() < 1e-5
+        # as any other pi0
+        policy.model.save_pretrained(tmp_path / "merged")
+        merged = make(tmp_path / "merged", stir=False, tokenizer=str(checkpoint))
+        assert (merged.act(td.clone())["action"] - action).abs().max() < 1e-5
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model_path": None}, "policy.model_path is needed"),
+        ({"model_path": "lerobot/pi0_base"}, "no config.json in such a folder; download the checkpoint first"),
+        ({"tokenizer": "nowhere"}, "policy.tokenizer=nowhere holds no tokenizer"),
+        ({"cameras": ["haed"]}, "policy.cameras: this env has no camera 'haed'; it has head, wrist"),
+        ({"horizon": 9}, "policy.horizon=9: the checkpoint plans chunks of 4 steps"),
+        ({"dtype": "bf16"}, "policy.dtype=bf16 needs policy.precision=bf16"),
+        ({"frozen": ["vision_twoer"]}, "policy.frozen: 'vision_twoer' matches no part .* nearest: .*vision_tower"),
+        ({"frozen": ["vlm"], "lora_r": 2}, "policy.frozen=.* is not read with policy.lora_r"),
+        ({"lora_r": 2, "lora_targets": ["q_prj"]}, "policy.lora_targets: 'q_prj' matches no part .* nearest: q_proj"),
+    ],
+)
+def test_bad_settings(checkpoint, settings, said):
+    with pytest.raises(UserError, match=said):
+        PI0Policy(PI0PolicyConfig(**{"model_path": str(checkpoint)} | settings), Told(1).spec, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "chunk", "said"),
+    [
+        ({"action_dim": 5}, 3, r"this env's action has 5 numbers, the checkpoint takes 4 at most \(max_action_dim\)"),
+        ({"state": 9}, 3, r"this env's state has 9 numbers, the checkpoint takes 8 at most"),
+        ({}, 5, "rollout.action_steps=5 is more than the 4 steps that the checkpoint plans"),
+        ({"images": False}, 3, "looks at images, but this env shows none"),
+    ],
+)
+def test_envs_that_do_not_fit(checkpoint, change, chunk, said):
+    shown = {"state": ((change.get("state", 5),), "float32")}
+    shown |= {"image/head": ((3, 16, 16), "uint8")} if change.get("images", True) else {}
+    with pytest.raises(UserError, match=said):
+        make(checkpoint, EnvSpec(shown, change.get("action_dim", 3)), chunk)
+
+
+def test_bad_checkpoints(checkpoint, tmp_path):
+    folder = tmp_path / "copy"
+
+    def told(said, **settings):
+        with pytest.raises(UserError, match=said):
+            make(folder, **settings)
+
+    shutil.copytree(checkpoint, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "action_out_proj.weight"
+    save_file({key: w for key, w in weights.items() if key != name}, folder / "model.safetensors", {"format": "pt"})
+    told(f"do not fit its config.json: 1 missing: {name}")
+    save_file(weights | {"extra": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+    told("1 unexpected: extra")
+    save_file(weights | {name: torch.ones(3, 16)}, folder / "model.safetensors", {"format": "pt"})
+    told(f"1 of another shape: {name}")
+    (folder / "model.safetensors").write_bytes(b"broken")
+    told("cannot be loaded as pi0")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    told("cannot be loaded as pi0")
+    (folder / "pytorch_model.bin").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 32}}')
+    told("its image processor makes images of 32x32, its vision model reads 16x16")
+    for settings, said in (
+        ("[]", "preprocessor_config.json' holds a list, expected names with values"),
+        ('{"image_processor": 3}', "image_processor is 3, expected names"),
+        ('{"size": 16}', "its image processor has size=16; expected height and width"),
+        ('{"resample": []}', "resample=.*; expected 2 or 3"),
+        ('{"image_mean": 0.5}', "its image processor has image_mean=0.5; expected numbers, 3 of them"),
+    ):
+        (folder / "preprocessor_config.json").write_text(settings)
+        told(said)
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    told("holds no tokenizer .*policy.tokenizer=bytes reads texts byte by byte")
+    assert make(folder, tokenizer="bytes").prompts.ids.shape == (3, 2 * IMAGE_TOKENS + len(INSTRUCTIONS[2]) + 2)
+    tiny_pi0.edit_json(folder / "config.json", model_type="llama")
+    told("config.json says model_type='llama', expected 'pi0'")
+    (folder / "config.json").write_text("{")
+    told("cannot be read")
+    (folder / "config.json").write_text("[]")
+    told("config.json' holds a list, expected names with values")
+
+
+@pytest.mark.parametrize("make_policy", [make, native_of])
+def test_damaged_checkpoints_of_any_policy(checkpoint, tmp_path, make_policy):
+    """policy.name=pi0 and native_vla say the same."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint, folder)
+
+    def told(said):
+        with pytest.raises(UserError, match=f"policy.model_path={folder}.*{said}"):
+            make_policy(folder)
+
+    weights = load_file(folder / "model.safetensors")
+    name = "action_out_proj.weight"
+    save_file(weights | {"extra": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+    told("1 unexpected: extra")
+    save_file(weights | {name: torch.ones(3, 16)}, folder / "model.safetensors", {"format": "pt"})
+    told(f"1 of another shape: {name}")
+    (folder / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+    told("cannot be loaded as pi0")
+    shutil.copy(checkpoint / "model.safetensors", folder)
+    for wrong in ({"chunk_size": "many"}, {"vlm_config": []}):
+        shutil.copy(checkpoint / "config.json", folder)
+        tiny_pi0.edit_json(folder / "config.json", **wrong)
+        told("cannot be loaded as pi0")
+
+
+# ---- the native VLA with such a checkpoint
+
+
+def test_the_native_vla_decides_as_pi0_does(checkpoint):
+    """Horizon, denoising steps and the preparation of images are the checkpoint's."""
+    pi0, native = make(checkpoint, normalize_actions=False), native_of(checkpoint, normalize_actions=False)
+    assert (native.horizon, native.grid.steps) == (tiny_pi0.CHUNK, tiny_pi0.STEPS)
+    td = seen()
+    with torch.no_grad():
+        torch.testing.assert_close(native.act(td.clone())["action"], pi0.act(td.clone())["action"], atol=1e-4, rtol=0)
+    other = native_of(checkpoint, horizon=6, sampling_steps=2)
+    assert (other.horizon, other.grid.steps) == (6, 2)

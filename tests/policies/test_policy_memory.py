@@ -1,0 +1,304 @@
+"""What a policy remembers: from one decision of an episode to the next, never across; and what it is good for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from doubles import LinearPolicy, counting_env
+from doubles_judge import JudgeConfig, JudgingWorldModel
+from doubles_memory import CountingPolicy, CueBackend
+from doubles_native import SMALL, Instructed, make_native, rollout_of_native
+from parity_cases import DIMS, Drifting, gate
+from tensordict import TensorDict
+
+from sparring.algorithms.configs import PPOConfig
+from sparring.algorithms.parity import measure_parity
+from sparring.algorithms.ppo import PPO
+from sparring.collect.collector import Collector
+from sparring.config.schema import load_config
+from sparring.contract import POLICY_MEMORY, ContractError
+from sparring.data.buffer import RolloutBuffer
+from sparring.data.ring import VLABuffer
+from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.evaluation.play import play
+from sparring.policies.native.config import NativeVLAConfig
+from sparring.policies.native.policy import NativeVLA
+from sparring.policies.policy import LONGEST, Traces
+from sparring.processes.distributed import Distributed
+from sparring.rewards.configs import RewardsConfig
+from sparring.rewards.reward_model import RewardModel
+from sparring.runs.run import Run
+
+# ---- traces, by hand
+
+
+def walked(traces, *seen):
+    """The memory before each of these, and after the last."""
+    memories = [torch.zeros(1, 1 + len(traces.rates))]
+    for numbers in seen:
+        memories.append(traces(memories[-1], torch.tensor([numbers])))
+    return torch.cat(memories)
+
+
+def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():
+    traces = Traces(2, 4)
+    traces.directions.copy_(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
+    assert (1 / traces.rates).tolist() == pytest.approx([LONGEST, LONGEST**0.5, 1])
+    traces.rates[1] = 0.5
+    memory = walked(traces, (4.0, 1.0), (0.0, 7.0), (8.0, -3.0), (0.0, 5.0))
+    assert memory[:, 0].tolist() == pytest.approx([0, 1 / 2, 2 / 3, 3 / 4, 4 / 5])
+    # means of all; means of 2 at most, then half of what was and half of what is; the last one
+    assert memory[:, 1].tolist() == pytest.approx([0, 4, 2, 4, 3])
+    assert memory[:, 2].tolist() == pytest.approx([0, 4, 2, 5, 2.5])
+    assert memory[:, 3].tolist() == [0, 1, 7, -3, 5]
+
+
+def test_in_a_long_episode_the_clock_stays_exact_and_the_distant_past_fades():
+    traces = Traces(1, 2)
+    traces.directions.fill_(1.0)
+    memory = walked(traces, *([(1.0,)] * LONGEST), *([(0.0,)] * 5 * LONGEST))
+    t = torch.arange(6 * LONGEST + 1)
+    torch.testing.assert_close(memory[:, 0], t / (t + 1), rtol=1e-4, atol=0)
+    assert memory[LONGEST, 1] == pytest.approx(1, abs=1e-4)
+    # (1 - 1 / LONGEST) ** (5 * LONGEST)
+    assert memory[-1, 1] == pytest.approx(0.99**500, rel=0.02)
+
+
+def test_directions_are_the_same_everywhere_and_of_length_1():
+    one, other = Traces(50, 9), Traces(50, 9)
+    assert torch.equal(one.directions, other.directions) and not one.state_dict()
+    torch.testing.assert_close(one.directions.norm(dim=1), torch.ones(8))
+    assert (one.directions @ one.directions.T - torch.eye(8)).abs().max() < 0.5
+    # a clock alone, and nothing to see
+    assert walked(Traces(3, 1), (1.0, 2.0, 3.0)).tolist() == [[0], [0.5]]
+    assert Traces(0, 3)(torch.zeros(2, 3), torch.zeros(2, 0)).tolist() == [[0.5, 0, 0]] * 2
+
+
+# ---- the collector, with an env that counts
+
+
+def collected(buffer=None, **more):
+    collector = Collector(counting_env((3, 5)), CountingPolicy(), seed=0, **more)
+    buffer = buffer or RolloutBuffer(6)
+    collector.collect(buffer)
+    return collector, buffer
+
+
+def test_it_starts_from_zeros_and_goes_on_within_an_episode_only():
+    collector, buffer = collected()
+    memory = buffer.rollout()[POLICY_MEMORY]
+    # decisions taken, and the sum of their numbers
+    assert memory[:, 0].tolist() == [[0, 0], [1, 0], [2, 1], [0, 0], [1, 0], [2, 1]]
+    assert memory[:, 1].tolist() == [[0, 0], [1, 0], [2, 1], [3, 3], [4, 6], [0, 0]]
+    collector.collect(buffer)
+    # across rollouts too
+    assert buffer.rollout()[POLICY_MEMORY][:, 1].tolist() == [[1, 0], [2, 1], [3, 3], [4, 6], [0, 0], [1, 0]]
+
+
+def test_values_of_what_came_next_know_what_is_remembered_by_then():
+    _, buffer = collected()
+    rollout = buffer.rollout()
+    # env 0 ends at steps 3 having taken 3 decisions; env 1 at 5; the rollout ends after one decision of its next
+    assert rollout["next", "value"][:, 0].tolist() == [1.5, 3, 4.5, 11.5, 13, 14.5]
+    assert rollout["next", "value"][:, 1].tolist() == [1001.5, 1003, 1004.5, 1006, 1007.5, 1011.5]
+
+
+def test_by_episodes_every_rollout_begins_with_nothing():
+    collector = Collector(counting_env((3, 5)), CountingPolicy(), seed=0, episodes=2)
+    buffer = RolloutBuffer(10)
+    for _ in range(2):
+        collector.collect(buffer)
+        rollout = buffer.rollout()
+        assert rollout[POLICY_MEMORY][:, 0, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+        assert torch.equal(rollout[POLICY_MEMORY][:, :, 0] == 0, rollout["is_first"])
+
+
+def test_greedy_decisions_remember_as_well():
+    collector = Collector(counting_env((3, 5)), CountingPolicy(), seed=0, split="eval", greedy=True)
+    assert [collector.decide()[POLICY_MEMORY][:, 0].tolist() for _ in range(4)] == [[0, 0], [1, 1], [2, 2], [0, 3]]
+
+
+def test_a_ring_holds_it_like_a_rollout():
+    _, plain = collected()
+    _, ring = collected(VLABuffer(20, steps=6))
+    for key in (POLICY_MEMORY, ("next", "value")):
+        assert torch.equal(plain.rollout()[key], ring.rollout()[key])
+
+
+def test_a_world_models_memory_is_kept_apart_from_it():
+    env, buffer = counting_env((3, 5)), RolloutBuffer(4)
+    rewards = RewardModel(
+        RewardsConfig(), JudgingWorldModel(JudgeConfig(), env.spec, 2), env, 2, ("head",), Distributed("cpu")
+    )
+    Collector(env, CountingPolicy(2), seed=0, chunk=2).collect(buffer)
+    before = buffer.rollout()[POLICY_MEMORY].clone()
+    paid = rewards.pay(buffer)
+    assert "reward/memory_divergence" in paid and torch.equal(buffer.rollout()[POLICY_MEMORY], before)
+    # decisions, of 2 steps each
+    assert before[..., 0].tolist() == [[0, 0], [1, 1], [0, 2], [1, 0]]
+
+
+def test_a_collector_that_was_put_back_remembers():
+    collector, buffer = collected()
+    state = collector.state_dict()
+    collector.collect(buffer)
+    again = Collector(counting_env((3, 5)), CountingPolicy(), seed=0)
+    again.env.reset(0)
+    assert again.load_state_dict(state)
+    other = RolloutBuffer(6)
+    again.collect(other)
+    assert other.rollout()[POLICY_MEMORY][0].tolist() == [[0, 0], [1, 0]]
+    assert (other.rollout() == buffer.rollout()).all()
+
+
+def test_what_is_remembered_must_be_as_the_contract_says():
+    policy = CountingPolicy()
+    policy.memory_size = 3
+    policy.remember = lambda td: torch.zeros(2, 2)
+    with pytest.raises(ContractError, match=r"policy.remember has shape \[2, 2\], expected \[2, 3\]"):
+        Collector(counting_env(), policy, seed=0).decide()
+    forgetful = LinearPolicy()
+    forgetful.memory_size = 3
+    with pytest.raises(UserError, match=r"LinearPolicy has memory_size=3 and no remember\(\)"):
+        Collector(counting_env(), forgetful, seed=0).decide()
+
+
+# ---- the native VLA
+
+
+@pytest.mark.parametrize("num_envs", [1, 6])
+def test_what_a_native_vla_remembers_follows_from_the_rows_before(num_envs):
+    policy, buffer = rollout_of_native(num_envs, memory_size=9)
+    rollout = buffer.rollout()
+    memory, is_first = rollout[POLICY_MEMORY], rollout["is_first"]
+    assert is_first.sum() > 2 * num_envs and not memory[is_first].any()
+    assert (memory[~is_first].abs().amax(-1) > 0.1).all()
+    for t in range(len(rollout) - 1):
+        expected = torch.where(is_first[t + 1, :, None], 0.0, policy.remember(rollout[t]))
+        assert torch.equal(memory[t + 1], expected)
+
+
+def test_a_glimpse_is_the_normalised_state_and_the_colours_of_each_picture():
+    policy = make_native(memory_size=2)
+    seen = Env(Instructed(1)).reset(0).select("observation")
+    size = policy.encoder.traces.directions.shape[1]
+    assert size == 5 + 2 * 48
+    images = seen["observation", "image"]
+    images["head"].zero_()
+    images["wrist"].fill_(255)
+    # the first row and column of fields of the wrist's first colour
+    images["wrist"][:, 0, :9, :9] = 51
+    remembered = []
+    for number in range(size):
+        policy.encoder.traces.directions.zero_()[0, number] = 1.0
+        remembered.append(policy.remember(seen)[0, 1])
+    state, head, wrist = torch.stack(remembered).split([5, 48, 48])
+    torch.testing.assert_close(state, seen["observation", "state"][0] / 2)
+    assert torch.equal(head, torch.full((48,), -1.0))
+    torch.testing.assert_close(wrist, torch.cat([torch.tensor([51 / 127.5 - 1]), torch.ones(47)]))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
+def test_the_gate_passes_and_tells_when_another_memory_is_scored(precision, tolerance):
+    policy, buffer = rollout_of_native(memory_size=9, precision=precision)
+    gate(policy, buffer).check(tolerance)
+    wrong = buffer.get().clone()
+    wrong[POLICY_MEMORY] = wrong[POLICY_MEMORY].roll(1, 0)
+    assert measure_parity(wrong, policy.evaluate(wrong)).drift > 2 * tolerance
+
+
+def test_actor_and_critic_learn_to_read_it():
+    policy, buffer = rollout_of_native(memory_size=9)
+    flat = buffer.get()
+    before = policy.model.memory_in.weight.clone()
+    other = flat.clone().set(POLICY_MEMORY, flat[POLICY_MEMORY] + 1)
+    assert (policy.value(flat) - policy.value(other)).abs().min() > 1e-4
+    torch.testing.assert_close(policy.evaluate(flat)["value"], policy.value(flat))
+    PPO(PPOConfig(mini_batch_size=64, ppo_epochs=1), policy).update(buffer.rollout())
+    assert (policy.model.memory_in.weight - before).abs().max() > 1e-5
+
+
+def test_without_anyone_to_carry_it_a_decision_is_an_episodes_first():
+    policy = make_native(memory_size=9)
+    seen = Env(Instructed(3)).reset(0).select("observation")
+    told = seen.clone().set(POLICY_MEMORY, torch.zeros(3, 9))
+    assert torch.equal(policy.act(seen)["action"], policy.act(told)["action"])
+
+
+def test_an_env_may_show_nothing_to_remember():
+    policy = NativeVLA(NativeVLAConfig(**SMALL, memory_size=3), type(Drifting(1).spec)({}, DIMS), 1)
+    assert policy.remember(TensorDict({}, [2])).tolist() == [[0.5, 0, 0]] * 2
+
+
+# ---- in several processes
+
+
+def updates_on_this_rank(folder):
+    """Run by each of two processes; stopped in the middle of episodes, and gone on."""
+    torch.set_num_threads(1)
+    settings = {
+        "device": "cpu",
+        "policy": SMALL | {"name": "native_vla", "layers": 1, "memory_size": 5, "max_state_dim": 64},
+        "rollout": {"n_envs": 2, "steps": 7, "max_episode_steps": 10, "render_episodes": 0},
+        "ppo": {"mini_batch_size": 8, "ppo_epochs": 1},
+        "training": {"iterations": 2},
+        "logging": {"console_level": "ERROR"},
+    }
+    straight = Run(load_config(settings | {"output": f"{folder}/straight"}))
+    straight.run()
+    stopped = Run(load_config(settings | {"output": f"{folder}/stopped"}))
+    stopped.phase.step(stopped.fraction)
+    stopped.save()
+    resumed = Run(load_config(settings | {"output": f"{folder}/stopped"}))
+    resumed.run()
+    runs = {"straight": straight, "resumed": resumed}
+    told = {
+        name: {"weights": run.phase.model.state_dict(), "memory": run.phase.buffer.rollout()[POLICY_MEMORY]}
+        for name, run in runs.items()
+    }
+    torch.save(told, f"{folder}/rank{straight.distributed.rank}.pt")
+
+
+def test_two_processes_remember_for_themselves_and_go_on_bit_equal(tmp_path):
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_policy_memory import updates_on_this_rank;"
+        "debug_launcher(updates_on_this_rank, (sys.argv[1],), num_processes=2)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "doubles"), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank in ranks:
+        assert torch.equal(rank["straight"]["memory"], rank["resumed"]["memory"])
+    # decision 7 of an episode of 10
+    assert ranks[0]["straight"]["memory"][0, :, 0].tolist() == pytest.approx([7 / 8] * 2)
+    assert not torch.equal(ranks[0]["straight"]["memory"], ranks[1]["straight"]["memory"])
+    for name, weight in ranks[0]["straight"]["weights"].items():
+        others = (ranks[1]["straight"], ranks[0]["resumed"], ranks[1]["resumed"])
+        assert all(torch.equal(weight, other["weights"][name]) for other in others), name
+
+
+# ---- what it is good for
+
+
+def learned(memory_size: int, seed: int) -> float:
+    """What a decision after the first is paid, greedily, once a native VLA has learned for seconds."""
+    torch.manual_seed(seed)
+    env = Env(CueBackend(32))
+    sizes = SMALL | {"layers": 1, "sampling_steps": 3, "normalize_actions": False}
+    policy = NativeVLA(NativeVLAConfig(**sizes, memory_size=memory_size), env.spec, 1).eval()
+    ppo = PPO(PPOConfig(policy_lr=3e-3, mini_batch_size=128, ppo_epochs=4, gamma=0.5, gae_lambda=0.0), policy)
+    collector, buffer = Collector(env, policy, seed=seed), RolloutBuffer(8)
+    for _ in range(20):
+        collector.collect(buffer)
+        ppo.update(buffer.rollout())
+    played, _ = play(policy, Env(CueBackend(32)), 64, seed)
+    return sum(episode.reward for episode in played) / len(played) / 3
+
+
+def test_what_was_shown_at_first_only_is_acted_on_with_a_memory_and_not_without():
+    assert learned(memory_size=4, seed=0) > 0.7
+    assert abs(learned(memory_size=0, seed=0)) < 0.15

@@ -1,0 +1,164 @@
+"""Two gloo ranks learn one VLA, also where some of its weights get no gradient."""
+
+import pytest
+import torch
+from doubles_vla import Seeing, config
+from test_distributed import on_two_ranks
+
+from sparring.algorithms.configs import GRPOConfig
+from sparring.algorithms.grpo import GRPO
+from sparring.collect.collector import Collector
+from sparring.data.buffer import RolloutBuffer
+from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.policies.policy import make_policy
+from sparring.processes.distributed import Distributed
+
+STEPS, ROBOTS = 6, 4
+CASES = {
+    # the value head learns, as far as anybody knows, and no loss of GRPO reads it
+    "no critic_parts": {"critic_parts": ()},
+    "adapters of an unread layer": {"model": "Spare", "lora_r": 2, "critic_parts": ()},
+    "frozen parts": {"frozen": ("vision", "words")},
+}
+# with a large epsilon Adam's steps are as long as gradients, not only as their signs
+LEARNING = GRPOConfig(mini_batch_size=STEPS * ROBOTS, epochs=2, adam_eps=1.0, policy_lr=0.1, max_grad_norm=0.05)
+
+
+def made(settings: dict, seed: int):
+    torch.manual_seed(seed)
+    return make_policy(config(**settings), Seeing(1).spec, 1).eval()
+
+
+def rollout_of(policy, rank: int):
+    """Each robot's decisions are an episode; pairs of robots began alike."""
+    buffer = RolloutBuffer(STEPS)
+    Collector(Env(Seeing(ROBOTS), "cpu"), policy, seed=rank).collect(buffer)
+    rollout = buffer.rollout()
+    robot = torch.arange(ROBOTS) + rank * ROBOTS
+    rollout["episode"], rollout["group"] = robot.repeat(STEPS, 1), (robot // 2).repeat(STEPS, 1)
+    rollout["valid"] = torch.ones(STEPS, ROBOTS, dtype=torch.bool)
+    rollout["next", "reward"] = robot.float().repeat(STEPS, 1)[..., None]
+    return rollout.clone()
+
+
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+
+
+def updates_on_this_rank(folder):
+    """Run by each of two processes."""
+    torch.set_num_threads(1)
+    distributed = Distributed("cpu")
+    told = {}
+    for case, settings in CASES.items():
+        for micro in (None, 5):
+            # as in a run, each process makes weights of its own
+            policy = made(settings, seed=distributed.rank)
+            algorithm = GRPO(LEARNING.model_copy(update={"micro_batch_size": micro}), policy, distributed)
+            before, rollout, averaged = weights_of(policy), rollout_of(policy, distributed.rank), []
+            average = distributed.average_
+            distributed.average_ = lambda vector, a=average, seen=averaged: (seen.append(len(vector)), a(vector))
+            metrics = algorithm.update(rollout.clone())
+            del distributed.average_
+            told[case, micro] = {
+                "before": before,
+                "after": weights_of(policy),
+                "rollout": rollout,
+                "grad_norm": metrics["grad_norm"],
+                "averaged": averaged,
+            }
+    told["errors"] = _when_ranks_differ(distributed)
+    told["kinds"] = _of_many_kinds(distributed)
+    torch.save(told, f"{folder}/rank{distributed.rank}.pt")
+
+
+def _when_ranks_differ(distributed) -> list[str]:
+    first, errors = distributed.is_main, []
+    for ours in (
+        {"frozen": () if first else ("joints.bias",)},
+        {"frozen": ("joints.bias",) if first else ("joints.weight",)},
+        {"model": "Samples" if first else "Spare"},
+    ):
+        with pytest.raises(UserError) as raised:
+            GRPO(LEARNING, made(ours, seed=0), distributed)
+        errors.append(str(raised.value))
+    return errors
+
+
+def _of_many_kinds(distributed) -> list[torch.Tensor]:
+    """What modules may hold beside float32: integers, booleans, half precision, nothing; in any order in memory."""
+    module, rank = torch.nn.Module(), distributed.rank
+    kinds = (torch.bool, torch.int64, torch.float64, torch.bfloat16)
+    tensors = [torch.full((2, 3), rank == 0).to(kind) for kind in kinds]
+    tensors += [torch.tensor(5 - rank), torch.zeros(0, 3), torch.arange(6.0).view(2, 3).mT - rank]
+    for number, tensor in enumerate(tensors):
+        module.register_buffer(f"kind{number}", tensor, persistent=number % 2 == 0)
+    distributed.unite(module)
+    return list(module.buffers())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_two_ranks(updates_on_this_rank, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("micro", [None, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_start_and_stay_alike(ranks, case, micro):
+    first, second = (rank[case, micro] for rank in ranks)
+    for when in ("before", "after"):
+        for name, tensor in first[when].items():
+            assert torch.equal(tensor, second[when][name]) and tensor.isfinite().all(), (when, name)
+    changed = {name for name, tensor in first["after"].items() if not torch.equal(tensor, first["before"][name])}
+    assert any("mean" in name for name in changed)
+    assert not any(name.startswith(("model.value_head", "model.spare")) for name in changed)
+    assert case != "frozen parts" or not any(name.startswith(("model.vision", "model.words")) for name in changed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_learn_what_one_process_learns_from_both_rollouts(ranks, case):
+    first, second = (rank[case, None] for rank in ranks)
+    assert not torch.equal(first["rollout"]["action"], second["rollout"]["action"])
+    policy = made(CASES[case], seed=0)
+    policy.load_state_dict(first["before"])
+    both = torch.cat([first["rollout"], second["rollout"]], 1)
+    alone = GRPO(LEARNING.model_copy(update={"mini_batch_size": 2 * STEPS * ROBOTS}), policy)
+    metrics = alone.update(both)
+    # clipped, by the norm of what all processes found
+    assert first["grad_norm"] > LEARNING.max_grad_norm
+    assert first["grad_norm"] == second["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    moved = max(float((tensor - first["before"][name]).abs().max()) for name, tensor in first["after"].items())
+    assert moved > 1e-4
+    for name, tensor in policy.state_dict().items():
+        torch.testing.assert_close(tensor, first["after"][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_are_averaged_once_and_what_is_frozen_never(ranks, case):
+    whole, micro = ranks[0][case, None], ranks[0][case, 5]
+    policy = made(CASES[case], seed=0)
+    critic = {id(p) for p in policy.critic_parameters()}
+    learning = sum(p.numel() for p in policy.parameters() if p.requires_grad and id(p) not in critic)
+    # of two gradient steps
+    assert whole["averaged"] == micro["averaged"] == [learning] * 2
+    for name, tensor in whole["after"].items():
+        torch.testing.assert_close(tensor, micro["after"][name], rtol=0, atol=1e-6)
+
+
+def test_all_ranks_tell_what_they_do_not_have_in_common(ranks):
+    assert ranks[0]["errors"] == ranks[1]["errors"]
+    frozen, other, more = ranks[0]["errors"]
+    said = "the processes do not hold the same VLAPolicy: process 0 has model.joints.bias [16] (torch.float32, learns)"
+    assert frozen.startswith(f"{said} where process 1 has model.joints.bias [16] (torch.float32, does not learn); ")
+    assert "has model.joints.weight" in other
+    assert "where process 1 has model.spare.weight [16, 16] (torch.float32, learns)" in more
+
+
+def test_buffers_of_any_kind_are_the_main_ranks(ranks):
+    for rank in ranks:
+        yes, whole, double, half, scalar, empty, turned = rank["kinds"]
+        assert yes.dtype == torch.bool and yes.all() and whole.tolist() == [[1] * 3] * 2
+        assert double.dtype == torch.float64 and half.dtype == torch.bfloat16 and (double == 1).all()
+        assert (half == 1).all() and scalar == 5 and empty.shape == (0, 3)
+        assert torch.equal(turned, torch.arange(6.0).view(2, 3).mT)

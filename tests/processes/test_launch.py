@@ -1,0 +1,236 @@
+"""A learner rank that dies, fails or hangs ends the whole run soon, by name, and the same command goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from sparring.processes.heartbeat import BEATS, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, Signs, Watchdog
+from sparring.processes.launch import _exit_code, _told
+from sparring.runs.checkpoint import checkpoints
+
+SOON = 10.0
+COMMAND = [sys.executable, "-m", "sparring", "train", "finetune", "--gpus", "2", "--envs", "2", "device=cpu"]
+COMMAND += ["env.name=doubles_failing:Failing", "env.slow=0.002", "rollout.steps=8", "rollout.watchdog_s=2"]
+COMMAND += ["policy.hidden=[16]", "training.save_every=1", "training.iterations=1000000", "rollout.render_episodes=0"]
+
+
+@contextmanager
+def training(folder, *more):
+    """Two ranks that have made an update more than before; the launcher and they are gone afterwards."""
+    lines = folder / "run" / "episode_metrics.jsonl"
+    before = lines.read_text().count("\n") if lines.exists() else 0
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "doubles"), *sys.path])
+    words = [*COMMAND, "--output", str(folder / "run"), f"env.file={folder / 'word'}", *more]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while not lines.exists() or lines.read_text().count("\n") < before + 2:
+            assert launcher.poll() is None and time.monotonic() < deadline, launcher.stderr.read()
+            time.sleep(0.02)
+        yield launcher
+    finally:
+        for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else []:
+            # trackers end by themselves, and free the shared memory that the others leave
+            with suppress(psutil.NoSuchProcess):
+                if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
+        launcher.kill()
+        launcher.communicate()
+
+
+def ranks(launcher) -> list[psutil.Process]:
+    return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.environ()["RANK"])
+
+
+def ended(launcher) -> tuple[str, float, list]:
+    """What it said and how long it took."""
+    began, processes = time.monotonic(), psutil.Process(launcher.pid).children(recursive=True)
+    said = launcher.communicate(timeout=60)[1]
+    seconds = time.monotonic() - began
+    gone, left = psutil.wait_procs(processes, max(0.0, SOON - seconds))
+    assert not left
+    return said, seconds
+
+
+def assert_it_goes_on(folder, said, *more):
+    """By the same command, from the checkpoint that was named."""
+    named = re.search(r"The same command goes on from (\S+/checkpoint-\d+)\.", said).group(1)
+    last = checkpoints(folder / "run")[-1]
+    assert Path(named) == last
+    (folder / "word").unlink(missing_ok=True)
+    # nothing hangs now: a busy machine is given its time
+    with training(folder, "rollout.watchdog_s=60", *more) as launcher:
+        launcher.terminate()
+        said = launcher.communicate(timeout=60)[1]
+        assert launcher.returncode == 130 and f"goes on from {last}" in said, said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed(tmp_path, rank):
+    with training(tmp_path) as launcher:
+        victim = ranks(launcher)[rank]
+        victim.kill()
+        said, seconds = ended(launcher)
+    assert f"sparring: process {rank} (pid {victim.pid}) of 0..1 died: killed by signal 9 (SIGKILL, which is" in said
+    assert launcher.returncode == 1 and seconds < SOON
+    # the other one leaves with a sentence
+    assert "another process of this run has gone" in said and "Traceback" not in said
+    if rank == 1:
+        assert_it_goes_on(tmp_path, said)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped(tmp_path, rank):
+    with training(tmp_path) as launcher:
+        victim = ranks(launcher)[rank]
+        victim.suspend()
+        said, seconds = ended(launcher)
+    hangs = f"process {rank} (pid {victim.pid}) of 0..1 gave no sign of life for rollout.watchdog_s=2 seconds"
+    assert hangs in said and launcher.returncode == 1 and seconds < SOON
+    if rank == 0:
+        assert_it_goes_on(tmp_path, said)
+
+
+def test_an_exception_in_one_rank(tmp_path):
+    """Both save together before they leave."""
+    rarely = "training.save_every=1000000"
+    with training(tmp_path, rarely) as launcher:
+        (tmp_path / "word").write_text("raise 1")
+        victim = ranks(launcher)[1]
+        said, seconds = ended(launcher)
+    assert f"process 1 (pid {victim.pid}) of 0..1 failed with exit code 1; what it said is above." in said
+    assert said.count("Traceback") == 1 and "ZeroDivisionError: the gripper fell off" in said
+    assert launcher.returncode == 1 and seconds < SOON
+    assert re.search(r"failed after \d+ updates; saved", said)
+    assert_it_goes_on(tmp_path, said, rarely)
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
+    """Ctrl-Z, and `fg` after longer than the watchdog's patience."""
+    with training(tmp_path) as launcher:
+        everyone = [*ranks(launcher), psutil.Process(launcher.pid)]
+        for process in everyone:
+            process.suspend()
+        time.sleep(2.5)
+        for process in reversed(everyone):
+            process.resume()
+        time.sleep(1)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGTERM)
+        assert "The same command goes on from here" in launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 130
+
+
+def test_who_leaves_does_what_was_put_off_and_ends_nothing_else():
+    code = """
+import atexit, time
+from concurrent.futures import ThreadPoolExecutor
+from sparring.processes.launch import leave
+
+class Aborts:
+    def __del__(self):
+        print("taken down")
+
+kept = Aborts()
+atexit.register(print, "put off")
+ThreadPoolExecutor().submit(lambda: (time.sleep(0.2), print("begun", end=" ")))
+print("said", end=" ")
+leave(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "said begun put off\n", "")
+
+
+@pytest.mark.parametrize(
+    ("codes", "told", "code"),
+    [
+        ([0, 0], None, 0),
+        ([130, 130], None, 130),
+        ([0, 130], None, 130),
+        ([3, 1], "process 1 (pid 11) of 0..1 failed with exit code 1", 1),
+        ([1, -11], "process 1 (pid 11) of 0..1 died: killed by signal 11 (SIGSEGV).", 1),
+        # one has told a mistake, the other that it is alone
+        ([2, 3], None, 2),
+        ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, which is often", 1),
+    ],
+)
+def test_who_failed(codes, told, code):
+    workers = [SimpleNamespace(returncode=code, pid=10 + rank) for rank, code in enumerate(codes)]
+    said = _told(workers)
+    assert said is None if told is None else said.startswith(told)
+    assert _exit_code([code for code in codes if code is not None]) == code
+
+
+# ---- the watchdog by hand
+
+
+class Ranks:
+    def __init__(self, folder, watchdog_s=1.0):
+        signs = Signs.make(folder / "signs", 2)
+        self.rows = [signs.row(rank) for rank in range(2)]
+        self.watchdog = Watchdog(signs, 2, watchdog_s)
+        for row in self.rows:
+            row[UPDATES] = 1
+
+    def enter(self, rank, place):
+        self.rows[rank][ENTERED] += 1
+        self.rows[rank][PLACE] = place
+
+    def seconds(self, count, beating=(0, 1)):
+        """What is found in so many seconds, at the first finding."""
+        for _ in range(int(count * 20)):
+            for rank in beating:
+                self.rows[rank][BEATS] += 1
+            if found := self.watchdog.look([0, 1], 0.05):
+                return found
+        return None
+
+
+def test_who_does_not_come_hangs_but_not_where_others_wait_patiently(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.enter(0, PATIENT)
+    assert ranks.seconds(5) is None
+    ranks.enter(0, TOGETHER)
+    assert ranks.seconds(0.9) is None
+    assert ranks.seconds(0.2) == ([1], "did not come to where the others wait for it")
+
+
+def test_collectives_that_go_on_are_no_hang(tmp_path):
+    ranks = Ranks(tmp_path)
+    for _ in range(10):
+        ranks.enter(0, TOGETHER)
+        assert ranks.seconds(0.6) is None
+
+
+def test_before_the_first_update_all_takes_ten_times_as_long(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.rows[1][UPDATES] = 0
+    ranks.enter(0, TOGETHER)
+    assert ranks.seconds(9.5) is None and ranks.seconds(1)[0] == [1]
+
+
+def test_a_silent_one_hangs_wherever_it_is(tmp_path):
+    ranks = Ranks(tmp_path)
+    assert ranks.seconds(2) is None
+    ranks.enter(0, PATIENT)
+    assert ranks.seconds(1.5, beating=[0]) == ([1], "gave no sign of life")
+
+
+def test_those_who_wait_for_each_other_hang(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.enter(0, TOGETHER), ranks.enter(1, PATIENT)
+    assert ranks.seconds(1.5) == ([0, 1], "wait for each other")
+
+
+def test_one_that_has_not_begun_is_waited_for(tmp_path):
+    assert Ranks(tmp_path).seconds(60, beating=[0]) is None

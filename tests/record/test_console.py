@@ -1,0 +1,229 @@
+"""What a person sees while a run goes on: lines in a pipe, a view on a terminal, and the end of it."""
+
+import io
+import logging
+
+import pytest
+
+from sparring.envs.backend import EnvSpec
+from sparring.evaluation.exploration import Exploration, ExplorationEvaluation
+from sparring.evaluation.play import Evaluation, Score, wilson
+from sparring.evaluation.world_model import WorldModelEvaluation
+from sparring.record import console as view
+from sparring.record.console import CELLS, Console, Curve, View, clock, sparkline
+from sparring.runs.summary import reached
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_size(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(view, "EVERY", 0.0)
+
+
+def shown(fraction: float = 0.5, width: int = 100, **metrics) -> list[str]:
+    """The lines of a view, as wide as they are."""
+    seen = View(Terminal(), "finetune  run")
+    seen.console.width = width
+    seen.show(fraction, "500 steps  10 steps/s  0:05 left", metrics, "")
+    lines = [text.plain.rstrip() for text in seen.lines(fraction, "500 steps  10 steps/s  0:05 left", "")]
+    seen.close()
+    return lines
+
+
+# ---- pipe
+
+
+def test_lines_in_a_pipe_are_plain_and_sparse():
+    pipe = io.StringIO()
+    lines = Console(pipe, pipe_seconds=3600)
+    with lines:
+        for done in (0.25, 0.5, 1.0):
+            lines.progress(done, int(done * 1000), "reward 1.00", metrics={"success_rate": 0.5})
+    # the first and the last; the one between came too soon
+    assert [line.split()[0] for line in pipe.getvalue().splitlines()] == ["25%", "100%"]
+    assert pipe.getvalue().splitlines()[0] == " 25%  250 steps  starting  ? left  reward 1.00"
+    assert "steps/s" in pipe.getvalue() and "\x1b" not in pipe.getvalue() and "\r" not in pipe.getvalue()
+
+
+def test_a_terminal_that_can_do_nothing_gets_lines_too(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    Console(terminal).progress(0.5, 5, "reward 1.00")
+    assert terminal.getvalue() == " 50%  5 steps  starting  ? left  reward 1.00\n"
+
+
+def test_quiet_is_quiet():
+    terminal = Terminal()
+    with Console(terminal, quiet=True) as console:
+        console.progress(0.5, 5, "", metrics={"loss": 1.0})
+    assert terminal.getvalue() == ""
+
+
+# ---- terminal
+
+
+def test_a_view_has_what_the_run_has():
+    assert shown(success_rate=0.87, episode_reward=12.34, policy_loss=-0.0131, approx_kl=0.0089, loss=0.2) == [
+        "finetune  run",
+        "████████████████████░░░░░░░░░░░░░░░░░░░░  50%  500 steps  10 steps/s  0:05 left",
+        "success   ▇  87%",
+        "reward    ▁  12.3",
+        "losses    policy -0.0131  KL 0.0089",
+    ]
+    # of a world model, and of demonstrations
+    assert shown(fresh_acc=0.5, loss=0.2)[2:] == ["accuracy  ▅  50%"]
+    assert shown(loss=0.25)[2:] == ["loss      ▁  0.25"]
+    # pay is shown as it came, not as it was normalised
+    explorer = shown(contact_share=0.25, **{"reward/prediction_error": 1.5, "reward/prediction_error_normalized": 0.1})
+    assert explorer[2:] == ["contact   ▃  25%", "paid for  prediction_error 1.5"]
+    # while robots act in a process of their own
+    assert shown(staleness=1.0, queue_depth=0.5, actor_idle=0.03)[2:] == [
+        "async     staleness 1  queue 0.5  robots idle 3%"
+    ]
+
+
+def test_it_fits_narrow_terminals():
+    terminal = Terminal()
+    narrow = View(terminal, "finetune  outputs/a_folder_with_a_long_name_somewhere")
+    narrow.console.width = 30
+    narrow.show(
+        0.5, "123,456 steps  1,000 steps/s  0:05 left", {"policy_loss": 0.1, "value_loss": 0.2, "entropy": 1.0}, ""
+    )
+    narrow.close()
+    drawn = terminal.getvalue().split(HIDE_CURSOR)[-1].split(SHOW_CURSOR)[0]
+    lines = [line for line in drawn.splitlines() if line and not line.startswith("\x1b")]
+    assert lines and all(len(line.rstrip("\r")) <= 30 for line in lines) and lines[0].endswith("…")
+
+
+def test_what_a_metric_was_last_stays_when_an_update_has_none():
+    seen = View(Terminal(), "")
+    seen.show(0.1, "", {"success_rate": 0.5}, "")
+    seen.show(0.2, "", {"loss": 1.0}, "")
+    assert "success   ▅  50%" in [text.plain for text in seen.lines(0.2, "", "")]
+    seen.close()
+
+
+def test_ascii_where_there_is_nothing_else():
+    class Old(Terminal):
+        encoding = "ascii"
+
+    old = View(Old(), "")
+    old.show(0.5, "", {"success_rate": 0.99}, "")
+    assert [text.plain for text in old.lines(0.5, "", "")][:2] == ["#" * 20 + "." * 20 + "  50%  ", "success   #  99%"]
+    old.close()
+
+
+def test_it_is_drawn_a_few_times_a_second_at_most(monkeypatch):
+    monkeypatch.setattr(view, "EVERY", 3600.0)
+    terminal = Terminal()
+    with Console(terminal) as console:
+        console.progress(0.0, 0, "", metrics={"loss": 1.0})
+        before = len(terminal.getvalue())
+        for step in range(1, 50):
+            console.progress(step / 100, step, "", metrics={"loss": 1.0})
+        assert len(terminal.getvalue()) == before
+        # the end is shown, and no curve is the poorer for it
+        console.progress(1.0, 100, "", metrics={"loss": 1.0})
+        assert len(terminal.getvalue()) > before and console.view.curves["loss"].each == 2
+
+
+def test_a_view_goes_and_leaves_a_line_whatever_ends_it():
+    terminal = Terminal()
+    with pytest.raises(RuntimeError), Console(terminal, title="run") as console:
+        console.progress(0.5, 5, "reward 1.00", metrics={"episode_reward": 1.0})
+        assert HIDE_CURSOR in terminal.getvalue()
+        raise RuntimeError
+    after = terminal.getvalue()[terminal.getvalue().rindex(SHOW_CURSOR) :]
+    assert after.endswith(" 50%  5 steps  starting  ? left  reward 1.00\n") and "█" not in after
+    # once
+    console.end()
+    assert terminal.getvalue().count("reward 1.00") == 1
+    # and it can be opened again
+    console.progress(0.6, 6, "reward 2.00", metrics={"episode_reward": 2.0})
+    console.end()
+    assert terminal.getvalue().endswith("reward 2.00\n")
+
+
+def test_messages_are_printed_above_it_and_whole(monkeypatch):
+    terminal, logger = Terminal(), logging.getLogger("sparring")
+    handler = logging.StreamHandler(terminal)
+    # those of earlier runs write to streams that are closed
+    monkeypatch.setattr(logger, "handlers", [handler])
+    with Console(terminal) as console:
+        console.progress(0.5, 5, "", metrics={"success_rate": 1.0})
+        start = len(terminal.getvalue())
+        # longer than the terminal is wide, and nothing in it is markup
+        logger.warning("to look at: [red]%s.mp4", "x" * 150)
+        written = terminal.getvalue()[start:]
+        assert f"to look at: [red]{'x' * 150}.mp4" in written
+        # the view follows, on a line of its own
+        assert written.index("success") > written.index(".mp4\n")
+    logger.warning("after")
+    assert terminal.getvalue().endswith("after\n") and handler.stream is terminal
+
+
+# ---- curves
+
+
+def test_a_curve_holds_all_of_a_run():
+    curve = Curve()
+    for value in range(1000):
+        curve.add(float(value))
+    assert curve.each == 32 and len(curve.cells) == 1000 // 32 < CELLS
+    # the mean of 0 .. 31, and so on
+    assert curve.cells[:2] == [15.5, 47.5]
+
+
+def test_what_is_no_number_is_told_but_not_drawn():
+    assert shown(loss=float("nan"))[2:] == ["loss        nan"]
+    curve = Curve()
+    for value in (1.0, float("inf"), 2.0):
+        curve.add(value)
+    assert curve.cells == [1.0, 2.0]
+
+
+def test_sparklines():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 0.5, 1.0], 40, (0.0, 1.0)) == "▁▅█"
+    assert sparkline([3, 3], 40) == "▁▁" and sparkline([], 40) == ""
+    assert len(sparkline(list(range(39)), 10)) == 10
+
+
+def test_clock():
+    assert [clock(s) for s in (5, 65, 3700, float("inf"))] == ["0:05", "1:05", "1:01:40", "?"]
+
+
+# ---- the end
+
+
+def test_what_was_reached_in_a_line():
+    def score(successes: int, reward: float) -> dict[str, Score]:
+        return {"reach_d0": Score(wilson(successes, 100), reward, 0.0, 50.0)}
+
+    evaluation = Evaluation(100, 0, {"policy": score(95, 12.0), "random": score(2, 3.0)}, [], EnvSpec({}, 1))
+    assert reached(evaluation) == ["success 95.0% (95 % 88.8% to 97.8%); random actions 2.0%"]
+    evaluation.spec = EnvSpec({}, 1, reports_success=False)
+    assert reached(evaluation) == ["reward 12.00; random actions 3.00"]
+    del evaluation.scores["random"]
+    assert reached(evaluation) == ["reward 12.00"]
+    levels = {"prediction": 22.14, "copy": 24.63, "ceiling": 23.8}
+    cameras = {"head": {"changed_mse_ratio": 0.25, "psnr": levels}, "wrist": {"changed_mse_ratio": None}}
+    whole = "head: squared error on pixels that change, 0.250 of that of copying the last frame"
+    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole + "; PSNR 22.1 dB, copying 24.6 dB"]
+    levels["copy"] = None
+    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole]
+    found = {who: Exploration(10, touch, 1, 1.0, None, 0.0) for who, touch in (("policy", 0.5), ("a", 0.1), ("b", 0.2))}
+    assert reached(ExplorationEvaluation(3, 0, found)) == [
+        "in touch with an object in 50.0% of its decisions; random actions 20.0% at most"
+    ]

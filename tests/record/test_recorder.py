@@ -1,0 +1,112 @@
+"""Numbers and pictures."""
+
+import json
+
+from sparring.collect.timing import Span
+from sparring.phases.phase import Progress
+from sparring.record.recorder import Recorder
+
+
+def test_metrics_are_one_json_object_a_line_whatever_the_numbers(tmp_path):
+    recorder = Recorder(tmp_path)
+    metrics = {"loss": float("nan"), "episode_reward": 2.5, "success_rate": 0.5, "mine": float("inf"), "a/b": 1.0}
+    recorder.write(Progress(3, 40, 7), metrics, accuracy="success_rate")
+    line = json.loads((tmp_path / "episode_metrics.jsonl").read_text())
+    assert line.pop("timestamp") > 1e9
+    assert line == {
+        "episode": 7,
+        "avg_loss": None,
+        "avg_acc": 0.5,
+        "episode_reward": 2.5,
+        "total_steps": 40,
+        "lr": None,
+        "update": 3,
+        "rollout/success_rate": 0.5,
+        "train/mine": None,
+        "a/b": 1.0,
+    }
+
+
+def test_lines_after_a_checkpoint_are_forgotten_on_going_back(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.write(Progress(updates=1), {})
+    recorder.timeline([Span("learner", "learn", 1.0, 2.0, version=0)])
+    state = recorder.state_dict()
+    recorder.write(Progress(updates=2), {})
+    recorder.timeline([Span("learner", "learn", 2.0, 3.0, version=1)])
+    with recorder.metrics_file.open("a") as file:
+        file.write('{"torn')
+    recorder.load_state_dict(state, 1)
+    assert [json.loads(line)["update"] for line in recorder.metrics_file.read_text().splitlines()] == [1]
+    assert [json.loads(line)["version"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()] == [0]
+
+
+def test_evaluations_of_updates_to_come_are_forgotten_on_going_back_and_others_are_not(tmp_path):
+    recorder = Recorder(tmp_path)
+    for update in (2, 4, 6):
+        recorder.evaluation(Progress(update, 10 * update, update), {"success_rate": update / 10, "reward": None})
+    with recorder.evaluations_file.open("a") as file:
+        file.write('{"update": 8, "torn')
+    assert [line["update"] for line in recorder.evaluations()] == [2, 4, 6]
+    # update 4 was evaluated after it was saved
+    recorder.load_state_dict({"metrics_bytes": 0}, 4)
+    assert [line["update"] for line in recorder.evaluations()] == [2, 4]
+    # once more, of the same update: it counts once
+    recorder.evaluation(Progress(4, 40, 4), {"success_rate": 0.9})
+    first, second = recorder.evaluations()
+    assert second.pop("timestamp") >= first["timestamp"] > 1e9 and first["eval/reward"] is None
+    assert second == {"update": 4, "total_steps": 40, "episode": 4, "eval/success_rate": 0.9}
+
+
+class Deaf:
+    """Takes one line."""
+
+    def __init__(self):
+        self.told, self.closed = [], []
+
+    def write(self, update, numbers):
+        if self.told:
+            raise ConnectionError("nobody there")
+        self.told.append((update, numbers))
+
+    def video(self, name, path):
+        self.told.append((name, path))
+
+    def close(self, failed):
+        self.closed.append(failed)
+
+
+def test_a_sink_that_fails_is_told_of_once_and_training_goes_on(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr("sparring.record.recorder.log.warning", lambda text, *words: warned.append(text % words))
+    deaf = Deaf()
+    recorder = Recorder(tmp_path, [deaf])
+    path = tmp_path / "videos" / "rollout_1.mp4"
+    recorder.films.on_video(path, {})
+    recorder.write(Progress(1, 8, 2), {"loss": 1.0, "entropy": float("nan"), "parity": 0.5}, "nothing")
+    # by their groups, and only what is a number
+    numbers = {"rollout/episodes": 2, "train/loss": 1.0, "rollout/env_steps": 8, "train/update": 1, "train/parity": 0.5}
+    assert deaf.told == [(1, numbers), ("rollout_1", path)]
+    for update in (2, 3):
+        recorder.write(Progress(update), {"loss": 1.0})
+    recorder.close()
+    assert warned == ["Deaf failed and gets no more numbers: nobody there"]
+    assert len(recorder.metrics_file.read_text().splitlines()) == 3 and deaf.closed == []
+
+
+def test_sinks_are_told_how_it_ended_once():
+    sink = Deaf()
+    recorder = Recorder(None, [sink])
+    recorder.close(failed=True)
+    recorder.close()
+    assert sink.closed == [True]
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder(None)
+    recorder.write(Progress(), {})
+    recorder.evaluation(Progress(), {})
+    with recorder:
+        assert recorder.films is None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,318 @@
+"""Run folders seen from outside, and their checkpoints pruned."""
+
+import fcntl
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sparring.cli.arguments import duration, size
+from sparring.cli.main import main
+from sparring.runs.folder import alone_in
+from sparring.runs.listing import find_runs, look_at, read_json
+
+
+def status(state: str, why: str | None = None, updated: float = 0.0, **best) -> dict:
+    return {
+        "state": state,
+        "why": why,
+        "phase": "finetune",
+        "task": "reach_d0",
+        "updated": updated or time.time(),
+        "progress": {"updates": 30, "env_steps": 12000, "episodes": 40, "fraction": 0.25},
+        "best": best or None,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes run folders of 1000 bytes and whatever is told of them."""
+
+    def make(name, told: dict | None = None, checkpoints=(), evaluations=()):
+        run = tmp_path / name
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("phase: imitate\nenv:\n  task: [lift_d0, lift_d1]\n".ljust(999) + "\n")
+        (run / "writer.lock").touch()
+        if told:
+            (run / "status.json").write_text(json.dumps(told))
+        for number in checkpoints:
+            (run / f"checkpoint-{number}").mkdir()
+            (run / f"checkpoint-{number}/model.safetensors").write_bytes(b"x" * 500)
+            # so that a checkpoint could be taken for a run
+            (run / f"checkpoint-{number}/config.yaml").touch()
+            (run / f"checkpoint-{number}/train.log").touch()
+        lines = [json.dumps({"update": update, "eval/success_rate": rate}) for update, rate in evaluations]
+        if lines:
+            (run / "evaluations.jsonl").write_text("\n".join(lines) + '\n{"torn')
+        return run
+
+    return make
+
+
+def names(run) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if "checkpoint" in path.name)
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted", "crashed"])
+def test_a_run_is_as_it_says(folder, state):
+    found = look_at(folder("run", status(state, "RuntimeError: no")))
+    assert (found.phase, found.task, found.state, found.why) == ("finetune", "reach_d0", state, "RuntimeError: no")
+    assert (found.updates, found.env_steps, found.fraction) == (30, 12000, 0.25)
+
+
+def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
+    run = folder("run", status("running"))
+    assert look_at(run).state == "killed"
+    with alone_in(run):
+        assert look_at(run).state == "running"
+    (run / "writer.lock").unlink()
+    assert look_at(run).state == "killed"
+
+
+def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
+    run = folder("run")
+    handle = os.open(run / "writer.lock", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [handle]).start()
+    with alone_in(run):
+        assert look_at(run).state == "running"
+
+
+def test_a_folder_without_a_status_tells_what_it_can(folder):
+    run = folder("old", checkpoints=[5])
+    assert (look_at(run).state, look_at(run).phase, look_at(run).task) == ("unknown", "imitate", "lift_d0, lift_d1")
+    assert look_at(run).best is None and look_at(run).updates is None
+    # with lines, of which the last is torn, and an evaluation
+    lines = [{"update": n, "total_steps": 100 * n, "success_rate": 0.5} for n in range(3000)]
+    (run / "episode_metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"update": 30')
+    success = {"rate": 0.8, "low": 0.7, "high": 0.9, "successes": 8, "episodes": 10}
+    (run / "evaluation.json").write_text(json.dumps({"scores": {"policy": {"all": {"success": success}}}}))
+    found = look_at(run)
+    assert (found.updates, found.env_steps, found.fraction) == (2999, 299900, None)
+    assert found.best == {"success_rate": 0.8, "low": 0.7, "high": 0.9}
+    with alone_in(run):
+        assert look_at(run).state == "running"
+    (run / "config.yaml").write_text("env: [1,\n")
+    assert look_at(run).task is None
+
+
+def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
+    now = time.time()
+    folder("a/finetune_rl", status("finished", updated=now - 500), checkpoints=[1])
+    folder("b", status("finished", updated=now - 100))
+    folder("b/again", status("finished", updated=now - 10))
+    folder("b/episodes/part", status("finished"))
+    # of which nothing else was kept
+    (tmp_path / "numbers").mkdir()
+    (tmp_path / "numbers/episode_metrics.jsonl").touch()
+    os.utime(tmp_path / "numbers/episode_metrics.jsonl", (now - 900, now - 900))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/config.yaml").touch()
+    assert [os.path.relpath(run.path, tmp_path) for run in find_runs(tmp_path)] == [
+        *("b/again", "b", "a/finetune_rl", "numbers")
+    ]
+
+
+def test_the_table(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder("outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2])
+    folder("outputs/two", status("crashed", "RuntimeError: robots gone", updated=time.time() - 7300))
+    assert main(["runs"]) == 0
+    head, _, one, two = capsys.readouterr().out.splitlines()
+    cells = [" ".join(line.split()) for line in (head, one, two)]
+    assert cells[0] == "run phase task state done made best success size age why"
+    assert cells[1].startswith("outputs/one finetune reach_d0 finished 25% 12,000 steps 87% (79% - 92%) 2.2 kB 0 s")
+    assert cells[2].endswith("crashed 25% 12,000 steps - 1.2 kB 2 h RuntimeError: robots gone")
+    assert main(["runs", "outputs", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [run["path"] for run in told] == ["outputs/one", "outputs/two"]
+    assert told[0]["best"]["success_rate"] == 0.871
+
+
+def test_where_there_are_no_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUTPUT_BASE", raising=False)
+    assert main(["runs"]) == 2
+    assert "'outputs' is no folder; give the one that your runs are in" in capsys.readouterr().err
+    monkeypatch.setenv("OUTPUT_BASE", ".")
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().out == "no runs in .\n"
+
+
+def test_sizes_and_ages_in_words():
+    assert [size(n) for n in (0, 999, 1500, 123_456, 2.5e9, 3e13)] == [
+        "0 B", "999 B", "1.5 kB", "123 kB", "2.5 GB", "30.0 TB"
+    ]  # fmt: skip
+    assert [duration(s) for s in (-1, 5, 90, 7200, 200_000)] == ["0 s", "5 s", "2 min", "2 h", "2 d"]
+
+
+# ---- prune
+
+FIVE = [10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        # nothing was evaluated before 10; 20 at 20, 30 last at 25, 40 at 35, 50 at 45
+        ([], [20, 50]),
+        (["--keep-best", "2"], [20, 30, 50]),
+        (["--keep-best", "3"], [20, 30, 40, 50]),
+        (["--keep-best", "0", "--keep-last", "2"], [40, 50]),
+        (["--keep-last", "9"], FIVE),
+    ],
+)
+def test_the_best_and_the_last_are_kept(folder, capsys, words, left):
+    run = folder("run", checkpoints=FIVE, evaluations=[(15, 0.5), (20, 0.9), (25, 0.7), (35, 0.6), (45, 0.1)])
+    assert main(["prune", str(run), "--yes", *words]) == 0
+    assert names(run) == sorted(f"checkpoint-{number}" for number in left)
+    out = capsys.readouterr().out
+    assert ("freed" in out) == (len(left) < 5) and "checkpoint-50 (last)" in out
+    # and they are as they were
+    assert (run / f"checkpoint-{left[0]}/model.safetensors").read_bytes() == b"x" * 500
+
+
+def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = folder("run", checkpoints=FIVE, evaluations=[(20, 0.9)])
+    (run / ".partial-checkpoint-60").mkdir()
+    assert main(["prune", "run", "--dry-run"]) == 0
+    said = "run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); removes 4, 1.5 kB\n"
+    assert capsys.readouterr().out == said and len(names(run)) == 6
+    assert main(["prune", "run", "run", "--yes"]) == 0
+    assert capsys.readouterr().out == f"{said}freed 1.5 kB\n"
+    assert names(run) == ["checkpoint-20", "checkpoint-50"]
+    assert main(["prune", "run"]) == 0
+    assert capsys.readouterr().out.endswith("; nothing to remove\n")
+
+
+def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder("run", checkpoints=FIVE, evaluations=[(20, 0.5), (28, 0.8), (55, 0.9)])
+    assert main(["prune", "run", "--dry-run", "--keep-best", "3"]) == 0
+    # of those that an evaluation came before, the nearest to it
+    said = "30 (success 80% at update 28), checkpoint-40 (success 80% at update 28), checkpoint-50 (success 80% at"
+    assert capsys.readouterr().out.startswith(f"run: keeps checkpoint-{said}")
+    assert main(["prune", "run", "--dry-run", "--keep-best", "1"]) == 0
+    assert "keeps checkpoint-30 (success 80% at update 28), checkpoint-50 (last);" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([{"eval/success_rate": None, "eval/reward": reward} for reward in (1.0, 7.5, 3.0)], "reward 7.5"),
+        (
+            [{"eval/head/changed_mse_ratio": x, "eval/wrist/changed_mse_ratio": x + 0.2} for x in (0.9, 0.3, 0.5)],
+            "MSE ratio 0.400",
+        ),
+    ],
+)
+def test_where_success_is_not_told_reward_or_foretelling_is(folder, capsys, lines, said):
+    run = folder("run", checkpoints=[10, 20, 30, 40])
+    told = [line | {"update": update} for update, line in zip((10, 20, 30), lines, strict=True)]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    assert main(["prune", str(run), "--yes"]) == 0
+    assert f"keeps checkpoint-20 ({said}), checkpoint-40 (last)" in capsys.readouterr().out
+    assert names(run) == ["checkpoint-20", "checkpoint-40"]
+
+
+def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
+    run = folder("run", checkpoints=FIVE)
+    assert main(["prune", str(run), "--yes"]) == 2
+    told = capsys.readouterr()
+    assert "no evaluation tells which are best" in told.out
+    assert "no evaluation tells which checkpoints are best; give --keep-best 0" in told.err
+    assert len(names(run)) == 5
+    assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
+    assert names(run) == ["checkpoint-50"]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y", 1), ("", 2), ("n", 2)])
+def test_it_asks(folder, monkeypatch, capsys, answer, left):
+    run = folder("run", checkpoints=[1, 2])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: answer)
+    assert main(["prune", str(run)]) == 0
+    assert len(names(run)) == left
+    assert ("nothing was removed" in capsys.readouterr().out) == (left == 2)
+
+
+def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
+    run, other = folder("run", checkpoints=[1, 2]), folder("other", checkpoints=[1, 2])
+    with alone_in(run):
+        assert main(["prune", str(other), str(run), "--yes"]) == 2
+        assert "a process is training there" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False)
+    assert main(["prune", str(run)]) == 2
+    assert "nobody is here to be asked; give --yes" in capsys.readouterr().err
+    assert main(["prune", str(run / "checkpoint-1"), "--yes"]) == 2
+    assert "holds no checkpoint-<n> folder" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert len(names(run)) == len(names(other)) == 2
+
+
+# ---- folders without a checkpoint
+
+
+COMMANDS = (["prune", "{}", "--yes"], ["eval", "{}"], ["compare", "{}", "{}"], ["eval", "{}", "--world-model"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
+    run = folder("run", status("running"))
+    with (run / "config.yaml").open("a") as config:
+        config.write("training:\n  save_every: 20\n")
+    assert main([word.format(run) for word in command]) == 2
+    assert capsys.readouterr().err == (
+        f"sparring: '{run}' has no checkpoint yet: its run was killed after 30 updates, and one is saved every 20 "
+        "updates (training.save_every) and at the end; train it again by the same command\n"
+    )
+    if command[0] == "eval":
+        with alone_in(run):
+            assert main([word.format(run) for word in command]) == 2
+        assert "its run goes on after 30 updates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs/notes").mkdir(parents=True)
+    for name in ("b", "a", "all/teacher_rl"):
+        folder(f"outputs/{name}", status("finished"), checkpoints=[1])
+    assert main([word.format("outputs") for word in command]) == 2
+    said = "sparring: 'outputs' is no run but holds some; did you mean outputs/a, outputs/b, outputs/all/teacher_rl?\n"
+    assert capsys.readouterr().err == said
+    for name in range(4):
+        folder(f"outputs/c{name}")
+    assert main([word.format("outputs") for word in command]) == 2
+    assert "outputs/c1, outputs/c2 or 2 more?" in capsys.readouterr().err
+    assert main([word.format("outputs/notes") for word in command]) == 2
+    assert "'outputs/notes' holds no checkpoint" in capsys.readouterr().err
+
+
+def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "outputs/secret").mkdir(parents=True)
+    folder("outputs/a", status("finished"), checkpoints=[1])
+    real = os.listdir
+
+    def listdir(path):
+        if Path(path).name == "secret":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert main(["eval", str(tmp_path / "outputs")]) == 2
+    assert capsys.readouterr().err.endswith(f"did you mean {tmp_path}/outputs/a?\n")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", "\xff"])
+def test_what_is_no_object_tells_nothing(tmp_path, text):
+    (tmp_path / "status.json").write_bytes(text.encode("latin-1"))
+    assert read_json(tmp_path / "status.json") == {}

@@ -1,0 +1,284 @@
+"""A run that was stopped goes on as if it had not been: update 4 is bit-equal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from sparring.config.schema import load_config
+from sparring.errors import UserError
+from sparring.runs.checkpoint import checkpoints, find_checkpoint
+from sparring.runs.run import Run
+
+SMALL = {
+    "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10, "render_episodes": 0},
+    "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
+    "training": {"save_every": 1, "keep_checkpoints": 10, "iterations": 5},
+    "logging": {"console_level": "ERROR"},
+}
+NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1}
+WAYS = {
+    "tabletop": {},
+    "pendulum": {"env": {"name": "gym:Pendulum-v1"}},
+    "cartpole in workers": {"env": {"name": "gym:CartPole-v1", "vectorize": "process", "workers": 2}},
+    "camera": {"env": {"cameras": ["head"], "image_size": 40}, "policy": {"channels": [4, 4], "image_features": 8}},
+    "chunks": {"rollout": SMALL["rollout"] | {"action_steps": 3}},
+    "by episodes": {"rollout": {"n_envs": 2, "n_episodes_per_batch": 4}, "env": {"name": "gym:CartPole-v1"}},
+    "grpo": {
+        "algorithm": "grpo",
+        "ppo": {},
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
+    "flow": {
+        "policy": {"name": "flow", "method": "flow_noise", "width": 16, "heads": 2, "layers": 1, "sampling_steps": 2},
+        "rollout": SMALL["rollout"] | {"action_steps": 3},
+    },
+    "flow by grpo": {
+        "policy": {"name": "flow", "method": "denoising_mdp", "width": 16, "heads": 2, "layers": 1, "horizon": 4},
+        "algorithm": "grpo",
+        "ppo": {},
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
+    "memory": {
+        "policy": NATIVE | {"memory_size": 7},
+        "env": {"cameras": ["head"], "image_size": 40},
+        "rollout": SMALL["rollout"] | {"action_steps": 3, "steps": 5},
+    },
+    "memory by grpo": {
+        "policy": NATIVE | {"memory_size": 7},
+        "algorithm": "grpo",
+        "ppo": {},
+        "grpo": {"mini_batch_size": 16, "epochs": 2, "kl_coef": 0.1},
+        "rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "group_size": 2, "max_episode_steps": 5},
+    },
+    "critic warm-up": {"ppo": SMALL["ppo"] | {"critic_warmup_updates": 4}},
+    "gsde": {"policy": {"distribution": "gsde", "sde_sample_freq": 5}},
+    "evaluations between": {"evaluation": {"every": 2, "episodes": 3}},
+    "schedules": {"ppo": SMALL["ppo"] | {"lr_schedule": "cosine", "warmup_updates": 2, "clip_schedule": "linear"}},
+}
+
+
+def config_in(folder, **more):
+    return load_config(SMALL | {"output": str(folder)} | more)
+
+
+def run_to_the_end(config) -> Run:
+    run = Run(config)
+    assert run.run()
+    run.phase.env.close()
+    return run
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.phase.model.state_dict().items()}
+
+
+def lines(folder) -> list[dict]:
+    """Without what the clock says, and the parity, which a fresh process measures on its whole first rollout."""
+    timed = ("timestamp", "perf/steps_per_second", "train/parity", "train/parity_ratio")
+    rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, way):
+    straight = run_to_the_end(config_in(tmp_path / "straight", **way))
+    stopped = Run(config_in(tmp_path / "stopped", **way))
+    for _ in range(3):
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    stopped.phase.env.close()
+    resumed = run_to_the_end(config_in(tmp_path / "stopped", **way))
+    assert resumed.phase.progress == straight.phase.progress
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
+
+
+def test_kill_9_at_update_3_then_the_same_command(tmp_path):
+    """A real process, really killed; the metrics file has no line twice."""
+    straight = run_to_the_end(config_in(tmp_path / "straight"))
+    child = textwrap.dedent("""
+        import json, os, signal, sys
+        import torch
+        torch.set_num_threads(1)
+        from sparring.runs.run import Run
+        from sparring.config.schema import load_config
+        run = Run(load_config(json.loads(sys.argv[1])))
+        step = run.phase.step
+        def step_until_3(fraction):
+            if run.phase.progress.updates == 3:
+                run.recorder.write(run.phase.progress, {"written": 1.0})
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(fraction)
+        run.phase.step = step_until_3
+        run.run()
+    """)
+    settings = json.dumps(SMALL | {"output": str(tmp_path / "killed")})
+    killed = subprocess.run([sys.executable, "-c", child, settings], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL
+    assert find_checkpoint(tmp_path / "killed").name == "checkpoint-3"
+    resumed = run_to_the_end(config_in(tmp_path / "killed"))
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+    assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    child = textwrap.dedent("""
+        import json, sys
+        import torch
+        torch.set_num_threads(1)
+        from sparring.runs.run import Run
+        from sparring.config.schema import load_config
+        run = Run(load_config(json.loads(sys.argv[1])))
+        step = run.phase.step
+        def step_and_wait(fraction):
+            metrics = step(fraction)
+            if run.phase.progress.updates == 3:
+                print("at 3", flush=True)
+                sys.stdin.read()
+            return metrics
+        run.phase.step = step_and_wait
+        run.run()
+    """)
+    config = config_in(tmp_path / "run")
+    words = [sys.executable, "-c", child, json.dumps(SMALL | {"output": config.output})]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as first:
+        assert first.stdout.readline() == b"at 3\n"
+        before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        for resume in ("auto", "never"):
+            with pytest.raises(
+                UserError, match="another process is training there; wait until it is done, stop it, or"
+            ):
+                Run(config.model_copy(update={"resume": resume}))
+        assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        first.kill()
+    # nothing of a killed process is in the way
+    assert run_to_the_end(config).phase.progress.updates == 5
+
+
+def test_two_runs_of_one_process_take_turns(tmp_path):
+    first, second = Run(config_in(tmp_path / "run")), Run(config_in(tmp_path / "run"))
+    step = first.phase.step
+
+    def step_while_another_tries(fraction):
+        with pytest.raises(UserError, match="another process is training there"):
+            second.run()
+        return step(fraction)
+
+    first.phase.step = step_while_another_tries
+    assert first.run() and first.phase.progress.updates == 5
+    first.evaluate()
+    for run in (first, second):
+        run.phase.env.close()
+    assert run_to_the_end(config_in(tmp_path / "run")).phase.progress.updates == 5
+
+
+def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, monkeypatch, caplog):
+    from sparring.envs.gym_batch import SerialBackend
+
+    monkeypatch.setattr(SerialBackend, "state", lambda self: None)
+    env = {"name": "gym:Pendulum-v1"}
+    first = Run(config_in(tmp_path, env=env))
+    first.phase.step(0.0)
+    begun_with = first.phase.buffer.get(flatten=False)["observation", "state"][0].clone()
+    first.save()
+    monkeypatch.setattr("sparring.runs.run.log.warning", lambda *words: told.append(words[-1]))
+    told = []
+    again = Run(config_in(tmp_path, env=env))
+    assert told == ["the env cannot be put back to where it was; its robots start new episodes"]
+    assert again.phase.progress.updates == 1
+    again.phase.step(0.2)
+    # new episodes, not those that were played before
+    assert not torch.equal(again.phase.buffer.get(flatten=False)["observation", "state"][0], begun_with)
+
+
+def test_numbers_between_two_lines_survive_a_stop(tmp_path):
+    training = SMALL["training"] | {"log_every": 5}
+    run_to_the_end(config_in(tmp_path / "straight", training=training))
+    stopped = Run(config_in(tmp_path / "stopped", training=training))
+    step = stopped.phase.step
+
+    def step_and_ask_to_stop(fraction):
+        if stopped.phase.progress.updates == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(fraction)
+
+    stopped.phase.step = step_and_ask_to_stop
+    assert not stopped.run()
+    run_to_the_end(config_in(tmp_path / "stopped", training=training))
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert len(lines(tmp_path / "stopped")) == 1
+
+
+def test_kill_9_in_the_middle_of_a_checkpoint_write_and_the_run_goes_on(tmp_path):
+    straight = run_to_the_end(config_in(tmp_path / "straight"))
+    child = textwrap.dedent("""
+        import json, os, signal, sys
+        from pathlib import Path
+        import torch
+        torch.set_num_threads(1)
+        from sparring.runs.run import Run
+        from sparring.config.schema import load_config
+        run = Run(load_config(json.loads(sys.argv[1])))
+        whole_save = torch.save
+        def half_a_save(state, path):
+            whole_save(state, path)
+            if run.phase.progress.updates == 3:
+                Path(path).write_bytes(Path(path).read_bytes()[:1000])
+                os.kill(os.getpid(), signal.SIGKILL)
+        torch.save = half_a_save
+        run.run()
+    """)
+    settings = json.dumps(SMALL | {"output": str(tmp_path / "killed")})
+    killed = subprocess.run([sys.executable, "-c", child, settings], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / ".partial-checkpoint-3").exists()
+    resumed = run_to_the_end(config_in(tmp_path / "killed"))
+    assert not (tmp_path / "killed" / ".partial-checkpoint-3").exists()
+    assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(straight).items())
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = run_to_the_end(config_in(tmp_path))
+    again = run_to_the_end(config_in(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(weights(first).values(), weights(again).values(), strict=True))
+    assert len(lines(tmp_path)) == 5
+
+
+def test_a_run_that_branches_off_from_an_end_keeps_it(tmp_path):
+    run_to_the_end(config_in(tmp_path / "one"))
+    last = checkpoints(tmp_path / "one")[-1]
+    branch = run_to_the_end(config_in(tmp_path / "two", resume=str(last)))
+    assert [path.name for path in checkpoints(tmp_path / "two")] == [last.name]
+    assert branch.phase.progress.updates == int(last.name.rpartition("-")[2])
+
+
+def test_pretrained_starts_from_weights_alone(tmp_path):
+    first = run_to_the_end(config_in(tmp_path / "first"))
+    second = Run(config_in(tmp_path / "second", pretrained=str(tmp_path / "first" / "checkpoint-5")))
+    assert second.phase.progress.updates == 0
+    assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
+
+
+def test_old_checkpoints_go_and_the_last_state_is_saved(tmp_path):
+    training = SMALL["training"] | {"save_every": 2, "keep_checkpoints": 2}
+    run_to_the_end(config_in(tmp_path, training=training))
+    assert [c.name for c in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_limits_end_a_run(tmp_path):
+    by_steps = SMALL["training"] | {"iterations": None, "total_timesteps": 100}
+    assert run_to_the_end(config_in(tmp_path / "a", training=by_steps)).phase.progress.env_steps == 108
+    by_episodes = SMALL["training"] | {"iterations": None, "num_episodes": 6}
+    assert run_to_the_end(config_in(tmp_path / "b", training=by_episodes)).phase.progress.episodes == 6

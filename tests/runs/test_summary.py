@@ -1,0 +1,70 @@
+"""What a run recommends at its end can be given as it is, whatever the run is called and was told."""
+
+import os
+import shlex
+
+import pytest
+
+from sparring.cli.main import main
+from sparring.config.schema import load_config
+from sparring.runs.summary import next_commands
+
+TINY = ["device=cpu", "policy.hidden=[8]", "rollout.steps=16", "rollout.render_episodes=0"]
+SMALL = ["--envs", "3", "training.iterations=1", "evaluation.episodes=3", "logging.console_level=ERROR", *TINY]
+POLE = ["env.name=gym:CartPole-v1"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.delenv("OUTPUT_BASE", raising=False)
+
+
+def recommended(output: str, *settings: str) -> list[str]:
+    assert main(["train", "finetune", "--output", output, *SMALL, *settings]) == 0
+    return list(next_commands(load_config(os.path.join(output, "config.yaml"))))
+
+
+@pytest.mark.parametrize(
+    ("output", "settings", "following"),
+    [
+        ("outputs/foo", POLE, "outputs/foo-2"),
+        ("outputs/lr-3", POLE, "outputs/lr-4"),
+        ("outputs/my run", POLE, "outputs/my run-2"),
+        # a name that reads like a number
+        ("2024", POLE, "2024-2"),
+        ("outputs/tasks", ["env.task=[reach_d0,reach_d1,lift_d0]", "env.threads=1"], "outputs/tasks-2"),
+        ("outputs/limited", ["env.name=endless:Endless", "rollout.max_episode_steps=9"], "outputs/limited-2"),
+    ],
+)
+def test_every_command_can_be_given_as_it_is(output, settings, following, monkeypatch, capsys):
+    with open("endless.py", "w") as file:
+        file.write("from gymnasium.envs.classic_control import PendulumEnv as Endless\n")
+    monkeypatch.syspath_prepend(os.getcwd())
+    report, film, train = recommended(output, *settings)
+    assert main(shlex.split(report)[1:]) == 0 and os.path.exists(f"{output}/report.html")
+    assert main([*shlex.split(film)[1:], "--episodes", "3"]) == 0
+    words = shlex.split(train)[1:]
+    assert words[words.index("--output") + 1] == following
+    # all but how long it lasts
+    assert main([*words, *TINY, "training.iterations=1", "evaluation.episodes=3"]) == 0, capsys.readouterr().err
+    assert os.path.exists(f"{following}/checkpoint-1")
+
+
+def test_a_run_in_the_folder_one_is_in(tmp_path):
+    *_, train = recommended(".", *POLE)
+    assert train.endswith(f"--output {tmp_path}/work-2")
+
+
+def test_a_folder_that_is_taken_is_not_recommended():
+    os.makedirs("outputs/foo-2")
+    *_, train = recommended("outputs/foo", *POLE)
+    assert train == "sparring train finetune pretrained=outputs/foo --output outputs/foo-3"
+
+
+def test_a_folder_of_the_root_is_no_name_alone():
+    config = load_config({"env": {"name": "gym:CartPole-v1"}, "output": "/out"})
+    assert [word for line in next_commands(config) for word in line.split() if "pretrained" in word] == [
+        "pretrained=/out"
+    ]

@@ -1,0 +1,165 @@
+"""A world model on the transformer of a VLA: what it computes, what learns, and which folders it takes."""
+
+import json
+from itertools import repeat
+from types import SimpleNamespace
+
+import pytest
+import tiny_pi0
+import torch
+from doubles_moving import SPEC, moving_windows
+from doubles_native import make_inputs, make_model
+from safetensors.torch import load_file, save_file
+
+from sparring.algorithms.world_model import WorldModelLearner
+from sparring.config.section import ConfigError
+from sparring.errors import UserError
+from sparring.policies.native.checkpoint import save_model
+from sparring.processes.distributed import Distributed
+from sparring.world_models.configs import TokenWorldModelConfig
+from sparring.world_models.world_model import make_world_model
+
+SIZES = {"channels": 16, "width": 32, "layers": 1, "heads": 2, "members": 1, "memory_channels": 4}
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("native")
+    save_model(make_model(), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pi0(tmp_path_factory):
+    return tiny_pi0.write(tmp_path_factory.mktemp("pi0"))
+
+
+def make(trunk, **settings):
+    torch.manual_seed(0)
+    settings = SIZES | {"tokenizer_steps": 0, "camera_dropout": 0.0, "trunk": str(trunk)} | settings
+    return make_world_model(TokenWorldModelConfig(**settings), SPEC, chunk=2).eval()
+
+
+def learned(model, steps: int) -> list[float]:
+    """`steps` gradient steps on one batch, as in a phase; what was lost in each, but for pictures of random steps."""
+    learner = WorldModelLearner(SimpleNamespace(learning_rate=3e-3), model, Distributed("cpu"))
+    batch, losses = moving_windows(6, 3), []
+    for _ in range(steps):
+        metrics = learner.update(repeat(batch), 1, 0.0)
+        losses.append(sum(v for name, v in metrics.items() if name.startswith("loss_") and name != "loss_pictures"))
+    return losses
+
+
+def copied(model) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in model.named_parameters()}
+
+
+def test_the_layers_are_those_of_the_checkpoint(native):
+    """On the VLA's own words they give what it makes of them."""
+    vla, block = make_model(), make(native).trunk.block
+    inputs = make_inputs(cameras=0, lengths=(7, 7, 7))
+    with torch.no_grad():
+        words = vla.words(inputs.tokens) * vla.sizes.width**0.5
+        torch.testing.assert_close(block.base(words).mean(1), vla.features(inputs))
+
+
+def test_a_pi0_of_transformers_is_a_trunk_too(pi0):
+    model = make(pi0, lora_r=2)
+    theirs = tiny_pi0.make_model().model.vlm.language_model.layers[1].self_attn
+    joined = torch.cat([part.weight for part in (theirs.q_proj, theirs.k_proj, theirs.v_proj)])
+    assert torch.equal(model.trunk.block.base.trunk[1].qkv.base_layer.weight, joined)
+    losses = learned(model, 3)
+    assert losses[-1] < losses[0]
+
+
+def test_with_lora_it_learns_while_the_base_stays(native):
+    model = make(native, lora_r=4)
+    before = copied(model)
+    losses = learned(model, 30)
+    assert losses[-1] < losses[0] / 3
+    kept = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
+    frozen = {name for name in before if name.startswith("trunk.block.base.") and ".lora_" not in name}
+    # the tokenizer is done with; all else moves: adapters, the maps in and out, members, heads, the memory
+    assert kept == frozen | {name for name in before if name.startswith("tokenizer.")}
+    saved = load_file(native / "model.safetensors")
+    for name in ("trunk.0.qkv", "trunk.1.down"):
+        assert torch.equal(model.get_submodule(f"trunk.block.base.{name}").base_layer.weight, saved[f"{name}.weight"])
+
+
+def test_without_lora_all_of_it_learns(native):
+    model = make(native)
+    before = copied(model)
+    learned(model, 2)
+    kept = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
+    assert kept == {name for name in before if name.startswith("tokenizer.")}
+
+
+def test_only_some_layers_with_adapters_and_one_in_full(native):
+    model = make(native, lora_r=4, lora_targets=("qkv",), modules_to_save=("trunk_norm",))
+    learning = {name for name, p in model.trunk.block.base.named_parameters() if p.requires_grad}
+    adapters = {f"trunk.{layer}.qkv.lora_{part}.default.weight" for layer in (0, 1) for part in "AB"}
+    assert learning == adapters | {"trunk_norm.weight"}
+
+
+def test_in_bf16_what_is_frozen_is_kept_so(native):
+    model = make(native, lora_r=4, precision="bf16")
+    kinds = {name.partition(".lora_")[1]: p.dtype for name, p in model.trunk.block.base.named_parameters()}
+    assert kinds == {"": torch.bfloat16, ".lora_": torch.float32}
+    td = moving_windows(3, 1)[:, 0]
+    exact, rounded = make(native, lora_r=4).score(td)["error"], model.score(td)["error"]
+    assert rounded.dtype == torch.float32 and not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
+    losses = learned(model, 10)
+    assert losses[-1] < losses[0] / 1.5
+
+
+def test_weights_come_back(native):
+    model, other = make(native, lora_r=4), make(native, lora_r=4)
+    learned(model, 2)
+    td = moving_windows(3, 1)[:, 0]
+    assert not torch.equal(other.score(td)["error"], model.score(td)["error"])
+    other.load_state_dict(model.state_dict())
+    assert (other.predict(td) == model.predict(td)).all() and (other.score(td) == model.score(td)).all()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}, {"lora_alpha": 8.0}],
+)
+def test_lora_without_a_vla(given):
+    with pytest.raises(ConfigError, match="is for the transformer of a VLA and there is none; give the folder of one"):
+        TokenWorldModelConfig(**given)
+
+
+def test_a_pattern_that_is_nowhere(native):
+    with pytest.raises(UserError, match="world_model.lora_targets: 'q_proj' matches no part"):
+        make(native, lora_r=4, lora_targets=("q_proj",))
+    with pytest.raises(UserError, match="world_model.lora_targets=.* is not read without LoRA; set world_model.lora_r"):
+        make(native, lora_targets=("qkv",))
+
+
+def test_folders_that_hold_no_vla(native, pi0, tmp_path):
+    with pytest.raises(UserError, match="world_model.trunk=.*nowhere: neither native_vla.json.*no such folder"):
+        make(tmp_path / "nowhere")
+    sizes = json.loads((native / "native_vla.json").read_text())
+    (tmp_path / "native_vla.json").write_text(json.dumps(sizes))
+    with pytest.raises(UserError, match="no whole checkpoint of a native VLA"):
+        make(tmp_path)
+    # weights of other sizes than it says
+    (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"mlp": 32}))
+    save_file(load_file(native / "model.safetensors"), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"weights in world_model.trunk=.* 4 of another shape: trunk.0.down.weight"):
+        make(tmp_path)
+    (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"layers": 3}))
+    with pytest.raises(UserError, match="6 missing: trunk.2"):
+        make(tmp_path)
+    (tmp_path / "pi0").mkdir()
+    (tmp_path / "pi0/config.json").write_text((pi0 / "config.json").read_text())
+    with pytest.raises(UserError, match="world_model.trunk=.* cannot be loaded as pi0: .*no file named"):
+        make(tmp_path / "pi0")
+    (tmp_path / "pi0/config.json").write_text("[]")
+    with pytest.raises(UserError, match="config.json' holds a list, expected names with values"):
+        make(tmp_path / "pi0")
+    (tmp_path / "pi0/config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match="world_model.trunk=.* holds a model of type 'gpt2', expected 'pi0'"):
+        make(tmp_path / "pi0")
