@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.policies.configs import FlowConfig
 from sparring.policies.flow.chain import Terms
 from sparring.policies.flow.policy import FlowPolicy

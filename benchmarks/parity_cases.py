@@ -13,8 +13,9 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.parity import Parity, measure_parity
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec, Step
+from sparring.envs.backend import Step
 from sparring.envs.env import Env
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, FlowConfig

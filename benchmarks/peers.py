@@ -12,8 +12,9 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import Env
 from sparring.envs.tabletop.backend import Tabletop

@@ -79,7 +79,7 @@ def test_commands_that_only_talk_load_no_torch(program, allowed):
 
 @pytest.mark.parametrize(
     "module",
-    ["worker", "gym_env", "serial", "backend", "configs", "registration", "tabletop.backend", "tabletop.gym"],
+    ["worker_main", "gym", "gym_batch", "backend", "configs", "registered", "tabletop.backend"],
 )
 def test_what_runs_in_env_workers_loads_no_torch(module):
     assert {"torch", "tensordict"} & loaded_after(f"import sparring.envs.{module}") == set()
@@ -115,7 +115,7 @@ def test_every_name_of_the_package_exists():
 
 
 def test_torchvision_is_absent_or_importable():
-    from sparring.cli.check import torchvision_finding
+    from sparring.evaluation.check import torchvision_finding
 
     what, fine, seen = torchvision_finding()
     assert (what, fine) == ("torchvision", True), seen

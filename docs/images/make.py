@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparring.cli.tasks import head, task_rows
+from sparring.demos.show import head, task_rows
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop

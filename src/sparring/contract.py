@@ -34,30 +34,66 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
                                                       with the same number of a group began alike
 """
 
-import torch
-from tensordict import TensorDict
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sparring.errors import UserError
 
+# env workers import this module and must not import torch
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
 # a ratio is the exponential of a small difference of large log-probs
-_SCORES = (torch.float32, torch.float64)
+_SCORES = ("float32", "float64")
 # where what a policy remembers enters a decision
 POLICY_MEMORY = ("memory", "policy")
 STEP_KEYS = {
-    ("next", "reward"): torch.float32,
-    ("next", "executed"): torch.int64,
-    ("next", "terminated"): torch.bool,
-    ("next", "truncated"): torch.bool,
-    ("next", "success"): torch.bool,
-    "is_first": torch.bool,
+    ("next", "reward"): "float32",
+    ("next", "executed"): "int64",
+    ("next", "terminated"): "bool",
+    ("next", "truncated"): "bool",
+    ("next", "success"): "bool",
+    "is_first": "bool",
 }
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What an env shows and accepts."""
+
+    # "state", "image/head", ... -> (shape without N, numpy dtype name)
+    observation: dict[str, tuple[tuple[int, ...], str]]
+    action_dim: int
+    # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
+    discrete_actions: int = 0
+    # so many of the last action entries mean nothing: the env ignores them and a policy must not score them
+    action_padding: int = 0
+    # `observation/task` indexes both; a task that can be put in several ways appears once for each
+    task_names: tuple[str, ...] = ("",)
+    instructions: tuple[str, ...] = ("",)
+    max_episode_steps: int = 0
+    # False where nothing tells success from failure; evaluations then show rewards only
+    reports_success: bool = True
+    # control steps per simulated second; the pace of its videos
+    control_hz: float = 30.0
+    # whose pictures stand side by side in one for people, all as wide, with their edges (SEAM) as a line between them;
+    # (): it is one picture
+    film_cameras: tuple[str, ...] = ()
+    # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
+    hand_entries: tuple[int, ...] = ()
+    hand_scale: float = 1.0
+    # the same of `observation/privileged` and the objects, in the same unit
+    object_entries: tuple[int, ...] = ()
 
 
 class ContractError(UserError):
     """A TensorDict that is not what the contract says."""
 
 
-def check_observation(td: TensorDict, spec, where: str) -> None:
+def check_observation(td: TensorDict, spec: EnvSpec, where: str) -> None:
     """`td/observation/*` has the entries, shapes and dtypes of an EnvSpec, and no NaN."""
     observation = td.get("observation", None)
     if observation is None:
@@ -66,10 +102,10 @@ def check_observation(td: TensorDict, spec, where: str) -> None:
         value = observation.get(tuple(name.split("/")), None)
         if value is None:
             raise ContractError(f"{where}: observation/{name} is missing; got {_names(observation)}")
-        _check_tensor(value, (*td.batch_size, *shape), getattr(torch, dtype), f"{where}: observation/{name}")
+        _check_tensor(value, (*td.batch_size, *shape), dtype, f"{where}: observation/{name}")
 
 
-def check_step(td: TensorDict, spec, chunk: int, where: str) -> None:
+def check_step(td: TensorDict, spec: EnvSpec, chunk: int, where: str) -> None:
     """What `Env.step` returns: the root observation, and `next/*` with one reward per step of the chunk."""
     check_observation(td, spec, where)
     check_observation(td["next"], spec, f"{where}: next")
@@ -92,7 +128,7 @@ def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> N
 
 def check_memory(memory: torch.Tensor, robots: int, size: int, where: str) -> None:
     """What `Policy.remember` returns."""
-    _check_tensor(memory, (robots, size), torch.float32, where)
+    _check_tensor(memory, (robots, size), "float32", where)
 
 
 def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, where: str) -> None:
@@ -108,23 +144,29 @@ def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, wher
         raise ContractError(f"{where}: nobody wrote 'trace/mean', which the parity gate compares")
 
 
-def _check_written(td, key, shape, where, dtypes=(torch.float32,)):
+def _check_written(
+    td: TensorDict, key: str | tuple[str, ...], shape: tuple[int, ...], where: str, dtypes=("float32",)
+) -> None:
     name = key if isinstance(key, str) else "/".join(key)
     value = td.get(key, None)
     if value is None:
         raise ContractError(f"{where}: did not write '{name}'")
-    dtype = value.dtype if value.dtype in dtypes else dtypes[0]
+    dtype = _dtype(value) if _dtype(value) in dtypes else dtypes[0]
     _check_tensor(value, (*td.batch_size, *shape), dtype, f"{where}: {name}")
 
 
-def _check_tensor(value, shape, dtype, where):
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _check_tensor(value: torch.Tensor, shape: tuple[int, ...], dtype: str, where: str) -> None:
     if tuple(value.shape) != shape:
         raise ContractError(f"{where} has shape {list(value.shape)}, expected {list(shape)}")
-    if value.dtype != dtype:
-        raise ContractError(f"{where} is {value.dtype}, expected {dtype}")
+    if _dtype(value) != dtype:
+        raise ContractError(f"{where} is {value.dtype}, expected torch.{dtype}")
     if value.is_floating_point() and not value.isfinite().all():
         raise ContractError(f"{where} holds NaN or infinity")
 
 
-def _names(observation) -> list[str]:
+def _names(observation: TensorDict) -> list[str]:
     return ["/".join(k) if isinstance(k, tuple) else k for k in observation.keys(True, True)]

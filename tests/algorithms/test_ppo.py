@@ -180,7 +180,7 @@ def test_gradients_are_clipped_to_their_norm():
 
 
 def test_images_too_small_for_the_convolutions_are_told():
-    from sparring.envs.backend import EnvSpec
+    from sparring.contract import EnvSpec
 
     spec = EnvSpec({"image/head": ((3, 32, 32), "uint8")}, 2)
     with pytest.raises(ValueError, match="32x32 pixels are too small for the 3 convolutions of policy.channels"):

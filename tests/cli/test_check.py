@@ -253,7 +253,7 @@ def test_the_installation(capsys):
 
 
 def test_a_broken_torchvision_is_told(tmp_path, monkeypatch):
-    from sparring.cli.check import torchvision_finding
+    from sparring.evaluation.check import torchvision_finding
 
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -19,12 +19,12 @@ from sparring.collect.remote.weights import SnapshotReader, SnapshotWriter
 from sparring.collect.timing import Span
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
-from sparring.data.storage import Column, shared_memory_folder
 from sparring.envs.env import make_training_env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.processes.child import share_of_cores
 from sparring.processes.shared_memory import SharedTensors
+from sparring.processes.storage import Column, shared_memory_folder
 from sparring.runs.run import Run
 
 ROLLOUT = {"n_envs": 4, "steps": 9, "render_episodes": 0}
@@ -507,7 +507,7 @@ def test_shared_memory_has_no_name_once_both_have_it():
 
 def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
     room = {shared_memory_folder(): 1000}
-    monkeypatch.setattr("sparring.data.storage._free_space", lambda folder: room.get(folder, 10**9))
+    monkeypatch.setattr("sparring.processes.storage._free_space", lambda folder: room.get(folder, 10**9))
     run = Run(config_in(tmp_path / "small", **APART))
     with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
         run.phase.step(0.0)

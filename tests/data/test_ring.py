@@ -23,8 +23,8 @@ import sparring
 import sparring.data.ring as ring_module
 from sparring.data.buffer import RolloutBuffer
 from sparring.data.ring import VLABuffer, ring_layout, row_bytes
-from sparring.data.storage import Memory, _sweep
 from sparring.errors import UserError
+from sparring.processes.storage import Memory, _sweep
 
 
 class ListModel:
@@ -229,7 +229,7 @@ def test_a_large_ring_lies_in_a_file_that_goes_with_it(tmp_path):
 def test_what_a_killed_process_shared_is_swept_and_what_is_in_use_is_not(tmp_path):
     code = f"""
 import os, signal
-from sparring.data.storage import Memory
+from sparring.processes.storage import Memory
 from pathlib import Path
 memory = Memory.in_file(4096, 4096, Path({str(tmp_path)!r}), shared=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -296,7 +296,7 @@ def test_what_is_not_there_as_it_was_made_is_not_opened(tmp_path):
 
 
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparring.data.storage._free_space", lambda folder: 1000)
+    monkeypatch.setattr("sparring.processes.storage._free_space", lambda folder: 1000)
     ring = VLABuffer(2000, memory_limit=0, folder=tmp_path)
     with pytest.raises(UserError, match=r"the buffer needs 0\.\d MB|the buffer needs \d+ kB, but .* has 1\.0 kB free"):
         ring.add(Stream(2).step())

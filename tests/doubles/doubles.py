@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.envs.backend import EnvSpec, EpisodeSeeds, Step
+from sparring.contract import EnvSpec
+from sparring.envs.backend import EpisodeSeeds, Step
 from sparring.envs.env import Env
 from sparring.policies.policy import Policy
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from sparring.config.section import Section
-from sparring.envs.backend import EnvSpec, EpisodeSeeds, Step
+from sparring.contract import EnvSpec
+from sparring.envs.backend import EpisodeSeeds, Step
 from sparring.policies.actor_critic import ActorCritic
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from doubles import IdentityBackend
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 
 
 class BrightnessBackend(IdentityBackend):

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from doubles import LinearPolicy
 
-from sparring.contract import POLICY_MEMORY
-from sparring.envs.backend import EnvSpec, Step
+from sparring.contract import POLICY_MEMORY, EnvSpec
+from sparring.envs.backend import Step
 
 DECISIONS = 4
 

@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.world_models.configs import TokenWorldModelConfig
 from sparring.world_models.world_model import make_world_model
 

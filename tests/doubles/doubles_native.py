@@ -6,8 +6,8 @@ from parity_cases import DIMS, REPLAY, STATE, Drifting
 from torch import nn
 
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.policies.native.config import NativeVLAConfig, Sizes
 from sparring.policies.native.model import Inputs, NativeModel

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.policies.configs import PI0PolicyConfig
 from sparring.policies.pi0.policy import PI0Policy

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.envs.env import Env, make_env
 from sparring.evaluation.exploration import beside_random, entropy, explore, showing_objects
 from sparring.evaluation.images import Covered, Seen, changed, objects, psnr, squared_error, ssim

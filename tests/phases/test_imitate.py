@@ -14,11 +14,11 @@ from tensordict import TensorDict
 from sparring.api import load_policy
 from sparring.cli.main import main
 from sparring.config.schema import load_config
+from sparring.contract import EnvSpec
 from sparring.data.batches import BatchBuilder
 from sparring.data.demonstrations import ActionChunks, Demonstrations
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
-from sparring.envs.backend import EnvSpec
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import make_env
 from sparring.errors import UserError

@@ -16,8 +16,9 @@ from tensordict import TensorDict
 from sparring.cli.main import main
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
+from sparring.contract import EnvSpec
 from sparring.data.episodes import EpisodeStore
-from sparring.envs.backend import EnvSpec, Step
+from sparring.envs.backend import Step
 from sparring.envs.env import Env
 from sparring.phases.replay import FAILED, foretold
 from sparring.runs.checkpoint import checkpoints

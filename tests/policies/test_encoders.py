@@ -11,8 +11,9 @@ from tensordict import TensorDict
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec, EpisodeSeeds
+from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import Env
 from sparring.envs.tabletop.backend import Tabletop

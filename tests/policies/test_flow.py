@@ -24,8 +24,8 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import FlowConfig

@@ -12,8 +12,8 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
 from sparring.config.schema import load_config
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.native.checkpoint import save_model

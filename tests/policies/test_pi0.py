@@ -8,7 +8,7 @@ from parity_cases import METHODS, gate
 from pi0_cases import INSTRUCTIONS, LORA, Told, make, rollout, seen, update
 from tiny_pi0 import ACTIONS, CHUNK, IMAGE_TOKENS, STATES, STEPS
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pi0_cases import INSTRUCTIONS, LORA, Told, make, seen, update
 from safetensors.torch import load_file, save_file
 from tiny_pi0 import IMAGE_TOKENS
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.policies.configs import PI0PolicyConfig
 from sparring.policies.lora import load_adapters, merge, save_adapters

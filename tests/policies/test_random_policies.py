@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.noise import keyed_uniform
 from sparring.policies.random import ColouredNoise, RandomPolicy, share_of
 

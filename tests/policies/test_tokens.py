@@ -10,8 +10,8 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.parity import measure_parity
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic

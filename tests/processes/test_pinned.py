@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from sparring.data.storage import Column
 from sparring.processes.shared_memory import SharedTensors
+from sparring.processes.storage import Column
 
 GPU = torch.device("cuda:1")
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.evaluation.exploration import Exploration, ExplorationEvaluation
 from sparring.evaluation.play import Evaluation, Score, wilson
 from sparring.evaluation.world_model import WorldModelEvaluation

@@ -12,7 +12,7 @@ from metric_names import unexplained
 
 from sparring.algorithms.losses import spread
 from sparring.config.schema import load_config
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.evaluation.play import Evaluation, Score, wilson
 from sparring.processes.distributed import Distributed

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from sparring.collect.camera import Episode, Film
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
 from sparring.phases.replay import Foretold

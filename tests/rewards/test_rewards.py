@@ -11,8 +11,8 @@ from doubles_judge import JudgeConfig, JudgingWorldModel
 from tensordict import TensorDict
 
 from sparring.collect.collector import Collector
+from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
-from sparring.envs.backend import EnvSpec
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.policies.configs import CriticConfig
 from sparring.policies.critic import Critic
 from sparring.runs.checkpoint import (

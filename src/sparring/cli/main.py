@@ -5,7 +5,7 @@ import os
 import sys
 
 from sparring import __version__
-from sparring.cli import check, completion, config, demos, evaluate, report, runs, tasks, train
+from sparring.cli import check, completion, config, demos, evaluate, report, runs, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.errors import UserError
 from sparring.processes.heartbeat import is_first_to_say
@@ -19,8 +19,8 @@ COMMANDS = (
     report.add_watch,
     runs.add_runs,
     runs.add_prune,
-    check.add,
-    tasks.add,
+    check.add_check,
+    check.add_tasks,
     demos.add,
     config.add,
     completion.add,

@@ -15,8 +15,8 @@ from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector, complete_rollout
 from sparring.collect.remote.weights import same_queue
 from sparring.collect.timing import Span, Stages, busy_seconds
+from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.processes.memory_errors import memory_told
 

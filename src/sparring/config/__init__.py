@@ -1,5 +1,17 @@
 """The config: sections, the tree they form, and how it is read."""
 
-from sparring.config.section import Section
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparring.config.section import Section
 
 __all__ = ["Section"]
+
+
+def __getattr__(name: str) -> Any:
+    """`from sparring.config import Section`, without loading pydantic for whoever needs another module only."""
+    if name != "Section":
+        raise AttributeError(f"module 'sparring.config' has no attribute '{name}'; it offers Section")
+    from sparring.config.section import Section
+
+    return Section

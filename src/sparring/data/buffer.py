@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from sparring.config.resolve import resolve
 from sparring.data import BUFFERS
 from sparring.data.configs import BufferConfig
-from sparring.data.storage import empty, gigabytes
+from sparring.processes.storage import empty, gigabytes
 
 # ---- Sizes that a caller gives.
 

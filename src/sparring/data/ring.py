@@ -23,7 +23,16 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.buffer import RowWriter, check_continues, check_fits, check_transition, check_whole, leaves
-from sparring.data.storage import Column, Key, Layout, Memory, empty, gigabytes, half_of_free_ram, shared_memory_folder
+from sparring.processes.storage import (
+    Column,
+    Key,
+    Layout,
+    Memory,
+    empty,
+    gigabytes,
+    half_of_free_ram,
+    shared_memory_folder,
+)
 
 # ---- The rows of a ring, by transition number: where they lie and how they are written and copied.
 #

@@ -1,4 +1,4 @@
-"""A look into a dataset: what it holds in words, and a contact sheet."""
+"""A look into a dataset, in words and as a contact sheet, and pictures of the built-in tasks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,6 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from sparring.data.demonstrations import Demonstrations
+from sparring.envs.backend import EpisodeSeeds
+from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.record.console import clock
 
 _EPISODES, _MOMENTS = 6, 5
@@ -74,3 +78,46 @@ def _action_table(demos: Demonstrations) -> Iterator[str]:
     yield f"{'action entry':24}" + "".join(f"{name:>9}" for name in columns)
     for entry, label in enumerate(labels):
         yield f"  {label!s:22}" + "".join(f"{float(found[name].ravel()[entry]):9.3f}" for name in columns)
+
+
+# ---- how each built-in task begins, and how it looks when its scripted expert is done
+
+# where experts do best: hands that can turn
+CONTROL = "delta_ee"
+
+
+def task_rows(seed: int = 0) -> list[list[tuple[str, np.ndarray]]]:
+    """One row for each task: the start of each of its distributions, then d0 done."""
+    names = dict.fromkeys(name.rsplit("_d", 1)[0] for name in TASKS)
+    return [_row([name for name in TASKS if name.rsplit("_d", 1)[0] == stem], seed) for stem in names]
+
+
+def start_and_end(task: str, seed: int = 0, **config) -> tuple[np.ndarray, np.ndarray]:
+    """What the head camera sees of one episode, at its start and after its expert has played it."""
+    from sparring.envs.tabletop.experts import EXPERTS, Expert
+
+    env = Tabletop(TabletopConfig(task=(task,), control_mode=CONTROL, threads=1, **config), 1)
+    env.reset(EpisodeSeeds(seed, "eval"))
+    start = end = head(env.render(0))
+    if type(TASKS[task]) in EXPERTS:
+        expert = Expert(env)
+        # the step that ends an episode begins the next one
+        for _ in range(env.spec.max_episode_steps - 1):
+            env.step(expert())
+        end = head(env.render(0))
+    env.close()
+    return start, end
+
+
+def head(picture: np.ndarray) -> np.ndarray:
+    """Of all cameras side by side, the first."""
+    return picture[:, : picture.shape[0]]
+
+
+def _row(tasks: list[str], seed: int) -> list[tuple[str, np.ndarray]]:
+    if len(tasks) == 1:
+        # one distribution only: several of its starts
+        return [(tasks[0], start_and_end(tasks[0], seed + k)[0]) for k in range(4)]
+    pictures = {task: start_and_end(task, seed) for task in tasks}
+    done = pictures[tasks[0]][1]
+    return [(task, start) for task, (start, _) in pictures.items()] + [(f"{tasks[0]}, done", done)]

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from sparring.contract import EnvSpec
+
 Arrays = dict[str, np.ndarray]
 # [H, W, 3] uint8 for people, or what draws it when called: most of what could be looked at never is
 Picture = np.ndarray | Callable[[], np.ndarray]
@@ -21,35 +23,6 @@ SEAM = 2
 
 def drawn(picture: Picture) -> np.ndarray:
     return picture() if callable(picture) else picture
-
-
-@dataclass(frozen=True)
-class EnvSpec:
-    """What an env shows and accepts."""
-
-    # "state", "image/head", ... -> (shape without N, numpy dtype name)
-    observation: dict[str, tuple[tuple[int, ...], str]]
-    action_dim: int
-    # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
-    discrete_actions: int = 0
-    # so many of the last action entries mean nothing: the env ignores them and a policy must not score them
-    action_padding: int = 0
-    # `observation/task` indexes both; a task that can be put in several ways appears once for each
-    task_names: tuple[str, ...] = ("",)
-    instructions: tuple[str, ...] = ("",)
-    max_episode_steps: int = 0
-    # False where nothing tells success from failure; evaluations then show rewards only
-    reports_success: bool = True
-    # control steps per simulated second; the pace of its videos
-    control_hz: float = 30.0
-    # whose pictures stand side by side in one for people, all as wide, with their edges (SEAM) as a line between them;
-    # (): it is one picture
-    film_cameras: tuple[str, ...] = ()
-    # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
-    hand_entries: tuple[int, ...] = ()
-    hand_scale: float = 1.0
-    # the same of `observation/privileged` and the objects, in the same unit
-    object_entries: tuple[int, ...] = ()
 
 
 @dataclass

@@ -10,7 +10,8 @@ import numpy as np
 from gymnasium import spaces, wrappers
 from gymnasium.envs import registration
 
-from sparring.envs.backend import Arrays, EnvSpec
+from sparring.contract import EnvSpec
+from sparring.envs.backend import Arrays
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 

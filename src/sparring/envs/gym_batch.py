@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.contract import EnvSpec
+from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot, pack, unpack
 from sparring.errors import UserError

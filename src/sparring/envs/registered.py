@@ -9,7 +9,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, drawn
+from sparring.contract import EnvSpec
+from sparring.envs.backend import Arrays, EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import CONTROL_HZ

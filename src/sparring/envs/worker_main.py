@@ -16,7 +16,8 @@ from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds
+from sparring.contract import EnvSpec
+from sparring.envs.backend import Arrays, EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym_batch import Block, Fleet, Frames
 from sparring.errors import UserError

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.contract import EnvSpec
+from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym_batch import Block, check_action
 from sparring.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 from sparring.api import load_policy, load_world_model
 from sparring.config.schema import Config, load_config
 from sparring.config.text import Setting, flatten, value_text
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.envs.env import make_env
 from sparring.errors import UserError
 from sparring.evaluation.exploration import ExplorationEvaluation, evaluate_exploration

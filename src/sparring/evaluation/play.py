@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
 from sparring.config.schema import Config
+from sparring.contract import EnvSpec
 from sparring.data.recorder import EpisodeRecorder
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.policies.policy import Policy

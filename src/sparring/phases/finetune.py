@@ -12,8 +12,8 @@ from sparring.collect.collector import Collector
 from sparring.collect.remote.learner import DistantCollector
 from sparring.collect.timing import Span, Stages
 from sparring.config.section import Section
+from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.phases.build import act_apart, make_algorithm, make_collector, make_robots, make_rollout_buffer, together
 from sparring.phases.phase import Progress

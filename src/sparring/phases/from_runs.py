@@ -6,8 +6,8 @@ from pathlib import Path
 from torch import nn
 
 from sparring.config.text import flatten, read_settings
+from sparring.contract import EnvSpec
 from sparring.data.episodes import EpisodeStore
-from sparring.envs.backend import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.runs.checkpoint import SAME_MEANING, checkpoint_folder, load_spec, load_weights, spec_differences

@@ -4,7 +4,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from sparring.collect.camera import Episode
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.phases.finetune import Finetune

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparring.data.storage import Column, Key, Layout, Memory, shared_memory_folder
+from sparring.processes.storage import Column, Key, Layout, Memory, shared_memory_folder
 
 # ---- What two processes share: tensors in memory, and messages over a pipe.
 

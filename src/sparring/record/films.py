@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from sparring.collect.camera import Film
-from sparring.envs.backend import SEAM, EnvSpec
+from sparring.contract import EnvSpec
+from sparring.envs.backend import SEAM
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
 from sparring.phases.replay import Foretold

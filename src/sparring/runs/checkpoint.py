@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.config.text import read_settings
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.processes.files import flush
 from sparring.runs.listing import why_no_checkpoint

@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.contract import EnvSpec
 from sparring.data.episodes import EpisodeStore
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step
+from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer

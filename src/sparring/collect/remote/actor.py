@@ -22,12 +22,12 @@ from sparring.collect.remote.protocol import FIRST_TIME, WATCHED, Begin, Failure
 from sparring.collect.remote.weights import SnapshotReader, go_first
 from sparring.collect.timing import Stages
 from sparring.data.buffer import leaves
-from sparring.data.storage import Column
 from sparring.errors import UserError
 from sparring.noise import random_state, seed_everything, set_random_state
 from sparring.processes.distributed import exact_kernels
 from sparring.processes.shared_memory import Parcels, SharedTensors, finish_copies
 from sparring.processes.signals import leave_signals_to_the_parent
+from sparring.processes.storage import Column
 
 
 class WatchedStages(Stages):

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from sparring.collect.remote.protocol import CLOSE_S, FIRST_TIME, MAKING_S, WATCHED, Failure, Made, Report, Start
-from sparring.data.storage import Column
 from sparring.errors import StageFailed, UserError
 from sparring.processes.child import ChildWords, hint_of_death, outputs
 from sparring.processes.shared_memory import SharedTensors, receive, send
+from sparring.processes.storage import Column
 
 log = logging.getLogger("sparring.env")
 

@@ -16,7 +16,7 @@ from sparring.algorithms.parity import Parity
 from sparring.collect.camera import Episode, Film
 from sparring.collect.remote.weights import SnapshotHandle
 from sparring.collect.timing import Span
-from sparring.envs.backend import EnvSpec
+from sparring.contract import EnvSpec
 from sparring.processes.shared_memory import SharedHandle, pack, receive, send_packed
 
 # ---- What a learner and its collecting process say to each other.

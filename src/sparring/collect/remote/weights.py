@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparring.data.storage import Column
 from sparring.processes.shared_memory import SharedHandle, SharedTensors, finish_copies
+from sparring.processes.storage import Column
 
 # ---- On a GPU that acts and learns, acting is to come first: robots wait for it, and it is short.
 

@@ -9,7 +9,8 @@ from zlib import crc32
 
 import numpy as np
 
-from sparring.envs.backend import Arrays, EnvSpec, EpisodeSeeds, Step, drawn
+from sparring.contract import EnvSpec
+from sparring.envs.backend import Arrays, EpisodeSeeds, Step, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.arm import ARM_JOINTS, Mount

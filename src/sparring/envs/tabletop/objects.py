@@ -153,3 +153,11 @@ def _roomy(rng: np.random.Generator, zones: list[Zone], radius: float) -> np.nda
         if room >= radius:
             break
     return best
+
+
+def two_columns(quat: np.ndarray) -> np.ndarray:
+    """`[..., 4]` unit quaternions to the first two columns of their rotation matrices, `[..., 6]`."""
+    w, x, y, z = np.moveaxis(quat, -1, 0)
+    first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
+    second = [2 * (x * y - w * z), 1 - 2 * (x * x + z * z), 2 * (y * z + w * x)]
+    return np.stack(first + second, axis=-1)

@@ -5,6 +5,7 @@ import numpy as np
 from sparring.envs.backend import Arrays
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL, FINGERS
+from sparring.envs.tabletop.objects import two_columns
 from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 
@@ -158,11 +159,3 @@ def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hands
 def mechanism_blocks(position: np.ndarray, speed: np.ndarray) -> np.ndarray:
     """`[n, m]` each to their blocks `[n, 2 m]`, not yet scaled."""
     return np.stack([position, speed], axis=2).reshape(len(position), -1)
-
-
-def two_columns(quat: np.ndarray) -> np.ndarray:
-    """`[..., 4]` unit quaternions to the first two columns of their rotation matrices, `[..., 6]`."""
-    w, x, y, z = np.moveaxis(quat, -1, 0)
-    first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
-    second = [2 * (x * y - w * z), 1 - 2 * (x * x + z * z), 2 * (y * z + w * x)]
-    return np.stack(first + second, axis=-1)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparring.envs.tabletop.arm import DUAL
-from sparring.envs.tabletop.objects import CUBE_HALF, Block
-from sparring.envs.tabletop.observe import two_columns
+from sparring.envs.tabletop.objects import CUBE_HALF, Block, two_columns
 from sparring.envs.tabletop.scene import RED, Scene
 from sparring.envs.tabletop.tasks.base import WIDE, Sector, Situation, Start, Task, arm_near_home, distance, standing
 
