@@ -7,7 +7,8 @@ import sys
 import time
 from statistics import fmean
 
-from rich.console import Console, Group
+import rich.console
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -62,7 +63,7 @@ class View:
 
     def __init__(self, stream, title: str):
         self.stream, self.title = stream, title
-        self.console = Console(file=stream)
+        self.console = rich.console.Console(file=stream)
         self.plain = self.console.options.ascii_only
         self.live: Live | None = None
         self.drawn = -float("inf")
@@ -175,7 +176,7 @@ def sparkline(values: list[float], width: int, limits: tuple[float, float] | Non
 class _Above:
     """What a handler writes to while the view is open."""
 
-    def __init__(self, console: Console):
+    def __init__(self, console: rich.console.Console):
         self.console = console
 
     def write(self, text: str) -> None:

@@ -6,11 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-import wandb
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
 from sparring.errors import UserError
 from sparring.record.configs import LoggingConfig
 
@@ -25,11 +20,16 @@ class TensorBoard:
     """Its own thread writes; one event holds all numbers of a line."""
 
     def __init__(self, folder: Path, update: int):
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self.writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=FLUSH_S)
         # what an earlier process wrote of updates to come is not shown: they are made again
         self._add(update + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, update: int, numbers: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(update, summary=Summary(value=values))
 
@@ -40,6 +40,8 @@ class TensorBoard:
         self.writer.close()
 
     def _add(self, update: int, **what) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
         self.writer.add_event(Event(wall_time=time.time(), step=update, **what))
 
 
@@ -57,6 +59,8 @@ class WeightsAndBiases:
     """A run of theirs for a run folder, also after a stop; its steps are updates."""
 
     def __init__(self, logging: LoggingConfig, folder: Path, config: dict):
+        import wandb
+
         try:
             self.run = wandb.init(
                 project=logging.project,
@@ -86,6 +90,8 @@ class WeightsAndBiases:
         kind, _, *place = name.split("_")
         key = "_".join(["videos/" + kind, *place[-1:]])
         # with the step that is open: videos are complete when they are
+        import wandb
+
         self.run.log({key: wandb.Video(str(path), caption=name, format="mp4")}, commit=False)
 
     def close(self, failed: bool) -> None:
