@@ -17,6 +17,15 @@ def resolve(name: str, known: dict[str, str], kind: str) -> Any:
     return import_path(path_of(name, known, kind), kind)
 
 
+def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: str | None = None) -> Any:
+    """An object of the class that `section` is the config of, made of the section and of what exists at run time.
+
+    `section.name` chooses the class among `known`, or `name` where the name stands elsewhere:
+    `build(config.policy, POLICIES, env.spec, chunk, kind="policy")`. `kind` says what it is where no such name exists.
+    """
+    return resolve(name or section.name, known, kind)(section, *runtime)
+
+
 def path_of(name: str, known: dict[str, str], kind: str) -> str:
     """The import path behind a name; nothing is imported yet."""
     if name in known:
