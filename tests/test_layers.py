@@ -1,6 +1,7 @@
 """A lower layer never imports a higher one, inside functions neither. New modules are listed here, on purpose."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,9 @@ def modules():
 
 
 def imported(tree: ast.AST, package: str) -> list[tuple[int, str]]:
-    """(line, dotted module below sparring) of every import of ours, wherever it stands."""
+    """(line, dotted module below sparring) of every import of ours, wherever it stands, but for type checkers' own."""
     found = []
-    for node in ast.walk(tree):
+    for node in executed(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -51,6 +52,14 @@ def imported(tree: ast.AST, package: str) -> list[tuple[int, str]]:
             names = [f"sparring.{a.name}" for a in node.names] if node.module == "sparring" else [node.module]
             found += [(node.lineno, name) for name in names]
     return [(line, name.removeprefix("sparring.")) for line, name in found if name.startswith("sparring.")]
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those below `if TYPE_CHECKING:`: what only names a type may look up."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from executed(node)
 
 
 def _is_light(module: str, target: str) -> bool:
@@ -105,6 +114,12 @@ def test_the_package_itself_imports_nothing_of_ours():
 def test_a_violation_is_found(module, code, said):
     (found,) = violations(module, ast.parse(code))
     assert found.startswith(said)
+
+
+def test_types_may_be_named_from_below():
+    code = "if TYPE_CHECKING:\n  from sparring.config.schema import Config\n"
+    assert violations("envs.env", ast.parse(code)) == []
+    assert violations("envs.env", ast.parse(code + "from sparring.config.schema import Config")) != []
 
 
 def test_heavy_libraries_are_imported_in_one_place_each():
