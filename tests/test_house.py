@@ -1,4 +1,4 @@
-"""The house stays one that others can move into: few files, none too long or too short, few names, no borrowed parts."""
+"""The package stays one that others can move into: few files, none too long or short, few names, types."""
 
 import ast
 from pathlib import Path
@@ -61,7 +61,8 @@ def test_no_module_uses_what_is_private_to_another(path):
 
 
 def test_private_names_of_others_are_found():
-    code = "from sparring.runs.run import _x\nfrom sparring.envs import gym\ngym._y\ngym.z\nfrom sparring import __version__"
+    code = "from sparring.runs.run import _x\nfrom sparring.envs import gym\ngym._y\ngym.z\n"
+    code += "from sparring import __version__"
     assert borrowed(ast.parse(code)) == ["line 1: sparring.runs.run._x", "line 3: gym._y"]
 
 
