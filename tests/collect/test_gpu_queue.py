@@ -35,7 +35,7 @@ def test_acting_goes_before_what_has_the_usual_priority(current):
 def test_groups_that_simulate_queue_where_the_policy_decides(current):
     go_first(GPU)
     env = SimpleNamespace(device=GPU)
-    groups = [SimpleNamespace(policy=None, stages=None) for _ in range(2)]
+    groups = [SimpleNamespace(policy=None, stopwatch=None) for _ in range(2)]
     threads = GroupedCollector(env, groups).threads
     assert [thread.submit(current).result() for thread in threads] == [(GPU, -1)] * 2
     # others are not

@@ -14,7 +14,7 @@ from metric_names import unexplained
 from sparring.algorithms.gradient_step import FlatParameters
 from sparring.algorithms.parity import ParityError
 from sparring.collect.groups import GroupedEnv
-from sparring.collect.remote.learner import DistantCollector
+from sparring.collect.remote.learner import RemoteCollector
 from sparring.collect.remote.weights import SnapshotReader, SnapshotWriter
 from sparring.collect.timing import Span
 from sparring.config.schema import load_config
@@ -289,7 +289,7 @@ def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_pat
     ],
 )
 def test_pacing_by_hand(worth, allowed):
-    collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=2, least_ess=0.5)
+    collector = RemoteCollector(SimpleNamespace(actor=None), None, staleness=2, least_ess=0.5)
     for ess in worth:
         collector.version = collector._rollout_version = collector.version + 1
         collector.pace(ess)
@@ -297,7 +297,7 @@ def test_pacing_by_hand(worth, allowed):
 
 
 def test_what_began_before_the_robots_were_held_back_does_not_hold_them_back_further():
-    collector = DistantCollector(SimpleNamespace(actor=None), None, staleness=4, least_ess=0.5)
+    collector = RemoteCollector(SimpleNamespace(actor=None), None, staleness=4, least_ess=0.5)
     # versions of rollouts that four updates learn from: the second change is for the first that began after one
     allowed = []
     for collector.version, collector._rollout_version in ((4, 0), (5, 1), (6, 4), (7, 5), (8, 5)):

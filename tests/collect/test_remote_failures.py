@@ -223,7 +223,7 @@ def test_what_goes_wrong_between_two_stages_has_a_name_too(tmp_path):
 
 
 def test_every_stage_that_may_fail_has_words():
-    used = re.findall(r'stages\.at\("(\w+)"', "".join(path.read_text() for path in COLLECT.glob("*.py")))
+    used = re.findall(r'stopwatch\.stage\("(\w+)"', "".join(path.read_text() for path in COLLECT.rglob("*.py")))
     assert set(used) - {"learn", "take", "publish"} <= _DOING.keys() and len(set(used)) > 8
 
 

@@ -45,7 +45,7 @@ def chunks(num_envs, steps=1):
 
 
 def pids(backend):
-    return [member.process.pid for member in backend._team._members]
+    return [worker.process.pid for worker in backend._pool._workers]
 
 
 def assert_same(one, two):
@@ -112,7 +112,7 @@ def test_spec_learns_that_an_env_reports_success(make):
 
 
 def test_workers_never_import_torch(make):
-    assert make()._team.call("has_imported", "torch") == [False, False]
+    assert make()._pool.call("has_imported", "torch") == [False, False]
 
 
 def test_envs_are_dealt_out_evenly():
@@ -183,10 +183,10 @@ def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
     backend = make()
     backend.reset(EpisodeSeeds(0))
 
-    def interrupted(members):
+    def interrupted(workers):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend._team, "_gather", interrupted)
+    monkeypatch.setattr(backend._pool, "_gather", interrupted)
     with pytest.raises(KeyboardInterrupt):
         backend.step(chunks(2))
     with pytest.raises(RuntimeError, match="interrupted in the middle of a step"):
@@ -210,7 +210,7 @@ def assert_gone(processes, seconds=3.0):
 
 def test_close_ends_workers_and_memory_and_may_be_repeated(make):
     backend = make()
-    workers, memory = pids(backend), backend._team._memory.name
+    workers, memory = pids(backend), backend._pool._memory.name
     backend.close()
     backend.close()
     assert_gone(workers)
@@ -235,7 +235,7 @@ config = GymConfig(name="{DOUBLES}:Breaks", workers=2, kwargs=dict(how=sys.argv[
 backend = ProcessBackend(config, 2)
 backend.reset(EpisodeSeeds(0))
 backend.step(np.zeros((2, 2, 1), np.float32))
-print(*(member.process.pid for member in backend._team._members), flush=True)
+print(*(worker.process.pid for worker in backend._pool._workers), flush=True)
 backend.step(np.zeros((2, 1, 1), np.float32))
 """
 

@@ -61,8 +61,7 @@ class EpisodeTracker:
 
     def load_state_dict(self, state: dict) -> None:
         for name, sums in self._sums().items():
-            # contacts were not counted in older checkpoints
-            sums[:] = state[name].numpy() if name in state else 0
+            sums[:] = state[name].numpy()
 
     def _sums(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name) for name in ("rewards", "steps", "decisions", "contacts")}

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from sparring.algorithms.parity import Parity
 from sparring.collect.camera import Camera, Episode, EpisodeTracker, Film
-from sparring.collect.timing import Span, Stages, busy_seconds
+from sparring.collect.timing import Span, Stopwatch, busy_seconds
 from sparring.contract import (
     POLICY_MEMORY,
     check_completed,
@@ -65,11 +66,63 @@ def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict, root: Tens
     return following
 
 
+class BaseCollector:
+    """What a phase asks of a collector, wherever its robots are. The defaults are of one in this process."""
+
+    env: Env
+    policy: Policy
+    # of the weights: how often they have changed
+    version: int
+    # env steps executed so far; by episodes, those of valid decisions
+    env_steps: int
+    # how far the newest rollout drifts, where another process has measured it
+    parity: Parity | None = None
+
+    def collect(self, buffer: Buffer) -> None:
+        """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
+        raise NotImplementedError
+
+    def weights_changed(self) -> None:
+        """Whoever updates the weights calls it."""
+        self.version += 1
+
+    def pace(self, ess: float) -> None:
+        """The share of its decisions that the newest rollout was worth, for those whose rollouts may be stale."""
+
+    def reseed(self, more: int) -> None:
+        """Other episodes and noise than so far."""
+        raise NotImplementedError
+
+    def film(self, robots: int) -> None:
+        """Of each of the first so many robots, the next episode that begins."""
+        raise NotImplementedError
+
+    def drain_films(self) -> list[Film]:
+        """Films of episodes that ended since the last call."""
+        raise NotImplementedError
+
+    def drain_episodes(self) -> list[Episode]:
+        """Episodes that ended since the last call."""
+        raise NotImplementedError
+
+    def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
+        """Seconds of each stage, as metrics, and its turns, since the last call."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict | None:
+        """All that the next rollout depends on, besides the weights; None: nothing was collected yet."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict | None) -> bool:
+        """Go on from a `state_dict`. False: an env could not be put back, and starts new episodes instead."""
+        raise NotImplementedError
+
+
 # evaluation noise never repeats training noise
 _EVAL_NOISE = 1 << 40
 
 
-class Collector:
+class Collector(BaseCollector):
     """Lets a policy act in an env, decision by decision.
 
     `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode.
@@ -99,21 +152,20 @@ class Collector:
         self.version = 0
         # decisions taken so far, the clock of the noise
         self.decision = 0
-        # env steps executed so far; by episodes, those of valid decisions
         self.env_steps = 0
         # rollouts by episodes so far: each starts from seeds of its own
         self.batches = 0
         self.episodes: list[Episode] = []
         self.tracker = EpisodeTracker(env.num_envs)
         self.camera = Camera(env)
-        self.stages = Stages("collector")
+        self.stopwatch = Stopwatch("collector")
         self.root: TensorDict | None = None
         # what the policy asked of the env last
         self._asked: TensorDict | None = None
 
     def start(self) -> None:
         """Reset all envs and look once, hard, at whether env and policy keep the contract."""
-        with self.stages.at("reset", self.version):
+        with self.stopwatch.stage("reset", self.version):
             self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
         check_observation(self.root, self.env.spec, "env.reset")
         if self.policy.memory_size:
@@ -129,8 +181,7 @@ class Collector:
             return self._decide(self.noise(1)[0])
 
     def collect(self, buffer: Buffer) -> None:
-        """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
-        with self._acting(), self.stages.at("collect", self.version):
+        with self._acting(), self.stopwatch.stage("collect", self.version):
             self._collect(buffer)
 
     def forget_robots(self) -> None:
@@ -156,7 +207,7 @@ class Collector:
                     buffer.add(self._decide(noise))
             else:
                 played = self._play_episodes(buffer)
-        with self.stages.at("complete", self.version):
+        with self.stopwatch.stage("complete", self.version):
             check = self.decision == buffer.steps
             self.camera.appraise(complete_rollout(self.policy, buffer, self.root, self.version, check))
             if played is not None:
@@ -207,7 +258,7 @@ class Collector:
         """The first half of a decision: what the policy wants, `[N]` with `action`."""
         if self.root is None:
             self.start()
-        with self.stages.at("infer", self.version):
+        with self.stopwatch.stage("infer", self.version):
             td = self.root
             if noise is not None:
                 td.set(self.noise_name, noise)
@@ -221,7 +272,7 @@ class Collector:
 
     def simulate(self, td: TensorDict, counted: np.ndarray | None = None) -> TensorDict:
         """The other half: what came of it, in `next/*`. Of several groups, in a thread of its own."""
-        with torch.inference_mode(), self.stages.at("simulate", self.version):
+        with torch.inference_mode(), self.stopwatch.stage("simulate", self.version):
             after = self.env.step(self._asked)
             if self.decision == 0:
                 check_step(after, self.env.spec, self.chunk, "env.step")
@@ -244,11 +295,7 @@ class Collector:
             check_memory(memory, self.env.num_envs, self.policy.memory_size, "policy.remember")
         return torch.where(is_first[:, None], 0.0, memory)
 
-    def weights_changed(self) -> None:
-        self.version += 1
-
     def reseed(self, more: int) -> None:
-        """Other episodes and noise than so far."""
         self.seed += more
 
     def film(self, robots: int) -> None:
@@ -258,12 +305,10 @@ class Collector:
         return self.camera.drain()
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
-        """Seconds of each stage, as metrics, and its turns, since the last call."""
-        seconds, spans = self.stages.drain()
+        seconds, spans = self.stopwatch.drain()
         return busy_seconds(seconds), spans
 
     def drain_episodes(self) -> list[Episode]:
-        """Episodes that ended since the last call."""
         episodes, self.episodes = self.episodes, []
         return episodes
 
@@ -299,7 +344,6 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict) -> bool:
-        """Go on from a `state_dict`. False when the env could not be put back, and starts new episodes instead."""
         self.decision, self.env_steps, self.version = state["decision"], state["env_steps"], state["version"]
         if self.episodes_each is not None:
             # a run that went by steps so far has played none of these

@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from sparring.collect.camera import Episode, Film
-from sparring.collect.collector import Collector, complete_rollout
+from sparring.collect.collector import BaseCollector, Collector, complete_rollout
 from sparring.collect.remote.weights import same_queue
-from sparring.collect.timing import Span, Stages, busy_seconds
+from sparring.collect.timing import Span, Stopwatch, busy_seconds
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
@@ -41,7 +41,7 @@ class GroupedEnv:
                 closing.callback(env.close)
 
 
-class GroupedCollector:
+class GroupedCollector(BaseCollector):
     """One collector for each group, in the place of a single one: they fill one rollout [T, N] together."""
 
     def __init__(self, env: GroupedEnv, collectors: list[Collector]):
@@ -49,9 +49,9 @@ class GroupedCollector:
         # a thread for each: some renderers want to be called from one thread only
         begin = same_queue(env.device)
         self.threads = [ThreadPoolExecutor(1, f"group {g}", begin) for g in range(len(collectors))]
-        self.stages = Stages("collector")
+        self.stopwatch = Stopwatch("collector")
         for g, collector in enumerate(collectors):
-            collector.stages = Stages(f"collector {g}")
+            collector.stopwatch = Stopwatch(f"collector {g}")
 
     @property
     def version(self) -> int:
@@ -70,7 +70,7 @@ class GroupedCollector:
         robots = self.collectors[0].env.num_envs
         told = memory_told("acting", self.policy, robots, "rollout.n_envs")
         try:
-            with told, self.stages.at("collect", self.version):
+            with told, self.stopwatch.stage("collect", self.version):
                 self._collect(buffer)
         except Exception:
             self.forget_robots()
@@ -85,7 +85,7 @@ class GroupedCollector:
         buffer.start()
         with torch.inference_mode():
             self._act(buffer)
-        with self.stages.at("complete", self.version):
+        with self.stopwatch.stage("complete", self.version):
             first = self.collectors[0].decision == buffer.steps
             root = torch.cat([collector.root for collector in self.collectors])
             values = complete_rollout(self.policy, buffer, root, self.version, check=first)
@@ -113,9 +113,6 @@ class GroupedCollector:
             if collector.root is None:
                 thread.submit(collector.start).result()
 
-    def weights_changed(self) -> None:
-        self.version += 1
-
     def reseed(self, more: int) -> None:
         for collector in self.collectors:
             collector.reseed(more)
@@ -137,10 +134,10 @@ class GroupedCollector:
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
         """Of simulating, the mean over the groups, which simulate at the same time; of deciding, the sum."""
-        told = [collector.stages.drain() for collector in self.collectors]
+        told = [collector.stopwatch.drain() for collector in self.collectors]
         seconds = {"infer": sum(seconds.get("infer", 0.0) for seconds, _ in told)}
         seconds["simulate"] = sum(seconds.get("simulate", 0.0) for seconds, _ in told) / len(told)
-        return busy_seconds(seconds), [*self.stages.drain()[1], *(span for _, spans in told for span in spans)]
+        return busy_seconds(seconds), [*self.stopwatch.drain()[1], *(span for _, spans in told for span in spans)]
 
     def state_dict(self) -> dict:
         groups = [collector.state_dict() for collector in self.collectors]

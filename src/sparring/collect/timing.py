@@ -22,7 +22,7 @@ class Span:
     version: int
 
 
-class Stages:
+class Stopwatch:
     """A stopwatch with a hand for every stage. One thread at a time."""
 
     def __init__(self, who: str):
@@ -33,7 +33,7 @@ class Stages:
         self.failed: str | None = None
 
     @contextmanager
-    def at(self, stage: str, version: int) -> Iterator[None]:
+    def stage(self, stage: str, version: int) -> Iterator[None]:
         began = time.time()
         self.entered(stage)
         try:

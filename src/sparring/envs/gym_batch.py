@@ -22,45 +22,45 @@ class SerialBackend:
 
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
-        self._fleet = Fleet(config, range(num_envs), max_episode_steps)
-        self.spec = self._fleet.spec
-        self._block = Block.allocate(self.spec, num_envs, chunk=1)
+        self._batch = GymBatch(config, range(num_envs), max_episode_steps)
+        self.spec = self._batch.spec
+        self._arrays = StepArrays.allocate(self.spec, num_envs, chunk=1)
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
-        self._fleet.reset(seeds, self._block)
-        return self._block.observed()
+        self._batch.reset(seeds, self._arrays)
+        return self._arrays.observed()
 
     def step(self, action: np.ndarray) -> Step:
         chunk = check_action(action, self.num_envs, self.spec)
-        if chunk != self._block.chunk:
-            self._block = Block.allocate(self.spec, self.num_envs, chunk)
-        self._block.action[:] = action
-        frames = self._fleet.step(self._block)
-        if self._fleet.reports_success and not self.spec.reports_success:
+        if chunk != self._arrays.chunk:
+            self._arrays = StepArrays.allocate(self.spec, self.num_envs, chunk)
+        self._arrays.action[:] = action
+        frames = self._batch.step(self._arrays)
+        if self._batch.reports_success and not self.spec.reports_success:
             self.spec = replace(self.spec, reports_success=True)
-        return self._block.to_step(frames)
+        return self._arrays.to_step(frames)
 
     def record(self, envs: list[int]) -> None:
-        self._fleet.record(envs)
+        self._batch.record(envs)
 
     def render(self, env: int) -> np.ndarray | None:
-        return self._fleet.render(env)
+        return self._batch.render(env)
 
     def no_picture(self, env: int) -> str | None:
-        return self._fleet.no_picture(env)
+        return self._batch.no_picture(env)
 
     def state(self) -> Arrays | None:
-        return self._fleet.state()
+        return self._batch.state()
 
     def set_state(self, state: Arrays) -> None:
-        self._fleet.set_state(state)
+        self._batch.set_state(state)
 
     def close(self) -> None:
-        self._fleet.close()
+        self._batch.close()
 
 
 @dataclass
-class Block:
+class StepArrays:
     """The arrays that a step reads and fills, in one piece of memory so that processes can share it."""
 
     # [N, C, A] float32
@@ -79,7 +79,7 @@ class Block:
     final: Arrays
 
     @classmethod
-    def allocate(cls, spec: EnvSpec, num_envs: int, chunk: int) -> "Block":
+    def allocate(cls, spec: EnvSpec, num_envs: int, chunk: int) -> "StepArrays":
         return cls.on(np.zeros(cls.size(spec, num_envs, chunk), np.uint8), spec, num_envs, chunk)
 
     @classmethod
@@ -88,36 +88,36 @@ class Block:
         return sum(_padded(shape, dtype) for _, shape, dtype in _layout(spec, num_envs, chunk))
 
     @classmethod
-    def on(cls, memory, spec: EnvSpec, num_envs: int, chunk: int) -> "Block":
+    def on(cls, memory, spec: EnvSpec, num_envs: int, chunk: int) -> "StepArrays":
         """Views of `memory`, anything with the buffer protocol."""
-        block, offset = {"observation": {}, "final": {}}, 0
+        arrays, offset = {"observation": {}, "final": {}}, 0
         for (group, key), shape, dtype in _layout(spec, num_envs, chunk):
             view = np.ndarray(shape, dtype, memory, offset)
             offset += _padded(shape, dtype)
             if key:
-                block[group][key] = view
+                arrays[group][key] = view
             else:
-                block[group] = view
-        return cls(**block)
+                arrays[group] = view
+        return cls(**arrays)
 
     @property
     def chunk(self) -> int:
         return self.action.shape[1]
 
-    def rows(self, first: int, last: int) -> "Block":
+    def rows(self, first: int, last: int) -> "StepArrays":
         """The part of robots first..last-1, sharing memory with this one."""
         views = {}
         for item in fields(self):
             value = getattr(self, item.name)
             whole = isinstance(value, np.ndarray)
             views[item.name] = value[first:last] if whole else {k: v[first:last] for k, v in value.items()}
-        return Block(**views)
+        return StepArrays(**views)
 
     def observed(self) -> Arrays:
         return {key: value.copy() for key, value in self.observation.items()}
 
     def to_step(self, frames: Frames) -> Step:
-        """A copy of the results: the block is filled again by the next step."""
+        """A copy of the results: the next step fills the arrays again."""
         # [N] bool -> [K]
         ended = (self.terminated | self.truncated).nonzero()[0]
         return Step(
@@ -134,8 +134,8 @@ class Block:
         )
 
 
-class Fleet:
-    """The robots `envs` (their numbers in the whole batch). It works on a `Block` of its own rows only."""
+class GymBatch:
+    """The robots `envs` (their numbers in the whole batch). It works on a `StepArrays` of its own rows only."""
 
     def __init__(self, config: GymConfig, envs: range, max_episode_steps: int | None):
         self.name, self.envs = config.name, envs
@@ -151,23 +151,23 @@ class Fleet:
         # they are all of one kind
         return self.robots[0].reports_success
 
-    def reset(self, seeds: EpisodeSeeds, block: Block) -> None:
+    def reset(self, seeds: EpisodeSeeds, arrays: StepArrays) -> None:
         self._seeds = seeds
         self._episodes = [0] * len(self.envs)
-        block.reward.fill(0.0)
+        arrays.reward.fill(0.0)
         for row in range(len(self.envs)):
-            self._begin_episode(row, block)
-        self._check(block, ended=[])
+            self._begin_episode(row, arrays)
+        self._check(arrays, ended=[])
 
-    def step(self, block: Block) -> Frames:
+    def step(self, arrays: StepArrays) -> Frames:
         if self._seeds is None:
             raise RuntimeError(f"{self.name} was stepped before its first reset; call reset(seeds) first")
-        block.reward.fill(0.0)
+        arrays.reward.fill(0.0)
         ended = []
-        for row, actions in enumerate(self._decode(block.action)):
-            if self._step_robot(row, actions, block):
+        for row, actions in enumerate(self._decode(arrays.action)):
+            if self._step_robot(row, actions, arrays):
                 ended.append(row)
-        self._check(block, ended)
+        self._check(arrays, ended)
         return {env: self._robot(env).frames for env in self._recorded if self._robot(env).frames}
 
     def record(self, envs: list[int]) -> None:
@@ -182,7 +182,7 @@ class Fleet:
         return self._robot(env).no_picture
 
     def state(self) -> Arrays | None:
-        """Keys carry the robot's number in the whole batch, so that parts of several fleets add up to one state."""
+        """Keys carry the robot's number in the whole batch, so that parts of several batches add up to one state."""
         if self._seeds is None:
             raise RuntimeError(f"{self.name} has no state before its first reset; call reset(seeds) first")
         seeds = {item.name: getattr(self._seeds, item.name) for item in fields(self._seeds)}
@@ -211,45 +211,45 @@ class Fleet:
     def _robot(self, env: int) -> GymRobot:
         return self.robots[env - self.envs.start]
 
-    def _begin_episode(self, row: int, block: Block) -> None:
+    def _begin_episode(self, row: int, arrays: StepArrays) -> None:
         robot = self.robots[row]
         try:
             robot.reset(self._seeds(self.envs[row], self._episodes[row]))
-            robot.write(block.observation, row)
+            robot.write(arrays.observation, row)
         except Exception as error:
             self._locate(error, row)
             raise
 
-    def _step_robot(self, row: int, actions: list[Any], block: Block) -> bool:
+    def _step_robot(self, row: int, actions: list[Any], arrays: StepArrays) -> bool:
         """Whether the episode ended, and the next one has begun."""
         robot = self.robots[row]
         try:
-            executed, terminated, truncated, success = robot.step(actions, block.reward[row])
-            block.executed[row] = executed
-            block.terminated[row] = terminated
-            block.truncated[row] = truncated
-            block.success[row] = success
+            executed, terminated, truncated, success = robot.step(actions, arrays.reward[row])
+            arrays.executed[row] = executed
+            arrays.terminated[row] = terminated
+            arrays.truncated[row] = truncated
+            arrays.success[row] = success
             ended = terminated or truncated
-            robot.write(block.final if ended else block.observation, row)
+            robot.write(arrays.final if ended else arrays.observation, row)
         except Exception as error:
             self._locate(error, row)
             raise
         if ended:
             self._episodes[row] += 1
-            self._begin_episode(row, block)
+            self._begin_episode(row, arrays)
         return ended
 
     def _locate(self, error: Exception, row: int) -> None:
         error.add_note(f"in env {self.envs[row]} ({self.name})")
 
-    def _check(self, block: Block, ended: list[int]) -> None:
+    def _check(self, arrays: StepArrays, ended: list[int]) -> None:
         everyone = range(len(self.envs))
-        self._check_finite("reward", block.reward, everyone)
+        self._check_finite("reward", arrays.reward, everyone)
         # pictures are integers; all else is in "state"
-        if "state" in block.observation:
-            self._check_finite("observation", block.observation["state"], everyone)
+        if "state" in arrays.observation:
+            self._check_finite("observation", arrays.observation["state"], everyone)
             if ended:
-                self._check_finite("final observation", block.final["state"][ended], ended)
+                self._check_finite("final observation", arrays.final["state"][ended], ended)
 
     def _check_finite(self, what: str, values: np.ndarray, rows: list[int] | range) -> None:
         """Once per batch, which is far cheaper than once per robot; `values` are of the robots `rows`."""
@@ -280,7 +280,7 @@ def _below(state: Arrays, prefix: str) -> Arrays:
 
 
 def _layout(spec: EnvSpec, num_envs: int, chunk: int) -> list[tuple[tuple[str, str], tuple[int, ...], str]]:
-    """((group, key), shape, dtype) of every array of a `Block`, in the order of its memory."""
+    """((group, key), shape, dtype) of every array of a `StepArrays`, in the order of its memory."""
     layout = [
         (("action", ""), (num_envs, chunk, spec.action_dim), "float32"),
         (("reward", ""), (num_envs, chunk), "float32"),

@@ -19,7 +19,7 @@ import numpy as np
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym_batch import Block, Fleet, Frames
+from sparring.envs.gym_batch import Frames, GymBatch, StepArrays
 from sparring.errors import UserError
 from sparring.processes.signals import leave_signals_to_the_parent
 
@@ -27,58 +27,58 @@ from sparring.processes.signals import leave_signals_to_the_parent
 LEAVE_S = 5.0
 
 
-class Worker:
+class _Commands:
     """Each public method is a command of the parent, called by its name."""
 
     def __init__(self):
-        self.fleet: Fleet | None = None
+        self.batch: GymBatch | None = None
         self._memory: SharedMemory | None = None
-        self._block: Block | None = None
+        self._arrays: StepArrays | None = None
 
     def make(self, config: GymConfig, envs: range, max_episode_steps: int | None) -> EnvSpec:
-        self.fleet = Fleet(config, envs, max_episode_steps)
-        return self.fleet.spec
+        self.batch = GymBatch(config, envs, max_episode_steps)
+        return self.batch.spec
 
     def attach(self, memory: str, num_envs: int, chunk: int) -> None:
-        """From now on read and fill this shared memory, a `Block` of all envs."""
+        """From now on read and fill this shared memory, a `StepArrays` of all envs."""
         self._detach()
         self._memory = attach_untracked(memory)
-        whole = Block.on(self._memory.buf, self.fleet.spec, num_envs, chunk)
-        self._block = whole.rows(self.fleet.envs.start, self.fleet.envs.stop)
+        whole = StepArrays.on(self._memory.buf, self.batch.spec, num_envs, chunk)
+        self._arrays = whole.rows(self.batch.envs.start, self.batch.envs.stop)
 
     def reset(self, seeds: EpisodeSeeds) -> None:
-        self.fleet.reset(seeds, self._block)
+        self.batch.reset(seeds, self._arrays)
 
     def step(self) -> tuple[Frames, bool]:
         """The rest of the result is in the shared memory."""
-        return self.fleet.step(self._block), self.fleet.reports_success
+        return self.batch.step(self._arrays), self.batch.reports_success
 
     def record(self, envs: list[int]) -> None:
-        self.fleet.record(envs)
+        self.batch.record(envs)
 
     def render(self, env: int) -> np.ndarray | None:
-        return self.fleet.render(env)
+        return self.batch.render(env)
 
     def no_picture(self, env: int) -> str | None:
-        return self.fleet.no_picture(env)
+        return self.batch.no_picture(env)
 
     def state(self) -> Arrays | None:
-        return self.fleet.state()
+        return self.batch.state()
 
     def set_state(self, state: Arrays) -> None:
-        self.fleet.set_state(state)
+        self.batch.set_state(state)
 
     def has_imported(self, module: str) -> bool:
         return module in sys.modules
 
     def close(self) -> None:
         self._detach()
-        if self.fleet is not None:
-            self.fleet.close()
+        if self.batch is not None:
+            self.batch.close()
 
     def _detach(self) -> None:
         # the memory can be closed only when no array looks at it any more
-        self._block = None
+        self._arrays = None
         if self._memory is not None:
             self._memory.close()
 
@@ -92,7 +92,7 @@ def attach_untracked(name: str) -> SharedMemory:
     return memory
 
 
-def serve(connection: Connection, worker: Worker) -> None:
+def serve(connection: Connection, worker: _Commands) -> None:
     """Answer `(method, arguments)` with `(True, result)` or `(False, (what happened, traceback))` until hung up on."""
     while True:
         try:
@@ -125,7 +125,7 @@ def leave_with_the_parent(connection: Connection) -> None:
 
 def main() -> None:
     leave_signals_to_the_parent()
-    worker, connection = Worker(), Connection(int(sys.argv[1]))
+    worker, connection = _Commands(), Connection(int(sys.argv[1]))
     threading.Thread(target=leave_with_the_parent, args=(connection,), daemon=True).start()
     try:
         serve(connection, worker)

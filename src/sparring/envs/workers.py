@@ -21,7 +21,7 @@ import numpy as np
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym_batch import Block, check_action
+from sparring.envs.gym_batch import StepArrays, check_action
 from sparring.errors import UserError
 from sparring.processes.child import ChildWords, hint_of_death, outputs, usable_cores
 
@@ -43,85 +43,85 @@ class ProcessBackend:
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         _check_can_run(config)
         self.num_envs = num_envs
-        self._team = Team(_slices(num_envs, config.workers or usable_cores()))
+        self._pool = WorkerPool(_slices(num_envs, config.workers or usable_cores()))
         # also runs when the backend is garbage, and when the interpreter ends
-        self._finalizer = weakref.finalize(self, self._team.close)
+        self._finalizer = weakref.finalize(self, self._pool.close)
         try:
-            self.spec = self._team.make(config, max_episode_steps)
-            self._team.share(self.spec, num_envs, chunk=1)
+            self.spec = self._pool.make(config, max_episode_steps)
+            self._pool.share(self.spec, num_envs, chunk=1)
         except BaseException:
             self.close()
             raise
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
-        self._team.call("reset", seeds)
-        return self._team.block.observed()
+        self._pool.call("reset", seeds)
+        return self._pool.arrays.observed()
 
     def step(self, action: np.ndarray) -> Step:
         chunk = check_action(action, self.num_envs, self.spec)
-        self._team.check_open()
-        if chunk != self._team.block.chunk:
-            self._team.share(self.spec, self.num_envs, chunk)
-        self._team.block.action[:] = action
+        self._pool.check_open()
+        if chunk != self._pool.arrays.chunk:
+            self._pool.share(self.spec, self.num_envs, chunk)
+        self._pool.arrays.action[:] = action
         frames = {}
-        for part, reports_success in self._team.call("step"):
+        for part, reports_success in self._pool.call("step"):
             frames.update(part)
             if reports_success and not self.spec.reports_success:
                 self.spec = replace(self.spec, reports_success=True)
-        return self._team.block.to_step(frames)
+        return self._pool.arrays.to_step(frames)
 
     def record(self, envs: list[int]) -> None:
-        self._team.call("record", list(envs))
+        self._pool.call("record", list(envs))
 
     def render(self, env: int) -> np.ndarray | None:
-        return self._team.call_one(env, "render", env)
+        return self._pool.call_one(env, "render", env)
 
     def no_picture(self, env: int) -> str | None:
-        return self._team.call_one(env, "no_picture", env)
+        return self._pool.call_one(env, "no_picture", env)
 
     def state(self) -> Arrays | None:
-        parts = self._team.call("state")
+        parts = self._pool.call("state")
         if any(part is None for part in parts):
             return None
         return {key: value for part in parts for key, value in part.items()}
 
     def set_state(self, state: Arrays) -> None:
-        self._team.call("set_state", state)
+        self._pool.call("set_state", state)
 
     def close(self) -> None:
         self._finalizer()
 
 
-class Team:
+class WorkerPool:
     """The workers and the memory they share. Apart from the backend, so that it can outlive it to clean up."""
 
     def __init__(self, slices: list[range]):
-        self.block: Block | None = None
+        self.arrays: StepArrays | None = None
         self._memory: SharedMemory | None = None
         self._busy = self._closed = False
         self._owner = os.getpid()
-        self._members = [Member(number, envs) for number, envs in enumerate(slices)]
+        self._workers = [Worker(number, envs) for number, envs in enumerate(slices)]
 
     def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
         self._busy = True
-        for member in self._members:
-            member.send("make", config, member.envs, max_episode_steps)
-        return self._gather(self._members)[0]
+        for worker in self._workers:
+            worker.send("make", config, worker.envs, max_episode_steps)
+        return self._gather(self._workers)[0]
 
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
         """Memory for chunks of this length, in place of what was shared before."""
-        memory = SharedMemory(create=True, size=Block.size(spec, num_envs, chunk))
+        memory = SharedMemory(create=True, size=StepArrays.size(spec, num_envs, chunk))
         self._release_memory()
-        self._memory, self.block = memory, Block.on(memory.buf, spec, num_envs, chunk)
+        self._memory, self.arrays = memory, StepArrays.on(memory.buf, spec, num_envs, chunk)
         self.call("attach", memory.name, num_envs, chunk)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all workers, which work at the same time."""
-        return self._call(self._members, method, arguments)
+        return self._call(self._workers, method, arguments)
 
     def call_one(self, env: int, method: str, *arguments: Any) -> Any:
         """The answer of the worker that owns `env`."""
-        owner = next(member for member in self._members if env in member.envs)
+        owner = next(worker for worker in self._workers if env in worker.envs)
         return self._call([owner], method, arguments)[0]
 
     def check_open(self) -> None:
@@ -136,46 +136,46 @@ class Team:
             return
         self._closed = True
         # all hang up first, so that the workers end side by side
-        for member in self._members:
-            member.connection.close()
+        for worker in self._workers:
+            worker.connection.close()
         deadline = time.monotonic() + (CLOSE_BUSY_S if self._busy else CLOSE_S)
-        for member in self._members:
-            member.end(max(0.0, deadline - time.monotonic()))
+        for worker in self._workers:
+            worker.end(max(0.0, deadline - time.monotonic()))
         self._release_memory()
 
-    def _call(self, members: list["Member"], method: str, arguments: tuple) -> list[Any]:
+    def _call(self, workers: list["Worker"], method: str, arguments: tuple) -> list[Any]:
         self.check_open()
         # stays set where a KeyboardInterrupt leaves answers unread
         self._busy = True
-        for member in members:
-            member.send(method, *arguments)
-        return self._gather(members)
+        for worker in workers:
+            worker.send(method, *arguments)
+        return self._gather(workers)
 
-    def _gather(self, members: list["Member"]) -> list[Any]:
+    def _gather(self, workers: list["Worker"]) -> list[Any]:
         """All answers are read before an error is raised, so that none is left for the next call."""
         try:
-            answers = [member.receive(self._members) for member in members]
+            answers = [worker.receive(self._workers) for worker in workers]
         except WorkerError:
             self.close()
             raise
         self._busy = False
-        for member, (fine, result) in zip(members, answers, strict=True):
+        for worker, (fine, result) in zip(workers, answers, strict=True):
             if not fine and result[1] is None:
-                raise UserError(f"{member}: {result[0]}")
+                raise UserError(f"{worker}: {result[0]}")
             if not fine:
-                raise WorkerError(f"{member} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
+                raise WorkerError(f"{worker} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in answers]
 
     def _release_memory(self) -> None:
         # the memory can be closed only when no array looks at it any more
-        self.block = None
+        self.arrays = None
         if self._memory is not None:
             self._memory.close()
             self._memory.unlink()
             self._memory = None
 
 
-class Member:
+class Worker:
     """One worker process, seen from the parent."""
 
     def __init__(self, number: int, envs: range):
@@ -208,12 +208,12 @@ class Member:
             # `receive` says how it died
             pass
 
-    def receive(self, everyone: list["Member"]) -> tuple[bool, Any]:
+    def receive(self, everyone: list["Worker"]) -> tuple[bool, Any]:
         """Its answer; meanwhile a death of anyone is noticed, as that one's answer would never come."""
         while not self._poll.poll(LIVENESS_MS):
-            for member in everyone:
-                if member.process.poll() is not None:
-                    raise member.death()
+            for worker in everyone:
+                if worker.process.poll() is not None:
+                    raise worker.death()
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):

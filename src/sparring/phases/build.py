@@ -12,7 +12,7 @@ from sparring.algorithms.scoring import Scorer
 from sparring.algorithms.updater import Updater
 from sparring.collect.collector import Collector
 from sparring.collect.groups import GroupedCollector, GroupedEnv
-from sparring.collect.remote.learner import DistantCollector, DistantEnv, ReceivedRollout
+from sparring.collect.remote.learner import ReceivedRollout, RemoteCollector, RemoteEnv
 from sparring.config.resolve import resolve
 from sparring.data.buffer import Buffer, make_buffer
 from sparring.envs.env import Env, make_training_env
@@ -104,7 +104,7 @@ def make_robots(config, seat: Distributed | Seat) -> Env | GroupedEnv:
     return imagine(env, config, seat) if rollout.imagined else env
 
 
-def act_apart(config, distributed: Distributed) -> DistantEnv:
+def act_apart(config, distributed: Distributed) -> RemoteEnv:
     """As many robots in a process of their own, which this one hears of."""
     names = {"env.name": config.env.name, "policy.name": config.policy.name, "algorithm": config.algorithm}
     for key, name in names.items():
@@ -114,7 +114,7 @@ def act_apart(config, distributed: Distributed) -> DistantEnv:
                 "import; move the class to a module, or use rollout.mode=sync"
             )
     acting = Acting(config, Seat(distributed.device, distributed.rank, distributed.world_size))
-    return DistantEnv(acting, config)
+    return RemoteEnv(acting, config)
 
 
 @contextmanager
@@ -137,18 +137,18 @@ def together(distributed: Distributed) -> Iterator[None]:
         raise failure or OtherFailed("another process of this run has failed to collect")
 
 
-def make_collector(config, env: Env | GroupedEnv | DistantEnv, policy: Policy):
-    if isinstance(env, DistantEnv):
+def make_collector(config, env: Env | GroupedEnv | RemoteEnv, policy: Policy):
+    if isinstance(env, RemoteEnv):
         folder = Path(config.buffer.folder) if config.buffer.folder else None
-        return DistantCollector(env, policy, config.rollout.staleness, config.rollout.least_ess, folder)
+        return RemoteCollector(env, policy, config.rollout.staleness, config.rollout.least_ess, folder)
     envs = env.envs if isinstance(env, GroupedEnv) else [env]
     chunk, (_, episodes) = config.rollout.action_steps, rollout_length(config, env)
     collectors = [Collector(env, policy, config.seed, chunk=chunk, episodes=episodes) for env in envs]
     return GroupedCollector(env, collectors) if isinstance(env, GroupedEnv) else collectors[0]
 
 
-def make_rollout_buffer(config, env: Env | GroupedEnv | DistantEnv) -> Buffer | ReceivedRollout:
-    if isinstance(env, DistantEnv):
+def make_rollout_buffer(config, env: Env | GroupedEnv | RemoteEnv) -> Buffer | ReceivedRollout:
+    if isinstance(env, RemoteEnv):
         return ReceivedRollout(env.device)
     steps, _ = rollout_length(config, env)
     return make_buffer(config.buffer, steps, config.rollout.n_envs, config.run_folder)

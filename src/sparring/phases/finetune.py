@@ -9,8 +9,7 @@ from torch import nn
 from sparring.algorithms.updater import Updater
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
-from sparring.collect.remote.learner import DistantCollector
-from sparring.collect.timing import Span, Stages
+from sparring.collect.timing import Span, Stopwatch
 from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
@@ -54,7 +53,7 @@ class Finetune:
         self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
         self.buffer, self.rewards = buffer, rewards
         self.collector = collector or Collector(env, policy, seed, chunk=chunk, episodes=episodes)
-        self.stages = Stages("learner")
+        self.stopwatch = Stopwatch("learner")
         self.spans: list[Span] = []
         self.learning = False
         self.progress = Progress()
@@ -129,14 +128,14 @@ class Finetune:
     def learn(self, fraction: float) -> dict[str, float]:
         """An update from the rollout in the buffer."""
         started = time.perf_counter()
-        with self.stages.at("learn", self.progress.updates):
+        with self.stopwatch.stage("learn", self.progress.updates):
             found = self._gate_what_came()
             metrics = self.algorithm.update(self.buffer.rollout(), fraction)
             # each compares what the other cannot
             metrics |= {name: max(metrics.get(name, 0.0), value) for name, value in found.items()}
             metrics |= {"parity_skipped": 0.0} if found else {}
-        self.spans += self.stages.drain()[1]
-        if isinstance(self.collector, DistantCollector) and "ess" in metrics:
+        self.spans += self.stopwatch.drain()[1]
+        if "ess" in metrics:
             self.collector.pace(metrics["ess"])
         self.collector.weights_changed()
         self.progress.updates += 1
@@ -144,7 +143,7 @@ class Finetune:
 
     def _gate_what_came(self) -> dict[str, float]:
         """What was decided elsewhere by weights that are gone was scored again there: is it what was done?"""
-        if not isinstance(self.collector, DistantCollector) or self.collector.parity is None:
+        if self.collector.parity is None:
             return {}
         parity = self.algorithm.gate(self.collector.parity)
         return {"parity": parity.drift, "parity_ratio": parity.ratio}

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from sparring.algorithms.parity import Parity
-from sparring.collect.remote.protocol import FIRST_TIME, WATCHED, Begin, Failure, HungUp, Line, Made, Report, Start
+from sparring.collect.remote.protocol import FIRST_TIME, WATCHED, ActorPipe, Begin, Failure, HungUp, Made, Report, Start
 from sparring.collect.remote.weights import SnapshotReader, go_first
-from sparring.collect.timing import Stages
+from sparring.collect.timing import Stopwatch
 from sparring.data.buffer import leaves
 from sparring.errors import UserError
 from sparring.noise import random_state, seed_everything, set_random_state
@@ -30,10 +30,10 @@ from sparring.processes.signals import leave_signals_to_the_parent
 from sparring.processes.storage import Column
 
 
-class WatchedStages(Stages):
+class WatchedStopwatch(Stopwatch):
     """Tells by when each stage has to be over, and ends where the learner has gone."""
 
-    def __init__(self, who: str, deadlines: np.ndarray, watchdog_s: float, line: Line):
+    def __init__(self, who: str, deadlines: np.ndarray, watchdog_s: float, line: ActorPipe):
         super().__init__(who)
         self.deadlines, self.watchdog_s, self.line = deadlines, watchdog_s, line
         self.known: set[str] = set()
@@ -51,28 +51,32 @@ class WatchedStages(Stages):
 
 
 class Actor:
-    def __init__(self, line: Line, start: Start):
+    def __init__(self, line: ActorPipe, start: Start):
         self.line, self.start = line, start
         self.deadlines = SharedTensors.attach(start.deadlines).tensors["deadlines",].numpy()
         self.collector, self.buffer, self.scorer = start.acting()
         self.device = self.collector.env.device
         # groups have stages of their own
-        self.stages = self._watched("collector", 0)
+        self.stopwatch = self._watched("collector", 0)
         for lane, part in enumerate(getattr(self.collector, "collectors", ())):
-            part.stages = self._watched(f"collector {lane}", lane)
-        self.collector.stages = self.stages
+            part.stopwatch = self._watched(f"collector {lane}", lane)
+        self.collector.stopwatch = self.stopwatch
         self.places: SharedTensors | None = None
         self.parcels = Parcels(start.staleness + 1, start.folder)
         self.reported = False
         self._closing, self._closed = threading.Lock(), False
         self.deadlines[0, WATCHED.index("make")] = 0
 
-    def _watched(self, who: str, lane: int) -> WatchedStages:
-        return WatchedStages(who, self.deadlines[lane], self.start.watchdog_s, self.line)
+    def _watched(self, who: str, lane: int) -> WatchedStopwatch:
+        return WatchedStopwatch(who, self.deadlines[lane], self.start.watchdog_s, self.line)
 
     def failed_at(self) -> str:
         parts = getattr(self.collector, "collectors", [self.collector])
-        return next((part.stages.failed for part in parts if part.stages.failed), None) or self.stages.failed or "wait"
+        return (
+            next((part.stopwatch.failed for part in parts if part.stopwatch.failed), None)
+            or self.stopwatch.failed
+            or "wait"
+        )
 
     def close(self) -> None:
         """Once, whoever asks first; the others wait for it."""
@@ -83,7 +87,7 @@ class Actor:
 
     def load_state_dict(self, state: dict) -> bool:
         """Go on from the state of a report."""
-        with self.stages.at("load", self.collector.version):
+        with self.stopwatch.stage("load", self.collector.version):
             set_random_state(state["random"], self.device)
             return self.collector.load_state_dict(state)
 
@@ -95,24 +99,24 @@ class Actor:
         policy = self.collector.policy
         snapshot, number = SnapshotReader(begin.weights, policy), begin.number
         while True:
-            with self.stages.at("wait", self.collector.version):
+            with self.stopwatch.stage("wait", self.collector.version):
                 self.line.wait_for_turn(number)
-            with self.stages.at("load", self.collector.version):
+            with self.stopwatch.stage("load", self.collector.version):
                 self.collector.version = snapshot.load()
             if films := self.line.take_films():
                 self.collector.film(films)
             self.collector.collect(self.buffer)
             parity = self._hand_over(number)
-            with self.stages.at("report", self.collector.version):
+            with self.stopwatch.stage("report", self.collector.version):
                 self.line.say(self._report(number, parity))
             number += 1
 
     def _hand_over(self, number: int) -> Parity | None:
         """The rollout into its place, scored again before its weights are gone."""
         collector, rollout = self.collector, self.buffer.rollout()
-        with self.stages.at("gate", collector.version):
+        with self.stopwatch.stage("gate", collector.version):
             parity = self.scorer.replay(rollout, collector.version) if self.scorer else None
-        with self.stages.at("share", collector.version):
+        with self.stopwatch.stage("share", collector.version):
             if self.places is None:
                 self.places = self._make_places(rollout)
                 self.places.pin(self.device)
@@ -123,7 +127,7 @@ class Actor:
         return parity
 
     def _report(self, number: int, parity: Parity | None) -> Report:
-        collector, seconds = self.collector, self.stages.seconds
+        collector, seconds = self.collector, self.stopwatch.seconds
         told = {f"{stage}_seconds": seconds[stage] for stage in ("collect", "wait")}
         told["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
         figures, spans = collector.drain_stages()
@@ -152,7 +156,7 @@ class Actor:
         return SharedTensors.make(columns, self.start.folder)
 
 
-def serve(line: Line) -> None:
+def serve(line: ActorPipe) -> None:
     """Make the robots, do what is asked once, then collect until hung up on; the last word is what went wrong."""
     actor = None
     try:
@@ -192,7 +196,7 @@ def main() -> None:
     # the learner keeps what is said here in its log of envs
     logging.basicConfig(format="%(levelname)s %(message)s")
     logging.getLogger("sparring").setLevel(logging.DEBUG)
-    serve(Line(Connection(int(sys.argv[1]))))
+    serve(ActorPipe(Connection(int(sys.argv[1]))))
     # threads that simulate may still be at it
     sys.stdout.flush()
     os._exit(0)

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from sparring.algorithms.parity import Parity
 from sparring.collect.camera import Episode, Film
+from sparring.collect.collector import BaseCollector
 from sparring.collect.remote.actor_process import ActorProcess
 from sparring.collect.remote.protocol import Begin, FilmNext, NewVersion, Report
 from sparring.collect.remote.weights import SnapshotWriter
-from sparring.collect.timing import Span, Stages
+from sparring.collect.timing import Span, Stopwatch
 from sparring.policies.policy import Policy
 from sparring.processes.shared_memory import SharedTensors, received
 
@@ -20,7 +20,7 @@ from sparring.processes.shared_memory import SharedTensors, received
 MOST_NEEDED = 32
 
 
-class DistantEnv:
+class RemoteEnv:
     """What there is to know of robots that are elsewhere."""
 
     def __init__(self, acting, config):
@@ -57,14 +57,14 @@ class ReceivedRollout:
         return 0 if self._rollout is None else self._rollout.bytes()
 
 
-class DistantCollector:
+class RemoteCollector(BaseCollector):
     """A collector whose rollouts are made elsewhere, meanwhile. It begins with the first one that is asked for.
 
     Its state is that after the last rollout that was learned from: what was collected since is collected again when a
     run goes on, by newer weights. So a checkpoint needs nothing of the collecting process, not even that it lives.
     """
 
-    def __init__(self, env: DistantEnv, policy: Policy, staleness: int, least_ess: float = 0.0, folder=None):
+    def __init__(self, env: RemoteEnv, policy: Policy, staleness: int, least_ess: float = 0.0, folder=None):
         self.env, self.actor, self.policy, self.staleness = env, env.actor, policy, staleness
         # where weights lie; None: in shared memory
         self.folder: Path | None = folder
@@ -73,10 +73,8 @@ class DistantCollector:
         # since which version; how many good rollouts in a row there were, and how many it takes to be allowed more
         self._paced_at, self._good, self._good_needed = 0, 0, 1
         self.version = self.env_steps = 0
-        # of the newest rollout, found by who collected it
-        self.parity: Parity | None = None
         self._rollout_version = 0
-        self.stages = Stages("learner")
+        self.stopwatch = Stopwatch("learner")
         # after the last rollout that was learned from; and after the one that is being learned from
         self._state: dict | None = None
         self._taken: dict | None = None
@@ -97,7 +95,7 @@ class DistantCollector:
         """Take the next rollout, when it is there."""
         if self._weights is None:
             self._begin()
-        with self.stages.at("wait", self.version):
+        with self.stopwatch.stage("wait", self.version):
             report = self._next_report()
         if report.places is not None:
             self._places = SharedTensors.attach(report.places)
@@ -105,7 +103,7 @@ class DistantCollector:
             self._weights.arrived()
         if report.parcels is not None:
             self._parcels = SharedTensors.attach(report.parcels)
-        with self.stages.at("take", self.version):
+        with self.stopwatch.stage("take", self.version):
             buffer.show(self._places, report.number % (self.staleness + 1), report.decisions)
             self._taken = received(report.state, self._parcels, report.number)
         self.env.spec, self.env_steps = report.spec, report.env_steps
@@ -118,7 +116,7 @@ class DistantCollector:
         """Publish them: the rollout that was taken last is done with."""
         self.version += 1
         self._state = self._taken
-        with self.stages.at("publish", self.version):
+        with self.stopwatch.stage("publish", self.version):
             self._weights.write(self.version)
         self.actor.say(NewVersion(self.version, self.allowed))
 
@@ -156,7 +154,7 @@ class DistantCollector:
         return self._finished.popleft()
 
     def _tell(self, report: Report) -> None:
-        (waited, spans), now = self.stages.drain(), time.time()
+        (waited, spans), now = self.stopwatch.drain(), time.time()
         behind = self.version - report.version
         figures = report.figures | {"queue_depth": float(len(self._finished)), "staleness": float(behind)}
         figures["staleness_allowed"] = float(self.allowed)
@@ -192,7 +190,6 @@ class DistantCollector:
         self.actor.call("reseed", more)
 
     def state_dict(self) -> dict | None:
-        """None: nothing was collected yet."""
         if self._state is None:
             return None
         pace = {"allowed": self.allowed, "good": self._good, "good_needed": self._good_needed}
@@ -202,7 +199,7 @@ class DistantCollector:
         if state is None:
             return True
         self._state, self.version, self.env_steps = state, state["version"], state["env_steps"]
-        # older checkpoints tell less
+        # a checkpoint of a synchronous run says nothing of pace
         self.allowed = min(self.staleness, state.get("allowed", self.staleness))
         self._good, self._good_needed = state.get("good", 0), state.get("good_needed", 1)
         self._paced_at = self.version

@@ -118,7 +118,7 @@ class HungUp(Exception):
     """The learner is not there any more."""
 
 
-class Line:
+class ActorPipe:
     """The pipe to the learner.
 
     What is said is sent by a thread of its own: a learner that is busy does not hold up the robots. Another listens to
