@@ -44,7 +44,7 @@ def suite_step(task: str, robots: int, threads: int, cameras: list[str], size: i
 def suite_physics(task: str, robots: int, threads: int) -> tuple[Turn, dict]:
     """The physics of a control step alone, the motors holding each arm where it is."""
     world, rows, _ = _suite_world(task, robots, threads)
-    held = world.qpos(rows)[:, :8]
+    held = world.arms(rows)[:, 0]
     return lambda: world.advance(rows, held), {}
 
 

@@ -11,14 +11,14 @@ from report import RESULTS, metadata, table, write_json
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
+from sparring.envs.tabletop.arm import CONTROLS
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.control import CONTROLS
-from sparring.envs.tabletop.experts import EXPERTS, Expert
+from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.evaluation.play import wilson
 
 # tasks that can be done
-GUIDED = [name for name, task in TASKS.items() if type(task) in EXPERTS]
+GUIDED = [name for name, task in TASKS.items() if task.expert is not None]
 # how each task is done unless --control-mode says otherwise: where a hand has to turn, it must be able to
 USUAL_MODE, MODES = "delta_ee_pos", {"handover": "delta_ee", "lift_tray": "delta_ee"}
 # of 100 episodes, by distribution

@@ -62,7 +62,7 @@ def screen_share(policy, config) -> float:
     """Mean share of the wrist camera's pixels that show the screen."""
     from sparring.collect.collector import Collector
     from sparring.envs.env import make_env
-    from sparring.envs.tabletop.render.render import SCREEN_LABEL
+    from sparring.envs.tabletop.render.renderer import SCREEN_LABEL
 
     env = make_env(config.env.model_copy(update={"segmentation": True}), 32)
     collector = Collector(env, policy, config.seed, split="eval", chunk=config.rollout.action_steps)

@@ -100,7 +100,7 @@ def test_it_learns_what_actions_do():
             for picture in (predicted["image", camera], now, misled["image", camera])
         )
         assert error < 0.3 * copied < wrong
-    told, scored = model.foretold(td), model.score(td)
+    told, scored = model.correct_tokens(td), model.score(td)
     assert told["right"].float().mean() > 0.9 > told["copied"].float().mean()
     assert (scored["error"] < model.score(other)["error"]).float().mean() > 0.9
     assert (predicted["state"] - td["next", "observation", "state"]).abs().mean() < 0.25

@@ -75,8 +75,8 @@ class CopyingWorldModel(WorldModel):
         told |= {name: torch.zeros(len(td)) for name in ("entropy", "disagreement", "surprise")}
         return TensorDict(told | {"memory": self._entered(td) + self._seen(td)}, [len(td)])
 
-    def foretold(self, td):
-        self.calls["foretold"] += 1
+    def correct_tokens(self, td):
+        self.calls["correct_tokens"] += 1
         predicted, now, true = self.predict(td)["image"], td["observation", "image"], td["next", "observation", "image"]
         self.calls["predict"] -= 1
         told = {

@@ -11,13 +11,12 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.registered import register
 from sparring.envs.tabletop import observe
-from sparring.envs.tabletop.arm import DUAL
+from sparring.envs.tabletop.arm import CONTROLS, HandMover
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.control import CONTROLS, HandMover
 from sparring.envs.tabletop.experts import Expert
-from sparring.envs.tabletop.scene import Scene, load_mujoco
+from sparring.envs.tabletop.scene import DUAL, Scene, load_mujoco
 from sparring.envs.tabletop.tasks.base import Situation
-from sparring.envs.tabletop.tasks.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, handles, rotations
+from sparring.envs.tabletop.tasks.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, _handles, _rotations
 from sparring.envs.tabletop.tasks.manipulate import REACHABLE
 from sparring.envs.tabletop.tasks.registry import find
 from sparring.errors import UserError
@@ -54,7 +53,7 @@ def test_rotations_are_those_of_mujoco():
     expected = np.zeros((20, 9))
     for quat, mat in zip(quats, expected, strict=True):
         mujoco.mju_quat2Mat(mat, quat)
-    np.testing.assert_allclose(rotations(quats), expected.reshape(20, 3, 3), atol=1e-12)
+    np.testing.assert_allclose(_rotations(quats), expected.reshape(20, 3, 3), atol=1e-12)
 
 
 def test_hands_are_where_mujoco_says():
@@ -311,7 +310,7 @@ def test_starts_are_in_their_ranges_and_use_them(task):
     if "tray" in task:
         for arm, mount in enumerate(DUAL):
             reach = replace(kind.reach, base=mount.base)
-            assert all(reach.holds(point[:2]) for point in handles(now)[:, arm])
+            assert all(reach.holds(point[:2]) for point in _handles(now)[:, arm])
     else:
         # nowhere does the right hand touch it, which reaches 53 cm
         along = np.stack([-np.sin(np.deg2rad(yaw)), np.cos(np.deg2rad(yaw))], axis=1)

@@ -9,7 +9,7 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import make_env
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
-from sparring.envs.tabletop.render.render import OBJECTS, SCREEN_LABEL
+from sparring.envs.tabletop.render.renderer import OBJECTS, SCREEN_LABEL
 
 
 def table(task, num_envs=2, **settings) -> Tabletop:

@@ -73,7 +73,7 @@ def test_clutter_lies_about_and_changes_no_start():
     np.testing.assert_array_equal(before["state"], after["state"])
     assert (before["image/head"] != after["image/head"]).any(axis=(1, 2, 3)).all()
     # 3 free bodies more than the cube
-    assert env._world.qpos(np.arange(4)).shape[1] == 8 + 4 * 7
+    assert env._world._groups[0].physics.model.nq == 8 + 4 * 7
 
 
 @pytest.mark.parametrize("cameras", [(), ("head",)])
@@ -120,7 +120,7 @@ def test_clutter_leaves_the_other_domains_as_they_are(switch):
     looks = []
     for switches in ((switch,), (switch, "clutter")):
         env, _ = _env(domain_randomization=switches, task="reach_d0")
-        look = env._world._groups[0].look
+        look = env._world._groups[0].appearance
         looks.append((look.sun, look.light, look.camera_pos, look.camera_turn, look.background))
     for one, two in zip(*looks, strict=True):
         np.testing.assert_array_equal(one, two)

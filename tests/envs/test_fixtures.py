@@ -8,16 +8,16 @@ import pytest
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
-from sparring.envs.tabletop.kinematics import Kinematics, select
-from sparring.envs.tabletop.objects import TOYS, Zone, footprint, place_clutter, with_clutter
 from sparring.envs.tabletop.scene import Scene
 from sparring.envs.tabletop.tasks import mechanisms as drawer
 from sparring.envs.tabletop.tasks import registry as tasks
 from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.explore import TOYS, _footprint, _Zone, place_clutter, with_clutter
 from sparring.envs.tabletop.tasks.manipulate import REACHABLE
-from sparring.envs.tabletop.tasks.mechanisms import cap_top, knob_now, knobs
+from sparring.envs.tabletop.tasks.mechanisms import _cap_top, _knob_now
 from sparring.envs.tabletop.tasks.registry import find
 from sparring.errors import UserError
 
@@ -41,6 +41,10 @@ def _go(env, target, grip, steps):
     return step
 
 
+def _nq(env):
+    return env._world._groups[0].physics.model.nq
+
+
 def _stay(env, steps):
     for _ in range(steps):
         step = env.step(np.zeros((env.num_envs, 1, env.spec.action_dim)))
@@ -54,7 +58,7 @@ def _block(state, name, objects=1):
 
 def test_a_button_gives_way_to_the_hand_and_springs_back():
     env, _ = _tabletop("button_d1", 8, max_episode_steps=1000)
-    task, at_rest = find("button_d1"), cap_top(env.situation())
+    task, at_rest = find("button_d1"), _cap_top(env.situation())
     np.testing.assert_allclose(env.situation().mechanisms, 0, atol=1e-9)
     _go(env, at_rest + [0, 0, 0.04], -1, 25)
     assert not task.score(env.situation())[1].any()
@@ -67,11 +71,11 @@ def test_a_button_gives_way_to_the_hand_and_springs_back():
     reward, satisfied = task.score(env.situation())
     assert satisfied.all() and (reward == 1).all()
     # the finger is where the cap is
-    np.testing.assert_allclose(env.situation().hand[:, 2] - cap_top(env.situation())[:, 2], 0.007, atol=1.5e-3)
+    np.testing.assert_allclose(env.situation().hand[:, 2] - _cap_top(env.situation())[:, 2], 0.007, atol=1.5e-3)
     _go(env, at_rest + [0, 0, 0.05], -1, 15)
     np.testing.assert_allclose(env.situation().mechanisms, 0, atol=0.02)
     # and the box has not been moved
-    np.testing.assert_allclose(cap_top(env.situation()), at_rest, atol=1e-3)
+    np.testing.assert_allclose(_cap_top(env.situation()), at_rest, atol=1e-3)
 
 
 @pytest.mark.parametrize("opening", [0.0, 0.3, 0.8, 1.0])
@@ -91,7 +95,7 @@ def test_a_drawer_stays_where_it_is_left(opening):
 
 def test_a_hand_beside_the_knob_does_not_open_the_drawer_and_one_around_it_does():
     env, _ = _tabletop("drawer_d0", 4, max_episode_steps=1000)
-    knob = knob_now(env.situation())
+    knob = _knob_now(env.situation())
     _go(env, knob + [0, 0, 0.06], 1, 20)
     _go(env, knob, 1, 8)
     # open fingers: the knob stands between them untouched
@@ -100,7 +104,7 @@ def test_a_hand_beside_the_knob_does_not_open_the_drawer_and_one_around_it_does(
     _go(env, env.situation().goal, -1, 20)
     assert (env.situation().mechanisms > 0.75).all()
     # the knob went with the hand
-    np.testing.assert_allclose(knob_now(env.situation()), env.situation().hand, atol=8e-3)
+    np.testing.assert_allclose(_knob_now(env.situation()), env.situation().hand, atol=8e-3)
     _go(env, env.situation().goal, 1, 8)
     _go(env, env.situation().goal + [0, 0, 0.08], 1, 12)
     assert (env.situation().mechanisms > 0.75).all() and find("drawer_d0").score(env.situation())[1].all()
@@ -112,7 +116,7 @@ def test_the_knob_path_is_in_reach_and_the_front_looks_anywhere():
     for seed in range(500):
         start = task.start(np.random.default_rng(seed))
         cabinet = np.repeat(start.objects, 21, axis=0)
-        path = knobs(cabinet, np.linspace(0, drawer.TRAVEL, 21))
+        path = drawer._knobs(cabinet, np.linspace(0, drawer._DRAWER_TRAVEL, 21))
         assert all(within.holds(point[:2]) for point in path)
         assert np.abs(start.objects[0, :2]).max() < 0.5
         yaws.append(2 * np.arctan2(start.objects[0, 6], start.objects[0, 3]))
@@ -122,14 +126,14 @@ def test_the_knob_path_is_in_reach_and_the_front_looks_anywhere():
 
 def test_knobs_are_where_the_model_has_them():
     env, _ = _tabletop("drawer_d2", 3)
-    qpos = env._world.qpos(np.arange(3))
+    qpos = env._world._groups[0].physics.qpos(np.arange(3))
     qpos[:, -1] = [0.0, 0.04, 0.1]
     group = env._world._groups[0]
     group.physics.state[:, 1 : 1 + qpos.shape[1]] = qpos
     kinematics, model = Kinematics(group.physics.model), group.physics.model
     # the grip is a little below the top of the knob, on its axis
-    pos, _ = kinematics(qpos).frames(select(kinematics.geoms, [model.geom("knob").id]))
-    np.testing.assert_allclose(pos[:, 0, :2], knob_now(env.situation())[:, :2], atol=1e-9)
+    pos, _ = kinematics(qpos).frames(kinematics.geoms.pick([model.geom("knob").id]))
+    np.testing.assert_allclose(pos[:, 0, :2], _knob_now(env.situation())[:, :2], atol=1e-9)
 
 
 @pytest.mark.parametrize("task", FIXTURES)
@@ -188,7 +192,7 @@ def test_states_replay_bit_for_bit(task):
 def test_observations_tell_how_far_and_how_fast():
     env, seen = _tabletop("button_d0", 3, max_episode_steps=200)
     assert seen["state"].shape[1] == 30 + 6 + 15 + 2
-    top = cap_top(env.situation())
+    top = _cap_top(env.situation())
     _go(env, top + [0, 0, 0.03], -1, 20)
     step = _go(env, top, -1, 3)
     now = env.situation()
@@ -213,7 +217,7 @@ def test_mixed_with_tasks_that_have_none():
 def test_toys_lie_apart_in_reach_and_stay():
     env, _ = _tabletop("explore", 40, max_episode_steps=100)
     start = env.situation().objects[:, :, :2]
-    radii = np.array([footprint(toy) for toy in TOYS])
+    radii = np.array([_footprint(toy) for toy in TOYS])
     gaps = np.linalg.norm(start[:, :, None] - start[:, None], axis=3) - radii[:, None] - radii
     assert gaps[:, ~np.eye(6, dtype=bool)].min() >= 0.01
     # over all of the reachable table
@@ -271,7 +275,7 @@ def test_clutter_leaves_the_task_as_it_is(monkeypatch, task):
     assert env.spec.observation == plain.spec.observation
     # one step later too: nothing touches anything
     np.testing.assert_allclose(_stay(env, 1).observation["state"], _stay(plain, 1).observation["state"], atol=2e-3)
-    assert env._world.qpos(np.arange(6)).shape[1] == plain._world.qpos(np.arange(6)).shape[1] + 21
+    assert _nq(env) == _nq(plain) + 21
 
 
 @pytest.mark.parametrize("task", ["push_d2", "stack_d2", "drawer_d2", "button_d2"])
@@ -282,7 +286,7 @@ def test_clutter_keeps_away_from_the_task(task):
         rng = np.random.default_rng(seed)
         start = find(task).start(rng)
         toys = place_clutter(rng, scene, start)[:, :2]
-        way = Zone(start.objects[0, :2], start.goal[:2], 0.0)
+        way = _Zone(start.objects[0, :2], start.goal[:2], 0.0)
         distances += [way.room(toy) for toy in toys]
         others = [np.hypot(*(a - b)) for k, a in enumerate(toys) for b in toys[:k]]
         assert min(others) > 0.03

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from sparring.envs.tabletop.arm import ARM_JOINTS, HAND_SITE, HOME
-from sparring.envs.tabletop.kinematics import Kinematics, point_jacobian, select
-from sparring.envs.tabletop.scene import compile_scene, load_mujoco
+from sparring.envs.tabletop.arm import Kinematics
+from sparring.envs.tabletop.scene import ARM_JOINTS, HAND_SITE, HOME, Scene, load_mujoco
 
 mujoco = load_mujoco()
 
@@ -30,7 +29,7 @@ ODD_TREE = """
 
 
 def _models():
-    return [compile_scene(), mujoco.MjModel.from_xml_string(ODD_TREE)]
+    return [Scene().compile(), mujoco.MjModel.from_xml_string(ODD_TREE)]
 
 
 def _random_poses(model, n=5):
@@ -56,12 +55,12 @@ def test_poses_agree_with_mujoco(index):
 
 
 def test_jacobian_agrees_with_mujoco():
-    model = compile_scene()
+    model = Scene().compile()
     kinematics, data, qpos = Kinematics(model), mujoco.MjData(model), _random_poses(model)
     site = model.site(HAND_SITE).id
     poses = kinematics(qpos)
-    hand, _ = poses.frames(select(kinematics.sites, [site]))
-    ours = point_jacobian(poses, ARM_JOINTS, hand[:, 0])
+    hand, _ = poses.frames(kinematics.sites.pick([site]))
+    ours = poses.jacobian(ARM_JOINTS, hand[:, 0])
     for i in range(len(qpos)):
         data.qpos[:] = qpos[i]
         mujoco.mj_forward(model, data)
@@ -71,7 +70,7 @@ def test_jacobian_agrees_with_mujoco():
 
 
 def test_home_points_the_hand_straight_down():
-    model = compile_scene()
+    model = Scene().compile()
     kinematics = Kinematics(model)
     pos, mat = kinematics(np.array([[*HOME, 0.04, 0.04]])).frames(kinematics.sites)
     np.testing.assert_allclose(pos[0, 0], [-0.10, 0.0, 0.19], atol=1e-4)

@@ -8,15 +8,14 @@ import pytest
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.tabletop.arm import HOME
+from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.kinematics import Kinematics
 from sparring.envs.tabletop.randomize import rotations
 from sparring.envs.tabletop.render.geometry import PLANE
 from sparring.envs.tabletop.render.points import point_clouds
 from sparring.envs.tabletop.render.raster import draw
-from sparring.envs.tabletop.render.render import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer, side_by_side
-from sparring.envs.tabletop.scene import BALL, Part, compile_scene, standard_parts
+from sparring.envs.tabletop.render.renderer import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer, side_by_side
+from sparring.envs.tabletop.scene import BALL, HOME, Part, Scene
 from sparring.errors import UserError
 
 CAMERAS = ("head", "wrist")
@@ -24,12 +23,11 @@ SCREEN = Part(
     '<geom name="screen" type="box" size="0.01 0.16 0.09" pos="-0.30 0.30 0.12" rgba="0.1 0.1 0.1 1"'
     ' contype="0" conaffinity="0"/>'
 )
-ALL_SWITCHES = {"appearance": True, "background": True, "light": True, "camera_pose": True}
-NO_SWITCHES = dict.fromkeys(ALL_SWITCHES, False)
+ALL_SWITCHES = ("appearance", "background", "light", "camera_pose")
 
 
 def _renderer(*parts, threads=1, marker=BALL):
-    model = compile_scene([*standard_parts(), *parts])
+    model = Scene(scenery=parts).compile()
     return Renderer(model, Kinematics(model), threads, marker)
 
 
@@ -61,15 +59,15 @@ def test_standard_pictures_never_change():
 def test_the_standard_look_is_the_picture_without_one():
     renderer, qpos = _renderer(*_cubes()), _qpos(3, (0, -0.1, 0.022), (0.1, 0.05, 0.022))
     plain = renderer.views(qpos, _goal(3), CAMERAS, 48)
-    same = renderer.views(qpos, _goal(3), CAMERAS, 48, renderer.standard_look(3))
+    same = renderer.views(qpos, _goal(3), CAMERAS, 48, renderer.standard_appearance(3))
     for name in plain:
         np.testing.assert_array_equal(plain[name], same[name])
 
 
 def test_each_switch_changes_what_it_says_and_nothing_else():
     renderer = _renderer(*_cubes(), SCREEN)
-    standard = renderer.standard_look(1).rows(0)
-    everything = renderer.random_look(np.random.default_rng(7), **ALL_SWITCHES)
+    standard = renderer.standard_appearance(1).rows(0)
+    everything = renderer.random_appearance(np.random.default_rng(7), ALL_SWITCHES)
     changes = {
         "appearance": {"rgb"},
         "background": {"background", "rgb"},
@@ -78,7 +76,7 @@ def test_each_switch_changes_what_it_says_and_nothing_else():
     }
     floor = renderer._shapes.kind == PLANE
     for switch, fields in changes.items():
-        look = renderer.random_look(np.random.default_rng(7), **NO_SWITCHES | {switch: True})
+        look = renderer.random_appearance(np.random.default_rng(7), [switch])
         for name, value in look._asdict().items():
             drawn, usual = getattr(everything, name), getattr(standard, name)
             if switch == "background" and name == "rgb":
@@ -90,7 +88,7 @@ def test_each_switch_changes_what_it_says_and_nothing_else():
 def test_random_colours_are_broad_but_a_red_cube_stays_red():
     renderer = _renderer(*_cubes(), SCREEN)
     labels, standard = renderer._shapes.label, renderer._shapes.rgb
-    looks = [renderer.random_look(np.random.default_rng(seed), **ALL_SWITCHES).rgb for seed in range(200)]
+    looks = [renderer.random_appearance(np.random.default_rng(seed), ALL_SWITCHES).rgb for seed in range(200)]
     rgb = np.array(looks)
     assert rgb.min() >= 0 and rgb.max() <= 1
     for g in range(len(labels)):
@@ -107,7 +105,7 @@ def test_random_colours_are_broad_but_a_red_cube_stays_red():
 def test_the_table_is_never_painted_like_the_goal():
     renderer = _renderer()
     table, goal = renderer._shapes.ground, renderer._shapes.label == GOAL
-    looks = [renderer.random_look(np.random.default_rng(seed), **ALL_SWITCHES).rgb for seed in range(200)]
+    looks = [renderer.random_appearance(np.random.default_rng(seed), ALL_SWITCHES).rgb for seed in range(200)]
     apart = [np.linalg.norm(rgb[table] - rgb[goal][0]) for rgb in looks]
     # without care the nearest of these is 0.23
     assert 0.35 <= min(apart) < 0.36
@@ -115,7 +113,7 @@ def test_the_table_is_never_painted_like_the_goal():
 
 def test_random_light_and_cameras_stay_in_their_ranges():
     renderer = _renderer(*_cubes())
-    looks = [renderer.random_look(np.random.default_rng(seed), **ALL_SWITCHES) for seed in range(200)]
+    looks = [renderer.random_appearance(np.random.default_rng(seed), ALL_SWITCHES) for seed in range(200)]
     sun, light = np.array([look.sun for look in looks]), np.array([look.light for look in looks])
     np.testing.assert_allclose(np.linalg.norm(sun, axis=1), 1)
     assert sun[:, 2].min() > np.sin(np.deg2rad(25)) and np.ptp(sun[:, 0]) > 1.2 and np.ptp(sun[:, 1]) > 1.2
@@ -144,7 +142,7 @@ def test_rotations_turn_about_their_vector():
 def test_a_moved_camera_sees_what_a_camera_there_would_see():
     renderer, qpos, goal = _renderer(), _qpos(1), _goal(1)
     # 5 cm to the right: what is 1 m away moves to the left by 0.05 of a picture's half width / tangent
-    look = renderer.standard_look(1)
+    look = renderer.standard_appearance(1)
     look.camera_pos[0, renderer.cameras.index("head"), 0] = 0.05
     wants = ("depth", "segmentation")
     before = renderer.views(qpos, goal, ("head",), 256, wants=wants)
@@ -158,9 +156,9 @@ def test_a_moved_camera_sees_what_a_camera_there_would_see():
 
 def test_looks_of_rows_are_their_own():
     renderer, qpos = _renderer(*_cubes(), SCREEN), np.tile(_qpos(1, (0, -0.1, 0.022), (0.1, 0.05, 0.022)), (5, 1))
-    looks = renderer.standard_look(5)
+    looks = renderer.standard_appearance(5)
     for row in range(1, 5):
-        drawn = renderer.random_look(np.random.default_rng(row), **ALL_SWITCHES)
+        drawn = renderer.random_appearance(np.random.default_rng(row), ALL_SWITCHES)
         for field, value in zip(looks, drawn, strict=True):
             field[row] = value
     wants = ("rgb", "depth", "segmentation")
@@ -192,7 +190,7 @@ def test_depth_is_along_the_optical_axis():
 
 def test_nothing_is_at_depth_zero():
     renderer, qpos = _renderer(), _qpos(1)
-    look = renderer.standard_look(1)
+    look = renderer.standard_appearance(1)
     # turn the head camera upside up: it sees the sky
     look.camera_turn[0, 0] = [2.0, 0, 0]
     views = renderer.views(qpos, _goal(1), ("head",), 16, look, ("rgb", "depth", "segmentation"))
@@ -222,7 +220,7 @@ def test_segmentation_names_what_is_there():
 
 def test_static_is_a_function_of_its_number():
     renderer, qpos = _renderer(SCREEN), np.tile(_qpos(1), (4, 1))
-    look = renderer.standard_look(4)
+    look = renderer.standard_appearance(4)
     look.noise[:] = [5, 5, 6, -1]
     views = renderer.views(qpos, _goal(4), ("head",), 128, look, ("rgb", "segmentation"))
     rgb = views["rgb/head"].astype(int)
@@ -245,15 +243,15 @@ def test_nothing_is_compiled_twice():
         for n in (1, 2, 5):
             for cameras in (("head",), ("wrist",), renderer.cameras):
                 renderer.views(_qpos(n), _goal(n), cameras, 8)
-                renderer.views(_qpos(n), _goal(n), cameras, 8, renderer.standard_look(n), points=4)
-        renderer.views(_qpos(2), _goal(2), CAMERAS, 8, renderer.standard_look(4).rows([3, 1]), ("depth",))
+                renderer.views(_qpos(n), _goal(n), cameras, 8, renderer.standard_appearance(n), points=4)
+        renderer.views(_qpos(2), _goal(2), CAMERAS, 8, renderer.standard_appearance(4).rows([3, 1]), ("depth",))
     assert compiled == (len(draw.signatures), len(point_clouds.signatures))
 
 
 def test_a_look_needs_a_row_per_robot():
     renderer = _renderer()
     with pytest.raises(ValueError, match="1 rows for 2 robots"):
-        renderer.views(_qpos(2), _goal(2), CAMERAS, 16, renderer.standard_look(1))
+        renderer.views(_qpos(2), _goal(2), CAMERAS, 16, renderer.standard_appearance(1))
 
 
 def test_unknown_cameras_and_views_are_told():
@@ -273,8 +271,8 @@ def test_robots_of_different_scenes_are_seen_together_and_each_with_its_look():
     assert (blue[1::2] > 5).all() and (blue[::2] == 0).all()
     np.testing.assert_array_equal(plain["rgb/head"], world.views(rows, env._goal, ("head",), 96)["rgb/head"])
     group = world._groups[world._group[3]]
-    group.look = group.renderer().standard_look(2)
-    group.look.background[:], group.look.rgb[1] = 0, 0
+    group.appearance = group.renderer().standard_appearance(2)
+    group.appearance.background[:], group.appearance.rgb[1] = 0, 0
     painted = world.views(rows, env._goal, ("head",), 96)["rgb/head"]
     np.testing.assert_array_equal(painted[:3], plain["rgb/head"][:3])
     assert painted[3].max() == 0 and env.render(3)[:, :250].max() == 0

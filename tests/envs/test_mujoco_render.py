@@ -7,11 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from sparring.envs.tabletop.arm import HOME
-from sparring.envs.tabletop.kinematics import Kinematics
+from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.render import mujoco as mujoco_render
-from sparring.envs.tabletop.render.render import GOAL, OBJECTS, Renderer
-from sparring.envs.tabletop.scene import Marker, Part, compile_scene, standard_parts
+from sparring.envs.tabletop.render.renderer import GOAL, OBJECTS, Renderer
+from sparring.envs.tabletop.scene import HOME, Marker, Part, Scene
 from sparring.errors import UserError
 
 CUBE = Part('<body><freejoint/><geom type="box" size="0.03 0.03 0.03" mass="0.1" rgba="0.86 0.18 0.16 1"/></body>')
@@ -22,7 +21,7 @@ CAMERAS = ("head", "wrist")
 
 @pytest.fixture(scope="module")
 def model():
-    return compile_scene([*standard_parts(), CUBE])
+    return Scene(scenery=(CUBE,)).compile()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_things_are_where_the_suites_renderer_draws_them(model, pretty):
 def test_looks_repaint_and_leave_the_physics_alone(model, pretty):
     before = model.geom_rgba.copy()
     own = Renderer(model, Kinematics(model), threads=1)
-    look = own.standard_look(2)
+    look = own.standard_appearance(2)
     plain = pretty.views(QPOS, GOALS, ("head",), 64)["rgb/head"]
     same = pretty.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"]
     np.testing.assert_array_equal(plain, same)
@@ -86,10 +85,10 @@ def test_other_than_rgb_and_unknown_cameras_are_refused(pretty):
 
 def test_a_mujoco_gl_that_does_not_work_is_named():
     code = """
-from sparring.envs.tabletop.scene import compile_scene
+from sparring.envs.tabletop.scene import Scene
 from sparring.errors import UserError
 try:
-    compile_scene()
+    Scene().compile()
 except UserError as error:
     print(error)
 """

@@ -12,7 +12,7 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import RED, Scene
-from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.base import Situation, rotation_columns
 from sparring.envs.tabletop.tasks.registry import TASKS, WIDE, find
 from sparring.evaluation.play import Episode, score_by_task
 
@@ -125,7 +125,7 @@ def test_state_holds_what_its_layout_says():
 def test_rotation_columns_of_a_known_turn():
     half = np.sqrt(0.5)
     # a quarter turn about x: y -> z
-    np.testing.assert_allclose(observe.two_columns(np.array([half, half, 0, 0])), [1, 0, 0, 0, 0, 1], atol=1e-12)
+    np.testing.assert_allclose(rotation_columns(np.array([half, half, 0, 0])), [1, 0, 0, 0, 0, 1], atol=1e-12)
 
 
 def _situation(hand, cube, goal=(0, 0, 0), width=0.08, grip=0.04):

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from sparring.envs.tabletop.arm import HOME
-from sparring.envs.tabletop.kinematics import Kinematics
+from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.render.points import CROP_HIGH, CROP_LOW, point_clouds
-from sparring.envs.tabletop.render.render import Renderer
-from sparring.envs.tabletop.scene import compile_scene
+from sparring.envs.tabletop.render.renderer import Renderer
+from sparring.envs.tabletop.scene import HOME, Scene
 
 EVERYWHERE = np.full(3, -10.0), np.full(3, 10.0)
 
@@ -72,7 +71,7 @@ def test_few_points_are_repeated_and_none_are_zeros():
 
 
 def test_clouds_of_the_scene_show_the_goal_and_not_the_table():
-    model = compile_scene()
+    model = Scene().compile()
     qpos = np.concatenate([HOME + np.random.default_rng(0).uniform(-0.2, 0.2, (5, 6)), np.full((5, 2), 0.04)], 1)
     goal = np.random.default_rng(1).uniform([0.0, -0.2, 0.05], [0.2, 0.2, 0.2], (5, 3))
     clouds = []

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from sparring.envs.tabletop.arm import HOME
-from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.randomize import AMBIENT, BACKGROUND, SKY, SUN, TO_SUN, standard_look
+from sparring.envs.tabletop.arm import Kinematics
+from sparring.envs.tabletop.randomize import AMBIENT, BACKGROUND, SKY, SUN, TO_SUN, Appearance
 from sparring.envs.tabletop.render.geometry import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE, TILE, TILE_CONTRAST
 from sparring.envs.tabletop.render.raster import Shapes, draw
-from sparring.envs.tabletop.render.render import Renderer
-from sparring.envs.tabletop.scene import compile_scene, load_mujoco
+from sparring.envs.tabletop.render.renderer import Renderer
+from sparring.envs.tabletop.scene import HOME, Scene, load_mujoco
 
 RED, BLUE = (0.9, 0.1, 0.1), (0.1, 0.1, 0.9)
 # turns a shape's z axis onto the world's y axis: seen from the side
@@ -34,7 +33,8 @@ def _picture(*shapes, camera=(0, 0, 0)):
     no_depth, no_labels = np.zeros((1, 0, 1, SIZE, SIZE), np.float32), np.zeros((1, 0, 1, SIZE, SIZE), np.uint8)
     pos, mat = np.array(positions, float)[None], np.array(rotations, float)[None]
     eye, axes = np.array(camera, float)[None, None], np.eye(3)[None, None]
-    draw(table, pos, mat, eye, axes, np.array([1.0]), standard_look(table, 1, 1), 0, 1, out, no_depth, no_labels)
+    look = Appearance.standard(table.rgb, 1, 1)
+    draw(table, pos, mat, eye, axes, np.array([1.0]), look, 0, 1, out, no_depth, no_labels)
     return out[0, 0].transpose(1, 2, 0)
 
 
@@ -165,7 +165,7 @@ def test_a_box_that_passes_the_camera_is_drawn_up_to_the_edge():
 
 def test_real_scene_agrees_with_mujocos_rays():
     mujoco = load_mujoco()
-    model = compile_scene()
+    model = Scene().compile()
     data, size = mujoco.MjData(model), 48
     renderer = Renderer(model, Kinematics(model), threads=1)
     # no shadows, and the goal far out of sight
@@ -209,7 +209,7 @@ def _by_mujoco_rays(mujoco, model, data, camera, size):
 
 
 def test_the_goal_throws_a_shadow_on_the_table():
-    model = compile_scene()
+    model = Scene().compile()
     renderer = Renderer(model, Kinematics(model), threads=1)
     home = np.array([[*HOME, 0.04, 0.04]])
     low, far = np.array([[0.1, -0.2, 0.03]]), np.array([[0.0, 0.0, 1e3]])
@@ -220,7 +220,7 @@ def test_the_goal_throws_a_shadow_on_the_table():
 
 
 def test_any_number_of_threads_gives_the_same_bytes():
-    model = compile_scene()
+    model = Scene().compile()
     qpos, goal = np.repeat(_noisy_homes(), 3, axis=0)[:7], np.random.default_rng(1).uniform(0, 0.2, (7, 3))
     pictures = []
     for threads in (1, 2, 3):

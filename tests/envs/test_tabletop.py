@@ -11,8 +11,8 @@ from sparring.envs.backend import EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.registered import register
 from sparring.envs.tabletop import observe
+from sparring.envs.tabletop.arm import CONTROLS, HandMover
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.control import CONTROLS, HandMover
 from sparring.envs.tabletop.tasks.base import Situation
 from sparring.envs.tabletop.tasks.registry import TASKS, describe, find
 from sparring.errors import UserError
@@ -56,10 +56,10 @@ def test_spec_matches_what_is_observed():
 def test_state_holds_what_its_layout_says():
     env, observation = _tabletop()
     state = env.step(np.ones((3, 1, 7))).observation["state"]
-    qpos = env._world.qpos(np.arange(3))
+    qpos = env._world._groups[0].physics.qpos(np.arange(3))
     np.testing.assert_allclose(_block(state, "joints"), qpos[:, :6], rtol=1e-5)
     np.testing.assert_allclose(_block(state, "fingers"), qpos[:, 6:], rtol=1e-5)
-    np.testing.assert_allclose(_block(state, "joint_speeds"), env._world.qvel(np.arange(3))[:, :6], rtol=1e-5)
+    np.testing.assert_allclose(_block(state, "joint_speeds"), env._world.arm_speeds(np.arange(3))[:, 0, :6], rtol=1e-5)
     # one full action moves each commanded joint by 0.05 from where the arm started
     commanded = _block(observation["state"], "joints") + 0.05
     np.testing.assert_allclose(_block(state, "commanded_joints"), commanded, atol=1e-6)

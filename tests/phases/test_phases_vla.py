@@ -86,7 +86,7 @@ def changed(module, before) -> set[str]:
 
 def test_a_teacher_on_a_vla_is_loaded_as_it_was(folder):
     model = load_world_model(folder / "teacher_rl")
-    assert model.foretells
+    assert model.ready
     base, saved = model.trunk.block.base, read_weights(folder / "native/model.safetensors")
     assert torch.equal(base.trunk[1].gate_up.base_layer.weight, saved["trunk.1.gate_up.weight"])
     assert base.trunk[1].gate_up.lora_B.default.weight.abs().max() > 0

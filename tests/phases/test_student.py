@@ -212,6 +212,6 @@ def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):
 
 
 def test_a_teacher_that_only_knows_tokens_so_far_is_refused(teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparring.world_models.world_model.WorldModel.foretells", False)
+    monkeypatch.setattr("sparring.world_models.world_model.WorldModel.ready", False)
     with pytest.raises(UserError, match="still learning its tokens and foretells nothing yet; train it further"):
         run_of(teacher, tmp_path)

@@ -136,7 +136,7 @@ def test_a_world_models_memory_is_kept_apart_from_it():
     )
     Collector(env, CountingPolicy(2), seed=0, chunk=2).collect(buffer)
     before = buffer.rollout()[POLICY_MEMORY].clone()
-    paid = rewards.pay(buffer)
+    paid = rewards.write_rewards(buffer)
     assert "reward/memory_divergence" in paid and torch.equal(buffer.rollout()[POLICY_MEMORY], before)
     # decisions, of 2 steps each
     assert before[..., 0].tolist() == [[0, 0], [1, 1], [0, 2], [1, 0]]

@@ -213,7 +213,7 @@ ONLY_ERROR = {"memory_divergence": 0, "disagreement": 0, "prediction_error": 1, 
 def test_a_rollout_is_paid_on_the_last_executed_step_of_each_decision():
     rewards, _, collector, buffer = world(**ONLY_ERROR)
     collector.collect(buffer)
-    metrics = rewards.pay(buffer)
+    metrics = rewards.write_rewards(buffer)
     errors = np.array([[1, 10], [2, 20], [3, 30], [4, 40]], np.float64)
     reward, executed = buffer.rollout()["next", "reward"], buffer.rollout()["next", "executed"]
     assert executed.tolist() == [[2, 2], [1, 2], [2, 1], [1, 2]]
@@ -227,12 +227,12 @@ def test_a_rollout_is_paid_on_the_last_executed_step_of_each_decision():
 def test_episodes_are_told_by_what_they_were_paid_across_rollouts():
     rewards, _, collector, buffer = world(**ONLY_ERROR)
     collector.collect(buffer)
-    first = rewards.pay(buffer)["episode_reward"]
+    first = rewards.write_rewards(buffer)["episode_reward"]
     before = paid_by(rewards)
     # robot 0: decisions 1, 2 and 3, 4; robot 1: 1 to 3
     assert first == pytest.approx(np.mean([before(1, 2), before(3, 4), before(10, 20, 30)]), rel=1e-4)
     collector.collect(buffer)
-    second = rewards.pay(buffer)["episode_reward"]
+    second = rewards.write_rewards(buffer)["episode_reward"]
     # robot 1's second episode began in the first rollout, with decision 4, which was paid by what was usual then
     now = paid_by(rewards)
     assert second == pytest.approx(np.mean([now(5, 6), now(7, 8), before(40) + now(50, 60)]), rel=1e-4)
@@ -248,7 +248,7 @@ def test_memories_are_carried_across_rollouts_and_cleared_where_an_episode_begin
     rewards, model, collector, buffer = world()
     for _ in range(2):
         collector.collect(buffer)
-        rewards.pay(buffer)
+        rewards.write_rewards(buffer)
     entered = torch.stack(model.entered)
     # decisions since the episode began: 2 an episode of robot 0, 3 of robot 1, whose second one spans both rollouts
     assert entered[:, 0, 0].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
@@ -261,14 +261,14 @@ def test_memories_are_carried_across_rollouts_and_cleared_where_an_episode_begin
 def test_the_memory_without_the_head_is_compared_only_where_a_term_asks():
     rewards, model, collector, buffer = world(**ONLY_ERROR)
     collector.collect(buffer)
-    rewards.pay(buffer)
+    rewards.write_rewards(buffer)
     assert dict(model.calls) == {"score": 4}
 
 
 def test_terms_are_normalised_by_running_statistics_clipped_and_weighted():
     rewards, _, collector, buffer = world(**ONLY_ERROR | {"clip": 1.0, "prediction_entropy": 0.5})
     collector.collect(buffer)
-    rewards.pay(buffer)
+    rewards.write_rewards(buffer)
     errors = np.array([1, 10, 2, 20, 3, 30, 4, 40], np.float64)
     mean, std = errors.mean(), errors.std()
     # entropy is twice the error, hence the same after scaling
@@ -280,13 +280,13 @@ def test_what_pays_goes_on_where_it_was():
     config = {"rnd": 1.0, "disagreement": 1.0, "memory_divergence": 1.0}
     rewards, _, collector, buffer = world(**config)
     collector.collect(buffer)
-    rewards.pay(buffer)
+    rewards.write_rewards(buffer)
     twin = world(**config)[0]
     twin.load_state_dict(*copy.deepcopy((rewards.state_dict(), rewards.process_state())))
     collector.collect(buffer)
     paid = []
     for one in (rewards, twin):
-        metrics = one.pay(buffer)
+        metrics = one.write_rewards(buffer)
         paid.append((metrics, buffer.rollout()["next", "reward"].clone()))
     assert paid[0][0] == paid[1][0] and torch.equal(paid[0][1], paid[1][1])
     assert paid[0][1].abs().max() > 0

@@ -6,8 +6,16 @@ import pytest
 import torch
 from doubles_moving import drawn
 
-from sparring.world_models.dynamics import cut, merge_cells, paste, split_cells
-from sparring.world_models.tokenizers import FSQ, VQ, ContextTokenizer, FrameTokenizer
+from sparring.world_models.tokenizers import (
+    FSQ,
+    VQ,
+    ContextTokenizer,
+    FrameTokenizer,
+    _cut,
+    _paste,
+    _split_cells,
+    merge_cells,
+)
 
 
 def test_fsq_by_hand():
@@ -53,16 +61,16 @@ def test_vq_by_hand():
 
 def test_cutting_and_pasting():
     images = torch.arange(2 * 3 * 16 * 32).reshape(2, 3, 16, 32).float()
-    cells = cut(images)
+    cells = _cut(images)
     assert cells.shape == (2, 4, 8, 48)
     # the second place of the first row holds columns 4 to 7 of rows 0 to 3
     torch.testing.assert_close(cells[1, 0, 1].reshape(3, 4, 4), images[1, :, :4, 4:8])
-    assert torch.equal(paste(cells), images)
+    assert torch.equal(_paste(cells), images)
     tokens = merge_cells(cells)
     assert tokens.shape == (2, 2, 16 * 48)
     # the second token tells of columns 16 to 31
     assert torch.equal(tokens[0, 1].reshape(4, 4, 48), cells[0, :, 4:])
-    assert torch.equal(split_cells(tokens, 4, 8), cells)
+    assert torch.equal(_split_cells(tokens, 4, 8), cells)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (64, 64), (32, 80)])

@@ -32,7 +32,7 @@ def test_what_it_returns():
             assert told["image", camera].dtype == torch.uint8 and told["image", camera].shape == (3, 3, 32, 32)
     for name in ("error", "entropy", "disagreement", "surprise", "accuracy"):
         assert scored[name].shape == (3,) and scored[name].dtype == torch.float32
-    assert model.foretold(td)["right"].shape == model.foretold(td)["copied"].shape == (3, 8)
+    assert model.correct_tokens(td)["right"].shape == model.correct_tokens(td)["copied"].shape == (3, 8)
     assert (td == before).all() and set(td.keys()) == set(before.keys())
 
 
@@ -262,10 +262,10 @@ def test_presets(preset, least, most):
 
 def test_tokens_are_done_with_when_half_of_the_run_is_over():
     model = make(tokenizer_steps=5).train()
-    assert not model.foretells
+    assert not model.ready
     model.loss(moving_windows(2, 2))
     model.settle()
-    assert model.foretells and int(model.steps) == 5
+    assert model.ready and int(model.steps) == 5
     model.loss(moving_windows(2, 2))
     model.settle()
     assert int(model.steps) == 6

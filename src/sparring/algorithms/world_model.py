@@ -63,7 +63,7 @@ class WorldModelLearner:
         self.began = self.gradient_steps
 
     def _gradient_step(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
-        rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.eagerness()
+        rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.learning_rate_scale()
         rate *= warmup(self.gradient_steps - self.began, WARMUP_STEPS)
         self.model.update_normalizers(batch, self.distributed.sum)
         loss, numbers = self.model(batch)

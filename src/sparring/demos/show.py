@@ -94,12 +94,12 @@ def task_rows(seed: int = 0) -> list[list[tuple[str, np.ndarray]]]:
 
 def start_and_end(task: str, seed: int = 0, **config) -> tuple[np.ndarray, np.ndarray]:
     """What the head camera sees of one episode, at its start and after its expert has played it."""
-    from sparring.envs.tabletop.experts import EXPERTS, Expert
+    from sparring.envs.tabletop.experts import Expert
 
     env = Tabletop(TabletopConfig(task=(task,), control_mode=CONTROL, threads=1, **config), 1)
     env.reset(EpisodeSeeds(seed, "eval"))
     start = end = head(env.render(0))
-    if type(TASKS[task]) in EXPERTS:
+    if TASKS[task].expert is not None:
         expert = Expert(env)
         # the step that ends an episode begins the next one
         for _ in range(env.spec.max_episode_steps - 1):

@@ -94,7 +94,7 @@ def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
 
 
 def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
-    told = model.foretold(td)
+    told = model.correct_tokens(td)
     right, copied = told["right"].float(), told["copied"]
     tally.add("accuracy", right)
     tally.add("accuracy_changed", right, ~copied)

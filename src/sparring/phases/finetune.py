@@ -123,7 +123,7 @@ class Finetune:
         return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds} | figures
 
     def pay(self) -> dict[str, float]:
-        return self.rewards.pay(self.buffer) if self.rewards else {}
+        return self.rewards.write_rewards(self.buffer) if self.rewards else {}
 
     def learn(self, fraction: float) -> dict[str, float]:
         """An update from the rollout in the buffer."""

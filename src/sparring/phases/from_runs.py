@@ -27,7 +27,7 @@ def load_teacher(path: str, key: str, config, env: Env) -> WorldModel:
     """
     model = make_world_model(config.world_model, env.spec, config.rollout.action_steps)
     load_part(model, "world_model", path, key, config, env)
-    if not model.foretells:
+    if not model.ready:
         raise UserError(
             f"{key}={path}: that world model is still learning its tokens and foretells nothing yet; train it further "
             "(the same command goes on), or another one with a smaller world_model.tokenizer_steps"

@@ -1,4 +1,4 @@
-"""Rewards: named reasons to pay an explorer, most of them told by a world model."""
+"""Rewards of an explorer: named terms, most of them scored by a world model."""
 
 # in the order of the `rewards` section
 TERMS = {

@@ -1,10 +1,19 @@
-"""From the `rewards` section of a config to its terms."""
+"""RewardModel: rewards a rollout for what it was to a world model.
+
+The rollout is walked once in time order. At each decision the world model scores the transition, and its memories are
+carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by its running mean
+and standard deviation, and their weighted sum becomes `next/reward`.
+
+Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
+"""
 
 import torch
 from tensordict import TensorDict
 
 from sparring.config.resolve import resolve
+from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
+from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.processes.distributed import Distributed
@@ -13,14 +22,7 @@ from sparring.rewards.configs import RewardsConfig
 from sparring.rewards.terms import RewardTerm
 from sparring.world_models.world_model import MemoryStateManager, WorldModel
 
-# ---- RewardModel: pays a rollout for what it was to a world model.
-#
-# The rollout is walked once in time order. At each decision the world model says what the transition was to it, and its
-# memories are carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by
-# its
-# running mean and standard deviation, and their weighted sum becomes `next/reward`.
-#
-# Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
+_SCORED_BY = ("observation", "action", "is_first", "next")
 
 
 class RewardModel:
@@ -30,7 +32,7 @@ class RewardModel:
         self,
         config: RewardsConfig,
         world_model: WorldModel,
-        env,
+        env: Env,
         chunk: int,
         unseen: tuple[str, ...],
         distributed: Distributed,
@@ -50,29 +52,32 @@ class RewardModel:
             )
         self.memory = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
         self.memory_wrist = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
-        # [N], paid so far in the episodes that go on
+        # [N]: rewards so far of the episodes that go on
         self.running = torch.zeros(env.num_envs, device=device)
 
     @torch.no_grad()
-    def pay(self, buffer: Buffer) -> dict[str, float]:
-        """Writes `next/reward` of the newest rollout: all of a decision's pay on its last executed step.
+    def write_rewards(self, buffer: Buffer) -> dict[str, float]:
+        """Writes `next/reward` of the newest rollout: all of a decision's reward on its last executed step.
 
-        And `judged/error`, for those who want to know later how well the world model foretold it at the time.
+        And `judged/error`: how badly the world model predicted it at the time.
         """
         rollout = with_following(buffer)
-        rollout.update(self._judge(rollout))
+        # [T, N]: `judged/*`, and the memories as they entered each decision and after it
+        rollout.update(torch.stack([self._score(decision) for decision in rollout.select(*_SCORED_BY).unbind(0)]))
         valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
         # [T, N, K]
         raw = torch.stack([term(rollout) for term in self.terms.values()], -1)
         self.normalizer.update(raw[valid], self.distributed.sum)
         # with its mean: disagreement is 13 deviations above 0, all of which a critic would have to learn first
         normalized = self.normalizer(raw)
-        pay = (normalized * self.weights).sum(-1)
-        buffer.set(("next", "reward"), on_last_step(pay, rollout))
+        total = (normalized * self.weights).sum(-1)
+        # [T, N] -> [T, N, C]: on the last executed step of each decision, zero elsewhere
+        reward, last = torch.zeros_like(rollout["next", "reward"]), rollout["next", "executed"][..., None] - 1
+        buffer.set(("next", "reward"), reward.scatter_(-1, last, total[..., None].to(reward.dtype)))
         buffer.set(("judged", "error"), rollout["judged", "error"])
         for term in self.learning:
             term.learn(rollout[valid], self.distributed)
-        return self._metrics(raw[valid], normalized[valid], rollout["judged"][valid]) | self._episodes(pay, rollout)
+        return self._metrics(raw[valid], normalized[valid], rollout["judged"][valid]) | self._episodes(total, rollout)
 
     def state_dict(self) -> dict:
         """What is the same in every process."""
@@ -91,12 +96,7 @@ class RewardModel:
         self.memory_wrist.load_state_dict(process_state["memory_wrist"])
         self.running = process_state["running"].to(self.running.device)
 
-    def _judge(self, rollout: TensorDict) -> TensorDict:
-        """`[T, N]`: `judged/*`, and the memories as they entered each decision and after it."""
-        rows = [self._judge_decision(decision) for decision in rollout.select(*_JUDGED_BY).unbind(0)]
-        return torch.stack(rows)
-
-    def _judge_decision(self, td: TensorDict) -> TensorDict:
+    def _score(self, td: TensorDict) -> TensorDict:
         td = self.memory.enter(td)
         entered = {"world_model": td["memory", "world_model"]}
         judged = self.world_model.score(td)
@@ -115,19 +115,16 @@ class RewardModel:
         means |= {f"wm_{name}": float(judged[name].mean()) for name in ("error", "accuracy", "disagreement")}
         return self.distributed.mean(means)
 
-    def _episodes(self, pay: torch.Tensor, rollout: TensorDict) -> dict[str, float]:
-        """`episode_reward`: what the episodes that ended were paid; nothing where none did."""
+    def _episodes(self, reward: torch.Tensor, rollout: TensorDict) -> dict[str, float]:
+        """`episode_reward`: the mean of the episodes that ended; nothing where none did."""
         done = rollout["next", "terminated"] | rollout["next", "truncated"]
         counts = rollout.get("valid", torch.ones_like(done)) & done
         totals = []
         for t, is_first in enumerate(rollout["is_first"]):
-            self.running = torch.where(is_first, 0.0, self.running) + pay[t]
+            self.running = torch.where(is_first, 0.0, self.running) + reward[t]
             totals += self.running[counts[t]].tolist()
         totals = self.distributed.gather_objects(totals)
         return {"episode_reward": sum(totals) / len(totals)} if totals else {}
-
-
-_JUDGED_BY = ("observation", "action", "is_first", "next")
 
 
 def with_following(buffer: Buffer) -> TensorDict:
@@ -141,12 +138,6 @@ def with_following(buffer: Buffer) -> TensorDict:
         following[step, env] = final
     rollout["next"] = rollout["next"].copy().set("observation", following)
     return rollout
-
-
-def on_last_step(pay: torch.Tensor, rollout: TensorDict) -> torch.Tensor:
-    """`[T, N] -> [T, N, C]`: on the last executed step of each decision, zero elsewhere."""
-    reward = torch.zeros_like(rollout["next", "reward"])
-    return reward.scatter_(-1, rollout["next", "executed"][..., None] - 1, pay[..., None].to(reward.dtype))
 
 
 def weights_of(config: RewardsConfig) -> dict[str, float]:
@@ -166,5 +157,5 @@ def weights_of(config: RewardsConfig) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def make_term(name: str, config: RewardsConfig, spec, chunk: int, device: torch.device) -> RewardTerm:
+def make_term(name: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device) -> RewardTerm:
     return resolve(name, TERMS, "reward term")(config, spec, chunk, device)

@@ -1,16 +1,27 @@
-"""Reward terms: each gives one named reward per step."""
+"""Reward terms: each is one named reason to reward a transition."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
 from sparring.processes.distributed import Distributed
 from sparring.rewards.configs import RewardsConfig
 
-# ---- RewardTerm: one named reason to be paid.
+# of the original's formula: what each step of divergence costs
+_ORIGINAL_COST = 0.07
+_HIDDEN = 128
+_CODE = 32
+_LEARNING_RATE = 1e-3
+_BATCH = 256
+# pictures are seen in so many squares a side: enough to tell where something is
+_SQUARES = 8
+# times that errors of a rollout are gone through: what is still unlearned of them would be taken for progress
+PASSES = 10
 
 
 class RewardTerm:
@@ -24,7 +35,7 @@ class RewardTerm:
 
     compares_memories: bool = False
 
-    def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
+    def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         self.config = config
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
@@ -32,7 +43,7 @@ class RewardTerm:
         raise NotImplementedError
 
     def learn(self, td: TensorDict, distributed: Distributed) -> None:
-        """From transitions `[B]` that have been paid."""
+        """From transitions `[B]` that have been rewarded."""
 
     def state_dict(self) -> dict:
         return {}
@@ -40,63 +51,36 @@ class RewardTerm:
     def load_state_dict(self, state: dict) -> None: ...
 
 
-# ---- The env's own reward and success, so that exploring and a task can be paid for together.
+def _stateless(reward: Callable[[TensorDict], torch.Tensor]) -> type[RewardTerm]:
+    """A term that is a function of the transition alone."""
+
+    class Stateless(RewardTerm):
+        def __call__(self, td: TensorDict) -> torch.Tensor:
+            return reward(td)
+
+    return Stateless
 
 
-class TaskSuccess(RewardTerm):
-    """1 where an episode ends in success."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return td["next", "success"].float()
-
-
-class TaskReward(RewardTerm):
-    """The env's rewards, summed over the steps of the chunk."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return td["next", "reward"].sum(-1)
-
-
-# ---- What a transition was to the world model that should have foreseen it; all of it worked out by its `score`.
-
-
-class PredictionError(RewardTerm):
-    """Pays for what really came next and was not foretold: cross-entropy of the true tokens. Drawn to pure noise."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return td["judged", "error"]
-
-
-class PredictionEntropy(RewardTerm):
-    """Pays for going where the world model is unsure, whatever then happens. Drawn to pure noise."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return td["judged", "entropy"]
-
-
-class Disagreement(RewardTerm):
-    """Pays for going where the ensemble's members foretell different things: H[mean p] - mean H[p]; 0 on pure noise."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return td["judged", "disagreement"]
-
-
-class LatentSurprise(RewardTerm):
-    """Pays for surprise beyond what was foretold to be random."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return td["judged", "surprise"]
-
-
-# ---- What actions do to a world model's memory (formulas.md, section 4).
-
-
-# of the original's formula: what each step of divergence costs
-ORIGINAL_COST = 0.07
+# 1 where an episode ends in success
+TaskSuccess = _stateless(lambda td: td["next", "success"].float())
+# the env's rewards, summed over the steps of the chunk
+TaskReward = _stateless(lambda td: td["next", "reward"].sum(-1))
+# what the world model did not predict: cross-entropy of the true next tokens. Drawn to pure noise
+PredictionError = _stateless(lambda td: td["judged", "error"])
+# where the world model is unsure, whatever then happens. Drawn to pure noise
+PredictionEntropy = _stateless(lambda td: td["judged", "entropy"])
+# where the ensemble's members predict different things: H[mean p] - mean H[p]; 0 on pure noise
+Disagreement = _stateless(lambda td: td["judged", "disagreement"])
+# surprise beyond what was predicted to be random
+LatentSurprise = _stateless(lambda td: td["judged", "surprise"])
+# whatever changes the memory: ||h' - h||
+MemoryChange = _stateless(
+    lambda td: torch.linalg.vector_norm(td["next", "memory", "world_model"] - td["memory", "world_model"], dim=-1)
+)
 
 
 class MemoryDivergence(RewardTerm):
-    """Pays for bringing what the explorer's own cameras let it know to what all cameras let it know.
+    """Rewards bringing what the explorer's own cameras let it know to what all cameras let it know.
 
     d is the distance between the memories of one frozen world model: with all cameras, and without those that the
     explorer does not see. `potential`: d - discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. Both are 0
@@ -109,17 +93,10 @@ class MemoryDivergence(RewardTerm):
         entered, after = td["memory"], td["next", "memory"]
         if self.config.divergence == "original":
             before, now = _raw_distance(entered), _raw_distance(after)
-            paid = -(now - before) - ORIGINAL_COST * before
+            reward = -(now - before) - _ORIGINAL_COST * before
         else:
-            paid = _distance(entered) - self.config.divergence_discount * _distance(after)
-        return torch.where(td["is_first"], 0.0, paid)
-
-
-class MemoryChange(RewardTerm):
-    """Pays for whatever changes the memory: ||h' - h||."""
-
-    def __call__(self, td: TensorDict) -> torch.Tensor:
-        return torch.linalg.vector_norm(td["next", "memory", "world_model"] - td["memory", "world_model"], dim=-1)
+            reward = _distance(entered) - self.config.divergence_discount * _distance(after)
+        return torch.where(td["is_first"], 0.0, reward)
 
 
 def _distance(memory: TensorDict) -> torch.Tensor:
@@ -134,37 +111,24 @@ def _raw_distance(memory: TensorDict) -> torch.Tensor:
     return torch.linalg.vector_norm(memory["world_model_wrist"] - memory["world_model"], dim=-1)
 
 
-# ---- Terms with a network of their own, which learns from what was paid: RND and learning progress.
-
-
-HIDDEN = 128
-CODE = 32
-LEARNING_RATE = 1e-3
-BATCH = 256
-# pictures are seen in so many squares a side: enough to tell where something is
-SQUARES = 8
-# times that errors of a rollout are gone through: what is still unlearned of them would be taken for progress
-PASSES = 10
-
-
 class RandomNetworkDistillation(RewardTerm):
-    """Pays for what was seen seldom: the error of a network that learns a random one's answers, on the next frame."""
+    """Rewards what was seen seldom: the error of a network that learns a random one's answers, on the next frame."""
 
-    def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
+    def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
-        size = glimpse_size(spec)
+        size = _glimpse_size(spec)
         with torch.random.fork_rng(devices=[]):
             # the same in all processes, and the policy's weights do not depend on it
             torch.manual_seed(0)
-            self.random = _network(size, CODE).to(device).requires_grad_(False)
-        self.learner = Regressor(size, CODE, device)
+            self.random = _network(size, _CODE).to(device).requires_grad_(False)
+        self.learner = Regressor(size, _CODE, device)
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
-        seen = glimpse(td["next", "observation"])
+        seen = _glimpse(td["next", "observation"])
         return (self.learner(seen) - self._answer(seen)).square().mean(-1)
 
     def learn(self, td: TensorDict, distributed: Distributed) -> None:
-        seen = glimpse(td["next", "observation"])
+        seen = _glimpse(td["next", "observation"])
         self.learner.watch(seen, distributed)
         self.learner.fit(seen, self._answer(seen), distributed)
 
@@ -179,15 +143,15 @@ class RandomNetworkDistillation(RewardTerm):
 
 
 class LearningProgress(RewardTerm):
-    """Pays for going where the world model has become better: g(s, a) - error.
+    """Rewards going where the world model has become better: g(s, a) - error.
 
     g learns the errors of the rollouts before, hence those of the world model as it was. What cannot be learned is as
-    wrong as it was: 0 in expectation. Before g has learned anything nothing is paid.
+    wrong as it was: 0 in expectation. 0 before g has learned anything.
     """
 
-    def __init__(self, config: RewardsConfig, spec, chunk: int, device: torch.device):
+    def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
-        self.learner = Regressor(glimpse_size(spec) + chunk * spec.action_dim, 1, device)
+        self.learner = Regressor(_glimpse_size(spec) + chunk * spec.action_dim, 1, device)
         # g learns in units of them, so that it begins with the mean of the first rollout's
         self.errors = RunningNormalizer(1).to(device)
 
@@ -214,7 +178,7 @@ class LearningProgress(RewardTerm):
         self.errors.load_state_dict(state["errors"])
 
     def _inputs(self, td: TensorDict) -> torch.Tensor:
-        return torch.cat([glimpse(td["observation"]), td["action"].flatten(-2)], -1)
+        return torch.cat([_glimpse(td["observation"]), td["action"].flatten(-2)], -1)
 
 
 class Regressor(nn.Module):
@@ -227,7 +191,7 @@ class Regressor(nn.Module):
             self.network = _network(inputs, outputs)
         self.normalizer = RunningNormalizer(inputs, clip=5.0)
         self.to(device)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), _LEARNING_RATE)
         self.fits = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -242,7 +206,7 @@ class Regressor(nn.Module):
         shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
         order = torch.randperm(len(x), generator=shuffle).to(x.device)
         # processes step together, so one that has fewer rows takes smaller minibatches, or its rows several times
-        count = int(distributed.max(-(-len(x) // BATCH)))
+        count = int(distributed.max(-(-len(x) // _BATCH)))
         for rows in order.repeat(-(-count // len(order))).tensor_split(count):
             with torch.enable_grad():
                 loss = (self(x[rows]) - y[rows]).square().mean()
@@ -261,22 +225,22 @@ class Regressor(nn.Module):
         self.fits = state["fits"]
 
 
-def glimpse_size(spec) -> int:
+def _glimpse_size(spec: EnvSpec) -> int:
     shown = spec.observation
     pictures = sum(name.startswith("image/") for name in shown)
-    return 3 * SQUARES**2 * pictures + (math.prod(shown["state"][0]) if "state" in shown else 0)
+    return 3 * _SQUARES**2 * pictures + (math.prod(shown["state"][0]) if "state" in shown else 0)
 
 
-def glimpse(observation: TensorDict) -> torch.Tensor:
+def _glimpse(observation: TensorDict) -> torch.Tensor:
     """`[.., glimpse_size]`: all pictures, blurred to a few squares, and the state."""
     shape, parts = observation.batch_size, []
     for _, picture in sorted(observation.get("image", {}).items()):
         # [.., 3, H, W] -> [.., 3 * 64]
-        squares = nn.functional.adaptive_avg_pool2d(picture.flatten(0, len(shape) - 1).float(), SQUARES)
+        squares = nn.functional.adaptive_avg_pool2d(picture.flatten(0, len(shape) - 1).float(), _SQUARES)
         parts.append(squares.reshape(*shape, -1) / 255)
     state = observation.get("state", None)
     return torch.cat(parts if state is None else [*parts, state], -1)
 
 
 def _network(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
+    return nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, outputs))

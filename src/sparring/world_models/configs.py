@@ -6,7 +6,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from sparring.policies.configs import LoraConfig, set_without_lora
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
 
 # what the sizes that are null in a config are
@@ -17,7 +16,7 @@ PRESETS = {
 
 
 class TokenWorldModelConfig(LoraConfig):
-    """Frames as discrete tokens, foretold by an ensemble of transformers with a recurrent memory."""
+    """Frames as discrete tokens, predicted by an ensemble of transformers with a recurrent memory."""
 
     name: str = Field("token", description="which world model: token, or your.module:Class")
     preset: Literal["tiny", "small"] = Field(
@@ -67,8 +66,7 @@ class TokenWorldModelConfig(LoraConfig):
             )
         return trunk
 
-
-def with_preset(config: TokenWorldModelConfig) -> TokenWorldModelConfig:
-    """The same with the preset's sizes where none were given."""
-    sizes = PRESETS[config.preset]
-    return config.model_copy(update={name: size for name, size in sizes.items() if getattr(config, name) is None})
+    def with_preset(self) -> "TokenWorldModelConfig":
+        """The same with the preset's sizes where none were given."""
+        sizes = PRESETS[self.preset]
+        return self.model_copy(update={name: size for name, size in sizes.items() if getattr(self, name) is None})

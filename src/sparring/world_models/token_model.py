@@ -11,12 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
-from sparring.world_models.configs import TokenWorldModelConfig, with_preset
-from sparring.world_models.dynamics import PATCH, SIDE, Member, Trunk, VLATrunk, merge_cells
-from sparring.world_models.imagined_env import DecisionEncoder
-from sparring.world_models.tokenizers import make_tokenizer, picture_loss
+from sparring.world_models.configs import TokenWorldModelConfig
+from sparring.world_models.dynamics import DecisionEncoder, EnsembleMember, Trunk, VLATrunk
+from sparring.world_models.tokenizers import FSQ, PATCH, SIDE, VQ, ContextTokenizer, FrameTokenizer, merge_cells
 from sparring.world_models.world_model import WorldModel
 
 # of the windows, how many each member learns from: those it leaves out make it differ from the others
@@ -37,16 +37,18 @@ class TokenWorldModel(WorldModel):
     The history of frames is in the memory: it keeps something of what each patch showed before.
     """
 
-    def __init__(self, config: TokenWorldModelConfig, spec, chunk: int):
+    def __init__(self, config: TokenWorldModelConfig, spec: EnvSpec, chunk: int):
         super().__init__()
-        self.config = config = with_preset(config)
+        self.config = config = config.with_preset()
         self.cameras, self.image_size = _cameras(spec)
         if config.camera_dropout:
             self.dispensable = tuple(name for name in self.cameras if name in config.dropped_cameras)
         self.members = config.members
         patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
         width = config.width
-        self.tokenizer = make_tokenizer(config)
+        quantizer = VQ(config.codebook_size) if config.tokenizer == "vq" else FSQ(config.levels)
+        tokenizer = ContextTokenizer if config.tokenizer == "context_fsq" else FrameTokenizer
+        self.tokenizer = tokenizer(quantizer, config.channels)
         self.decisions = DecisionEncoder(spec, chunk, width, config.language_features, patches)
         patch_features = SIDE**2 * config.channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
@@ -57,11 +59,11 @@ class TokenWorldModel(WorldModel):
         if config.trunk is not None:
             self.trunk.block = VLATrunk(config, width)
         self.memory_size = self.trunk.memory_size
-        outputs = self.tokenizer.quantizer.digits * self.tokenizer.quantizer.values
+        outputs = quantizer.digits * quantizer.values
         # the state's change, the reward, and whether the episode ends or succeeds
         others = self.decisions.state_size + 3
         self.ensemble = nn.ModuleList(
-            Member(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
+            EnsembleMember(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
         )
         # not clipped: a reward that comes once in a thousand decisions lies far out
         self.rewards = RunningNormalizer(1, clip=math.inf)
@@ -76,7 +78,7 @@ class TokenWorldModel(WorldModel):
         return int(self.steps) < self.config.tokenizer_steps
 
     @property
-    def foretells(self) -> bool:
+    def ready(self) -> bool:
         return not self.learns_tokens
 
     def settle(self) -> None:
@@ -86,7 +88,7 @@ class TokenWorldModel(WorldModel):
         of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
         return [p for p in self.parameters() if p.requires_grad and (id(p) in of_tokens) == self.learns_tokens]
 
-    def eagerness(self) -> float:
+    def learning_rate_scale(self) -> float:
         if not self.learns_tokens:
             return 1.0
         return TOKENIZER_RATE * max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05)
@@ -139,7 +141,9 @@ class TokenWorldModel(WorldModel):
         codes = self.tokenizer.quantizer.expected(logits[member, rows, columns].softmax(-1))
         codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
         now, following = frames[rows, columns].flatten(0, 1), frames[rows, columns + 1].flatten(0, 1)
-        return picture_loss(self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes), now, following)
+        return self.tokenizer.picture_loss(
+            self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes), now, following
+        )
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         seen = batch["mask"]
@@ -183,7 +187,7 @@ class TokenWorldModel(WorldModel):
         entropy, own = _entropy(mean).sum(-1), _entropy(logs.exp()).sum(-1).mean(0)
         error = -mean.gather(-1, digits[..., None])[..., 0].clamp_min(1e-9).log().sum(-1)
         right = (mean.argmax(-1) == digits).all(-1).float()
-        told = {
+        scores = {
             "error": error,
             "entropy": entropy,
             "disagreement": entropy - own,
@@ -192,10 +196,10 @@ class TokenWorldModel(WorldModel):
             "surprise": error - own,
             "accuracy": right,
         }
-        return TensorDict({name: value.mean(-1) for name, value in told.items()} | {"memory": memory}, td.batch_size)
+        return TensorDict({name: value.mean(-1) for name, value in scores.items()} | {"memory": memory}, td.batch_size)
 
     @torch.no_grad()
-    def foretold(self, td: TensorDict) -> TensorDict:
+    def correct_tokens(self, td: TensorDict) -> TensorDict:
         with self._autocast():
             features = self._features(td["observation", "image"])[1]
             following = self._features(td["next", "observation", "image"])[1]
@@ -346,7 +350,7 @@ def _mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.expand(values.shape).sum().clamp_min(1)
 
 
-def _cameras(spec) -> tuple[tuple[str, ...], tuple[int, int]]:
+def _cameras(spec: EnvSpec) -> tuple[tuple[str, ...], tuple[int, int]]:
     shapes = {n.removeprefix("image/"): s for n, (s, _) in spec.observation.items() if n.startswith("image/")}
     if not shapes:
         raise UserError("a world model predicts camera images and this env shows none; set env.cameras=[head,wrist]")

@@ -1,14 +1,23 @@
-"""Tokenizers of frames, and their quantizers."""
+"""Tokenizers: one discrete token for every 16 x 16 pixels of a frame. All cameras share one.
+
+A token of a context tokenizer says how a patch changes: its encoder sees the frame before and the frame after, its
+decoder the frame before and the tokens. A token of a frame tokenizer says how a patch looks. A token is K digits with
+at most L values each: K numbers of an FSQ code, or one index of a VQ codebook; gradients pass straight through.
+Letters: F frames, h x w places of 4 x 4 pixels, c channels (always last), P tokens of a frame, K digits of a token.
+"""
 
 import torch
 from torch import nn
 
-from sparring.world_models.dynamics import CELL, SIDE, ConvBlock, FrameStem, merge_cells, paste, split_cells
-
-# ---- Vectors -> discrete codes that gradients pass straight through.
-#
-# A token is K digits with at most L values each: K numbers of an FSQ code, or one index of a VQ codebook. `codes` are
-# what a decoder reads: the quantised numbers themselves, or the codebook's vectors.
+# pixels a side of one place of a feature map, and of what one token tells of
+CELL, PATCH = 4, 16
+# places a side of a token
+SIDE = PATCH // CELL
+# in 1/255: a pixel one of whose colours changes by more has changed. Such pixels count more, since most never do and a
+# tokenizer that only copies would be nearly right; and squares count more than L1, or it goes on copying for too long
+_CHANGED, _CHANGED_WEIGHT, _SQUARES = 8, 4.0, 8.0
+# pixels that something may move by, in one decision
+_FARTHEST = 16.0
 
 
 class FSQ(nn.Module):
@@ -67,21 +76,7 @@ class VQ(nn.Module):
         return probabilities[..., 0, :] @ self.codebook
 
 
-# ---- Tokenizers: one discrete token for every 16 x 16 pixels of a frame.
-#
-# All cameras share one. A token of a context tokenizer tells how a patch changes: its encoder sees the frame before and
-# the frame after, its decoder the frame before and the tokens. A token of a frame tokenizer tells how a patch looks.
-# Letters: F frames, h x w places of 4 x 4 pixels, c channels, P tokens of a frame, K digits of a token.
-
-
-# in 1/255: a pixel one of whose colours changes by more has changed. Such pixels count more, since most never do and a
-# tokenizer that only copies would be nearly right; and squares count more than L1, or it goes on copying for too long
-CHANGED, CHANGED_WEIGHT, SQUARES = 8, 4.0, 8.0
-# pixels that something may move by, in one decision
-FARTHEST = 16.0
-
-
-class Tokenizer(nn.Module):
+class _Tokenizer(nn.Module):
     """What both kinds share. Frames are float in 0..1; `features` are the stem's maps of them."""
 
     # how many frames the encoder sees, and what is drawn of a pixel: colours first
@@ -91,13 +86,13 @@ class Tokenizer(nn.Module):
     def __init__(self, quantizer: FSQ | VQ, channels: int):
         super().__init__()
         self.quantizer, self.channels = quantizer, channels
-        self.stem = FrameStem(channels)
+        self.stem = _FrameStem(channels)
         self.encoder_in = nn.Linear(self.frames * SIDE**2 * channels, 4 * channels)
         self.encoder_out = nn.Sequential(
             nn.SiLU(), nn.Linear(4 * channels, channels), nn.LayerNorm(channels), nn.Linear(channels, quantizer.size)
         )
         self.decoder_in = nn.Linear(quantizer.size, SIDE**2 * channels)
-        self.decoder = nn.Sequential(*(ConvBlock(channels) for _ in range(3)))
+        self.decoder = nn.Sequential(*(_ConvBlock(channels) for _ in range(3)))
         self.pixels = nn.Sequential(
             nn.Linear(channels, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, self.drawn_channels * CELL * CELL)
         )
@@ -113,7 +108,14 @@ class Tokenizer(nn.Module):
     def loss(self, frame, features, following, following_features) -> tuple[torch.Tensor, torch.Tensor]:
         """How badly `following` comes back from its tokens, and what the quantizer asks for."""
         codes, _, apart = self._quantized(features, following_features)
-        return picture_loss(self.decode(frame, features, codes), frame, following), apart
+        return self.picture_loss(self.decode(frame, features, codes), frame, following), apart
+
+    @staticmethod
+    def picture_loss(drawn: torch.Tensor, frame: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """How unlike `following` what was drawn is: L1 + MSE, weighted."""
+        wrong = drawn.float() - following
+        changed = (following - frame).abs().amax(1, keepdim=True) > _CHANGED / 255
+        return ((wrong.abs() + _SQUARES * wrong.square()) * (1 + _CHANGED_WEIGHT * changed)).mean()
 
     def _quantized(self, before, after):
         return self.quantizer(self.encoder_out(self.encoder_in(self._seen(before, after))).float())
@@ -124,10 +126,10 @@ class Tokenizer(nn.Module):
 
     def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
         """[F, h, w, c] -> [F, drawn_channels, H, W]."""
-        return paste(self.pixels(self.decoder(cells)))
+        return _paste(self.pixels(self.decoder(cells)))
 
 
-class ContextTokenizer(Tokenizer):
+class ContextTokenizer(_Tokenizer):
     """How each patch changes: every pixel comes from somewhere in the frame before, and is painted over by a gate.
 
     What moves is copied with its looks, whatever they are, and what stays as it is need not be told.
@@ -136,9 +138,9 @@ class ContextTokenizer(Tokenizer):
     frames, drawn_channels = 2, 6
 
     def decode(self, frame, features, codes):
-        cells = features + split_cells(self.decoder_in(codes), *features.shape[1:3])
+        cells = features + _split_cells(self.decoder_in(codes), *features.shape[1:3])
         drawn = self._drawn(cells).float()
-        moved = moved_by(frame, FARTHEST * torch.tanh(drawn[:, 4:]))
+        moved = _moved_by(frame, _FARTHEST * torch.tanh(drawn[:, 4:]))
         gate = torch.sigmoid(drawn[:, 3:4] - 1.0)
         return moved + gate * (drawn[:, :3] + 0.5 - moved)
 
@@ -146,19 +148,77 @@ class ContextTokenizer(Tokenizer):
         return torch.cat([merge_cells(before), merge_cells(after)], -1)
 
 
-class FrameTokenizer(Tokenizer):
+class FrameTokenizer(_Tokenizer):
     """How each patch looks, whatever it looked like before."""
 
     frames = 1
 
     def decode(self, frame, features, codes):
-        return self._drawn(split_cells(self.decoder_in(codes), *features.shape[1:3])) + 0.5
+        return self._drawn(_split_cells(self.decoder_in(codes), *features.shape[1:3])) + 0.5
 
     def _seen(self, before, after):
         return merge_cells(after)
 
 
-def moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+class _FrameStem(nn.Module):
+    """Pictures -> feature maps: every 4 x 4 pixels become one place, which then looks at its neighbours."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.patches = nn.Sequential(
+            nn.Linear(3 * CELL * CELL, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, channels)
+        )
+        self.block = _ConvBlock(channels)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        # [F, 3, H, W] in 0..1 -> [F, h, w, 48] -> [F, h, w, c]
+        return self.block(self.patches(_cut(images) - 0.5))
+
+
+class _ConvBlock(nn.Module):
+    """A 3 x 3 convolution beside the straight path."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.around = nn.Conv2d(channels, channels, 3, padding=1)
+        self.output = nn.Linear(channels, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # [F, h, w, c]; the convolution wants its channels in front, which is a matter of strides only
+        around = self.around(nn.functional.silu(self.norm(x)).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return x + self.output(nn.functional.silu(around))
+
+
+def _cut(images: torch.Tensor) -> torch.Tensor:
+    """[F, k, H, W] -> [F, h, w, 16k]: the pixels of each place, as its channels."""
+    frames, channels, height, width = images.shape
+    cells = images.reshape(frames, channels, height // CELL, CELL, width // CELL, CELL)
+    return cells.permute(0, 2, 4, 1, 3, 5).reshape(frames, height // CELL, width // CELL, -1)
+
+
+def _paste(cells: torch.Tensor) -> torch.Tensor:
+    """The way back: [F, h, w, 16k] -> [F, k, H, W]."""
+    frames, height, width, size = cells.shape
+    cells = cells.reshape(frames, height, width, size // CELL**2, CELL, CELL).permute(0, 3, 1, 4, 2, 5)
+    return cells.reshape(frames, -1, height * CELL, width * CELL)
+
+
+def merge_cells(cells: torch.Tensor) -> torch.Tensor:
+    """[F, h, w, c] -> [F, P, 16c]: the 4 x 4 places that one token tells of, as its features."""
+    frames, height, width, channels = cells.shape
+    blocks = cells.reshape(frames, height // SIDE, SIDE, width // SIDE, SIDE, channels).permute(0, 1, 3, 2, 4, 5)
+    return blocks.reshape(frames, -1, SIDE**2 * channels)
+
+
+def _split_cells(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The way back: [F, P, 16c] -> [F, h, w, c]."""
+    frames, _, size = tokens.shape
+    blocks = tokens.reshape(frames, height // SIDE, width // SIDE, SIDE, SIDE, size // SIDE**2)
+    return blocks.permute(0, 1, 3, 2, 4, 5).reshape(frames, height, width, -1)
+
+
+def _moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     """[F, 3, H, W]: each pixel from so many pixels [F, 2, H, W] to the right and below; edges go on for ever."""
     height, width = frame.shape[-2:]
     y, x = torch.meshgrid(
@@ -167,16 +227,3 @@ def moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     # [F, H, W, 2], -1 and 1 being the middles of the outermost pixels
     place = torch.stack([(x + way[:, 0]) * 2 / (width - 1) - 1, (y + way[:, 1]) * 2 / (height - 1) - 1], -1)
     return nn.functional.grid_sample(frame, place, padding_mode="border", align_corners=True)
-
-
-def picture_loss(drawn: torch.Tensor, frame: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """How unlike `following` what was drawn is: L1 + MSE, weighted."""
-    wrong = drawn.float() - following
-    changed = (following - frame).abs().amax(1, keepdim=True) > CHANGED / 255
-    return ((wrong.abs() + SQUARES * wrong.square()) * (1 + CHANGED_WEIGHT * changed)).mean()
-
-
-def make_tokenizer(config) -> Tokenizer:
-    quantizer = VQ(config.codebook_size) if config.tokenizer == "vq" else FSQ(config.levels)
-    kind = ContextTokenizer if config.tokenizer == "context_fsq" else FrameTokenizer
-    return kind(quantizer, config.channels)

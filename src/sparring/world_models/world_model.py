@@ -1,4 +1,7 @@
-"""From the `world_model` section of a config to a WorldModel."""
+"""WorldModel: predicts what one decision leads to, and carries a memory of what it has seen.
+
+Letters: N robots, B windows of T decisions, C steps of a decision, A action dims, S state dims, D numbers of memory.
+"""
 
 import torch
 from tensordict import TensorDict
@@ -6,48 +9,8 @@ from torch import Tensor, nn
 
 from sparring.config.resolve import resolve
 from sparring.config.section import Section
+from sparring.contract import EnvSpec
 from sparring.world_models import WORLD_MODELS
-
-# ---- MemoryStateManager: the memory of each robot (or stream of windows), carried from one decision to the next.
-
-
-class MemoryStateManager:
-    """`enter(td)` before a decision or window, `leave(memory)` after it.
-
-    One row per robot or stream. Rows whose episode begins start from zeros; gradients never pass from one to the next.
-    `key` is where the memory enters, e.g. with the head camera masked: ("memory", "world_model_wrist").
-    """
-
-    def __init__(self, rows: int, size: int, key: tuple[str, ...] = ("memory", "world_model"), device="cpu"):
-        self.key = key
-        self.memory = torch.zeros(rows, size, device=device)
-
-    def enter(self, td: TensorDict) -> TensorDict:
-        """Writes the memory into decisions `[N]` or windows `[N, T]`, zeros where `is_first`; of windows only the first
-        column is what entered, the others are zeros."""
-        windows = td.batch_dims == 2
-        is_first = td["is_first"][:, 0] if windows else td["is_first"]
-        memory = torch.where(is_first[:, None], 0.0, self.memory)
-        if windows:
-            entered = memory.new_zeros(*td.batch_size, memory.shape[-1])
-            entered[:, 0] = memory
-            memory = entered
-        return td.set(self.key, memory)
-
-    def leave(self, memory: torch.Tensor) -> None:
-        """Keeps `[N, D]` for the next `enter`; of windows `[N, T, D]` (`memory_after`) the last column."""
-        self.memory = memory.detach()[:, -1] if memory.dim() == 3 else memory.detach()
-
-    def state_dict(self) -> dict:
-        return {"memory": self.memory.cpu()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.memory = state["memory"].to(self.memory.device)
-
-
-# ---- WorldModel: predicts what one decision leads to, and carries a memory of what it has seen.
-#
-# Letters: N robots, B windows of T decisions, C steps of a decision, A action dims, S state dims, D numbers of memory.
 
 
 class WorldModel(nn.Module):
@@ -63,12 +26,12 @@ class WorldModel(nn.Module):
     dispensable: tuple[str, ...] = ()
     # D; the empty memory is all zeros
     memory_size: int
-    # of the ensemble whose disagreement `score` tells
+    # of the ensemble whose disagreement `score` measures
     members: int
 
     @property
-    def foretells(self) -> bool:
-        """False while it learns something else first."""
+    def ready(self) -> bool:
+        """False while it does not predict yet because it learns something else first."""
         return True
 
     def settle(self) -> None:
@@ -101,12 +64,12 @@ class WorldModel(nn.Module):
 
         error: cross-entropy of the true next tokens under the ensemble's mean; entropy of that mean; disagreement:
         that entropy less the mean of the members' own (all in nats per token); surprise: latent_surprise; accuracy:
-        share of tokens foretold; and memory [D] afterwards.
+        share of tokens predicted right; and memory [D] afterwards.
         """
         raise NotImplementedError
 
-    def foretold(self, td: TensorDict) -> TensorDict:
-        """Which of the P tokens of the true next frames of `td [N]` are foretold, bool [N, P] each.
+    def correct_tokens(self, td: TensorDict) -> TensorDict:
+        """Which of the P tokens of the true next frames of `td [N]` are predicted right, bool [N, P] each.
 
         right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
         """
@@ -120,7 +83,7 @@ class WorldModel(nn.Module):
         """The parameters that the next call of `loss` gives gradients to; the others stay as they are."""
         return list(self.parameters())
 
-    def eagerness(self) -> float:
+    def learning_rate_scale(self) -> float:
         """What is left of their learning rate; a part that stops to learn before the others comes to rest by it."""
         return 1.0
 
@@ -135,6 +98,40 @@ class WorldModel(nn.Module):
         return self.loss(batch)
 
 
-def make_world_model(config: Section, spec, chunk: int) -> WorldModel:
+def make_world_model(config: Section, spec: EnvSpec, chunk: int) -> WorldModel:
     """A fresh world model of an env with this spec, acted on in chunks of `chunk` steps."""
     return resolve(config.name, WORLD_MODELS, "world model")(config, spec, chunk)
+
+
+class MemoryStateManager:
+    """The memory of each robot (or stream of windows): `enter(td)` before a decision or window, `leave(memory)` after.
+
+    Rows whose episode begins start from zeros; gradients never pass from one decision or window to the next. `key` is
+    where the memory enters, e.g. with the head camera masked: ("memory", "world_model_wrist").
+    """
+
+    def __init__(self, rows: int, size: int, key: tuple[str, ...] = ("memory", "world_model"), device="cpu"):
+        self.key = key
+        self.memory = torch.zeros(rows, size, device=device)
+
+    def enter(self, td: TensorDict) -> TensorDict:
+        """Writes the memory into decisions `[N]` or windows `[N, T]`, zeros where `is_first`; of windows only the first
+        column is what entered, the others are zeros."""
+        windows = td.batch_dims == 2
+        is_first = td["is_first"][:, 0] if windows else td["is_first"]
+        memory = torch.where(is_first[:, None], 0.0, self.memory)
+        if windows:
+            entered = memory.new_zeros(*td.batch_size, memory.shape[-1])
+            entered[:, 0] = memory
+            memory = entered
+        return td.set(self.key, memory)
+
+    def leave(self, memory: torch.Tensor) -> None:
+        """Keeps `[N, D]` for the next `enter`; of windows `[N, T, D]` (`memory_after`) the last column."""
+        self.memory = memory.detach()[:, -1] if memory.dim() == 3 else memory.detach()
+
+    def state_dict(self) -> dict:
+        return {"memory": self.memory.cpu()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.memory = state["memory"].to(self.memory.device)

@@ -1,127 +1,383 @@
-"""An arm as MJCF text: six joints and a gripper with two fingers, and where the arms of a robot stand."""
+"""How an arm moves: what an action means, steps of the hand by inverse kinematics, and where everything then is.
+
+`mujoco.rollout` hands back joint positions only. The numba kernels below turn them into the poses of bodies, hands,
+cameras and shapes, and into the Jacobian for moving the hand, without the interpreter lock and without an MjData per
+robot. They agree with `mj_kinematics` and `mj_jacSite` to rounding.
+
+A command is `[n, 7]`: six joint angles and one finger opening in metres, which the motors then follow. The last action
+opens (+) or closes (-). Rows are arms: those of a robot with two arms stand one after the other, the left one first.
+
+============  ====  =====================================================  ==================================
+mode          dims  action, each in [-1, 1]                                1 means (times env.action_scale)
+============  ====  =====================================================  ==================================
+delta_qpos    6+1   a step of each joint; of the fingers                   0.05 rad; 1 cm
+delta_ee_pos  3+1   a step of the hand along x, y, z; of the fingers       2 cm; 1 cm. The hand points down,
+                                                                           turned as its `Mount` says
+delta_ee      6+1   the same, and a turn about x, y, z; of the fingers     2 cm, 0.1 rad; 1 cm
+qpos          6+1   where each joint should be, -1 and 1 are its limits;   approached by at most 0.1 rad, 2 cm
+                    the opening, -1 closed to 1 open                       a step
+============  ====  =====================================================  ==================================
+
+Turns are rotation vectors in the world's axes.
+Letters: n robots or arms, R arms of a robot, B bodies, J joints, M frames fixed to bodies (geoms, sites or cameras).
+"""
 
 from dataclasses import dataclass
-from math import pi
+from typing import NamedTuple
 
-ARM_JOINTS = 6
-FINGERS = 2
-FINGER_TRAVEL = 0.04
-ARM_BASE = (-0.38, 0.0, 0.0)
-# shoulder, elbow and wrist add up to pi: the hand points straight down
-HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
-# the name of the hand's site, after a mount's prefix
-HAND_SITE = "hand"
+import numpy as np
+from numba import njit
 
-_GHOST = 'contype="0" conaffinity="0"'
-_WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
+from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, HAND_SITE, SINGLE, Mount, Scene
+
+JOINT_STEP, FINGER_STEP, HAND_STEP, TURN_STEP = 0.05, 0.01, 0.02, 0.1
+# an absolute command is approached at most this many times faster than one that is moved step by step
+APPROACH = 2
+# a command runs at most this far ahead of the arm, so that a blocked arm does not wind up
+_LEASH = 0.3
+# a hand that is commanded by its own position goes no lower, metres: the finger tips are 7 mm below it
+_LOWEST = 0.008
+_DAMPING = 1e-3
+_UPRIGHTING = 0.5
+# columns are the hand's axes when it points down: the fingers at the table, the camera outwards
+_POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])
+# values of mujoco.mjtJoint
+_FREE, _BALL, _SLIDE = 0, 1, 2
+
+
+class _Control:
+    """From a command and an action to the next command, within the joints' limits."""
+
+    action_dim = ARM_JOINTS + 1
+    # of an action of 1
+    step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP])
+
+    def __init__(self, hands: "HandMover", scale: float):
+        self._hands, self._step = hands, self.step * scale
+        low, high = hands.model.jnt_range[:ARM_JOINTS].T
+        self._low, self._high = np.append(low, 0.0), np.append(high, FINGER_TRAVEL)
+
+    def __call__(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        """Commands `[n, 7]`, actions `[n, action_dim]` and positions `[n, 8]` to new commands."""
+        target = self._target(command, action, qpos)
+        joints, near = target[:, :ARM_JOINTS], qpos[:, :ARM_JOINTS]
+        np.clip(joints, near - _LEASH, near + _LEASH, out=joints)
+        return np.clip(target, self._low, self._high, out=target)
+
+    def _target(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        return command + action * self._step
+
+
+class _Qpos(_Control):
+    step = _Control.step * APPROACH
+
+    def _target(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        target = self._low + (action + 1) / 2 * (self._high - self._low)
+        return command + np.clip(target - command, -self._step, self._step)
+
+
+class _DeltaEePos(_Control):
+    """Damped least squares at the commanded pose, not the measured one: the hand's lag does not leak into its path."""
+
+    action_dim = 4
+    step = np.array([HAND_STEP] * 3 + [FINGER_STEP])
+
+    def _target(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        step = action * self._step
+        return command + np.concatenate([self._hands.upright(command, qpos, step[:, :3]), step[:, -1:]], axis=1)
+
+
+class _DeltaEe(_Control):
+    action_dim = 7
+    step = np.array([HAND_STEP] * 3 + [TURN_STEP] * 3 + [FINGER_STEP])
+
+    def _target(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
+        step = action * self._step
+        return command + np.concatenate([self._hands.turned(command, qpos, step[:, :6]), step[:, -1:]], axis=1)
+
+
+# mode -> class(hands, scale)
+CONTROLS = {"delta_qpos": _Control, "delta_ee_pos": _DeltaEePos, "delta_ee": _DeltaEe, "qpos": _Qpos}
+
+
+class HandMover:
+    """Where the hands are, and joint steps `[n, 6]` that move them.
+
+    Arms differ in where they stand only, so one arm's kinematics serve for all: `model` holds it alone, at ARM_BASE.
+    """
+
+    def __init__(self, mounts: tuple[Mount, ...] = SINGLE):
+        self.model = Scene().compile()
+        self._kinematics = Kinematics(self.model)
+        self._frame = self._kinematics.sites.pick([self.model.site(HAND_SITE).id])
+        # [R, 3], [R, 3, 3]
+        self._shift = np.array([np.subtract(mount.base, ARM_BASE) for mount in mounts])
+        self.pointing_down = about_z(np.array([mount.hand_yaw for mount in mounts])) @ _POINTING_DOWN
+
+    def where(self, arms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[n, R, 3]` and axes `[n, R, 3, 3]` of the hands of robots whose arms stand as `[n, R, 8]`."""
+        n, count, _ = arms.shape
+        pos, mat = self._kinematics(arms.reshape(n * count, -1)).frames(self._frame)
+        return pos.reshape(n, count, 3) + self._shift, mat.reshape(n, count, 3, 3)
+
+    def upright(self, command: np.ndarray, qpos: np.ndarray, move: np.ndarray) -> np.ndarray:
+        """By `move` `[n, 3]`, and part of the way back to pointing down."""
+        pos, mat, jacobian = self._commanded(command, qpos)
+        return _damped_least_squares(jacobian, _twist(_above_table(move, pos), mat, self.pointing_down))
+
+    def turned(self, command: np.ndarray, qpos: np.ndarray, twist: np.ndarray) -> np.ndarray:
+        """By `twist` `[n, 6]`: a step and a rotation vector."""
+        pos, _, jacobian = self._commanded(command, qpos)
+        return _damped_least_squares(jacobian, _above_table(twist, pos))
+
+    def _commanded(self, command: np.ndarray, qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The hand's position `[n, 3]`, axes `[n, 3, 3]` and Jacobian, if the arm stood at ARM_BASE as commanded."""
+        commanded = qpos.copy()
+        commanded[:, :ARM_JOINTS] = command[:, :ARM_JOINTS]
+        poses = self._kinematics(commanded)
+        pos, mat = poses.frames(self._frame)
+        return pos[:, 0], mat[:, 0], poses.jacobian(ARM_JOINTS, pos[:, 0])
+
+
+def _above_table(move: np.ndarray, pos: np.ndarray) -> np.ndarray:
+    """Steps `[n, 3 or more]` that command no hand at `[n, 3]` to go below _LOWEST.
+
+    A command that sinks into the table would press the fingers onto it, and no small action would lift them again.
+    """
+    move = move.copy()
+    move[:, 2] = np.maximum(move[:, 2], np.minimum(_LOWEST - pos[:, 2], 0))
+    return move
+
+
+def about_z(angle: np.ndarray) -> np.ndarray:
+    """`[n]` radians -> `[n, 3, 3]`"""
+    cos, sin, zero = np.cos(angle), np.sin(angle), np.zeros(len(angle))
+    return np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, zero + 1], axis=1).reshape(-1, 3, 3)
 
 
 @dataclass(frozen=True)
-class Mount:
-    """Where an arm stands and how it holds its hand; its names begin with `prefix`."""
+class _Frames:
+    """Poses fixed to bodies: which body, and where on it."""
 
-    prefix: str = ""
-    base: tuple[float, float, float] = ARM_BASE
-    # radians about z that the hand is turned by at home and kept at in delta_ee_pos; at 0 the fingers open along y
-    hand_yaw: float = 0.0
-    # which side of the hand the camera is on: at yaw 0, the one away from the base, or (-1) the one towards it
-    camera_side: int = 1
-    # collision bits: scenery has 1 and 2, objects have both
-    contype: int = 2
-    conaffinity: int = 1
+    # [M], [M, 3], [M, 3, 3]
+    body: np.ndarray
+    pos: np.ndarray
+    mat: np.ndarray
 
-    @property
-    def home(self) -> tuple[float, ...]:
-        # the hand points down, so its own yaw goes the other way round
-        return (*HOME[:-1], HOME[-1] - self.hand_yaw)
+    def pick(self, index: list[int]) -> "_Frames":
+        return _Frames(self.body[index], self.pos[index], self.mat[index])
 
 
-SINGLE = (Mount(),)
-# Fingers that open along x, cameras that look towards the other hand. The hands are turned outwards, which leaves their
-# wrists the most room to turn where an arm reaches out to its own side. The bit 4 lets the two arms touch each other.
-DUAL = (
-    Mount("left_", (-0.38, 0.28, 0.0), hand_yaw=pi / 2, camera_side=-1, contype=2, conaffinity=1 | 4),
-    Mount("right_", (-0.38, -0.28, 0.0), hand_yaw=-pi / 2, camera_side=-1, contype=2 | 4, conaffinity=1),
-)
+@dataclass(frozen=True)
+class _BodyPoses:
+    """Where the bodies and the joints of n robots are, in the world."""
+
+    # [n, B, 3], [n, B, 3, 3]
+    pos: np.ndarray
+    mat: np.ndarray
+    # [n, J, 3] each; zero for free joints
+    anchor: np.ndarray
+    axis: np.ndarray
+
+    def frames(self, frames: _Frames) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[n, M, 3]` and rotations `[n, M, 3, 3]` of fixed frames."""
+        return _attach(self.pos, self.mat, frames.body, frames.pos, frames.mat)
+
+    def jacobian(self, joints: int, point: np.ndarray) -> np.ndarray:
+        """`[n, 6, joints]`: velocity (3) and turning (3) of a point `[n, 3]` per unit speed of the first hinges."""
+        return _jacobian(self.anchor, self.axis, joints, point)
 
 
-def arm_bodies(mount: Mount) -> str:
-    """Six hinges (yaw, three pitches, roll, yaw) and a gripper. Gravity is compensated, as in most real controllers."""
-    prefix, solid = mount.prefix, _solid(mount)
-    links = _link(
-        prefix,
-        ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
-        f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {solid}/>'
-        # the motor of the shoulder: only to look at
-        f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
-        ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {solid}/>'
-        f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
-        ("elbow", "0 1 0", "-0.1 2.8", "0 0 0.28"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {solid}/>'
-        f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
-        ("wrist_pitch", "0 1 0", "-2 2", "0 0 0.26"),
-        f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {solid}/>',
-        ("wrist_roll", "1 0 0", "-1.6 1.6", "0 0 0.06"),
-        f'<geom type="sphere" size="0.03" rgba="{_DARK}" {solid}/>',
-        ("wrist_yaw", "0 0 1", "-3 3", "0 0 0"),
-        _hand(mount),
-    )
-    x, y, z = mount.base
-    return f"""
-    <body name="{prefix}base" pos="{x} {y} {z}">
-      <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_GHOST}/>{links}
-    </body>"""
+class _Chain(NamedTuple):
+    """The tree of bodies and joints; the fields are MjModel's."""
+
+    body_parentid: np.ndarray
+    body_pos: np.ndarray
+    body_quat: np.ndarray
+    body_jntadr: np.ndarray
+    body_jntnum: np.ndarray
+    jnt_type: np.ndarray
+    jnt_qposadr: np.ndarray
+    jnt_pos: np.ndarray
+    jnt_axis: np.ndarray
+    qpos0: np.ndarray
 
 
-def arm_motors(mount: Mount) -> str:
-    """One for each joint and finger, in the order of the joints."""
-    prefix = mount.prefix
-    names = ("base_yaw", "shoulder", "elbow", "wrist_pitch", "wrist_roll", "wrist_yaw")
-    joints = "".join(
-        f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="400" kv="40" inheritrange="1"/>' for n in names
-    )
-    fingers = "".join(
-        f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="200" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-15 15"/>'
-        for n in ("left_finger", "right_finger")
-    )
-    return joints + fingers
+class Kinematics:
+    """Forward kinematics: joint positions `[n, nq]` to poses."""
+
+    def __init__(self, model):
+        if np.any(model.jnt_type == _BALL):
+            raise ValueError("the scene has a ball joint; arm.py knows hinge, slide and free joints only")
+        fields = [getattr(model, name) for name in _Chain._fields]
+        self._chain = _Chain(*(x.astype(np.int64) if x.dtype.kind in "iu" else x.copy() for x in fields))
+        self.geoms = _frames(model.geom_bodyid, model.geom_pos, model.geom_quat)
+        self.sites = _frames(model.site_bodyid, model.site_pos, model.site_quat)
+        self.cameras = _frames(model.cam_bodyid, model.cam_pos, model.cam_quat)
+
+    def __call__(self, qpos: np.ndarray) -> _BodyPoses:
+        return _BodyPoses(*_forward(self._chain, np.ascontiguousarray(qpos)))
 
 
-def _solid(mount: Mount) -> str:
-    return f'contype="{mount.contype}" conaffinity="{mount.conaffinity}"'
+def _frames(body: np.ndarray, pos: np.ndarray, quat: np.ndarray) -> _Frames:
+    mat = np.empty((len(pos), 3, 3))
+    for i in range(len(pos)):
+        _quat_to_mat(quat[i], mat[i])
+    return _Frames(body.astype(np.int64), pos.copy(), mat)
 
 
-def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> str:
-    """A body with one hinge `(name, axis, range, position)`, its shapes, and the links that follow it."""
-    name, axis, limits, pos = joint
-    child = _link(prefix, *rest) if rest else ""
-    return f"""
-    <body name="{prefix}{name}" pos="{pos}" gravcomp="1">
-      <joint name="{prefix}{name}" axis="{axis}" range="{limits}"/>{inside}{child}
-    </body>"""
+@njit(nogil=True, cache=True)
+def _forward(chain, qpos):
+    n, bodies, joints = qpos.shape[0], chain.body_pos.shape[0], chain.jnt_type.shape[0]
+    pos, mat = np.zeros((n, bodies, 3)), np.zeros((n, bodies, 3, 3))
+    anchor, axis = np.zeros((n, joints, 3)), np.zeros((n, joints, 3))
+    quat, turn = np.zeros((bodies, 4)), np.zeros(4)
+    quat[0, 0] = 1.0
+    for i in range(n):
+        _quat_to_mat(quat[0], mat[i, 0])
+        for b in range(1, bodies):
+            parent = chain.body_parentid[b]
+            _offset(pos[i, parent], mat[i, parent], chain.body_pos[b], 1.0, pos[i, b])
+            _quat_product(quat[parent], chain.body_quat[b], quat[b])
+            _quat_to_mat(quat[b], mat[i, b])
+            first = chain.body_jntadr[b]
+            for j in range(first, first + chain.body_jntnum[b]):
+                adr = chain.jnt_qposadr[j]
+                if chain.jnt_type[j] == _FREE:
+                    _place_free(qpos[i, adr : adr + 7], pos[i, b], quat[b])
+                    _quat_to_mat(quat[b], mat[i, b])
+                    continue
+                moved = qpos[i, adr] - chain.qpos0[adr]
+                _offset(pos[i, b], mat[i, b], chain.jnt_pos[j], 1.0, anchor[i, j])
+                # axis is still zero: this only rotates
+                _offset(axis[i, j], mat[i, b], chain.jnt_axis[j], 1.0, axis[i, j])
+                if chain.jnt_type[j] == _SLIDE:
+                    for k in range(3):
+                        pos[i, b, k] += moved * axis[i, j, k]
+                else:
+                    sine = np.sin(moved / 2)
+                    turn[0] = np.cos(moved / 2)
+                    for k in range(3):
+                        turn[k + 1] = sine * chain.jnt_axis[j, k]
+                    _quat_product(quat[b], turn, quat[b])
+                    _quat_to_mat(quat[b], mat[i, b])
+                    # the body turns about the joint, not about its own origin
+                    _offset(anchor[i, j], mat[i, b], chain.jnt_pos[j], -1.0, pos[i, b])
+    return pos, mat, anchor, axis
 
 
-def _hand(mount: Mount) -> str:
-    prefix, solid = mount.prefix, _solid(mount)
-    outside, inside = 'pos="-0.080 0 0.040" euler="0 3.42 -1.5708"', 'pos="0.080 0 0.040" euler="0 -3.42 1.5708"'
-    camera = outside if mount.camera_side > 0 else inside
-    return f"""
-      <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {solid}/>
-      <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {solid}/>
-      <camera name="{prefix}wrist" {camera} fovy="80"/>
-      <site name="{prefix}{HAND_SITE}" pos="0 0 0.125"/>
-      {_finger(mount, "left", 1)}{_finger(mount, "right", -1)}"""
+@njit(nogil=True, cache=True)
+def _place_free(seven, pos, quat):
+    norm = np.sqrt(seven[3] ** 2 + seven[4] ** 2 + seven[5] ** 2 + seven[6] ** 2)
+    for k in range(3):
+        pos[k] = seven[k]
+    for k in range(4):
+        quat[k] = seven[3 + k] / norm
 
 
-def _finger(mount: Mount, side: str, sign: int) -> str:
-    name = f"{mount.prefix}{side}_finger"
-    # the joint's range is wider than the motor's: an open gripper rests at its target and not against a stop,
-    # where every substep would pay for solving a constraint
-    return f"""
-      <body name="{name}" pos="0 0 0.072" gravcomp="1">
-        <joint name="{name}" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
-          armature="0.01"/>
-        <geom type="box" size="0.011 0.006 0.030" pos="0 {sign * 0.006} 0.030" rgba="{_STEEL}" friction="2 0.05 0.001"
-          condim="4" {_solid(mount)}/>
-      </body>"""
+@njit(nogil=True, cache=True)
+def _attach(body_pos, body_mat, body, local_pos, local_mat):
+    n, m = body_pos.shape[0], body.shape[0]
+    pos, mat = np.empty((n, m, 3)), np.empty((n, m, 3, 3))
+    for i in range(n):
+        for f in range(m):
+            outer, inner = body_mat[i, body[f]], local_mat[f]
+            _offset(body_pos[i, body[f]], outer, local_pos[f], 1.0, pos[i, f])
+            for r in range(3):
+                for c in range(3):
+                    mat[i, f, r, c] = outer[r, 0] * inner[0, c] + outer[r, 1] * inner[1, c] + outer[r, 2] * inner[2, c]
+    return pos, mat
+
+
+@njit(nogil=True, cache=True)
+def _jacobian(anchor, axis, joints, point):
+    n = point.shape[0]
+    jacobian = np.empty((n, 6, joints))
+    for i in range(n):
+        for j in range(joints):
+            a = axis[i, j]
+            x, y, z = point[i, 0] - anchor[i, j, 0], point[i, 1] - anchor[i, j, 1], point[i, 2] - anchor[i, j, 2]
+            jacobian[i, 0, j] = a[1] * z - a[2] * y
+            jacobian[i, 1, j] = a[2] * x - a[0] * z
+            jacobian[i, 2, j] = a[0] * y - a[1] * x
+            jacobian[i, 3, j], jacobian[i, 4, j], jacobian[i, 5, j] = a[0], a[1], a[2]
+    return jacobian
+
+
+@njit(nogil=True, cache=True)
+def _offset(origin, mat, vector, sign, out):
+    """out = origin + sign * mat @ vector; out may be origin."""
+    x, y, z = sign * vector[0], sign * vector[1], sign * vector[2]
+    for r in range(3):
+        out[r] = origin[r] + mat[r, 0] * x + mat[r, 1] * y + mat[r, 2] * z
+
+
+@njit(nogil=True, cache=True)
+def _quat_product(a, b, out):
+    w = a[0] * b[0] - a[1] * b[1] - a[2] * b[2] - a[3] * b[3]
+    x = a[0] * b[1] + a[1] * b[0] + a[2] * b[3] - a[3] * b[2]
+    y = a[0] * b[2] - a[1] * b[3] + a[2] * b[0] + a[3] * b[1]
+    z = a[0] * b[3] + a[1] * b[2] - a[2] * b[1] + a[3] * b[0]
+    out[0], out[1], out[2], out[3] = w, x, y, z
+
+
+@njit(nogil=True, cache=True)
+def _quat_to_mat(q, out):
+    w, x, y, z = q[0], q[1], q[2], q[3]
+    out[0, 0], out[0, 1], out[0, 2] = 1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)
+    out[1, 0], out[1, 1], out[1, 2] = 2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)
+    out[2, 0], out[2, 1], out[2, 2] = 2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)
+
+
+@njit(nogil=True, cache=True)
+def _twist(move, mat, uprights):
+    """`[n, 6]`: the wanted step, and the small turn that takes axes `[n, 3, 3]` part of the way to those of its arm.
+
+    `uprights` is `[R, 3, 3]`; arms take turns over the rows.
+    """
+    twist = np.zeros((mat.shape[0], 6))
+    for i in range(mat.shape[0]):
+        twist[i, :3] = move[i, :3]
+        upright = uprights[i % uprights.shape[0]]
+        # half the sum of the cross products of each axis with where it should be
+        for k in range(3):
+            for r in range(3):
+                p, q = (r + 1) % 3, (r + 2) % 3
+                twist[i, 3 + r] += 0.5 * _UPRIGHTING * (mat[i, p, k] * upright[q, k] - mat[i, q, k] * upright[p, k])
+    return twist
+
+
+@njit(nogil=True, cache=True)
+def _damped_least_squares(jacobian, twist):
+    """`[n, k]`: joint steps J^T (J J^T + damping I)^-1 twist."""
+    # in plain loops: numba's matrix product would need scipy
+    n, rows, joints = jacobian.shape
+    steps, square = np.zeros((n, joints)), np.empty((rows, rows))
+    for i in range(n):
+        for r in range(rows):
+            for c in range(rows):
+                square[r, c] = _DAMPING if r == c else 0.0
+                for j in range(joints):
+                    square[r, c] += jacobian[i, r, j] * jacobian[i, c, j]
+        solution = _solve_positive(square, twist[i].copy())
+        for j in range(joints):
+            for r in range(rows):
+                steps[i, j] += jacobian[i, r, j] * solution[r]
+    return steps
+
+
+@njit(nogil=True, cache=True)
+def _solve_positive(a, b):
+    """x of a x = b for a positive definite a, which needs no pivoting; overwrites both."""
+    n = len(b)
+    for k in range(n):
+        for r in range(k + 1, n):
+            factor = a[r, k] / a[k, k]
+            for c in range(k, n):
+                a[r, c] -= factor * a[k, c]
+            b[r] -= factor * b[k]
+    for r in range(n - 1, -1, -1):
+        for c in range(r + 1, n):
+            b[r] -= a[r, c] * b[c]
+        b[r] /= a[r, r]
+    return b

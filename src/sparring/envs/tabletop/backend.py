@@ -1,4 +1,4 @@
-"""The built-in simulator: N arms at a table, stepped together. See scene.py, tasks.py, control.py and observe.py.
+"""The built-in simulator: N arms at a table, stepped together. See scene.py, arm.py, world.py, observe.py and tasks/.
 
 `step` runs no Python per robot: physics, kinematics and drawing are each one call for all of them. Only a reset draws
 the random start of each ended robot in turn.
@@ -12,20 +12,19 @@ import numpy as np
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Step, drawn
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.tabletop import observe
-from sparring.envs.tabletop.arm import ARM_JOINTS, Mount
-from sparring.envs.tabletop.control import HandMover, make_control
-from sparring.envs.tabletop.objects import place_clutter
-from sparring.envs.tabletop.observe import Sight
-from sparring.envs.tabletop.randomize import Domain, cluttered
-from sparring.envs.tabletop.scene import CONTROL_HZ
+from sparring.envs.tabletop.arm import CONTROLS, HandMover
+from sparring.envs.tabletop.observe import HAND_SCALE, CameraObservations, StateObservations, padded
+from sparring.envs.tabletop.randomize import Domain
+from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, Mount
 from sparring.envs.tabletop.tasks.base import Situation, Task
+from sparring.envs.tabletop.tasks.explore import place_clutter
 from sparring.envs.tabletop.tasks.registry import find
-from sparring.envs.tabletop.world import Objects, World
+from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
 
 _SPLITS = ("train", "eval")
+_NO_CLUTTER = np.empty((0, 7))
 
 
 class Tabletop:
@@ -34,25 +33,26 @@ class Tabletop:
     def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
         self.config = config
-        self._tasks = [cluttered(find(name), config.domain_randomization) for name in config.task]
+        self._tasks = [find(name) for name in config.task]
+        if "clutter" in config.domain_randomization:
+            self._tasks = [Domain.cluttered(task) for task in self._tasks]
         self.mounts = _embodiment(self._tasks, config.cameras)
-        self._threads = config.threads or usable_cores()
         # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
         # and evaluations hold a multiple of them, so that an episode's number alone decides its task
         self._task = np.arange(num_envs) % len(self._tasks)
         scenes = [task.scene for task in self._tasks]
         # with room for the objects of all tasks, also of those that no robot here has
-        self._world = World([scenes[k] for k in self._task], self._threads, config.video_renderer, possible=scenes)
-        self._domain = Domain(config.domain_randomization, self._world)
-        self._sight = Sight(config, self._world)
+        self._world = World(
+            [scenes[k] for k in self._task], config.threads or usable_cores(), config.video_renderer, possible=scenes
+        )
+        self._domain = Domain(config.domain_randomization, self._world) if config.domain_randomization else None
+        self._cameras = CameraObservations(config, self._world)
+        self._state = StateObservations(config, self._world, len(self.mounts))
         self._hand_mover = HandMover(self.mounts)
-        self._control = make_control(config.control_mode, self._hand_mover, config.action_scale)
+        self._control = CONTROLS[config.control_mode](self._hand_mover, config.action_scale)
         self._recorded: list[int] = []
 
         limits = np.array([max_episode_steps or task.max_episode_steps for task in self._tasks])
-        self._counts = (self._world.num_objects, self._world.num_mechanisms, len(self.mounts))
-        self._robot_scale = observe.scales(*self._counts, world=False)
-        self._world_scale = observe.scales(*self._counts, robot=False)
         self.spec = self._make_spec(int(limits.max()))
         self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
@@ -121,7 +121,7 @@ class Tabletop:
 
     def situation(self) -> Situation:
         """Where everything is, of all robots; experts act on it."""
-        return self._situation(self._all, self._world.objects(self._all))
+        return self._situation(self._all)
 
     def arms(self) -> tuple[np.ndarray, np.ndarray]:
         """Commands `[N, R, 7]` and joint positions `[N, R, 8]` of all robots."""
@@ -179,7 +179,8 @@ class Tabletop:
         self._seeds = EpisodeSeeds(seed, _SPLITS[split], *rest)
         for row in self._all:
             self._episode_seed[row] = seed = self._seeds(int(row), int(self._episode[row]))
-            self._domain.begin(row, seed)
+            if self._domain is not None:
+                self._domain.begin(row, seed)
         self._locate_hands(self._all)
         self._renew_static(self._all)
 
@@ -188,15 +189,10 @@ class Tabletop:
         self._closed = True
 
     def _make_spec(self, max_episode_steps: int) -> EnvSpec:
-        config, robot, world = self.config, len(self._robot_scale), len(self._world_scale)
-        state = robot + (world if config.object_state == "state" else 0)
-        vectors = {"state": ((_padded("env.pad_state", config.pad_state, state),), "float32")}
-        if config.object_state == "privileged":
-            vectors["privileged"] = ((world,), "float32")
         actions = self._control.action_dim * len(self.mounts)
-        action_dim = _padded("env.pad_action", config.pad_action, actions)
+        action_dim = padded("env.pad_action", self.config.pad_action, actions)
         return EnvSpec(
-            observation={**vectors, **self._sight.spec(), "task": ((), "int64")},
+            observation={**self._state.spec(), **self._cameras.spec(), "task": ((), "int64")},
             action_dim=action_dim,
             action_padding=action_dim - actions,
             task_names=tuple(task.name for task in self._tasks for _ in task.instructions),
@@ -205,9 +201,9 @@ class Tabletop:
             reports_success=any(task.reports_success for task in self._tasks),
             control_hz=CONTROL_HZ,
             film_cameras=self._world.cameras,
-            hand_entries=observe.hand_entries(len(self.mounts)),
-            hand_scale=observe.HAND_SCALE,
-            object_entries=observe.object_entries(*self._counts) if config.object_state == "privileged" else (),
+            hand_entries=self._state.hand_entries,
+            hand_scale=HAND_SCALE,
+            object_entries=self._state.object_entries,
         )
 
     def _task_names(self) -> np.ndarray:
@@ -248,9 +244,10 @@ class Tabletop:
             self._command[row] = np.reshape(start.arm, (len(self.mounts), -1))[:, : ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
             # drawn last: an episode is the same with clutter and without
-            clutter = place_clutter(rng, task.scene, start)
+            clutter = place_clutter(rng, task.scene, start) if task.scene.clutter else _NO_CLUTTER
             self._world.place(row, start, clutter)
-            self._domain.begin(row, seed)
+            if self._domain is not None:
+                self._domain.begin(row, seed)
         self._elapsed[rows] = 0
         self._streak[rows] = 0
         self._locate_hands(rows)
@@ -280,13 +277,14 @@ class Tabletop:
         """Which episodes have just ended, and ended well."""
         return (self._elapsed[rows] >= self._limit[rows]) & (self._streak[rows] >= self._hold[rows])
 
-    def _situation(self, rows: np.ndarray, objects: Objects) -> Situation:
+    def _situation(self, rows: np.ndarray) -> Situation:
+        pos, quat, _ = self._world.objects(rows)
         widths = self._world.arms(rows)[:, :, ARM_JOINTS:].sum(axis=2)
         grips, moving = self._command[rows, :, -1], self._world.mechanisms(rows)
-        return Situation(self._hands[rows], self._goal[rows], widths, grips, objects.pos, objects.quat, *moving)
+        return Situation(self._hands[rows], self._goal[rows], widths, grips, pos, quat, *moving)
 
     def _score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        now = self._situation(rows, self._world.objects(rows))
+        now = self._situation(rows)
         if len(self._tasks) == 1:
             return self._tasks[0].score(now)
         reward, satisfied = np.zeros(len(rows)), np.zeros(len(rows), bool)
@@ -302,42 +300,10 @@ class Tabletop:
 
     def _observe(self, rows: np.ndarray) -> Arrays:
         """What these robots feel and see now; image rows are drawn for them only."""
-        state, privileged = self._feel(rows), {}
-        if self.config.object_state == "state":
-            state = np.concatenate([state, self._world_vector(rows)], axis=1)
-        elif self.config.object_state == "privileged":
-            privileged["privileged"] = self._world_vector(rows)
-        # no copy where there is nothing to pad
-        missing = self.spec.observation["state"][0][0] - state.shape[1]
-        state = np.pad(state, ((0, 0), (0, missing))) if missing else state
-        seen = self._sight.observe(rows, self._goal[rows])
-        return {"state": state, **privileged, **seen, "task": self._phrasing[rows].copy()}
-
-    def _feel(self, rows: np.ndarray) -> np.ndarray:
-        """`[n, S]`: what a robot knows of itself, in the order of observe.layout."""
-        arms = [self._world.arms(rows), self._world.arm_speeds(rows)]
-        arms += [self._command[rows], self._hands[rows], self._hand_axes[rows]]
-        time_left = 1 - self._elapsed[rows, None] / self._limit[rows, None]
-        # [n, R, 29] -> [n, 29 R]
-        blocks = [np.concatenate(arms, axis=2).reshape(len(rows), -1), time_left]
-        return (np.concatenate(blocks, axis=1) * self._robot_scale).astype(np.float32)
-
-    def _world_vector(self, rows: np.ndarray) -> np.ndarray:
-        """`[n, W]`: where goal and things are, in the order of observe.layout."""
-        hands, goal = self._hands[rows], self._goal[rows]
-        blocks = [goal, (goal[:, None] - hands).reshape(len(rows), -1)]
-        if self._world.num_objects:
-            blocks.append(observe.object_blocks(*self._world.objects(rows), hands))
-        if self._world.num_mechanisms:
-            blocks.append(observe.mechanism_blocks(*self._world.mechanisms(rows)))
-        return (np.concatenate(blocks, axis=1) * self._world_scale).astype(np.float32)
-
-
-def _padded(key: str, wanted: int, size: int) -> int:
-    """How long a vector of this size becomes."""
-    if wanted and wanted < size:
-        raise UserError(f"{key}={wanted} is shorter than the {size} entries there are; give at least {size}, or 0")
-    return wanted or size
+        goal, time_left = self._goal[rows], 1 - self._elapsed[rows] / self._limit[rows]
+        arms = (self._command[rows], self._hands[rows], self._hand_axes[rows])
+        vectors = self._state.observe(rows, *arms, goal, time_left)
+        return {**vectors, **self._cameras.observe(rows, goal), "task": self._phrasing[rows].copy()}
 
 
 def _embodiment(tasks: list[Task], cameras: tuple[str, ...]) -> tuple[Mount, ...]:

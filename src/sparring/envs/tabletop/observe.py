@@ -1,89 +1,51 @@
-"""Observations: robot state and camera images."""
+"""Observations: the vectors `state` and `privileged`, and what the cameras show.
+
+Every entry of a vector is scaled to be about 1:
+
+==================  ====  =======================================================
+block               size  what
+==================  ====  =======================================================
+joints              6     joint angles, rad
+fingers             2     opening of each finger, 0 closed to 1 open
+joint_speeds        6     rad/s x 0.3
+finger_speeds       2     m/s x 5
+commanded_joints    6     where the motors pull to, rad
+commanded_fingers   1     0 closed to 1 open
+hand                3     hand position from the table's centre, m x 4
+hand_axis           3     where the fingers point, unit vector
+time_left           1     1 at the start of an episode, 0 at its end
+goal                3     goal from the table's centre, m x 4 *
+goal_from_hand      3     goal - hand, m x 10 *
+object<k>           3     position from the table's centre, m x 4 *
+object<k>_from_hand 3     position - hand, m x 10 *
+object<k>_rotation  6     first two columns of its rotation matrix *
+object<k>_velocity  3     m/s x 2 *
+mechanism<k>        1     0 closed to 1 as far as it goes *
+mechanism<k>_speed  1     of that, per second x 0.2 *
+==================  ====  =======================================================
+
+Blocks with a star are about the world: with `env.object_state=state` they follow the others, with `privileged` they are
+a vector of their own, with `hidden` nobody is shown them.
+
+The four object blocks repeat for each object k of the task, in the order of its scene. Where tasks are mixed there are
+as many as the largest needs, zero for a robot that has fewer. The same goes for mechanisms: the joints inside objects,
+such as a drawer or a button.
+
+A robot with two arms has the blocks up to `hand_axis` twice, first all `left_`, then all `right_`, and instead of
+`goal_from_hand` and `object<k>_from_hand` two blocks each: `goal_from_left_hand`, `goal_from_right_hand`, and so on.
+"""
 
 import numpy as np
 
 from sparring.envs.backend import Arrays
 from sparring.envs.configs import TabletopConfig
-from sparring.envs.tabletop.arm import ARM_JOINTS, FINGER_TRAVEL, FINGERS
-from sparring.envs.tabletop.objects import two_columns
+from sparring.envs.tabletop.scene import ARM_JOINTS, FINGER_TRAVEL, FINGERS
+from sparring.envs.tabletop.tasks.base import rotation_columns
 from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 
-# ---- What the robots see, as observations: images, depth, segmentation and points of the cameras that are asked for.
-
-
-# what a view is called in observations
-_NAMES = {"rgb": "image", "depth": "depth", "segmentation": "segmentation"}
-
-
-class Sight:
-    def __init__(self, config: TabletopConfig, world: World):
-        self._config, self._world = config, world
-        asked = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
-        blind = [key for key, value in asked.items() if value and not config.cameras]
-        if blind:
-            raise UserError(f"no camera to look through for {' and '.join(blind)}; set e.g. env.cameras=[head]")
-        if config.noise_screen and not world.has_screen:
-            raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
-        self._wants = tuple(
-            name for name, on in (("rgb", True), ("depth", config.depth), ("segmentation", config.segmentation)) if on
-        )
-
-    def spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """name -> (shape, dtype) of each observation."""
-        size = self._config.image_size
-        types = {"rgb": ((3, size, size), "uint8"), "depth": ((1, size, size), "float32")}
-        types["segmentation"] = ((1, size, size), "uint8")
-        spec = {f"{_NAMES[kind]}/{name}": types[kind] for kind in self._wants for name in self._config.cameras}
-        return spec | ({"points": ((self._config.points, 6), "float32")} if self._config.points else {})
-
-    def observe(self, rows: np.ndarray, goal: np.ndarray) -> Arrays:
-        """Of these robots with their goals `[n, 3]`."""
-        config = self._config
-        if not config.cameras:
-            return {}
-        views = self._world.views(rows, goal, config.cameras, config.image_size, self._wants, config.points)
-        seen = {f"{_NAMES[kind]}/{name}": views[f"{kind}/{name}"] for kind in self._wants for name in config.cameras}
-        return seen | ({"points": views["points"]} if config.points else {})
-
-
-# ---- The layout of `observation/state` and `observation/privileged`, every entry scaled to be about 1.
-#
-# ==================  ====  =======================================================
-# block               size  what
-# ==================  ====  =======================================================
-# joints              6     joint angles, rad
-# fingers             2     opening of each finger, 0 closed to 1 open
-# joint_speeds        6     rad/s x 0.3
-# finger_speeds       2     m/s x 5
-# commanded_joints    6     where the motors pull to, rad
-# commanded_fingers   1     0 closed to 1 open
-# hand                3     hand position from the table's centre, m x 4
-# hand_axis           3     where the fingers point, unit vector
-# time_left           1     1 at the start of an episode, 0 at its end
-# goal                3     goal from the table's centre, m x 4 *
-# goal_from_hand      3     goal - hand, m x 10 *
-# object<k>           3     position from the table's centre, m x 4 *
-# object<k>_from_hand 3     position - hand, m x 10 *
-# object<k>_rotation  6     first two columns of its rotation matrix *
-# object<k>_velocity  3     m/s x 2 *
-# mechanism<k>        1     0 closed to 1 as far as it goes *
-# mechanism<k>_speed  1     of that, per second x 0.2 *
-# ==================  ====  =======================================================
-#
-# Blocks with a star are about the world: with `env.object_state=state` they follow the others, with `privileged` they
-# are
-# a vector of their own, with `hidden` nobody is shown them.
-#
-# The four object blocks repeat for each object k of the task, in the order of its scene. Where tasks are mixed there
-# are
-# as many as the largest needs, zero for a robot that has fewer. The same goes for mechanisms: the joints inside
-# objects,
-# such as a drawer or a button.
-#
-# A robot with two arms has the blocks up to `hand_axis` twice, first all `left_`, then all `right_`, and instead of
-# `goal_from_hand` and `object<k>_from_hand` two blocks each: `goal_from_left_hand`, `goal_from_right_hand`, and so on.
-
+# observation -> (shape, dtype)
+Spec = dict[str, tuple[tuple[int, ...], str]]
 
 HAND_SCALE = 4.0
 # block -> (size, scale)
@@ -97,17 +59,15 @@ _ARM_BLOCKS = {
     "hand": (3, HAND_SCALE),
     "hand_axis": (3, 1.0),
 }
-_TIME, _PLACE, _FROM_HAND = (1, 1.0), (3, 4.0), (3, 10.0)
 _MECHANISM_BLOCKS = {"": (1, 1.0), "_speed": (1, 0.2)}
 
 
 def _blocks(objects: int, mechanisms: int, arms: int, robot: bool, world: bool) -> dict[str, tuple[int, float]]:
     prefixes = ("",) if arms == 1 else ("left_", "right_")
     body = {f"{prefix}{name}": block for prefix in prefixes for name, block in _ARM_BLOCKS.items()}
-    body["time_left"] = _TIME
-    from_hands = {f"_from_{prefix}hand": _FROM_HAND for prefix in prefixes}
-    goal = {"": _PLACE} | from_hands
-    thing = {"": _PLACE} | from_hands | {"_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+    body["time_left"] = (1, 1.0)
+    goal = {"": (3, 4.0)} | {f"_from_{prefix}hand": (3, 10.0) for prefix in prefixes}
+    thing = goal | {"_rotation": (6, 1.0), "_velocity": (3, 2.0)}
     things = {f"goal{name}": block for name, block in goal.items()}
     things |= {f"object{k}{name}": block for k in range(objects) for name, block in thing.items()}
     things |= {f"mechanism{k}{name}": block for k in range(mechanisms) for name, block in _MECHANISM_BLOCKS.items()}
@@ -131,31 +91,105 @@ def scales(objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = T
     return np.concatenate([np.full(size, scale) for size, scale in blocks.values()])
 
 
-def hand_entries(arms: int) -> tuple[int, ...]:
-    """Where the positions of the hands are in `observation/state`, hand after hand."""
-    places = layout(arms=arms, world=False)
-    names = ("hand",) if arms == 1 else ("left_hand", "right_hand")
+class StateObservations:
+    """The vectors of n robots with `arms` arms each."""
+
+    def __init__(self, config: TabletopConfig, world: World, arms: int):
+        self._config, self._world = config, world
+        counts = (world.num_objects, world.num_mechanisms, arms)
+        self._robot_scale, self._world_scale = scales(*counts, world=False), scales(*counts, robot=False)
+        self._size = len(self._robot_scale) + (len(self._world_scale) if config.object_state == "state" else 0)
+        # no copy where there is nothing to pad
+        self._padding = padded("env.pad_state", config.pad_state, self._size) - self._size
+        hands = ("hand",) if arms == 1 else ("left_hand", "right_hand")
+        # where the positions of hands and objects are, in `state` and in `privileged`, one after the other
+        self.hand_entries = _entries(layout(arms=arms, world=False), hands)
+        objects = [f"object{k}" for k in range(world.num_objects if config.object_state == "privileged" else 0)]
+        self.object_entries = _entries(layout(*counts, robot=False), objects)
+
+    def spec(self) -> Spec:
+        spec: Spec = {"state": ((self._size + self._padding,), "float32")}
+        if self._config.object_state == "privileged":
+            spec["privileged"] = ((len(self._world_scale),), "float32")
+        return spec
+
+    def observe(
+        self, rows: np.ndarray, command: np.ndarray, hands: np.ndarray, axes: np.ndarray, goal: np.ndarray, time_left
+    ) -> Arrays:
+        """Commands `[n, R, 7]`, hands and their axes `[n, R, 3]`, goals `[n, 3]` and time left `[n]` of the robots."""
+        n = len(rows)
+        arms = [self._world.arms(rows), self._world.arm_speeds(rows), command, hands, axes]
+        # [n, R, 29] -> [n, 29 R]
+        robot = [np.concatenate(arms, axis=2).reshape(n, -1), time_left[:, None]]
+        state, privileged = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
+        if self._config.object_state != "hidden":
+            blocks = [goal, (goal[:, None] - hands).reshape(n, -1), *self._object_blocks(rows, hands)]
+            world = (np.concatenate(blocks, axis=1) * self._world_scale).astype(np.float32)
+            if self._config.object_state == "state":
+                state = np.concatenate([state, world], axis=1)
+            else:
+                privileged["privileged"] = world
+        return {"state": np.pad(state, ((0, 0), (0, self._padding))) if self._padding else state, **privileged}
+
+    def _object_blocks(self, rows: np.ndarray, hands: np.ndarray) -> list[np.ndarray]:
+        """Of the objects `[n, (12 + 3 R) K]` and of the mechanisms `[n, 2 m]`, not yet scaled."""
+        n, blocks = len(rows), []
+        if self._world.num_objects:
+            pos, quat, velocity = self._world.objects(rows)
+            # an object that is not there has a zero quaternion, and all its entries are zero
+            there = quat.any(axis=2, keepdims=True)
+            # [n, K, 3 R]
+            from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)
+            block = np.concatenate([pos, from_hands, rotation_columns(quat), velocity], axis=2) * there
+            blocks.append(block.reshape(n, -1))
+        if self._world.num_mechanisms:
+            blocks.append(np.stack(self._world.mechanisms(rows), axis=2).reshape(n, -1))
+        return blocks
+
+
+def padded(key: str, wanted: int, size: int) -> int:
+    """How long a vector of this size becomes."""
+    if wanted and wanted < size:
+        raise UserError(f"{key}={wanted} is shorter than the {size} entries there are; give at least {size}, or 0")
+    return wanted or size
+
+
+def _entries(places: dict[str, slice], names: tuple[str, ...] | list[str]) -> tuple[int, ...]:
     return tuple(entry for name in names for entry in range(places[name].start, places[name].stop))
 
 
-def object_entries(objects: int, mechanisms: int, arms: int) -> tuple[int, ...]:
-    """Where the positions of the objects are in `observation/privileged`, object after object."""
-    places = layout(objects, mechanisms, arms, robot=False)
-    return tuple(
-        entry for k in range(objects) for entry in range(places[f"object{k}"].start, places[f"object{k}"].stop)
-    )
+class CameraObservations:
+    """Images, depth, segmentation and points of the cameras that are asked for."""
 
+    def __init__(self, config: TabletopConfig, world: World):
+        self._config, self._world = config, world
+        asked = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
+        blind = [key for key, value in asked.items() if value and not config.cameras]
+        if blind:
+            raise UserError(f"no camera to look through for {' and '.join(blind)}; set e.g. env.cameras=[head]")
+        if config.noise_screen and not world.has_screen:
+            raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
+        kinds = ["rgb", *(["depth"] if config.depth else []), *(["segmentation"] if config.segmentation else [])]
+        self._kinds = tuple(kinds)
+        # observation -> view
+        self._views = {
+            f"{'image' if kind == 'rgb' else kind}/{name}": f"{kind}/{name}"
+            for kind in kinds
+            for name in config.cameras
+        }
+        if config.points:
+            self._views["points"] = "points"
 
-def object_blocks(pos: np.ndarray, quat: np.ndarray, velocity: np.ndarray, hands: np.ndarray) -> np.ndarray:
-    """Objects `[n, K, 3]`, `[n, K, 4]`, `[n, K, 3]`, hands `[n, R, 3]` to blocks `[n, (12 + 3 R) K]`, unscaled."""
-    # an object that is not there has a zero quaternion, and all its entries are zero
-    there = quat.any(axis=2, keepdims=True)
-    # [n, K, 3 R]
-    from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)
-    blocks = np.concatenate([pos, from_hands, two_columns(quat), velocity], axis=2) * there
-    return blocks.reshape(len(pos), -1)
+    def spec(self) -> Spec:
+        size = self._config.image_size
+        kinds = {"image": ((3, size, size), "uint8"), "depth": ((1, size, size), "float32")}
+        kinds |= {"segmentation": ((1, size, size), "uint8"), "points": ((self._config.points, 6), "float32")}
+        return {name: kinds[name.split("/")[0]] for name in self._views}
 
-
-def mechanism_blocks(position: np.ndarray, speed: np.ndarray) -> np.ndarray:
-    """`[n, m]` each to their blocks `[n, 2 m]`, not yet scaled."""
-    return np.stack([position, speed], axis=2).reshape(len(position), -1)
+    def observe(self, rows: np.ndarray, goal: np.ndarray) -> Arrays:
+        """Of these robots with their goals `[n, 3]`."""
+        config = self._config
+        if not config.cameras:
+            return {}
+        views = self._world.views(rows, goal, config.cameras, config.image_size, self._kinds, config.points)
+        return {name: views[view] for name, view in self._views.items()}

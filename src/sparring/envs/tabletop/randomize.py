@@ -1,63 +1,59 @@
-"""Domain randomization: which domains vary, and the appearance of an episode."""
+"""Domain randomization: what differs between episodes besides the task, each part switched on by its name.
+
+A robot's domain is a function of its episode's seed alone, drawn apart from the task's own start: switching something
+on changes no start, and an env that is put back to a saved state finds its domain again.
+"""
 
 import colorsys
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from sparring.envs.tabletop.objects import with_clutter
 from sparring.envs.tabletop.tasks.base import Task
-
-# ---- Domain randomisation: what differs between episodes beside the task, each part switched on by its name.
-#
-# A robot's domain is a function of its episode's seed alone, drawn apart from the task's own start: switching something
-# on changes no start, and an env that is put back to a saved state finds its domain again.
-
+from sparring.envs.tabletop.tasks.explore import with_clutter
+from sparring.envs.tabletop.world import World
 
 # of a task's scene when clutter is switched on
-CLUTTER = 3
+_CLUTTER = 3
 # sliding friction is multiplied by a number between these
-FRICTION = (0.7, 1.4)
-_LOOKS = ("appearance", "background", "light", "camera_pose")
+_FRICTION = (0.7, 1.4)
 # a second stream of random numbers for the same episode
 _STREAM = 1
-
-
-class Domain:
-    def __init__(self, switches: tuple[str, ...], world):
-        self._world = world
-        self._looks = {name: name in switches for name in _LOOKS}
-        self._friction = "friction" in switches
-
-    def begin(self, row: int, seed: int) -> None:
-        """Give a robot the domain of the episode with this seed."""
-        if self._friction or any(self._looks.values()):
-            rng = np.random.default_rng([seed, _STREAM])
-            friction = rng.uniform(*FRICTION)
-            if self._friction:
-                self._world.set_friction(row, friction)
-            if any(self._looks.values()):
-                self._world.set_look(row, rng, **self._looks)
-
-
-def cluttered(task: Task, switches: tuple[str, ...]) -> Task:
-    """The task, with things about that have nothing to do with it where clutter is switched on."""
-    return replace(task, scene=with_clutter(task.scene, CLUTTER)) if "clutter" in switches else task
-
-
-# ---- How a scene looks to each robot: colours, light, camera offsets. The standard look, and random ones.
-
 
 # light = ambient + sky * (how much a face looks up) + sun * (how much it looks to the sun)
 AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
 TO_SUN = np.array([0.35, -0.45, 0.82]) / np.linalg.norm([0.35, -0.45, 0.82])
 BACKGROUND = np.array([0.80, 0.85, 0.90])
 # how far random colours are from the goal's at least, r, g, b in 0..1; up to here the opposite of a colour is further
-APART = 0.35
+_APART = 0.35
 
 
-class Look(NamedTuple):
+class Domain:
+    """Friction and appearance of each robot's world; clutter is part of the task's scene."""
+
+    def __init__(self, switches: tuple[str, ...], world: World):
+        self._world = world
+        self._friction = "friction" in switches
+        self._appearance = {"appearance", "background", "light", "camera_pose"}.intersection(switches)
+
+    @staticmethod
+    def cluttered(task: Task) -> Task:
+        """The task, with objects about that have nothing to do with it."""
+        return replace(task, scene=with_clutter(task.scene, _CLUTTER))
+
+    def begin(self, row: int, seed: int) -> None:
+        """Give a robot the domain of the episode with this seed."""
+        rng = np.random.default_rng([seed, _STREAM])
+        friction = rng.uniform(*_FRICTION)
+        if self._friction:
+            self._world.set_friction(row, friction)
+        if self._appearance:
+            self._world.set_appearance(row, rng, self._appearance)
+
+
+class Appearance(NamedTuple):
     """Of n robots, G shapes (the goal marker last, if there is one) and M cameras; one row has no leading n."""
 
     # [n, G, 3]
@@ -74,39 +70,37 @@ class Look(NamedTuple):
     # [n] int64: which static the screen shows; below 0 it is off
     noise: np.ndarray
 
-    def rows(self, index) -> "Look":
-        return Look(*(field[index] for field in self))
+    @classmethod
+    def standard(cls, rgb: np.ndarray, cameras: int, n: int) -> "Appearance":
+        """Shapes in their own colours `[G, 3]`."""
+        return cls(
+            rgb=np.tile(rgb, (n, 1, 1)),
+            background=np.tile(BACKGROUND, (n, 1)),
+            sun=np.tile(TO_SUN, (n, 1)),
+            light=np.tile([AMBIENT, SKY, SUN], (n, 1)),
+            camera_pos=np.zeros((n, cameras, 3)),
+            camera_turn=np.zeros((n, cameras, 3)),
+            noise=np.full(n, -1),
+        )
+
+    def rows(self, index) -> "Appearance":
+        return Appearance(*(field[index] for field in self))
 
 
-def standard_look(shapes, n_cameras: int, n: int) -> Look:
-    return Look(
-        rgb=np.tile(shapes.rgb, (n, 1, 1)),
-        background=np.tile(BACKGROUND, (n, 1)),
-        sun=np.tile(TO_SUN, (n, 1)),
-        light=np.tile([AMBIENT, SKY, SUN], (n, 1)),
-        camera_pos=np.zeros((n, n_cameras, 3)),
-        camera_turn=np.zeros((n, n_cameras, 3)),
-        noise=np.full(n, -1),
-    )
-
-
-def random_look(
+def random_appearance(
     rng: np.random.Generator,
-    standard_row: Look,
-    appearance: bool,
-    background: bool,
-    light: bool,
-    camera_pose: bool,
+    standard: Appearance,
+    switches: Collection[str],
     keep: np.ndarray,
     goal: np.ndarray,
     floor: np.ndarray,
     wrist: np.ndarray,
-) -> Look:
-    """One robot's look. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
+) -> Appearance:
+    """One robot's row. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
 
-    The shape in `goal [G]`, if there is one, is painted unlike all that is not in `keep`.
+    The shape in `goal [G]`, if there is one, is painted unlike all that is not in `keep`. Shapes in `floor [G]` are
+    scenery as well as background: what cameras see behind the table is mostly the floor.
 
-    Shapes in `floor [G]` are scenery as well as background: what cameras see behind the table is mostly the floor.
     Everything is drawn, whatever is switched on, and colours last, as clutter brings some of its own: what one switch
     changes does not depend on the others.
     """
@@ -114,17 +108,18 @@ def random_look(
     sun, strengths = _random_light(rng)
     metres = np.where(wrist, 0.005, 0.02)[:, None]
     radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
-    camera_pos = rng.uniform(-metres, metres, standard_row.camera_pos.shape)
-    camera_turn = rng.uniform(-radians, radians, standard_row.camera_turn.shape)
-    painted = _repaint(rng, standard_row.rgb, keep, goal)
-    repainted = (floor & background) | appearance
-    rgb = np.where(repainted[:, None], painted, standard_row.rgb)
-    changes = (
-        {"background": sky} if background else {},
-        {"sun": sun, "light": strengths} if light else {},
-        {"camera_pos": camera_pos, "camera_turn": camera_turn} if camera_pose else {},
-    )
-    return standard_row._replace(rgb=rgb, **{name: value for change in changes for name, value in change.items()})
+    camera_pos = rng.uniform(-metres, metres, standard.camera_pos.shape)
+    camera_turn = rng.uniform(-radians, radians, standard.camera_turn.shape)
+    painted = _repaint(rng, standard.rgb, keep, goal)
+    repainted = (floor & ("background" in switches)) | ("appearance" in switches)
+    changes = {"rgb": np.where(repainted[:, None], painted, standard.rgb)}
+    if "background" in switches:
+        changes["background"] = sky
+    if "light" in switches:
+        changes |= {"sun": sun, "light": strengths}
+    if "camera_pose" in switches:
+        changes |= {"camera_pos": camera_pos, "camera_turn": camera_turn}
+    return standard._replace(**changes)
 
 
 def rotations(turn: np.ndarray) -> np.ndarray:
@@ -151,7 +146,7 @@ def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray, goal: 
 
 def _unlike(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
     """The colour, or its opposite where it is too near to the marker's: a green disc is seen on any table."""
-    if np.linalg.norm(rgb - marker) >= APART:
+    if np.linalg.norm(rgb - marker) >= _APART:
         return rgb
     hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
     return np.array(colorsys.hsv_to_rgb((hue + 0.5) % 1.0, saturation, value))

@@ -1,21 +1,29 @@
-"""The scene as MJCF text: one or two arms with two-finger grippers at a table, made of analytic shapes only.
+"""The scene as MJCF text: one or two arms with two-finger grippers at a table, and the objects on it.
 
-The world's origin is the centre of the table top, z up, in metres and radians; arms look along +x. A scene is a list of
-`Part`s, so another task adds a cube, or a second arm, by adding a part.
+The world's origin is the centre of the table top, z up, in metres and radians; arms look along +x. All shapes are
+analytic. A scene is a list of `Part`s: another task adds a cube, or a second arm, by adding a part.
 """
 
 import os
 from dataclasses import dataclass
+from math import pi
 from typing import Protocol
 
-from sparring.envs.tabletop.arm import SINGLE, Mount, arm_bodies, arm_motors
 from sparring.errors import UserError
 
 TIMESTEP = 0.004
 SUBSTEPS = 10
 CONTROL_HZ = 1 / (TIMESTEP * SUBSTEPS)
 
-TABLE_HEIGHT = 0.72
+ARM_JOINTS = 6
+FINGERS = 2
+FINGER_TRAVEL = 0.04
+ARM_BASE = (-0.38, 0.0, 0.0)
+# shoulder, elbow and wrist add up to pi: the hand points straight down
+HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
+# the name of the hand's site, after a mount's prefix
+HAND_SITE = "hand"
+CUBE_HALF = 0.022
 # the geom that can show static
 SCREEN = "screen"
 RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
@@ -23,18 +31,49 @@ RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 # Collision groups: a geom touches another when one's contype meets the other's conaffinity. An arm never touches
 # itself, which halves the candidate pairs; table and arm do touch, and objects touch everything. See also `Mount`.
 SCENERY = 'contype="1" conaffinity="2"'
+OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
 # Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
 # 1 or more it would tip over when pushed at half its height.
-SLIDES = 0.6
-
+_SLIDES = 0.6
+_TABLE_HEIGHT = 0.72
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
+_WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where an arm stands and how it holds its hand; its names begin with `prefix`."""
+
+    prefix: str = ""
+    base: tuple[float, float, float] = ARM_BASE
+    # radians about z that the hand is turned by at home and kept at in delta_ee_pos; at 0 the fingers open along y
+    hand_yaw: float = 0.0
+    # which side of the hand the camera is on: at yaw 0, the one away from the base, or (-1) the one towards it
+    camera_side: int = 1
+    # collision bits: scenery has 1 and 2, objects have both
+    contype: int = 2
+    conaffinity: int = 1
+
+    @property
+    def home(self) -> tuple[float, ...]:
+        # the hand points down, so its own yaw goes the other way round
+        return (*HOME[:-1], HOME[-1] - self.hand_yaw)
+
+
+SINGLE = (Mount(),)
+# Fingers that open along x, cameras that look towards the other hand. The hands are turned outwards, which leaves their
+# wrists the most room to turn where an arm reaches out to its own side. The bit 4 lets the two arms touch each other.
+DUAL = (
+    Mount("left_", (-0.38, 0.28, 0.0), hand_yaw=pi / 2, camera_side=-1, contype=2, conaffinity=1 | 4),
+    Mount("right_", (-0.38, -0.28, 0.0), hand_yaw=-pi / 2, camera_side=-1, contype=2 | 4, conaffinity=1),
+)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing in the scene: what it adds to the world, its motors, what it asks of the solver, and its sensors."""
+    """What one thing adds to the MJCF: bodies of the world, motors, solver options, sensors."""
 
     bodies: str
     actuators: str = ""
@@ -42,7 +81,7 @@ class Part:
     sensors: str = ""
 
 
-class Thing(Protocol):
+class TableObject(Protocol):
     """A free body on the table, made of one shape or of many."""
 
     # also of the body and of its free joint
@@ -52,8 +91,61 @@ class Thing(Protocol):
     # names of the joints that move a part of it (a drawer, a button)
     mechanisms: tuple[str, ...]
 
+    def part(self) -> Part: ...
+
+
+@dataclass(frozen=True)
+class Solid:
+    """A `TableObject` of one shape, to be pushed, grasped or put upon: a cube unless it says otherwise."""
+
+    name: str
+    rgb: tuple[float, float, float]
+    # half lengths, metres
+    half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
+    mass: float = 0.06
+    # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
+    shape: str = "box"
+    mechanisms: tuple[str, ...] = ()
+    # boxes that are part of it: (centre, half lengths), from its own centre
+    handles: tuple[tuple[tuple[float, float, float], tuple[float, float, float]], ...] = ()
+
     def part(self) -> Part:
-        """What it adds to the scene."""
+        x, _, z = self.half
+        shape = {
+            "box": f'type="box" size="{spaced(self.half)}"',
+            "ball": f'type="sphere" size="{x}"',
+            "cylinder": f'type="cylinder" size="{x} {z}"',
+            # MuJoCo's half length of a capsule leaves out its round ends
+            "capsule": f'type="capsule" size="{z}" fromto="{z - x} 0 0 {x - z} 0 0"',
+            "ellipsoid": f'type="ellipsoid" size="{spaced(self.half)}"',
+        }[self.shape]
+        # what is round would roll for ever without friction against rolling
+        surface = f'friction="{_SLIDES} 0.02 0.001" condim="{4 if self.shape == "box" else 6}" {OBJECT}'
+        solid = f'<geom name="{self.name}" {shape} mass="{self.mass}" rgba="{spaced(self.rgb)} 1" {surface}/>'
+        handles = "".join(
+            f'<geom type="box" pos="{spaced(pos)}" size="{spaced(half)}" mass="0.02" rgba="{_DARK}" {surface}/>'
+            for pos, half in self.handles
+        )
+        return free_body(self, solid + handles)
+
+
+def free_body(thing: TableObject, inside: str) -> Part:
+    """A body that moves freely, standing on the table at first; `inside` are its shapes and the bodies it carries.
+
+    Elliptic cones and a stiff friction direction keep it from creeping out of the fingers. Its joint comes after the
+    arm's, so that the arm's positions are the first ones whatever stands on the table.
+    """
+    return Part(
+        f"""
+    <body name="{thing.name}" pos="0 0 {thing.half[2]}">
+      <freejoint name="{thing.name}"/>{inside}
+    </body>""",
+        options='cone="elliptic" impratio="5"',
+    )
+
+
+def spaced(values: tuple[float, ...]) -> str:
+    return " ".join(str(value) for value in values)
 
 
 @dataclass(frozen=True)
@@ -70,13 +162,13 @@ BALL = Marker()
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands on the table for a task, beside the arm. Tasks with equal scenes share one model."""
+    """What stands on the table for a task, besides the arm. Tasks with equal scenes share one model."""
 
-    objects: tuple[Thing, ...] = ()
+    objects: tuple[TableObject, ...] = ()
     # None: the goal is not drawn
     marker: Marker | None = BALL
-    # things that tasks, experts and observations know nothing of
-    clutter: tuple[Thing, ...] = ()
+    # objects that tasks, experts and observations know nothing of
+    clutter: tuple[TableObject, ...] = ()
     # what else stands there and never moves
     scenery: tuple[Part, ...] = ()
     # their joints come first, in this order
@@ -92,11 +184,39 @@ class Scene:
         return tuple(name for thing in self.objects for name in thing.mechanisms)
 
     def compile(self):
-        things = [thing.part() for thing in self.objects + self.clutter]
-        head = head_camera(whole_table=bool(self.objects), arms=len(self.arms))
-        arms = [arm(mount) for mount in self.arms]
-        touch = touch_sensors(self.arms, self.objects + self.clutter)
-        return compile_scene([room(), table(), head, *arms, *things, *self.scenery, touch])
+        """The `mujoco.MjModel` of this scene."""
+        things = self.objects + self.clutter
+        # a sensor is above 0 while any shape of an arm touches any shape of a thing; it acts on nothing
+        touch = "".join(
+            f'<contact subtree1="{mount.prefix}base" subtree2="{thing.name}" num="1" data="found"/>'
+            for mount in self.arms
+            for thing in things
+        )
+        parts = [
+            Part(
+                f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-_TABLE_HEIGHT}" rgba="{_FLOOR}" {SCENERY}/>'
+            ),
+            Part(_table()),
+            Part(_head_camera(whole_table=bool(self.objects), arms=len(self.arms))),
+            *(Part(_arm(mount), _motors(mount.prefix)) for mount in self.arms),
+            *(thing.part() for thing in things),
+            *self.scenery,
+        ]
+        bodies, actuators = "".join(part.bodies for part in parts), "".join(part.actuators for part in parts)
+        options = " ".join(dict.fromkeys(part.options for part in parts if part.options))
+        sensors = "".join(part.sensors for part in parts) + touch
+        return load_mujoco().MjModel.from_xml_string(f"""
+<mujoco model="tabletop">
+  <compiler angle="radian" autolimits="true"/>
+  <option timestep="{TIMESTEP}" integrator="implicitfast" {options}/>
+  <default>
+    <joint damping="2" armature="0.05"/>
+    <position forcerange="-80 80"/>
+  </default>
+  <worldbody>{bodies}</worldbody>
+  <actuator>{actuators}</actuator>
+  <sensor>{sensors}</sensor>
+</mujoco>""")
 
 
 def load_mujoco():
@@ -124,52 +244,19 @@ def load_mujoco():
     return mujoco
 
 
-def compile_scene(parts: list[Part] | None = None):
-    """The `mujoco.MjModel` of these parts, or of the standard scene."""
-    return load_mujoco().MjModel.from_xml_string(scene_xml(standard_parts() if parts is None else parts))
-
-
-def standard_parts() -> list[Part]:
-    return [room(), table(), head_camera(), arm()]
-
-
-def scene_xml(parts: list[Part]) -> str:
-    bodies = "".join(part.bodies for part in parts)
-    actuators = "".join(part.actuators for part in parts)
-    sensors = "".join(part.sensors for part in parts)
-    options = " ".join(dict.fromkeys(part.options for part in parts if part.options))
-    return f"""
-<mujoco model="tabletop">
-  <compiler angle="radian" autolimits="true"/>
-  <option timestep="{TIMESTEP}" integrator="implicitfast" {options}/>
-  <default>
-    <joint damping="2" armature="0.05"/>
-    <position forcerange="-80 80"/>
-  </default>
-  <worldbody>{bodies}</worldbody>
-  <actuator>{actuators}</actuator>
-  <sensor>{sensors}</sensor>
-</mujoco>"""
-
-
-def room() -> Part:
-    return Part(f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-TABLE_HEIGHT}" rgba="{_FLOOR}" {SCENERY}/>')
-
-
-def table() -> Part:
-    top = f"""
-    <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
-      friction="{SLIDES} 0.005 0.0001" {SCENERY}/>"""
-    half = (TABLE_HEIGHT - 0.04) / 2
+def _table() -> str:
+    half = (_TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
         f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
         for x in (-0.44, 0.44)
         for y in (-0.49, 0.49)
     )
-    return Part(top + legs)
+    return f"""
+    <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
+      friction="{_SLIDES} 0.005 0.0001" {SCENERY}/>{legs}"""
 
 
-def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
+def _head_camera(whole_table: bool, arms: int) -> str:
     """In front of the arm, up and to one side: the hand seldom hides its goal.
 
     Objects may stand wherever the arm reaches; goals in the air are nearer to the middle. Two arms are seen from
@@ -179,25 +266,78 @@ def head_camera(whole_table: bool = False, arms: int = 1) -> Part:
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
     if arms > 1:
         position, target, fovy = (0.62, 0.0, 0.95), (-0.15, 0.0, 0.08), 58
-    return Part(f'<camera name="head" fovy="{fovy}" {_look_at(position, target)}/>')
-
-
-def arm(mount: Mount = SINGLE[0]) -> Part:
-    return Part(arm_bodies(mount), arm_motors(mount))
-
-
-def touch_sensors(arms: tuple[Mount, ...], things: tuple[Thing, ...]) -> Part:
-    """Above 0 while any shape of the arm touches any shape of the thing. They are read, and act on nothing."""
-    pairs = ((f"{mount.prefix}base", thing.name) for mount in arms for thing in things)
-    sensors = (f'<contact subtree1="{one}" subtree2="{other}" num="1" data="found"/>' for one, other in pairs)
-    return Part(bodies="", sensors="".join(sensors))
-
-
-def _look_at(position: tuple[float, float, float], target: tuple[float, float, float]) -> str:
-    """Attributes of an upright camera at `position` that looks at `target`."""
     x, y, z = (t - p for p, t in zip(position, target, strict=True))
-    # right = forward x up, and up again = right x forward
-    right = (y, -x, 0.0)
-    above = (-x * z, -y * z, x * x + y * y)
-    numbers = " ".join(f"{value:.6f}" for value in right + above)
-    return f'pos="{position[0]} {position[1]} {position[2]}" xyaxes="{numbers}"'
+    # upright: right = forward x up, and up again = right x forward
+    axes = (y, -x, 0.0, -x * z, -y * z, x * x + y * y)
+    numbers = " ".join(f"{value:.6f}" for value in axes)
+    return f'<camera name="head" fovy="{fovy}" pos="{spaced(position)}" xyaxes="{numbers}"/>'
+
+
+def _arm(mount: Mount) -> str:
+    """Six hinges (yaw, three pitches, roll, yaw) and a gripper. Gravity is compensated, as in most real controllers."""
+    prefix, solid = mount.prefix, f'contype="{mount.contype}" conaffinity="{mount.conaffinity}"'
+    camera = 'pos="-0.080 0 0.040" euler="0 3.42 -1.5708"'
+    if mount.camera_side < 0:
+        camera = 'pos="0.080 0 0.040" euler="0 -3.42 1.5708"'
+    hand = f"""
+      <geom type="cylinder" size="0.030 0.025" pos="0 0 0.025" rgba="{_WHITE}" {solid}/>
+      <geom type="box" size="0.020 0.056 0.012" pos="0 0 0.060" rgba="{_DARK}" {solid}/>
+      <camera name="{prefix}wrist" {camera} fovy="80"/>
+      <site name="{prefix}{HAND_SITE}" pos="0 0 0.125"/>
+      {_finger(f"{prefix}left_finger", 1, solid)}{_finger(f"{prefix}right_finger", -1, solid)}"""
+    links = _link(
+        prefix,
+        ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
+        f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {solid}/>'
+        # the motor of the shoulder: only to look at
+        f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {solid}/>'
+        f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        ("elbow", "0 1 0", "-0.1 2.8", "0 0 0.28"),
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {solid}/>'
+        f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        ("wrist_pitch", "0 1 0", "-2 2", "0 0 0.26"),
+        f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {solid}/>',
+        ("wrist_roll", "1 0 0", "-1.6 1.6", "0 0 0.06"),
+        f'<geom type="sphere" size="0.03" rgba="{_DARK}" {solid}/>',
+        ("wrist_yaw", "0 0 1", "-3 3", "0 0 0"),
+        hand,
+    )
+    return f"""
+    <body name="{prefix}base" pos="{spaced(mount.base)}">
+      <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_GHOST}/>{links}
+    </body>"""
+
+
+def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> str:
+    """A body with one hinge `(name, axis, range, position)`, its shapes, and the links that follow it."""
+    name, axis, limits, pos = joint
+    child = _link(prefix, *rest) if rest else ""
+    return f"""
+    <body name="{prefix}{name}" pos="{pos}" gravcomp="1">
+      <joint name="{prefix}{name}" axis="{axis}" range="{limits}"/>{inside}{child}
+    </body>"""
+
+
+def _finger(name: str, sign: int, solid: str) -> str:
+    # the joint's range is wider than the motor's: an open gripper rests at its target and not against a stop,
+    # where every substep would pay for solving a constraint
+    return f"""
+      <body name="{name}" pos="0 0 0.072" gravcomp="1">
+        <joint name="{name}" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
+          armature="0.01"/>
+        <geom type="box" size="0.011 0.006 0.030" pos="0 {sign * 0.006} 0.030" rgba="{_STEEL}" friction="2 0.05 0.001"
+          condim="4" {solid}/>
+      </body>"""
+
+
+def _motors(prefix: str) -> str:
+    """One for each joint and finger, in the order of the joints."""
+    names = ("base_yaw", "shoulder", "elbow", "wrist_pitch", "wrist_roll", "wrist_yaw")
+    joints = (f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="400" kv="40" inheritrange="1"/>' for n in names)
+    fingers = (
+        f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="200" ctrlrange="0 {FINGER_TRAVEL}" forcerange="-15 15"/>'
+        for n in ("left_finger", "right_finger")
+    )
+    return "".join((*joints, *fingers))

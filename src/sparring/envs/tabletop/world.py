@@ -1,29 +1,261 @@
-"""The simulated world: physics of the arm, and of all robots together."""
+"""The simulated world: N robots whose scenes may differ, their physics and their pictures.
+
+Robots with equal scenes form a group with one model and one physics batch. Rows are the env's, in any order.
+"""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from sparring.envs.backend import Arrays, Picture
-from sparring.envs.tabletop.arm import ARM_JOINTS, FINGERS
-from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.scene import SCREEN, SUBSTEPS, Scene, load_mujoco
+from sparring.envs.tabletop.arm import Kinematics
+from sparring.envs.tabletop.scene import ARM_JOINTS, FINGERS, SCREEN, SUBSTEPS, Scene, load_mujoco
 from sparring.envs.tabletop.tasks.base import Start
 
-# ---- N copies of one MuJoCo model advanced together by `mujoco.rollout`, over threads.
-#
-# A row of `state` is all that a robot's future depends on: each rollout starts from it with no warm start, so the
-# result
-# is the same in any process and with any number of threads.
+_ARM = ARM_JOINTS + FINGERS
 
 
-class Physics:
-    """`state` is `[N, nstate]`; `qpos(rows)` and `qvel(rows)` read from it.
+class Objects(NamedTuple):
+    """The free bodies of n robots; all zero where a robot has fewer than K."""
 
-    `touched` is `[N]`: did any of the model's sensors, which all sense touch, answer in the last control step?
+    # [n, K, 3] from the table's centre, [n, K, 4] (w, x, y, z), [n, K, 3]
+    pos: np.ndarray
+    quat: np.ndarray
+    velocity: np.ndarray
+
+
+class World:
+    def __init__(
+        self, scenes: list[Scene], threads: int, video_renderer: str = "builtin", possible: Sequence[Scene] = ()
+    ):
+        """`scenes[i]` is what robot i has before it; `video_renderer` draws pictures for people.
+
+        There is room for as many objects as any of these scenes or of the `possible` ones has.
+        """
+        if video_renderer == "mujoco":
+            from sparring.envs.tabletop.render.mujoco import windowless_gl
+
+            # now, not when hours later the first video is due
+            windowless_gl()
+        kinds = list(dict.fromkeys(scenes))
+        self._group = np.array([kinds.index(scene) for scene in scenes])
+        self._local = np.zeros(len(scenes), np.int64)
+        self._groups = []
+        for number, scene in enumerate(kinds):
+            mine = np.flatnonzero(self._group == number)
+            self._local[mine] = np.arange(len(mine))
+            self._groups.append(_Group(scene, len(mine), threads, video_renderer))
+        self.num_objects = max(len(scene.objects) for scene in (*kinds, *possible))
+        self.num_mechanisms = max(len(scene.mechanisms) for scene in (*kinds, *possible))
+        # all robots have equally many arms
+        self._arms = _ARM * len(kinds[0].arms)
+
+    def objects(self, rows: np.ndarray) -> Objects:
+        n, k = len(rows), self.num_objects
+        poses, velocity = np.zeros((n, k, 7)), np.zeros((n, k, 3))
+        for group, at, local in self._split(rows):
+            mine = len(group.poses)
+            # [n, nq] -> [n, k, 7]
+            poses[at, :mine] = group.physics.qpos(local)[:, group.poses]
+            velocity[at, :mine] = group.physics.qvel(local)[:, group.velocities]
+        return Objects(poses[:, :, :3], poses[:, :, 3:], velocity)
+
+    def mechanisms(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Joints of the objects: `[n, m]` parts of their travel, and of it per second; zero where a robot has fewer."""
+        position, speed = np.zeros((2, len(rows), self.num_mechanisms))
+        for group, at, local in self._split(rows) if self.num_mechanisms else ():
+            mine = len(group.travel)
+            position[at, :mine] = group.physics.qpos(local)[:, group.mechanisms] / group.travel
+            speed[at, :mine] = group.physics.qvel(local)[:, group.mechanism_speeds] / group.travel
+        return position, speed
+
+    def arms(self, rows: np.ndarray) -> np.ndarray:
+        """`[n, R, 8]`: six joints and two fingers of each arm."""
+        arms = np.empty((len(rows), self._arms))
+        for group, at, local in self._split(rows):
+            arms[at] = group.physics.qpos(local)[:, : self._arms]
+        return arms.reshape(len(rows), -1, _ARM)
+
+    def arm_speeds(self, rows: np.ndarray) -> np.ndarray:
+        speeds = np.empty((len(rows), self._arms))
+        for group, at, local in self._split(rows):
+            speeds[at] = group.physics.qvel(local)[:, : self._arms]
+        return speeds.reshape(len(rows), -1, _ARM)
+
+    def place(self, row: int, start: Start, clutter: np.ndarray) -> None:
+        """Put one robot at rest as its episode begins, clutter at poses `[c, 7]`."""
+        group = self._groups[self._group[row]]
+        qpos = group.physics.model.qpos0.copy()
+        qpos[: self._arms] = start.arm.ravel()
+        qpos[group.poses] = start.objects
+        qpos[group.clutter] = clutter
+        qpos[group.mechanisms] = start.mechanisms * group.travel
+        group.physics.place(self._local[row], qpos)
+
+    def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
+        for group, at, local in self._split(rows):
+            group.physics.advance(local, control[at])
+
+    def touched(self, rows: np.ndarray) -> np.ndarray:
+        """`[n]` bool: whose arms touched a thing in the last control step."""
+        out = np.zeros(len(rows), bool)
+        for group, at, local in self._split(rows):
+            out[at] = group.physics.touched[local]
+        return out
+
+    def set_friction(self, row: int, factor: float) -> None:
+        self._groups[self._group[row]].physics.set_friction(self._local[row], factor)
+
+    def set_appearance(self, row: int, rng: np.random.Generator, switches: Collection[str]) -> None:
+        """Draw how one robot's scene looks from now on."""
+        group, local = self._groups[self._group[row]], self._local[row]
+        drawn = group.renderer().random_appearance(rng, switches)
+        for all_rows, mine in zip(group.own_appearance(), drawn, strict=True):
+            all_rows[local] = mine
+
+    @property
+    def has_screen(self) -> bool:
+        return all(group.has_screen for group in self._groups)
+
+    def set_noise(self, rows: np.ndarray, numbers: np.ndarray) -> None:
+        """`[n]`: which static the screens before these robots show."""
+        for group, at, local in self._split(rows):
+            group.own_appearance().noise[local] = numbers[at]
+
+    def views(
+        self,
+        rows: np.ndarray,
+        goal: np.ndarray,
+        cameras: tuple[str, ...],
+        size: int,
+        wants: tuple[str, ...] = ("rgb",),
+        points: int = 0,
+    ) -> Arrays:
+        """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>", "segmentation/<camera>", "points"."""
+        views = {}
+        for group, at, local in self._split(rows):
+            look = None if group.appearance is None else group.appearance.rows(local)
+            drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants, points)
+            if len(local) == len(rows):
+                return drawn
+            for name, pixels in drawn.items():
+                views.setdefault(name, np.empty((len(rows), *pixels.shape[1:]), pixels.dtype))[at] = pixels
+        return views
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """In the order of `picture`."""
+        model = self._groups[0].physics.model
+        return tuple(model.camera(i).name for i in range(model.ncam))
+
+    @property
+    def draws_later(self) -> bool:
+        """MuJoCo's renderer draws at once: it answers to one thread only."""
+        return self._groups[0].video_renderer == "builtin"
+
+    def picture(self, row: int, goal: np.ndarray) -> Picture:
+        """`[H, W, 3]` of one robot, for a person to look at."""
+        group, local = self._groups[self._group[row]], self._local[[row]]
+        look = None if group.appearance is None else group.appearance.rows(local)
+        draw = partial(group.painter().picture, group.physics.qpos(local), goal, look)
+        return draw if self.draws_later else draw()
+
+    def state(self) -> np.ndarray:
+        """`[N, width]`: all that the physics of each robot depends on."""
+        rows = np.arange(len(self._group))
+        state = np.zeros((len(rows), max(group.physics.state.shape[1] for group in self._groups)))
+        for group, at, _ in self._split(rows):
+            state[at, : group.physics.state.shape[1]] = group.physics.state
+        return state
+
+    def set_state(self, state: np.ndarray) -> None:
+        for group, at, _ in self._split(np.arange(len(self._group))):
+            group.physics.state[:] = state[at, : group.physics.state.shape[1]]
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+
+    def _split(self, rows: np.ndarray) -> Iterator[tuple["_Group", np.ndarray | slice, np.ndarray]]:
+        """(group, places in `rows`, rows of that group's physics) of each group that has any."""
+        if len(self._groups) == 1:
+            yield self._groups[0], slice(None), rows
+            return
+        of = self._group[rows]
+        for number, group in enumerate(self._groups):
+            at = np.flatnonzero(of == number)
+            if len(at):
+                yield group, at, self._local[rows[at]]
+
+
+class _Group:
+    # an Appearance with a row for each robot of the group; None: all look as usual
+    appearance = None
+
+    def __init__(self, scene: Scene, num_envs: int, threads: int, video_renderer: str):
+        self._scene, self._num_envs, self._threads, self.video_renderer = scene, num_envs, threads, video_renderer
+        self.physics = _Physics(scene.compile(), num_envs, threads)
+        self._renderer = self._painter = None
+        model = self.physics.model
+        self.has_screen = any(model.geom(i).name == SCREEN for i in range(model.ngeom))
+        objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
+        # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
+        positions, speeds = _addresses(model, objects)
+        self.poses, self.velocities = positions[:, None] + np.arange(7), speeds[:, None] + np.arange(3)
+        self.clutter = _addresses(model, clutter)[0][:, None] + np.arange(7)
+        # the same [m] of the joints inside the objects, and how far those go
+        self.mechanisms, self.mechanism_speeds = _addresses(model, scene.mechanisms)
+        self.travel = np.array([model.joint(name).range[1] for name in scene.mechanisms])
+
+    def renderer(self):
+        """Built when the first picture is asked for."""
+        if self._renderer is None:
+            from sparring.envs.tabletop.render.renderer import Renderer
+
+            model = self.physics.model
+            self._renderer = Renderer(model, Kinematics(model), self._threads, self._scene.marker)
+        return self._renderer
+
+    def painter(self):
+        """What draws videos; built when the first one is asked for."""
+        if self.video_renderer == "builtin":
+            return self.renderer()
+        if self._painter is None:
+            from sparring.envs.tabletop.render.mujoco import MujocoRenderer
+
+            self._painter = MujocoRenderer(self.physics.model, self._scene.marker)
+        return self._painter
+
+    def own_appearance(self):
+        """Of all robots of the group, to be changed in place."""
+        if self.appearance is None:
+            self.appearance = self.renderer().standard_appearance(self._num_envs)
+        return self.appearance
+
+    def close(self) -> None:
+        self.physics.close()
+        for renderer in (self._renderer, self._painter):
+            if renderer is not None:
+                renderer.close()
+        self._renderer = self._painter = None
+
+
+def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Where these joints begin in qpos and in qvel."""
+    found = [model.joint(name) for name in joints]
+    positions, speeds = [joint.qposadr[0] for joint in found], [joint.dofadr[0] for joint in found]
+    return np.array(positions, np.int64), np.array(speeds, np.int64)
+
+
+class _Physics:
+    """N copies of one MuJoCo model advanced together by `mujoco.rollout`, over threads.
+
+    A row of `state` `[N, nstate]` is all that a robot's future depends on: each rollout starts from it with no warm
+    start, so the result is the same in any process and with any number of threads. `touched` `[N]`: did any of the
+    model's sensors, which all sense touch, answer in the last control step?
     """
 
     def __init__(self, model, num_envs: int, threads: int):
@@ -93,265 +325,3 @@ class Physics:
         if self._rollout is not None:
             self._rollout.close()
             self._rollout = None
-
-
-# ---- The physics and the pictures of N robots whose scenes may differ.
-#
-# Robots with equal scenes form a group with one model and one physics batch. Rows are the env's, in any order; arrays
-# of
-# joint positions and speeds are as wide as the largest scene needs, zero where a robot's own scene ends.
-
-
-_ARM = ARM_JOINTS + FINGERS
-
-
-class Objects(NamedTuple):
-    """The free bodies of n robots; all zero where a robot has fewer than K."""
-
-    # [n, K, 3] from the table's centre, [n, K, 4] (w, x, y, z), [n, K, 3]
-    pos: np.ndarray
-    quat: np.ndarray
-    velocity: np.ndarray
-
-
-class Mechanisms(NamedTuple):
-    """The joints inside the objects of n robots; zero where a robot has fewer than m."""
-
-    # [n, m] as parts of each joint's travel, and of it per second
-    position: np.ndarray
-    speed: np.ndarray
-
-
-class World:
-    def __init__(
-        self, scenes: list[Scene], threads: int, video_renderer: str = "builtin", possible: Sequence[Scene] = ()
-    ):
-        """`scenes[i]` is what robot i has before it; `video_renderer` draws pictures for people.
-
-        There is room for as many objects as any of these scenes or of the `possible` ones has.
-        """
-        if video_renderer == "mujoco":
-            from sparring.envs.tabletop.render.mujoco import windowless_gl
-
-            # now, not when hours later the first video is due
-            windowless_gl()
-        kinds = list(dict.fromkeys(scenes))
-        self._group = np.array([kinds.index(scene) for scene in scenes])
-        self._local = np.zeros(len(scenes), np.int64)
-        self._groups = []
-        for number, scene in enumerate(kinds):
-            mine = np.flatnonzero(self._group == number)
-            self._local[mine] = np.arange(len(mine))
-            self._groups.append(_Group(scene, len(mine), threads, video_renderer))
-        self.num_objects = max(len(scene.objects) for scene in (*kinds, *possible))
-        self.num_mechanisms = max(len(scene.mechanisms) for scene in (*kinds, *possible))
-        models = [group.physics.model for group in self._groups]
-        self._widths = (max(model.nq for model in models), max(model.nv for model in models))
-        # all robots have equally many arms
-        self._arms = _ARM * len(kinds[0].arms)
-
-    def qpos(self, rows: np.ndarray) -> np.ndarray:
-        if len(self._groups) == 1:
-            return self._groups[0].physics.qpos(rows)
-        out = np.zeros((len(rows), self._widths[0]))
-        for group, at, local in self._split(rows):
-            out[at, : group.physics.model.nq] = group.physics.qpos(local)
-        return out
-
-    def qvel(self, rows: np.ndarray) -> np.ndarray:
-        if len(self._groups) == 1:
-            return self._groups[0].physics.qvel(rows)
-        out = np.zeros((len(rows), self._widths[1]))
-        for group, at, local in self._split(rows):
-            out[at, : group.physics.model.nv] = group.physics.qvel(local)
-        return out
-
-    def objects(self, rows: np.ndarray) -> Objects:
-        n, k = len(rows), self.num_objects
-        poses, velocity = np.zeros((n, k, 7)), np.zeros((n, k, 3))
-        for group, at, local in self._split(rows):
-            mine = len(group.poses)
-            # [n, nq] -> [n, k, 7]
-            poses[at, :mine] = group.physics.qpos(local)[:, group.poses]
-            velocity[at, :mine] = group.physics.qvel(local)[:, group.velocities]
-        return Objects(poses[:, :, :3], poses[:, :, 3:], velocity)
-
-    def mechanisms(self, rows: np.ndarray) -> Mechanisms:
-        position, speed = np.zeros((2, len(rows), self.num_mechanisms))
-        for group, at, local in self._split(rows) if self.num_mechanisms else ():
-            mine = len(group.travel)
-            position[at, :mine] = group.physics.qpos(local)[:, group.mechanisms] / group.travel
-            speed[at, :mine] = group.physics.qvel(local)[:, group.mechanism_speeds] / group.travel
-        return Mechanisms(position, speed)
-
-    def arms(self, rows: np.ndarray) -> np.ndarray:
-        """`[n, R, 8]`: six joints and two fingers of each arm."""
-        return self.qpos(rows)[:, : self._arms].reshape(len(rows), -1, _ARM)
-
-    def arm_speeds(self, rows: np.ndarray) -> np.ndarray:
-        return self.qvel(rows)[:, : self._arms].reshape(len(rows), -1, _ARM)
-
-    def place(self, row: int, start: Start, clutter: np.ndarray) -> None:
-        """Put one robot at rest as its episode begins, clutter at poses `[c, 7]`."""
-        group = self._groups[self._group[row]]
-        qpos = group.physics.model.qpos0.copy()
-        qpos[: self._arms] = start.arm.ravel()
-        qpos[group.poses] = start.objects
-        qpos[group.clutter] = clutter
-        qpos[group.mechanisms] = start.mechanisms * group.travel
-        group.physics.place(self._local[row], qpos)
-
-    def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
-        if len(self._groups) == 1:
-            return self._groups[0].physics.advance(rows, control)
-        for group, at, local in self._split(rows):
-            group.physics.advance(local, control[at])
-
-    def touched(self, rows: np.ndarray) -> np.ndarray:
-        """`[n]` bool: whose arms touched a thing in the last control step."""
-        if len(self._groups) == 1:
-            return self._groups[0].physics.touched[rows]
-        out = np.zeros(len(rows), bool)
-        for group, at, local in self._split(rows):
-            out[at] = group.physics.touched[local]
-        return out
-
-    def set_friction(self, row: int, factor: float) -> None:
-        self._groups[self._group[row]].physics.set_friction(self._local[row], factor)
-
-    def set_look(self, row: int, rng: np.random.Generator, **switches: bool) -> None:
-        """Draw how one robot's scene looks from now on."""
-        group, local = self._groups[self._group[row]], self._local[row]
-        drawn = group.renderer().random_look(rng, **switches)
-        for all_rows, mine in zip(group.looks(), drawn, strict=True):
-            all_rows[local] = mine
-
-    @property
-    def has_screen(self) -> bool:
-        return all(group.has_screen for group in self._groups)
-
-    def set_noise(self, rows: np.ndarray, numbers: np.ndarray) -> None:
-        """`[n]`: which static the screens before these robots show."""
-        for group, at, local in self._split(rows):
-            group.looks().noise[local] = numbers[at]
-
-    def views(
-        self,
-        rows: np.ndarray,
-        goal: np.ndarray,
-        cameras: tuple[str, ...],
-        size: int,
-        wants: tuple[str, ...] = ("rgb",),
-        points: int = 0,
-    ) -> Arrays:
-        """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>", "segmentation/<camera>", "points"."""
-        views = {}
-        for group, at, local in self._split(rows):
-            look = None if group.look is None else group.look.rows(local)
-            drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants, points)
-            if len(at) == len(rows):
-                return drawn
-            for name, pixels in drawn.items():
-                views.setdefault(name, np.empty((len(rows), *pixels.shape[1:]), pixels.dtype))[at] = pixels
-        return views
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """In the order of `picture`."""
-        model = self._groups[0].physics.model
-        return tuple(model.camera(i).name for i in range(model.ncam))
-
-    @property
-    def draws_later(self) -> bool:
-        """MuJoCo's renderer draws at once: it answers to one thread only."""
-        return self._groups[0].video_renderer == "builtin"
-
-    def picture(self, row: int, goal: np.ndarray) -> Picture:
-        """`[H, W, 3]` of one robot, for a person to look at."""
-        group, local = self._groups[self._group[row]], self._local[[row]]
-        look = None if group.look is None else group.look.rows(local)
-        draw = partial(group.painter().picture, group.physics.qpos(local), goal, look)
-        return draw if self.draws_later else draw()
-
-    def state(self) -> np.ndarray:
-        """`[N, width]`: all that the physics of each robot depends on."""
-        rows = np.arange(len(self._group))
-        state = np.zeros((len(rows), max(group.physics.state.shape[1] for group in self._groups)))
-        for group, at, _ in self._split(rows):
-            state[at, : group.physics.state.shape[1]] = group.physics.state
-        return state
-
-    def set_state(self, state: np.ndarray) -> None:
-        for group, at, _ in self._split(np.arange(len(self._group))):
-            group.physics.state[:] = state[at, : group.physics.state.shape[1]]
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.close()
-
-    def _split(self, rows: np.ndarray) -> Iterator[tuple["_Group", np.ndarray, np.ndarray]]:
-        """(group, places in `rows`, rows of that group's physics) of each group that has any."""
-        of = self._group[rows]
-        for number, group in enumerate(self._groups):
-            at = np.flatnonzero(of == number)
-            if len(at):
-                yield group, at, self._local[rows[at]]
-
-
-class _Group:
-    # a look.Look with a row for each robot of the group; None: all look as usual
-    look = None
-
-    def __init__(self, scene: Scene, num_envs: int, threads: int, video_renderer: str):
-        self._scene, self._num_envs, self._threads, self.video_renderer = scene, num_envs, threads, video_renderer
-        self.physics = Physics(scene.compile(), num_envs, threads)
-        self._renderer = self._painter = None
-        model = self.physics.model
-        self.has_screen = any(model.geom(i).name == SCREEN for i in range(model.ngeom))
-        objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
-        # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
-        positions, speeds = _addresses(model, objects)
-        self.poses, self.velocities = positions[:, None] + np.arange(7), speeds[:, None] + np.arange(3)
-        self.clutter = _addresses(model, clutter)[0][:, None] + np.arange(7)
-        # the same [m] of the joints inside the objects, and how far those go
-        self.mechanisms, self.mechanism_speeds = _addresses(model, scene.mechanisms)
-        self.travel = np.array([model.joint(name).range[1] for name in scene.mechanisms])
-
-    def renderer(self):
-        """Built when the first picture is asked for."""
-        if self._renderer is None:
-            from sparring.envs.tabletop.render.render import Renderer
-
-            model = self.physics.model
-            self._renderer = Renderer(model, Kinematics(model), self._threads, self._scene.marker)
-        return self._renderer
-
-    def painter(self):
-        """What draws videos; built when the first one is asked for."""
-        if self.video_renderer == "builtin":
-            return self.renderer()
-        if self._painter is None:
-            from sparring.envs.tabletop.render.mujoco import MujocoRenderer
-
-            self._painter = MujocoRenderer(self.physics.model, self._scene.marker)
-        return self._painter
-
-    def looks(self):
-        """Of all robots of the group, to be changed in place."""
-        if self.look is None:
-            self.look = self.renderer().standard_look(self._num_envs)
-        return self.look
-
-    def close(self) -> None:
-        self.physics.close()
-        for renderer in (self._renderer, self._painter):
-            if renderer is not None:
-                renderer.close()
-        self._renderer = self._painter = None
-
-
-def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Where these joints begin in qpos and in qvel."""
-    found = [model.joint(name) for name in joints]
-    positions, speeds = [joint.qposadr[0] for joint in found], [joint.dofadr[0] for joint in found]
-    return np.array(positions, np.int64), np.array(speeds, np.int64)

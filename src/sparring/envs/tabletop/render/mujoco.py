@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 
-from sparring.envs.tabletop.randomize import TO_SUN, Look
-from sparring.envs.tabletop.render.render import PICTURE_SIZE, goal_shape, side_by_side
+from sparring.envs.tabletop.randomize import TO_SUN, Appearance
+from sparring.envs.tabletop.render.renderer import PICTURE_SIZE, goal_shape, side_by_side
 from sparring.envs.tabletop.scene import BALL, Marker, load_mujoco
 from sparring.errors import UserError
 
@@ -27,7 +27,7 @@ _ROOM_FOR_GEOMS = 50
 
 
 class MujocoRenderer:
-    """`views` and `picture` of render.Renderer; of a look, the colours are used and the rest is not."""
+    """`views` and `picture` of renderer.Renderer; of a look, the colours are used and the rest is not."""
 
     def __init__(self, model, marker: Marker | None = BALL):
         self._mujoco = load_mujoco()
@@ -56,7 +56,7 @@ class MujocoRenderer:
         goal: np.ndarray,
         cameras: tuple[str, ...],
         size: int,
-        look: Look | None = None,
+        look: Appearance | None = None,
         wants: tuple[str, ...] = ("rgb",),
     ) -> dict[str, np.ndarray]:
         """Robots `[n, nq]` and their goals `[n, 3]`: "rgb/<camera>" uint8 `[n, 3, size, size]`."""
@@ -76,7 +76,7 @@ class MujocoRenderer:
                 views[f"rgb/{name}"][i] = self._draw(name, size, goal[i], marker_rgb).transpose(2, 0, 1)
         return views
 
-    def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None = None) -> np.ndarray:
+    def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None = None) -> np.ndarray:
         """One robot: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
         return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
 

@@ -1,16 +1,16 @@
-"""What a task is: a scene, a start, a reward, and when it counts as done.
+"""What a task is: a scene, a start, a reward, when it counts as done, and how a scripted expert does it.
 
-The backend knows no task by name: it calls these members. The tasks themselves are in reach.py, manipulate.py,
-drawer.py, button.py, dual.py and explore.py, their names in tasks.py.
+The backend knows no task by name: it calls these members. `Reach`, the simplest one, is here, the others are in
+manipulate.py, mechanisms.py, dual.py and explore.py, their names in registry.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from sparring.envs.tabletop.arm import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount
-from sparring.envs.tabletop.scene import Scene
+from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount, Scene
 
 
 class Start(NamedTuple):
@@ -54,6 +54,18 @@ class Situation(NamedTuple):
         return self.grips[:, 0]
 
 
+class HandTarget(NamedTuple):
+    """Where an expert wants the hands of n robots: `[n, 3]` and `[n]`, with R arms `[n, R, 3]` and `[n, R]`."""
+
+    point: np.ndarray
+    # radians about z from how delta_ee_pos holds it
+    yaw: np.ndarray
+    # of the fingers, from -1 (close) to 1 (open)
+    grip: np.ndarray
+    # at most this part of the fastest step
+    speed: np.ndarray
+
+
 class Task(Protocol):
     name: str
     scene: Scene
@@ -64,6 +76,9 @@ class Task(Protocol):
     hold: int
     # False where nothing is to be done, so that a success rate would say nothing
     reports_success: bool = True
+    # Where a scripted expert moves the hands next. It keeps no memory: each decision follows from the positions alone,
+    # so it recovers from a slip or from noise. None: nobody knows how
+    expert: ClassVar[Callable[[Situation], HandTarget] | None] = None
 
     def start(self, rng: np.random.Generator) -> Start:
         """Draw the start of one episode."""
@@ -94,9 +109,8 @@ class Sector:
 
     def holds(self, point: np.ndarray) -> bool:
         x, y = point[0] - self.base[0], point[1] - self.base[1]
-        return self.near <= np.hypot(x, y) <= self.far and abs(np.arctan2(y, x) - np.deg2rad(self.ahead)) <= np.deg2rad(
-            self.degrees
-        )
+        aside = abs(np.arctan2(y, x) - np.deg2rad(self.ahead))
+        return self.near <= np.hypot(x, y) <= self.far and aside <= np.deg2rad(self.degrees)
 
     def __str__(self) -> str:
         where = f"{self.ahead:g}" if self.ahead else ""
@@ -125,3 +139,68 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """`[n, d]`, `[n, d]` -> `[n]`"""
     offset = a - b
     return np.sqrt(np.einsum("ni,ni->n", offset, offset))
+
+
+def rotation_columns(quat: np.ndarray) -> np.ndarray:
+    """`[..., 4]` unit quaternions to the first two columns of their rotation matrices, `[..., 6]`."""
+    w, x, y, z = np.moveaxis(quat, -1, 0)
+    first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
+    second = [2 * (x * y - w * z), 1 - 2 * (x * x + z * z), 2 * (y * z + w * x)]
+    return np.stack(first + second, axis=-1)
+
+
+def grasp(
+    hand: np.ndarray, grip: np.ndarray, place: np.ndarray, pressed: float, over: float = 0.065
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of hands `[..., 3]` commanded to be open by `grip` `[...]`: above the place `[..., 3]`, down, close.
+
+    Returns where the hand should go `[..., 3]`, what the fingers do `[...]`, and `[...]` bool whether they are around
+    the place and, commanded closer than `pressed`, press on what is there. `over` is how far above it the hand comes.
+    """
+    offset = hand - place
+    aside, away = np.linalg.norm(offset[..., :2], axis=-1), np.linalg.norm(offset, axis=-1)
+    below = offset[..., 2] < over - 0.02
+    point = place.copy()
+    point[..., 2] += np.where(aside < np.where(below, 0.02, 0.012), 0.0, over)
+    around = away < 0.025
+    closing = (away < 0.012) | (around & (grip < 0.9 * FINGER_TRAVEL))
+    return point, np.where(closing, -1.0, 1.0), around & (grip < pressed)
+
+
+@dataclass(frozen=True)
+class Reach(Task):
+    """Bring the hand to a point in the air and stay there."""
+
+    name: str
+    # opposite corners of the box that goals are uniform in, metres from the centre of the table top
+    low: tuple[float, float, float]
+    high: tuple[float, float, float]
+    # radians, each joint uniform around home
+    joint_noise: float
+    scene: Scene = Scene()
+    instructions: tuple[str, ...] = (
+        "move the hand to the green ball",
+        "reach for the green ball",
+        "touch the green ball with the gripper",
+    )
+    max_episode_steps: int = 50
+    hold: int = 5
+    radius: float = 0.03
+
+    def start(self, rng: np.random.Generator) -> Start:
+        return Start(arm_near_home(rng, self.joint_noise), rng.uniform(self.low, self.high), np.empty((0, 7)))
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        away = distance(now.hand, now.goal)
+        satisfied = away < self.radius
+        # the tanh alone is flat far away and small near by: the bonus makes arriving clearly better than hovering
+        return 0.7 * (1 - np.tanh(5 * away)) + 0.3 * satisfied, satisfied
+
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        n = len(now.hand)
+        return HandTarget(now.goal, np.zeros(n), np.zeros(n), np.ones(n))
+
+    def describe(self) -> dict[str, str]:
+        spans = {axis: f"{lo:+.2f}..{hi:+.2f} m" for axis, lo, hi in zip("xyz", self.low, self.high, strict=True)}
+        return {"goal " + axis: span for axis, span in spans.items()} | {"joints": f"home +-{self.joint_noise:g} rad"}

@@ -4,31 +4,43 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparring.envs.tabletop.arm import DUAL
-from sparring.envs.tabletop.objects import CUBE_HALF, Block, two_columns
-from sparring.envs.tabletop.scene import RED, Scene
-from sparring.envs.tabletop.tasks.base import WIDE, Sector, Situation, Start, Task, arm_near_home, distance, standing
+from sparring.envs.tabletop.scene import CUBE_HALF, DUAL, RED, Scene, Solid
+from sparring.envs.tabletop.tasks.base import (
+    WIDE,
+    HandTarget,
+    Sector,
+    Situation,
+    Start,
+    Task,
+    arm_near_home,
+    distance,
+    grasp,
+    rotation_columns,
+    standing,
+)
 
 # from the tray's centre to where a hand holds a handle, metres along its own y and z
-HANDLE_Y, HANDLE_Z = 0.105, 0.026
-HANDLE_HALF = (0.018, 0.010, 0.020)
-TRAY = Block(
+_HANDLE_Y, _HANDLE_Z = 0.105, 0.026
+_HANDLE_HALF = (0.018, 0.010, 0.020)
+TRAY = Solid(
     "tray",
     (0.30, 0.62, 0.70),
     half=(0.06, 0.12, 0.006),
     mass=0.15,
-    handles=(((0, HANDLE_Y, HANDLE_Z), HANDLE_HALF), ((0, -HANDLE_Y, HANDLE_Z), HANDLE_HALF)),
+    handles=(((0, _HANDLE_Y, _HANDLE_Z), _HANDLE_HALF), ((0, -_HANDLE_Y, _HANDLE_Z), _HANDLE_HALF)),
 )
-CUBE = Block("red_cube", RED)
+_CUBE = Solid("red_cube", RED)
 # lies along y where its yaw is 0
-BAR = Block("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))
+BAR = Solid("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))
 # metres from the bar's middle to where a hand takes it
 BAR_GRIP = 0.065
 LEFT, RIGHT = 0, 1
 # metres that things keep from the axis of an arm's base
-FOOT = 0.085
+_FOOT = 0.085
 # and from where a hand that points down can no longer touch the table
-OUT_OF_REACH = 0.53
+_OUT_OF_REACH = 0.53
+# metres: handles and bar keep the fingers further open than this
+_PRESSED = 0.008
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class LiftTray(Task):
     # metres, along each side of the tray, that the cube stands off its middle
     offset: float
     joint_noise: float
-    scene: Scene = Scene((TRAY, CUBE), marker=None, arms=DUAL)
+    scene: Scene = Scene((TRAY, _CUBE), marker=None, arms=DUAL)
     instructions: tuple[str, ...] = (
         "lift the tray with both hands",
         "take the tray by its two handles and raise it",
@@ -82,8 +94,8 @@ class LiftTray(Task):
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         risen = now.objects[:, 0, 2] - TRAY.half[2]
-        from_handles = np.linalg.norm(now.hands - handles(now), axis=2)
-        held = (from_handles < 0.025) & gripping(now, 2 * HANDLE_HALF[0])
+        from_handles = np.linalg.norm(now.hands - _handles(now), axis=2)
+        held = (from_handles < 0.025) & _gripping(now, 2 * _HANDLE_HALF[0])
         both = held.all(axis=1) & self.carries(now)
         satisfied = both & (risen > self.height)
         near = 1 - np.tanh(8 * from_handles)
@@ -93,12 +105,30 @@ class LiftTray(Task):
 
     def carries(self, now: Situation) -> np.ndarray:
         """`[n]` bool: the tray is tilted by less than 15 degrees and the cube stands on it."""
-        axes, tray = rotations(now.quats[:, 0]), now.objects[:, 0]
+        axes, tray = _rotations(now.quats[:, 0]), now.objects[:, 0]
         # the cube as the tray sees it: [n, 3]
         cube = np.einsum("nij,ni->nj", axes, now.objects[:, 1] - tray)
         within = (np.abs(cube[:, :2]) < TRAY.half[:2]).all(axis=1)
         on = np.abs(cube[:, 2] - TRAY.half[2] - CUBE_HALF) < 0.01
         return within & on & (axes[:, 2, 2] > np.cos(np.deg2rad(15)))
+
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Each hand above its handle, down, close; once both hold, up together."""
+        places = _handles(now)
+        point, grip, held = grasp(now.hands, now.grips, places, _PRESSED)
+        both = held.all(axis=1, keepdims=True)
+        raised = places.copy()
+        # from the lower end on, so that the tray stays level
+        raised[..., 2] = np.minimum(places[..., 2].min(axis=1) + 0.04, now.goal[:, 2] + 0.03)[:, None]
+        axes = _rotations(now.quats[:, 0])
+        yaw = np.arctan2(axes[:, 1, 0], axes[:, 0, 0])[:, None]
+        return HandTarget(
+            np.where(both[..., None], raised, point),
+            np.broadcast_to(yaw, grip.shape),
+            grip,
+            np.broadcast_to(np.where(both, 0.6, 1.0), grip.shape),
+        )
 
     def describe(self) -> dict[str, str]:
         reach = f"each handle {self.reach}"
@@ -111,8 +141,8 @@ class LiftTray(Task):
         for mount, sign in zip(DUAL, (1, -1), strict=True):
             # the foot as the tray sees it
             apart = np.maximum(np.abs(axes @ (mount.base[:2] - centre)) - TRAY.half[:2], 0)
-            handle = centre + sign * HANDLE_Y * axes[1]
-            if np.hypot(*apart) < FOOT or not replace(self.reach, base=mount.base).holds(handle):
+            handle = centre + sign * _HANDLE_Y * axes[1]
+            if np.hypot(*apart) < _FOOT or not replace(self.reach, base=mount.base).holds(handle):
                 return False
         return True
 
@@ -160,20 +190,51 @@ class Handover(Task):
                 return Start(arms, np.array(self.meeting), standing(centre, BAR.half[2], yaw)[None])
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
-        along, from_bar = beside_bar(now)
-        held = (from_bar < 0.025) & gripping(now, 2 * BAR.half[0])
+        along, from_bar = _beside_bar(now)
+        held = (from_bar < 0.025) & _gripping(now, 2 * BAR.half[0])
         lifted = now.objects[:, 0, 2] - BAR.half[2] > self.height
         left, right = held.T
         taken = right & lifted & ~left
         satisfied = taken & (now.widths[:, LEFT] > 0.06) & (from_bar[:, LEFT] > self.clear)
 
         end = np.where(along[:, LEFT] > 0, 1.0, -1.0) * BAR_GRIP
-        near = _nearness(now.hands[:, LEFT], on_bar(now, end))
+        near = _nearness(now.hands[:, LEFT], _on_bar(now, end))
         reward = 0.1 * near + left * (0.1 + 0.15 * _nearness(now.objects[:, 0], now.goal))
-        reward += left * lifted * (0.1 * _nearness(now.hands[:, RIGHT], on_bar(now, -end)) + 0.05 * right)
+        reward += left * lifted * (0.1 * _nearness(now.hands[:, RIGHT], _on_bar(now, -end)) + 0.05 * right)
         away = np.clip(from_bar[:, LEFT] / self.clear, 0, 1)
         reward = np.where(taken, 0.6 + 0.2 * away, reward)
         return np.where(satisfied, 1.0, reward), satisfied
+
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Left: take the bar, bring it to the middle, leave. Right: wait, take its other end, keep it."""
+        along, from_bar = _beside_bar(now)
+        left, right = ((from_bar < 0.025) & (now.grips < _PRESSED)).T
+        take, close = _grasp_ends(now, np.where(left, np.sign(along[:, LEFT]), _left_end(now)))
+        # of a hand that holds the bar, so that the bar's middle is at the meeting point
+        meet = now.goal[:, None] + [[0, 1, 0], [0, -1, 0]] * np.abs(along)[..., None]
+        wait = now.goal + [0.0, -0.22, 0.06]
+        low = now.objects[:, 0, 2] < 0.06
+        bring = np.where(low[:, None], now.hands[:, LEFT] + [0, 0, 0.05], meet[:, LEFT])
+
+        # 0, 1, 2 are take, bring, leave of the left hand and wait, take, keep of the right one
+        stages = np.stack([np.where(right, 2, left), np.where(right, 2, left & _presented(now))], axis=1)
+        points = [
+            np.choose(stages[:, LEFT, None], [take[:, LEFT], bring, _leave(now, from_bar[:, LEFT])]),
+            np.choose(stages[:, RIGHT, None], [wait, take[:, RIGHT], meet[:, RIGHT]]),
+        ]
+        grips = [
+            np.choose(stages[:, LEFT], [close[:, LEFT], -1.0, 1.0]),
+            np.choose(stages[:, RIGHT], [1.0, close[:, RIGHT], -1.0]),
+        ]
+        # the left hand turns with the bar as it lies, and back once it has lifted it
+        yaw = np.where(right | (left & ~low), 0.0, _bar_yaw(now))
+        return HandTarget(
+            np.stack(points, axis=1),
+            np.stack([yaw, np.zeros(len(yaw))], axis=1),
+            np.stack(grips, axis=1),
+            np.ones(stages.shape),
+        )
 
     def describe(self) -> dict[str, str]:
         reach = f"its end {self.reach}, out of the right hand's reach"
@@ -187,33 +248,52 @@ class Handover(Task):
         from_left, from_right = np.linalg.norm(nearest - feet, axis=1)
         on_table = (np.abs(ends) < [0.48, 0.53]).all()
         takes = replace(self.reach, base=DUAL[LEFT].base).holds(centre + BAR_GRIP * along)
-        return bool(on_table and takes and from_left > FOOT + BAR.half[0] and from_right > OUT_OF_REACH)
+        return bool(on_table and takes and from_left > _FOOT + BAR.half[0] and from_right > _OUT_OF_REACH)
 
 
-def beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:
+def _beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:
     """How far along the bar from its middle each hand is, and how far from the bar's axis: `[n, 2]` each."""
-    offset, axis = now.hands - now.objects[:, :1], rotations(now.quats[:, 0])[:, :, 1]
+    offset, axis = now.hands - now.objects[:, :1], _rotations(now.quats[:, 0])[:, :, 1]
     along = np.clip(np.einsum("nri,ni->nr", offset, axis), -BAR.half[1], BAR.half[1])
     return along, np.linalg.norm(offset - along[..., None] * axis[:, None], axis=2)
 
 
-def on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
+def _grasp_ends(now: Situation, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the left hand at the bar's end on the side `end` `[n]` of its own y, and the right hand at the other one."""
+    places = np.stack([_on_bar(now, end * BAR_GRIP), _on_bar(now, -end * BAR_GRIP)], axis=1)
+    return grasp(now.hands, now.grips, places, _PRESSED)[:2]
+
+
+def _presented(now: Situation) -> np.ndarray:
+    """`[n]` bool: the bar is at the meeting point and lies across."""
+    straight = np.abs(_rotations(now.quats[:, 0])[:, 1, 1]) > np.cos(np.deg2rad(12))
+    return straight & (distance(now.objects[:, 0], now.goal) < 0.03)
+
+
+def _leave(now: Situation, from_bar: np.ndarray) -> np.ndarray:
+    """`[n, 3]`: the left hand stays until it is open, goes straight up, then a little back."""
+    hand, high = now.hands[:, LEFT], now.goal + [0.0, BAR_GRIP, 0.12]
+    high[:, :2] = np.where(from_bar[:, None] < 0.05, hand[:, :2], high[:, :2])
+    return np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, high)
+
+
+def _on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
     """`[n, 3]`: the point of the bar's axis so far `[n]` from its middle."""
-    return now.objects[:, 0] + along[:, None] * rotations(now.quats[:, 0])[:, :, 1]
+    return now.objects[:, 0] + along[:, None] * _rotations(now.quats[:, 0])[:, :, 1]
 
 
-def bar_yaw(now: Situation) -> np.ndarray:
+def _bar_yaw(now: Situation) -> np.ndarray:
     """`[n]`: how far a hand turns to take the bar across."""
     return _half_turn(_own_yaw(now))
 
 
-def left_end(now: Situation) -> np.ndarray:
+def _left_end(now: Situation) -> np.ndarray:
     """`[n]`: 1 where the bar's own +y end is the one that the left hand takes, else -1."""
-    return np.where(np.abs(bar_yaw(now) - _own_yaw(now)) < 0.1, 1.0, -1.0)
+    return np.where(np.abs(_bar_yaw(now) - _own_yaw(now)) < 0.1, 1.0, -1.0)
 
 
 def _own_yaw(now: Situation) -> np.ndarray:
-    axis = rotations(now.quats[:, 0])[:, :, 1]
+    axis = _rotations(now.quats[:, 0])[:, :, 1]
     return np.arctan2(-axis[:, 0], axis[:, 1])
 
 
@@ -227,21 +307,21 @@ def _nearness(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return 1 - np.tanh(6 * distance(a, b))
 
 
-def handles(now: Situation) -> np.ndarray:
+def _handles(now: Situation) -> np.ndarray:
     """`[n, 2, 3]`: where the left and the right hand hold the tray."""
-    offsets = np.array([[0, HANDLE_Y, HANDLE_Z], [0, -HANDLE_Y, HANDLE_Z]])
-    return now.objects[:, :1] + np.einsum("nij,rj->nri", rotations(now.quats[:, 0]), offsets)
+    offsets = np.array([[0, _HANDLE_Y, _HANDLE_Z], [0, -_HANDLE_Y, _HANDLE_Z]])
+    return now.objects[:, :1] + np.einsum("nij,rj->nri", _rotations(now.quats[:, 0]), offsets)
 
 
-def gripping(now: Situation, thickness: float) -> np.ndarray:
+def _gripping(now: Situation, thickness: float) -> np.ndarray:
     """`[n, R]` bool: something about as thick keeps the fingers from closing as far as they are told to."""
     held_open = (now.widths > thickness - 0.008) & (now.widths < thickness * np.sqrt(2) + 0.004)
     return held_open & (2 * now.grips < now.widths - 0.008)
 
 
-def rotations(quat: np.ndarray) -> np.ndarray:
+def _rotations(quat: np.ndarray) -> np.ndarray:
     """`[n, 4]` unit quaternions to `[n, 3, 3]`."""
-    one, two = np.split(two_columns(quat), 2, axis=1)
+    one, two = np.split(rotation_columns(quat), 2, axis=1)
     return np.stack([one, two, np.cross(one, two)], axis=2)
 
 

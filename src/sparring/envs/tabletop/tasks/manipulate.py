@@ -4,18 +4,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.arm import FINGER_TRAVEL
-from sparring.envs.tabletop.objects import CUBE_HALF, Block
-from sparring.envs.tabletop.scene import BLUE, GREEN, RED, Marker, Scene, Thing
-from sparring.envs.tabletop.tasks.base import Sector, Situation, Start, Task, arm_near_home, distance, standing
+from sparring.envs.tabletop.scene import BLUE, CUBE_HALF, FINGER_TRAVEL, GREEN, RED, Marker, Scene, Solid, TableObject
+from sparring.envs.tabletop.tasks.base import (
+    HandTarget,
+    Sector,
+    Situation,
+    Start,
+    Task,
+    arm_near_home,
+    distance,
+    grasp,
+    standing,
+)
 
-RED_CUBE = Block("red_cube", RED)
-BLUE_CUBE = Block("blue_cube", BLUE)
-COLOURS = {"red": RED_CUBE, "blue": BLUE_CUBE, "green": Block("green_cube", GREEN)}
+_RED_CUBE = Solid("red_cube", RED)
+_BLUE_CUBE = Solid("blue_cube", BLUE)
+COLOURS = {"red": _RED_CUBE, "blue": _BLUE_CUBE, "green": Solid("green_cube", GREEN)}
 # as high as a third of the cube, which therefore cannot be pushed onto it
-BLUE_PLATE = Block("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)
+_BLUE_PLATE = Solid("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)
 # where a hand that points down can touch the table, with a little room to spare
 REACHABLE = Sector(0.12, 0.515, 120)
+# metres: a cube keeps the fingers further open than this
+_PRESSED = 0.012
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Push(Task):
     # degrees to either side; a cube looks the same every 90 degrees, so 45 is any yaw
     yaw: float
     joint_noise: float
-    scene: Scene = Scene((RED_CUBE,), Marker("disc", 0.05, GREEN))
+    scene: Scene = Scene((_RED_CUBE,), Marker("disc", 0.05, GREEN))
     instructions: tuple[str, ...] = (
         "push the red cube onto the green disc",
         "slide the red cube to the green circle",
@@ -44,14 +54,38 @@ class Push(Task):
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
         cube, goal = self._draw(rng)
-        return Start(arm, np.array([*goal, 0.0]), resting(RED_CUBE, cube, rng, self.yaw)[None])
+        return Start(arm, np.array([*goal, 0.0]), resting(_RED_CUBE, cube, rng, self.yaw)[None])
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         cube = now.objects[:, 0]
         away = distance(cube[:, :2], now.goal[:, :2])
         satisfied = away < self.radius
-        near = 1 - np.tanh(8 * distance(now.hand, pushing_place(cube, now.goal)))
+        near = 1 - np.tanh(8 * distance(now.hand, _pushing_place(cube, now.goal)))
         return (0.2 * near + 0.8 * (1 - np.tanh(8 * away)) + 0.5 * satisfied) / 1.5, satisfied
+
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Behind the cube, down, then along the line from the cube to the disc."""
+        cube, n = now.objects[:, 0], len(now.hand)
+        way = now.goal[:, :2] - cube[:, :2]
+        left = np.linalg.norm(way, axis=1, keepdims=True)
+        way = way / np.maximum(left, 1e-3)
+        hand = now.hand[:, :2] - cube[:, :2]
+        along, aside = np.einsum("ni,ni->n", hand, way), hand[:, 0] * way[:, 1] - hand[:, 1] * way[:, 0]
+        behind = cube[:, :2] - 0.052 * way
+        low, off = now.hand[:, 2] < 0.05, distance(now.hand[:, :2], behind)
+
+        # up where it is in the way, then over to behind the cube, then down
+        high = now.hand[:, 2] > 0.06
+        xy = np.where(high[:, None], behind, now.hand[:, :2])
+        z = np.where(off < 0.015, 0.022, 0.08)
+        ready = low & (along < -0.02) & (np.abs(aside) < 0.016)
+        # the cube's centre stays about 3.4 cm before the hand's
+        pushing = cube[:, :2] + (np.minimum(left, 0.04) - 0.034) * way
+        xy, z = np.where(ready[:, None], pushing, xy), np.where(ready, 0.022, z)
+        done = left[:, 0] < 0.012
+        xy = np.where(done[:, None], now.hand[:, :2], xy)
+        return HandTarget(np.concatenate([xy, z[:, None]], axis=1), np.zeros(n), -np.ones(n), np.ones(n))
 
     def describe(self) -> dict[str, str]:
         low, high = self.travel
@@ -60,7 +94,7 @@ class Push(Task):
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Cube and goal, such that the arm also reaches the place behind the cube from where to push."""
         while True:
-            cube, goal = two_points(rng, self.cube, self.goal, self.travel)
+            cube, goal = _two_points(rng, self.cube, self.goal, self.travel)
             if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
                 return cube, goal
 
@@ -73,7 +107,7 @@ class Lift(Task):
     cube: Sector
     yaw: float
     joint_noise: float
-    scene: Scene = Scene((RED_CUBE,), marker=None)
+    scene: Scene = Scene((_RED_CUBE,), marker=None)
     instructions: tuple[str, ...] = (
         "lift the red cube",
         "pick up the red cube",
@@ -89,21 +123,47 @@ class Lift(Task):
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
-        points = points_apart(rng, (self.cube, *self.others), self.apart)
-        cubes = np.stack([resting(RED_CUBE, point, rng, self.yaw) for point in points])
+        points = _points_apart(rng, (self.cube, *self.others), self.apart)
+        cubes = np.stack([resting(_RED_CUBE, point, rng, self.yaw) for point in points])
         # a goal a little higher than asked for: being just there is enough
         return Start(arm, cubes[0, :3] + [0.0, 0.0, self.height + 0.02], cubes)
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         cube = now.objects[:, 0]
         risen = cube[:, 2] - CUBE_HALF
-        held, satisfied = holding(now), risen > self.height
+        held, satisfied = _holding(now), risen > self.height
         near = 1 - np.tanh(8 * distance(now.hand, cube))
         reward = 0.3 * near + held * (0.2 + np.clip(risen / (self.height + 0.02), 0, 1) + 0.5 * satisfied)
         return reward / 2, satisfied
 
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Above the cube, down, close, up."""
+        cube = now.objects[:, 0]
+        point, grip, held = grasp(now.hand, now.grip, cube, pressed=_PRESSED)
+        point[held] = np.stack([now.hand[held, 0], now.hand[held, 1], now.goal[held, 2] + 0.02], axis=1)
+        return HandTarget(point, _face(now.quats[:, 0]), grip, np.ones(len(cube)))
+
     def describe(self) -> dict[str, str]:
         return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), "height": f"{self.height:.2f} m"}
+
+    @classmethod
+    def pick(cls, name: str, cubes: dict[str, Sector], yaw: float, noise: float) -> "Lift":
+        """Lift the cube whose colour the name says. All are on the table whatever is asked: only words tell.
+
+        `cubes`: colour -> where that cube stands.
+        """
+        colour = name.split("_")[1]
+        instructions = (
+            f"lift the {colour} cube",
+            f"pick up the {colour} cube",
+            f"grasp the {colour} block and raise it",
+            f"take the {colour} one off the table",
+        )
+        others = [other for other in cubes if other != colour]
+        scene = Scene((COLOURS[colour], *(COLOURS[other] for other in others)), marker=None)
+        where = tuple(cubes[other] for other in others)
+        return cls(name, cubes[colour], yaw, noise, scene, instructions, others=where)
 
 
 @dataclass(frozen=True)
@@ -126,14 +186,14 @@ class PutOn(Task):
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
-        cube, support = two_points(rng, self.cube, self.support, self.apart)
+        cube, support = _two_points(rng, self.cube, self.support, self.apart)
         below = resting(self.scene.objects[1], support, rng, self.yaw)
-        objects = np.stack([resting(RED_CUBE, cube, rng, self.yaw), below])
-        return Start(arm, resting_place(objects[None, :, :3], self.scene)[0], objects)
+        objects = np.stack([resting(_RED_CUBE, cube, rng, self.yaw), below])
+        return Start(arm, _resting_place(objects[None, :, :3], self.scene)[0], objects)
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
-        cube, target = now.objects[:, 0], resting_place(now.objects, self.scene)
-        from_hand, held = distance(now.hand, cube), holding(now)
+        cube, target = now.objects[:, 0], _resting_place(now.objects, self.scene)
+        from_hand, held = distance(now.hand, cube), _holding(now)
         on = (distance(cube[:, :2], target[:, :2]) < self.tolerance) & (np.abs(cube[:, 2] - target[:, 2]) < 0.006)
         satisfied = on & ~held & (from_hand > 0.04)
         near, there = 1 - np.tanh(8 * from_hand), 1 - np.tanh(8 * distance(cube, target))
@@ -143,53 +203,66 @@ class PutOn(Task):
         reward = np.where(on, 0.65 + 0.2 * opened + 0.1 * drawn_back, carried)
         return np.where(satisfied, 1.0, reward), satisfied
 
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Grasp, up, over, down, let go, up."""
+        cube, target, offset = now.objects[:, 0], now.goal.copy(), now.hand - now.objects[:, 0]
+        target[:, :2] = now.objects[:, 1, :2]
+        point, grip, held = grasp(now.hand, now.grip, cube, pressed=_PRESSED)
+        aside, height = distance(cube[:, :2], target[:, :2]), cube[:, 2] - target[:, 2]
+        # straight up until it clears what it goes on, then over, then down
+        clear = height > 0.015
+        carry = np.where(clear[:, None], target, cube)
+        carry[:, 2] = target[:, 2] + np.where(aside < 0.008, 0.0, 0.035)
+        point = np.where(held[:, None], carry + offset, point)
+
+        there = (aside < 0.015) & (np.abs(height) < 0.005)
+        let_go = now.width > 0.07
+        away = now.hand.copy()
+        away[:, 2] = np.where(let_go, target[:, 2] + 0.08, away[:, 2])
+        point, grip = np.where(there[:, None], away, point), np.where(there, 1.0, grip)
+        speed = np.where(held & (aside < 0.02), 0.5, 1.0)
+        return HandTarget(point, _face(now.quats[:, 0]), grip, speed)
+
     def describe(self) -> dict[str, str]:
         low, high = self.apart
         below = f"{low:.2f}..{high:.2f} m from the cube"
         return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), self.scene.objects[1].name: below}
 
+    @classmethod
+    def place(
+        cls, name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float
+    ) -> "PutOn":
+        instructions = (
+            "put the red cube on the blue plate",
+            "place the red cube onto the blue plate",
+            "pick up the red block and set it down on the plate",
+            "move the cube to the blue plate and let go",
+        )
+        scene = Scene((_RED_CUBE, _BLUE_PLATE), marker=None)
+        return cls(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.03)
 
-def pick(name: str, cubes: dict[str, Sector], yaw: float, noise: float) -> Lift:
-    """Lift the cube whose colour the name says. All are on the table whatever is asked: only words tell.
-
-    `cubes`: colour -> where that cube stands.
-    """
-    colour = name.split("_")[1]
-    instructions = (
-        f"lift the {colour} cube",
-        f"pick up the {colour} cube",
-        f"grasp the {colour} block and raise it",
-        f"take the {colour} one off the table",
-    )
-    others = [other for other in cubes if other != colour]
-    scene = Scene((COLOURS[colour], *(COLOURS[other] for other in others)), marker=None)
-    where = tuple(cubes[other] for other in others)
-    return Lift(name, cubes[colour], yaw, noise, scene, instructions, others=where)
-
-
-def place(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
-    instructions = (
-        "put the red cube on the blue plate",
-        "place the red cube onto the blue plate",
-        "pick up the red block and set it down on the plate",
-        "move the cube to the blue plate and let go",
-    )
-    scene = Scene((RED_CUBE, BLUE_PLATE), marker=None)
-    return PutOn(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.03)
+    @classmethod
+    def stack(
+        cls, name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float
+    ) -> "PutOn":
+        instructions = (
+            "stack the red cube on the blue cube",
+            "put the red cube on top of the blue one",
+            "build a tower: red on blue",
+            "place the red block onto the blue block",
+        )
+        scene = Scene((_RED_CUBE, _BLUE_CUBE), marker=None)
+        return cls(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.02)
 
 
-def stack(name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float) -> PutOn:
-    instructions = (
-        "stack the red cube on the blue cube",
-        "put the red cube on top of the blue one",
-        "build a tower: red on blue",
-        "place the red block onto the blue block",
-    )
-    scene = Scene((RED_CUBE, BLUE_CUBE), marker=None)
-    return PutOn(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.02)
+def _face(quat: np.ndarray) -> np.ndarray:
+    """`[n]`: the smallest turn about z that aligns the fingers with two faces of a cube."""
+    yaw = 2 * np.arctan2(quat[:, 3], quat[:, 0])
+    return (yaw + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
 
-def two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tuple[float, float]) -> np.ndarray:
+def _two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tuple[float, float]) -> np.ndarray:
     """`[2, 2]`: a point of each sector, so far apart."""
     while True:
         points = np.stack([one.draw(rng), other.draw(rng)])
@@ -197,7 +270,7 @@ def two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tupl
             return points
 
 
-def points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: float) -> np.ndarray:
+def _points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: float) -> np.ndarray:
     """`[k, 2]`: a point of each sector, at least so far from the others."""
     while True:
         points = np.stack([sector.draw(rng) for sector in sectors])
@@ -206,17 +279,17 @@ def points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: f
             return points
 
 
-def resting(thing: Thing, point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarray:
+def resting(thing: TableObject, point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarray:
     """`[7]`: a thing that stands on the table at (x, y), turned by up to `yaw` degrees."""
     return standing(point, thing.half[2], np.deg2rad(rng.uniform(-yaw, yaw)))
 
 
-def resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
+def _resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
     """`[n, 3]`: where the first object's centre is when it stands on the second one."""
     return objects[:, 1] + [0.0, 0.0, scene.objects[1].half[2] + scene.objects[0].half[2]]
 
 
-def holding(now: Situation) -> np.ndarray:
+def _holding(now: Situation) -> np.ndarray:
     """`[n]` bool: the hand is at the first object, which keeps the fingers from closing as far as they are told to.
 
     They stay open by the cube's side, or by up to its diagonal when it stands askew between them.
@@ -226,7 +299,7 @@ def holding(now: Situation) -> np.ndarray:
     return close & held_open & (2 * now.grip < now.width - 0.008)
 
 
-def pushing_place(cube: np.ndarray, goal: np.ndarray) -> np.ndarray:
+def _pushing_place(cube: np.ndarray, goal: np.ndarray) -> np.ndarray:
     """`[n, 3]`: where the hand touches the cube from the side away from the goal."""
     towards = goal[:, :2] - cube[:, :2]
     towards = towards / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-3)

@@ -4,22 +4,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.arm import ARM_BASE
-from sparring.envs.tabletop.objects import OBJECT, free_body, spaced
-from sparring.envs.tabletop.scene import Part, Scene
-from sparring.envs.tabletop.tasks.base import Sector, Situation, Start, Task, arm_near_home, distance, standing
+from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, free_body, spaced
+from sparring.envs.tabletop.tasks.base import (
+    HandTarget,
+    Sector,
+    Situation,
+    Start,
+    Task,
+    arm_near_home,
+    distance,
+    grasp,
+    standing,
+)
 from sparring.envs.tabletop.tasks.manipulate import REACHABLE, resting, yaw_range
 
-# ---- Button: press it down and keep it down.
-
-
-BUTTON_TRAVEL = 0.012
+_BUTTON_TRAVEL = 0.012
 _CAP_RADIUS, _CAP_HALF = 0.022, 0.012
 _DARK, _RIM, _YELLOW = "0.17 0.18 0.22 1", "0.38 0.40 0.46 1", "0.98 0.78 0.12 1"
 
 
 @dataclass(frozen=True)
-class PushButton:
+class _PushButton:
     """A heavy box with a round cap on a spring; its joint is how far the cap is pressed, 12 mm at most."""
 
     name: str = "button"
@@ -29,7 +34,7 @@ class PushButton:
     @property
     def top(self) -> float:
         """Metres from the middle of the box up to the top of the cap when nothing presses it."""
-        return self.half[2] + BUTTON_TRAVEL + 0.008
+        return self.half[2] + _BUTTON_TRAVEL + 0.008
 
     def part(self) -> Part:
         x, y, z = self.half
@@ -37,8 +42,8 @@ class PushButton:
         # substep would pay for solving a constraint
         cap = f"""
       <body name="button_cap" pos="0 0 {self.top - _CAP_HALF}" gravcomp="1">
-        <joint name="button_press" type="slide" axis="0 0 -1" range="-0.001 {BUTTON_TRAVEL}" stiffness="350" damping="8"
-          armature="0.02"/>
+        <joint name="button_press" type="slide" axis="0 0 -1" range="-0.001 {_BUTTON_TRAVEL}" stiffness="350"
+          damping="8" armature="0.02"/>
         <geom name="button_cap" type="cylinder" size="{_CAP_RADIUS} {_CAP_HALF}" mass="0.03" rgba="{_YELLOW}"
           condim="4" {OBJECT}/>
       </body>"""
@@ -50,7 +55,7 @@ class PushButton:
         return free_body(self, box + cap)
 
 
-BUTTON = PushButton()
+_BUTTON = _PushButton()
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Button(Task):
     # degrees to either side; the box looks the same every 90 degrees, so 45 is any yaw
     yaw: float
     joint_noise: float
-    scene: Scene = Scene((BUTTON,), marker=None)
+    scene: Scene = Scene((_BUTTON,), marker=None)
     instructions: tuple[str, ...] = (
         "press the yellow button",
         "push the button down and hold it",
@@ -75,43 +80,49 @@ class Button(Task):
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
-        box = resting(BUTTON, self.place.draw(rng), rng, self.yaw)
+        box = resting(_BUTTON, self.place.draw(rng), rng, self.yaw)
         # the middle of the cap's top once it is pressed far enough
-        goal = box[:3] + [0.0, 0.0, BUTTON.top - self.depth]
+        goal = box[:3] + [0.0, 0.0, _BUTTON.top - self.depth]
         return Start(arm, goal, box[None], np.zeros(1))
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
-        pressed = np.clip(now.mechanisms[:, 0] * BUTTON_TRAVEL / self.depth, 0, 1)
+        pressed = np.clip(now.mechanisms[:, 0] * _BUTTON_TRAVEL / self.depth, 0, 1)
         satisfied = pressed >= 1
-        near = 1 - np.tanh(8 * distance(now.hand, cap_top(now)))
+        near = 1 - np.tanh(8 * distance(now.hand, _cap_top(now)))
         return np.where(satisfied, 1.0, 0.4 * near + 0.4 * pressed), satisfied
+
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Over the cap, down, and a little further than it has to go."""
+        n, cap = len(now.hand), _cap_top(now)
+        over = distance(now.hand[:, :2], cap[:, :2]) < 0.012
+        point = cap.copy()
+        point[:, 2] = np.where(over, now.goal[:, 2], cap[:, 2] + 0.04)
+        return HandTarget(point, np.zeros(n), -np.ones(n), np.ones(n))
 
     def describe(self) -> dict[str, str]:
         depth = f"{1000 * self.depth:.0f} mm"
         return {"button": str(self.place), "yaw": yaw_range(self.yaw), "depth": depth}
 
 
-def cap_top(now: Situation) -> np.ndarray:
+def _cap_top(now: Situation) -> np.ndarray:
     """`[n, 3]`: the middle of the cap's top, as far as it is pressed now; the box stands level."""
     top = now.objects[:, 0].copy()
-    top[:, 2] += BUTTON.top - BUTTON_TRAVEL * now.mechanisms[:, 0]
+    top[:, 2] += _BUTTON.top - _BUTTON_TRAVEL * now.mechanisms[:, 0]
     return top
 
 
-# ---- Drawer: pull it open by its knob and leave it open.
-
-
-DRAWER_TRAVEL = 0.10
+_DRAWER_TRAVEL = 0.10
 # where the hand grips the knob, from the middle of the cabinet with the drawer closed. The knob stands up, and the
 # fingertips stay above the cabinet: a hand of any yaw grips it without touching anything else
-KNOB = (0.107, 0.0, 0.0555)
+_KNOB = (0.107, 0.0, 0.0555)
 _KNOB_RADIUS = 0.012
 _WALL = 0.004
 _BLUE, _IVORY, _RED, _INSIDE = "0.27 0.42 0.58 1", "0.93 0.92 0.88 1", "0.86 0.18 0.16 1", "0.95 0.75 0.25 1"
 
 
 @dataclass(frozen=True)
-class Cabinet:
+class _Cabinet:
     """A heavy box, open to its own +x, with a drawer in it; its joint is how far the drawer is open, 10 cm at most."""
 
     name: str = "cabinet"
@@ -142,16 +153,16 @@ class Cabinet:
             + _panel(_IVORY, (x + 0.004, 0, 0.001), (_WALL, y - 0.001, z - 0.003))
         )
         # the knob reaches 22 mm above where it is gripped
-        bottom, top = -0.01, KNOB[2] + 0.022 - _KNOB_RADIUS
+        bottom, top = -0.01, _KNOB[2] + 0.022 - _KNOB_RADIUS
         knob = f"""
-        <geom type="box" size="0.018 0.006 0.006" pos="{KNOB[0] - 0.016} 0 {bottom}" mass="0.01" rgba="{_RED}"
+        <geom type="box" size="0.018 0.006 0.006" pos="{_KNOB[0] - 0.016} 0 {bottom}" mass="0.01" rgba="{_RED}"
           {OBJECT}/>
-        <geom name="knob" type="capsule" size="{_KNOB_RADIUS}" fromto="{KNOB[0]} 0 {bottom} {KNOB[0]} 0 {top}"
+        <geom name="knob" type="capsule" size="{_KNOB_RADIUS}" fromto="{_KNOB[0]} 0 {bottom} {_KNOB[0]} 0 {top}"
           mass="0.05" rgba="{_RED}" condim="4" {OBJECT}/>"""
         # it rests a little before its stop, where every substep would pay for solving a constraint
         return f"""
       <body name="drawer">
-        <joint name="drawer" type="slide" axis="1 0 0" range="-0.001 {DRAWER_TRAVEL}" damping="6" frictionloss="0.8"
+        <joint name="drawer" type="slide" axis="1 0 0" range="-0.001 {_DRAWER_TRAVEL}" damping="6" frictionloss="0.8"
           armature="0.02"/>{box}{knob}
       </body>"""
 
@@ -162,7 +173,7 @@ def _panel(rgba: str, pos: tuple, half: tuple, mass: float = 0.05) -> str:
         friction="1 0.02 0.001" condim="4" {OBJECT}/>"""
 
 
-CABINET = Cabinet()
+_CABINET = _Cabinet()
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ class Drawer(Task):
     front: float
     spread: float
     joint_noise: float
-    scene: Scene = Scene((CABINET,), marker=None)
+    scene: Scene = Scene((_CABINET,), marker=None)
     instructions: tuple[str, ...] = (
         "open the drawer",
         "pull the drawer open by its red knob",
@@ -193,35 +204,43 @@ class Drawer(Task):
             middle = self.knob.draw(rng)
             yaw = np.deg2rad(self.front + rng.uniform(-self.spread, self.spread))
             front = np.array([np.cos(yaw), np.sin(yaw)])
-            centre = middle - (KNOB[0] + DRAWER_TRAVEL / 2) * front
+            centre = middle - (_KNOB[0] + _DRAWER_TRAVEL / 2) * front
             if _fits(centre, front):
                 break
-        cabinet = standing(centre, CABINET.half[2], yaw)
+        cabinet = standing(centre, _CABINET.half[2], yaw)
         # the knob a little further out than asked for: being just there is enough
-        return Start(arm, knobs(cabinet[None], np.array([self.opening + 0.015]))[0], cabinet[None], np.zeros(1))
+        return Start(arm, _knobs(cabinet[None], np.array([self.opening + 0.015]))[0], cabinet[None], np.zeros(1))
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
-        opened = np.clip(now.mechanisms[:, 0] * DRAWER_TRAVEL / self.opening, 0, 1)
+        opened = np.clip(now.mechanisms[:, 0] * _DRAWER_TRAVEL / self.opening, 0, 1)
         satisfied = opened >= 1
-        near = 1 - np.tanh(8 * distance(now.hand, knob_now(now)))
+        near = 1 - np.tanh(8 * distance(now.hand, _knob_now(now)))
         return np.where(satisfied, 1.0, 0.3 * near + 0.5 * opened), satisfied
+
+    @staticmethod
+    def expert(now: Situation) -> HandTarget:
+        """Above the knob, down, close, and along the drawer's way."""
+        knob = _knob_now(now)
+        point, grip, held = grasp(now.hand, now.grip, knob, pressed=0.010, over=0.055)
+        point = np.where(held[:, None], now.goal, point)
+        return HandTarget(point, np.zeros(len(knob)), grip, np.where(held, 0.6, 1.0))
 
     def describe(self) -> dict[str, str]:
         front = "any" if self.spread == 180 else f"{self.front:g} +-{self.spread:g} deg"
         return {"knob": str(self.knob), "front": front, "opening": f"{self.opening:.2f} m"}
 
 
-def knob_now(now: Situation) -> np.ndarray:
+def _knob_now(now: Situation) -> np.ndarray:
     """`[n, 3]`: where the hand grips the knob, as far as the drawer is open now."""
     cabinet = np.concatenate([now.objects[:, 0], now.quats[:, 0]], axis=1)
-    return knobs(cabinet, DRAWER_TRAVEL * now.mechanisms[:, 0])
+    return _knobs(cabinet, _DRAWER_TRAVEL * now.mechanisms[:, 0])
 
 
-def knobs(cabinet: np.ndarray, opening: np.ndarray) -> np.ndarray:
+def _knobs(cabinet: np.ndarray, opening: np.ndarray) -> np.ndarray:
     """`[n, 3]`: where the knobs of cabinets at poses `[n, 7]`, which stand level, are at openings `[n]`."""
     yaw = 2 * np.arctan2(cabinet[:, 6], cabinet[:, 3])
-    out = KNOB[0] + opening
-    return cabinet[:, :3] + np.stack([out * np.cos(yaw), out * np.sin(yaw), np.full(len(yaw), KNOB[2])], axis=1)
+    out = _KNOB[0] + opening
+    return cabinet[:, :3] + np.stack([out * np.cos(yaw), out * np.sin(yaw), np.full(len(yaw), _KNOB[2])], axis=1)
 
 
 def _fits(centre: np.ndarray, front: np.ndarray) -> bool:
@@ -229,13 +248,13 @@ def _fits(centre: np.ndarray, front: np.ndarray) -> bool:
 
     Of all places and yaws with the path in reach, 64 % fit.
     """
-    x, y, _ = CABINET.half
+    x, y, _ = _CABINET.half
     aside = np.array([-front[1], front[0]])
-    path = [centre + (KNOB[0] + opening) * front for opening in np.linspace(0, DRAWER_TRAVEL, 11)]
+    path = [centre + (_KNOB[0] + opening) * front for opening in np.linspace(0, _DRAWER_TRAVEL, 11)]
     corners = [centre + a * front + b * aside for a in (-x, x) for b in (-y, y)]
     # from the nearest point of the cabinet and its open drawer
     base = np.array(ARM_BASE[:2]) - centre
     along, across = base @ front, base @ aside
-    gap = np.hypot(along - np.clip(along, -x, x + DRAWER_TRAVEL), across - np.clip(across, -y, y))
+    gap = np.hypot(along - np.clip(along, -x, x + _DRAWER_TRAVEL), across - np.clip(across, -y, y))
     on_table = all(abs(corner[0]) < 0.49 and abs(corner[1]) < 0.54 for corner in corners)
     return gap > 0.10 and on_table and all(REACHABLE.holds(point) for point in path)

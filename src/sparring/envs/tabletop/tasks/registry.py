@@ -9,17 +9,17 @@ not.
 from dataclasses import replace
 from difflib import get_close_matches
 
-from sparring.envs.tabletop.tasks.base import WIDE, Sector, Task
+from sparring.envs.tabletop.tasks.base import WIDE, Reach, Sector, Task
 from sparring.envs.tabletop.tasks.dual import Area, Handover, LiftTray
-from sparring.envs.tabletop.tasks.manipulate import COLOURS, REACHABLE, Lift, Push, pick, place, stack
+from sparring.envs.tabletop.tasks.explore import Explore
+from sparring.envs.tabletop.tasks.manipulate import COLOURS, REACHABLE, Lift, Push, PutOn
 from sparring.envs.tabletop.tasks.mechanisms import Button, Drawer
-from sparring.envs.tabletop.tasks.reach import Explore, Reach
 from sparring.errors import UserError
 
-NARROW, WIDER = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35)
+_NARROW, _WIDER = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35)
 # a place for each cube, or any for all
-ROW = {colour: replace(NARROW, ahead=ahead) for colour, ahead in zip(COLOURS, (25, 0, -25), strict=True)}
-ANY = {sector: dict.fromkeys(COLOURS, sector) for sector in (WIDER, WIDE)}
+_ROW = {colour: replace(_NARROW, ahead=ahead) for colour, ahead in zip(COLOURS, (25, 0, -25), strict=True)}
+_ANY = {sector: dict.fromkeys(COLOURS, sector) for sector in (_WIDER, WIDE)}
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -27,28 +27,28 @@ TASKS: dict[str, Task] = {
         Reach("reach_d0", low=(-0.16, -0.06, 0.08), high=(-0.04, 0.06, 0.20), joint_noise=0.02),
         Reach("reach_d1", low=(-0.18, -0.14, 0.06), high=(0.00, 0.14, 0.22), joint_noise=0.05),
         Reach("reach_d2", low=(-0.20, -0.24, 0.04), high=(0.02, 0.24, 0.24), joint_noise=0.10),
-        Push("push_d0", NARROW, Sector(0.37, 0.43, 5), travel=(0.06, 0.18), yaw=0, joint_noise=0.02),
-        Push("push_d1", WIDER, WIDER, travel=(0.08, 0.20), yaw=20, joint_noise=0.05),
+        Push("push_d0", _NARROW, Sector(0.37, 0.43, 5), travel=(0.06, 0.18), yaw=0, joint_noise=0.02),
+        Push("push_d1", _WIDER, _WIDER, travel=(0.08, 0.20), yaw=20, joint_noise=0.05),
         Push("push_d2", WIDE, WIDE, travel=(0.08, 0.20), yaw=45, joint_noise=0.05),
-        Lift("lift_d0", NARROW, yaw=0, joint_noise=0.02),
-        Lift("lift_d1", WIDER, yaw=20, joint_noise=0.05),
+        Lift("lift_d0", _NARROW, yaw=0, joint_noise=0.02),
+        Lift("lift_d1", _WIDER, yaw=20, joint_noise=0.05),
         Lift("lift_d2", WIDE, yaw=45, joint_noise=0.05),
         *(
-            pick(f"pick_{colour}_d{d}", cubes, yaw, noise)
+            Lift.pick(f"pick_{colour}_d{d}", cubes, yaw, noise)
             for colour in COLOURS
-            for d, (cubes, yaw, noise) in enumerate([(ROW, 0, 0.02), (ANY[WIDER], 20, 0.05), (ANY[WIDE], 45, 0.05)])
+            for d, (cubes, yaw, noise) in enumerate([(_ROW, 0, 0.02), (_ANY[_WIDER], 20, 0.05), (_ANY[WIDE], 45, 0.05)])
         ),
-        place("place_d0", NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, noise=0.02),
-        place("place_d1", WIDER, WIDER, apart=(0.12, 0.25), yaw=20, noise=0.05),
-        place("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, noise=0.05),
-        stack("stack_d0", NARROW, Sector(0.38, 0.44, 5), apart=(0.09, 0.20), yaw=0, noise=0.02),
-        stack("stack_d1", WIDER, WIDER, apart=(0.10, 0.25), yaw=20, noise=0.05),
-        stack("stack_d2", WIDE, WIDE, apart=(0.10, 0.30), yaw=45, noise=0.05),
-        Drawer("drawer_d0", NARROW, front=-90, spread=5, joint_noise=0.02),
-        Drawer("drawer_d1", WIDER, front=-90, spread=35, joint_noise=0.05),
+        PutOn.place("place_d0", _NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, noise=0.02),
+        PutOn.place("place_d1", _WIDER, _WIDER, apart=(0.12, 0.25), yaw=20, noise=0.05),
+        PutOn.place("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, noise=0.05),
+        PutOn.stack("stack_d0", _NARROW, Sector(0.38, 0.44, 5), apart=(0.09, 0.20), yaw=0, noise=0.02),
+        PutOn.stack("stack_d1", _WIDER, _WIDER, apart=(0.10, 0.25), yaw=20, noise=0.05),
+        PutOn.stack("stack_d2", WIDE, WIDE, apart=(0.10, 0.30), yaw=45, noise=0.05),
+        Drawer("drawer_d0", _NARROW, front=-90, spread=5, joint_noise=0.02),
+        Drawer("drawer_d1", _WIDER, front=-90, spread=35, joint_noise=0.05),
         Drawer("drawer_d2", REACHABLE, front=0, spread=180, joint_noise=0.05),
-        Button("button_d0", NARROW, yaw=0, joint_noise=0.02),
-        Button("button_d1", WIDER, yaw=20, joint_noise=0.05),
+        Button("button_d0", _NARROW, yaw=0, joint_noise=0.02),
+        Button("button_d1", _WIDER, yaw=20, joint_noise=0.05),
         Button("button_d2", WIDE, yaw=45, joint_noise=0.05),
         Handover("handover_d0", Area((-0.14, -0.09), (0.325, 0.375)), yaw=0, joint_noise=0.02),
         Handover("handover_d1", Area((-0.22, 0.00), (0.28, 0.42)), yaw=20, joint_noise=0.05),

@@ -1,13 +1,14 @@
 """Pictures of the robots: poses from kinematics.py, pixels from raster.py, robots split over threads."""
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from sparring.envs.backend import SEAM
-from sparring.envs.tabletop.kinematics import Kinematics
-from sparring.envs.tabletop.randomize import Look, random_look, rotations, standard_look
+from sparring.envs.tabletop.arm import Kinematics
+from sparring.envs.tabletop.randomize import Appearance, random_appearance, rotations
 from sparring.envs.tabletop.render.geometry import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE
 from sparring.envs.tabletop.render.points import CROP_HIGH, CROP_LOW, point_clouds
 from sparring.envs.tabletop.render.raster import Shapes, draw
@@ -43,22 +44,25 @@ class Renderer:
         self._kinematics = kinematics
         self._marker = marker
         self._shapes = _shapes(model, marker)
-        # colours that a task may speak of, the screen's, and cameras that a hand carries
-        self._keep = self._shapes.label >= OBJECTS
+        # cameras that a hand carries
         self._wrist = model.cam_bodyid > 0
-        self._standard = self.standard_look(1)
+        self._standard = self.standard_appearance(1)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
-    def standard_look(self, n: int) -> Look:
-        return standard_look(self._shapes, len(self.cameras), n)
+    def standard_appearance(self, n: int) -> Appearance:
+        return Appearance.standard(self._shapes.rgb, len(self.cameras), n)
 
-    def random_look(self, rng, appearance: bool, background: bool, light: bool, camera_pose: bool) -> Look:
-        """One robot's look, to be written into a row of `standard_look(n)`."""
-        standard, floor = self.standard_look(1).rows(0), self._shapes.kind == PLANE
-        switches = (appearance, background, light, camera_pose)
-        goal = self._shapes.label == GOAL
-        return random_look(rng, standard, *switches, self._keep, goal, floor, self._wrist)
+    def random_appearance(self, rng: np.random.Generator, switches: Collection[str]) -> Appearance:
+        """One robot's, to be written into a row of `standard_appearance(n)`."""
+        standard, floor, goal = (
+            self.standard_appearance(1).rows(0),
+            self._shapes.kind == PLANE,
+            self._shapes.label == GOAL,
+        )
+        # colours that a task may speak of, and the screen's
+        keep = self._shapes.label >= OBJECTS
+        return random_appearance(rng, standard, switches, keep, goal, floor, self._wrist)
 
     def views(
         self,
@@ -66,7 +70,7 @@ class Renderer:
         goal: np.ndarray,
         cameras: tuple[str, ...],
         size: int,
-        look: Look | None = None,
+        look: Appearance | None = None,
         wants: tuple[str, ...] = ("rgb",),
         points: int = 0,
     ) -> dict[str, np.ndarray]:
@@ -95,7 +99,7 @@ class Renderer:
         ]
         return np.concatenate(self._run(point_clouds, jobs))
 
-    def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None = None) -> np.ndarray:
+    def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None = None) -> np.ndarray:
         """One robot for a person to look at: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
         return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
 
@@ -103,7 +107,7 @@ class Renderer:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _frames(self, qpos: np.ndarray, goal: np.ndarray, look: Look | None) -> _Frames:
+    def _frames(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None) -> _Frames:
         poses = self._kinematics(qpos)
         pos, mat = poses.frames(self._kinematics.geoms)
         camera_pos, camera_mat = poses.frames(self._kinematics.cameras)
@@ -116,7 +120,7 @@ class Renderer:
             camera_mat = camera_mat @ rotations(look.camera_turn)
         return _Frames(pos, mat, camera_pos, camera_mat)
 
-    def _views(self, frames: _Frames, cameras, size: int, look: Look | None, wants) -> dict[str, np.ndarray]:
+    def _views(self, frames: _Frames, cameras, size: int, look: Appearance | None, wants) -> dict[str, np.ndarray]:
         unknown = set(wants) - set(KINDS)
         if unknown:
             raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
@@ -143,10 +147,10 @@ class Renderer:
             raise UserError(f"camera {camera!r}: this scene has {', '.join(self.cameras)}")
         return self.cameras.index(camera)
 
-    def _standard_rows(self, n: int) -> Look:
+    def _standard_rows(self, n: int) -> Appearance:
         """The first rows of a look that is kept, since all of its rows are equal."""
         if len(self._standard.noise) < n:
-            self._standard = self.standard_look(n)
+            self._standard = self.standard_appearance(n)
         return self._standard.rows(slice(n))
 
     def _run(self, function, jobs: list[tuple]) -> list:

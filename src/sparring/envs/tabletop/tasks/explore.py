@@ -1,0 +1,120 @@
+"""Loose objects of many shapes: to explore, or as clutter that distracts from another task."""
+
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from typing import NamedTuple
+
+import numpy as np
+
+from sparring.envs.tabletop.scene import SCENERY, SCREEN, Part, Scene, Solid, TableObject
+from sparring.envs.tabletop.tasks.base import WIDE, Situation, Start, Task, arm_near_home, standing
+
+# one of each shape; not red, blue or green, which the tasks speak of
+TOYS = (
+    Solid("ball", (0.95, 0.58, 0.72), (0.023, 0.023, 0.023), 0.05, "ball"),
+    Solid("cylinder", (0.95, 0.78, 0.16), (0.020, 0.020, 0.030), 0.06, "cylinder"),
+    Solid("capsule", (0.56, 0.32, 0.72), (0.042, 0.017, 0.017), 0.05, "capsule"),
+    Solid("ellipsoid", (0.93, 0.92, 0.86), (0.032, 0.022, 0.018), 0.05, "ellipsoid"),
+    Solid("box", (0.45, 0.30, 0.20), (0.020, 0.028, 0.024), 0.07),
+    Solid("tile", (0.28, 0.30, 0.34), (0.035, 0.022, 0.009), 0.06),
+)
+# metres above the table that things begin: MuJoCo 3.8 finds an ellipsoid that exactly touches it to be deep inside
+_DROP = 1e-4
+_GAP = 0.01
+_AWAY = 0.09
+# around the foot of an arm
+_BASE = 0.12
+_TRIES = 100
+
+
+class _Zone(NamedTuple):
+    """What is nearer than `radius` to the line from one point (x, y) to another, which may be the same."""
+
+    one: np.ndarray
+    other: np.ndarray
+    radius: float
+
+    def room(self, point: np.ndarray) -> float:
+        """Metres from its border; negative inside."""
+        line, offset = self.other - self.one, point - self.one
+        along = np.clip(offset @ line / max(line @ line, 1e-12), 0, 1)
+        return np.hypot(*(offset - along * line)) - self.radius
+
+
+def _scatter(rng: np.random.Generator, things: tuple[TableObject, ...], zones: list[_Zone]) -> np.ndarray:
+    """`[k, 7]`: the things on the table at any yaw, apart from each other and, if possible, from the zones."""
+    taken, poses = list(zones), np.zeros((len(things), 7))
+    for pose, thing in zip(poses, things, strict=True):
+        radius = _footprint(thing) + _GAP
+        point, yaw = _roomy(rng, taken, radius), rng.uniform(-np.pi, np.pi)
+        taken.append(_Zone(point, point, radius))
+        pose[:] = standing(point, thing.half[2] + _DROP, yaw)
+    return poses
+
+
+def with_clutter(scene: Scene, count: int) -> Scene:
+    """The same scene with so many things that have nothing to do with the task."""
+    toys = (TOYS[k % len(TOYS)] for k in range(count))
+    return replace(scene, clutter=tuple(replace(toy, name=f"clutter{k}") for k, toy in enumerate(toys)))
+
+
+def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.ndarray:
+    """`[c, 7]`: the scene's clutter, away from its objects, from the goal and from the ways between them."""
+    points = [*start.objects[:, :2], start.goal[:2]]
+    ways = [_Zone(one, other, _AWAY) for one, other in combinations_with_replacement(points, 2)]
+    objects = [_Zone(point, point, _footprint(thing)) for thing, point in zip(scene.objects, points, strict=False)]
+    arms = [_Zone(base, base, _BASE) for base in (np.array(mount.base[:2]) for mount in scene.arms)]
+    return _scatter(rng, scene.clutter, ways + objects + arms)
+
+
+def _footprint(thing: TableObject) -> float:
+    """Radius of a circle on the table that it stays inside of at any yaw."""
+    return float(np.hypot(*thing.half[:2]))
+
+
+def _roomy(rng: np.random.Generator, zones: list[_Zone], radius: float) -> np.ndarray:
+    """The first point with so much room around it, or the best of many."""
+    best, most = None, -np.inf
+    for _ in range(_TRIES):
+        point = WIDE.draw(rng)
+        room = min((zone.room(point) for zone in zones), default=np.inf)
+        if room > most:
+            best, most = point, room
+        if room >= radius:
+            break
+    return best
+
+
+# a screen at the table's back edge beside the arm, where the head camera sees it
+_STAND = Part(f"""
+    <geom name="{SCREEN}" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {SCENERY}/>
+    <geom type="box" size="0.02 0.05 0.008" pos="-0.475 0.37 0.008" rgba="0.55 0.58 0.64 1" {SCENERY}/>""")
+
+
+@dataclass(frozen=True)
+class Explore(Task):
+    """Never rewarded and never done. The screen shows noise when env.noise_screen asks for it."""
+
+    name: str
+    joint_noise: float
+    scene: Scene = Scene(TOYS, marker=None, scenery=(_STAND,))
+    instructions: tuple[str, ...] = (
+        "look around and play with the things on the table",
+        "explore the table",
+        "try out what the things on the table do",
+        "do whatever is interesting",
+    )
+    max_episode_steps: int = 100
+    hold: int = 5
+    reports_success: bool = False
+
+    def start(self, rng: np.random.Generator) -> Start:
+        arm = arm_near_home(rng, self.joint_noise)
+        return Start(arm, np.zeros(3), _scatter(rng, self.scene.objects, zones=[]))
+
+    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+        n = len(now.hand)
+        return np.zeros(n), np.zeros(n, bool)
+
+    def describe(self) -> dict[str, str]:
+        return {f"{len(TOYS)} things": str(WIDE), "yaw": "any"}
