@@ -1,10 +1,9 @@
-"""What does it cost to keep experience? Two separate questions, and a trial of strength:
+"""What does it cost to keep experience? Two separate questions:
 
 a) adding a rollout and getting it back, beside a list of TensorDicts and beside bare tensor copies
 b) memory that images take, beside keeping both `observation` and `next/observation`
 
     python benchmarks/data.py [--quick] [--only a b] [--rounds 15] [--threads 1]
-    python benchmarks/data.py --hammer 60        # a writer and a reader process at one ring, with checksums
 
 A rollout is 128 decisions of 16 robots with head and wrist cameras at 64 px; in 1 of 50 decisions an episode ends. The
 sides take turns within one run, so that a busy moment hits all; medians are compared. Each side keeps what it got until
@@ -18,11 +17,9 @@ from collections.abc import Callable
 
 import report
 import torch
-from ring_hammer import hammer
 from tensordict import TensorDict
 
-from sparring.data.buffer import RolloutBuffer
-from sparring.data.ring import VLABuffer
+from sparring.data.buffer import RolloutBuffer, VLABuffer
 
 CAMERAS = ("head", "wrist")
 AT_LEAST_5 = {"sense": ">=", "target": 5.0}
@@ -99,37 +96,33 @@ def rollout_buffer(experience: Experience) -> Callable:
     return turn
 
 
-def ring(experience: Experience, reuse: bool) -> Callable:
+def ring(experience: Experience) -> Callable:
     buffer = VLABuffer(experience.steps)
 
-    def turn(before):
+    def turn(_):
         # its transitions come round again, and the first does not go on where the last one led to
         buffer.clear()
         for td in experience.transitions:
             buffer.add(td)
         buffer.close(experience.root)
-        return buffer.get(flatten=False, out=before if reuse else None)
+        return buffer.get(flatten=False)
 
     return turn
 
 
-def bare_copies(experience: Experience, out: bool, reuse: bool = False) -> Callable:
+def bare_copies(experience: Experience, out: bool) -> Callable:
     """Nothing but copies of what is kept, tensor by tensor, observations once; `out`: and of all rows at the end."""
     ended = [td["next", "terminated"].nonzero()[:, 0] for td in experience.transitions]
     last = [list(td["next", "observation"].values(True, True)) for td in experience.transitions]
     rows = [bare(td) for td in experience.transitions] + [bare(experience.root)]
     store = {key: torch.zeros(len(rows), *value.shape, dtype=value.dtype) for key, value in rows[0].items()}
 
-    def turn(before):
+    def turn(_):
         for number, row in enumerate(rows):
             for key, value in row.items():
                 store[key][number].copy_(value)
         finals = [[leaf.index_select(0, e) for leaf in leaves] for e, leaves in zip(ended, last, strict=True) if len(e)]
-        if not out:
-            return store, finals
-        if before is None or not reuse:
-            return {key: column[:-1].clone() for key, column in store.items()}
-        return {key: before[key].copy_(column[:-1]) for key, column in store.items()}
+        return {key: column[:-1].clone() for key, column in store.items()} if out else (store, finals)
 
     return turn
 
@@ -145,16 +138,10 @@ def add_and_get(args) -> list[dict]:
         "list of copied TensorDicts": list_of(experience, copies=True),
         "RolloutBuffer": rollout_buffer(experience),
         "bare copies in": bare_copies(experience, out=False),
-        "VLABuffer, memory in use": ring(experience, reuse=True),
-        "bare copies in and out, memory in use": bare_copies(experience, out=True, reuse=True),
-        "VLABuffer, new memory": ring(experience, reuse=False),
-        "bare copies in and out, new memory": bare_copies(experience, out=True),
+        "VLABuffer": ring(experience),
+        "bare copies in and out": bare_copies(experience, out=True),
     }
-    beside = {
-        "RolloutBuffer": "bare copies in",
-        "VLABuffer, memory in use": "bare copies in and out, memory in use",
-        "VLABuffer, new memory": "bare copies in and out, new memory",
-    }
+    beside = {"RolloutBuffer": "bare copies in", "VLABuffer": "bare copies in and out"}
     seconds = take_turns(sides, args.rounds)
     results = []
     for name, value in seconds.items():
@@ -190,13 +177,13 @@ def memory(args) -> list[dict]:
     for td in experience.transitions:
         buffer.add(td)
     buffer.close(experience.root)
-    rows = sum(column.nbytes for key, column in buffer._rows.observation.items() if key[0] == "image")
-    ends = sum(int(td["next", "terminated"].sum()) for td in experience.transitions)
-    finals = ends * sum(column[0].nbytes for key, column in buffer._rows.final.items() if key[0] == "image")
+    _, last = buffer.finals()
+    kept = sum(tensor.nbytes for tensor in (*buffer.get()[image].values(), *buffer.last[image].values()))
+    kept += sum(tensor.nbytes for tensor in last["image"].values())
     return [
         answer("b", "both observations: MB of images", both / 1e6),
-        answer("b", f"VLABuffer: MB of images, {ends} ends of episodes", (rows + finals) / 1e6),
-        answer("b", "VLABuffer: times less", both / (rows + finals), ">=", 1.9),
+        answer("b", f"VLABuffer: MB of images, {len(last)} ends of episodes", kept / 1e6),
+        answer("b", "VLABuffer: times less", both / kept, ">=", 1.9),
     ]
 
 
@@ -228,7 +215,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side in (a)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of all sides")
-    parser.add_argument("--hammer", type=float, metavar="SECONDS", help="only this: two processes at one ring")
     parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
     args = parser.parse_args()
     args.steps, args.robots, args.size = (16, 4, 32) if args.quick else (128, 16, 64)
@@ -237,24 +223,15 @@ def main() -> None:
     about = report.metadata() | {
         "sizes": {name: getattr(args, name) for name in ("steps", "robots", "size", "threads")}
     }
-    if args.hammer:
-        counts = hammer(args.hammer)
-        print(report.table([("hammer", f"{args.hammer:g} s"), *counts.items()]))
-        save(args, "data_hammer", about, {"seconds": args.hammer} | counts)
-        raise SystemExit(1 if counts["wrong"] or counts["disorder"] else 0)
     results = [result for letter in args.only for result in QUESTIONS[letter](args)]
     if args.quick:
         # sizes too small to judge by
         results = [result | {"target": None} for result in results]
     print(as_table(results))
-    save(args, "data", about, results)
-
-
-def save(args, name: str, about: dict, results) -> None:
     about["load_after"] = report.load()
     print(f"load before {about['load']}, after {about['load_after']}")
     if not args.quick:
-        report.write_json(report.RESULTS / f"{name}.json", {"about": about, "results": results})
+        report.write_json(report.RESULTS / "data.json", {"about": about, "results": results})
 
 
 if __name__ == "__main__":

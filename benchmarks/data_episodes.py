@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
-from sparring.data.windows import MixedWindows, PrioritizedWindows, SequentialWindows, ShuffledWindows
+from sparring.data.windows import MixedWindows, SequentialWindows, ShuffledWindows
 
 CAMERAS = ("head", "wrist")
 TARGET = 20_000
@@ -84,14 +84,12 @@ class BareCopies:
 def ways(store: EpisodeStore) -> dict[str, Callable[[], None]]:
     generator = torch.Generator().manual_seed(1)
     shuffled, burnt = ShuffledWindows(store, LENGTH, memory="stored"), ShuffledWindows(store, LENGTH - 4, burn_in=4)
-    prioritized = PrioritizedWindows(store, LENGTH)
-    mixed = MixedWindows({ShuffledWindows(store, LENGTH): 0.7, PrioritizedWindows(store, LENGTH): 0.3})
+    mixed = MixedWindows({ShuffledWindows(store, LENGTH): 0.7, ShuffledWindows(store, LENGTH, newest=8): 0.3})
     sequence = endless(SequentialWindows(store, LENGTH, BATCH))
     return {
         "bare copies": BareCopies(store),
         "shuffled": lambda: shuffled.sample(BATCH, generator),
         "shuffled, 4 of them burn-in": lambda: burnt.sample(BATCH, generator),
-        "prioritized": lambda: prioritized.sample(BATCH, generator),
         "mixed": lambda: mixed.sample(BATCH, generator),
         "sequential": lambda: next(sequence),
     }

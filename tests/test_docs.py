@@ -220,7 +220,7 @@ def test_the_snippets_about_data_run_as_they_stand(tmp_path, monkeypatch):
     missing = set(sparring.data.__all__) - names.keys()
     assert missing == {"Demonstrations"}
     assert len(names["store"]) >= 16 and names["store"].episode(0).batch_size == (20,)
-    assert names["reader"].sample(2).batch_size == (2,)
+    assert names["ring"].sample(2).batch_size == (2,)
     names["store"].close()
 
 

@@ -11,8 +11,8 @@ from doubles_stream import Stream
 from tensordict import TensorDict
 
 from sparring.data.batches import BatchBuilder
+from sparring.data.buffer import VLABuffer
 from sparring.data.episodes import EpisodeStore
-from sparring.data.ring import VLABuffer
 from sparring.data.windows import SequentialWindows
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sparring.collect.collector import Collector
 from sparring.data.episodes import EpisodeStore
 from sparring.data.recorder import EpisodeRecorder
-from sparring.data.windows import PrioritizedWindows
+from sparring.data.windows import ShuffledWindows
 from sparring.envs.backend import EpisodeSeeds
 from sparring.errors import UserError
 
@@ -543,13 +543,15 @@ def test_a_checkpoint_whose_episodes_are_all_gone_is_told(tmp_path, said):
 
 def test_lists_of_episodes_are_made_while_nobody_changes_them(tmp_path):
     store = filled(tmp_path)
-    windows = PrioritizedWindows(store, 4)
+    windows, generator = ShuffledWindows(store, 4), torch.Generator()
     with ThreadPoolExecutor(3) as pool:
         with store.lock:
             store._arrays_changed()
-            looks = [pool.submit(look) for look in (lambda: store.numbers, lambda: store.ends, lambda: len(windows))]
-            assert wait(looks, timeout=0.1).done == set()
-        assert [looks[0].result().tolist(), looks[1].result().tolist(), looks[2].result()] == [[0, 1, 2], [3, 4, 9], 4]
+            numbers, ends = (pool.submit(look) for look in (lambda: store.numbers, lambda: store.ends))
+            batch = pool.submit(windows.sample, 2, generator)
+            assert wait([numbers, ends, batch], timeout=0.1).done == set()
+        assert [numbers.result().tolist(), ends.result().tolist()] == [[0, 1, 2], [3, 4, 9]]
+        assert len(batch.result()) == 2
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):

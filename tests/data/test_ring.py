@@ -1,43 +1,34 @@
 """The ring against a plain list, and what it promises beside."""
 
-import errno
 import logging
-import os
-import subprocess
-import sys
-import tempfile
+import shutil
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from doubles_stream import Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sparring
-import sparring.data.ring as ring_module
-from sparring.data.buffer import RolloutBuffer
-from sparring.data.ring import VLABuffer, ring_layout, row_bytes
+import sparring.data.buffer as buffer_module
+from sparring.data.buffer import RolloutBuffer, VLABuffer
 from sparring.errors import UserError
-from sparring.processes.storage import Memory, _sweep
 
 
 class ListModel:
     """What a ring is, as a list of transitions; the last one is readable when the next observation is known."""
 
-    def __init__(self, capacity, slots):
-        self.capacity, self.slots = capacity, slots
+    def __init__(self, capacity):
+        self.capacity = capacity
         self.stored, self.closed = [], False
 
     def add(self, transition):
         self.stored = self.stored[-self.capacity :]
-        while sum(map(ends, [*self.stored, transition])) > self.slots:
-            self.stored.pop(0)
         self.stored.append(transition)
         self.closed = False
 
@@ -53,10 +44,6 @@ class ListModel:
         return self.stored if self.closed else self.stored[:-1]
 
 
-def ends(transition):
-    return int((transition["next", "terminated"] | transition["next", "truncated"]).sum())
-
-
 def same(ours, expected):
     keys = set(expected.keys(True, True))
     assert set(ours.keys(True, True)) == keys
@@ -67,14 +54,14 @@ def check_against(model, ring, window):
     expected = model.readable
     assert len(ring) == len(expected)
     assert ring.is_full() == (len(expected) == model.capacity)
-    windows = list(ring.windows(window, following=True))
-    assert len(windows) == len(expected) // window
-    for number, slice_of_time in enumerate(windows):
-        assert same(slice_of_time, torch.stack(expected[number * window : (number + 1) * window]))
     if not expected:
         with pytest.raises(RuntimeError, match="holds no transition"):
             ring.get()
         return
+    windows = list(ring.windows(window, following=True))
+    assert len(windows) == len(expected) // window
+    for number, slice_of_time in enumerate(windows):
+        assert same(slice_of_time, torch.stack(expected[number * window : (number + 1) * window]))
     stacked = torch.stack(expected)
     assert same(ring.get(flatten=False, following=True), stacked)
     assert same(ring.get(), stacked.flatten(0, 1).exclude(("next", "observation")))
@@ -95,9 +82,9 @@ OPERATIONS = st.one_of(
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 5), st.integers(ENVS, 6), st.lists(OPERATIONS, max_size=30), st.integers(1, 3))
-def test_any_history_reads_like_a_plain_list(capacity, slots, operations, window):
-    ring, model, stream = VLABuffer(capacity, final_slots=slots), ListModel(capacity, slots), Stream(ENVS)
+@given(st.integers(1, 5), st.lists(OPERATIONS, max_size=30), st.integers(1, 3))
+def test_any_history_reads_like_a_plain_list(capacity, operations, window):
+    ring, model, stream = VLABuffer(capacity), ListModel(capacity), Stream(ENVS)
     for operation, argument in operations:
         if operation == "add":
             transition = stream.step(argument)
@@ -158,29 +145,27 @@ def test_every_transition_is_drawn_equally_often():
     assert (counts - 1000).abs().max() < 150
 
 
-def test_observations_are_kept_once_and_bytes_are_known_before():
+def test_observations_are_kept_once_and_bytes_are_known_before(caplog, monkeypatch):
     stream = Stream(2)
     transition = stream.step()
     ring = VLABuffer(50)
     assert ring.bytes() == 0
-    told = row_bytes(ring_layout(transition.to("meta"), 51, 1))
+    monkeypatch.setattr(buffer_module, "gigabytes", lambda nbytes: f"{nbytes} bytes")
+    with caplog.at_level(logging.INFO, "sparring.data.buffer"):
+        ring.add(transition)
+    told = ring.bytes()
+    assert f" transitions, {told} bytes in RAM, and 20 bytes for each" in caplog.text
     for _ in range(60):
         ring.add(stream.step())
     assert ring.bytes() == told
     # 12 bytes of image and 2 float32 numbers in each of the 51 rows of 2 robots
-    observation = sum(column.nbytes for column in ring._rows.observation.values())
-    assert observation == 51 * 2 * (12 + 8)
+    assert ring._observation.bytes() == 51 * 2 * (12 + 8)
     ring.add(stream.step(["terminated", "go on"]))
     assert ring.bytes() == told + 12 + 8
-
-
-def test_slots_are_used_again_before_new_ones_are_touched():
-    ring, stream = VLABuffer(4), Stream(2)
-    for _ in range(40):
-        ring.add(stream.step(["terminated", "truncated"]))
-    # 4 readable rows and the newest, of 2 robots each
-    assert int(ring._rows.control[2]) == 10
-    assert ring.is_full()
+    for _ in range(60):
+        ring.add(stream.step())
+    # gone with their transitions
+    assert ring.bytes() == told
 
 
 def test_a_rollout_of_one_buffer_goes_into_another():
@@ -202,10 +187,9 @@ def test_a_rollout_of_one_buffer_goes_into_another():
 
 def test_it_says_how_large_it_is_and_where(caplog, tmp_path):
     transition = Stream(2).step()
-    with caplog.at_level(logging.INFO, "sparring.data.ring"):
-        VLABuffer(2000).allocate(transition)
-        in_file = VLABuffer(2000, memory_limit=1000, folder=tmp_path)
-        in_file.allocate(transition)
+    with caplog.at_level(logging.INFO, "sparring.data.buffer"):
+        VLABuffer(2000).add(transition)
+        VLABuffer(2000, memory_limit=1000, folder=tmp_path).add(transition)
     ram, file = (record.getMessage() for record in caplog.records)
     assert ram.startswith("buffer: 2,000 x 2 transitions, ") and "kB in RAM, and 0.0 kB for each" in ram
     assert f"kB in {tmp_path}" in file
@@ -226,142 +210,15 @@ def test_a_large_ring_lies_in_a_file_that_goes_with_it(tmp_path):
     assert f"{tmp_path}/sparring-buffer-" not in Path("/proc/self/maps").read_text()
 
 
-def test_what_a_killed_process_shared_is_swept_and_what_is_in_use_is_not(tmp_path):
-    code = f"""
-import os, signal
-from sparring.processes.storage import Memory
-from pathlib import Path
-memory = Memory.in_file(4096, 4096, Path({str(tmp_path)!r}), shared=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    environment = os.environ | {"PYTHONPATH": str(Path(sparring.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", code], env=environment)
-    (left,) = tmp_path.iterdir()
-    one, two = (VLABuffer(5, memory_limit=0, folder=tmp_path, shared=True) for _ in range(2))
-    for ring in (one, two):
-        ring.add(Stream(2).step())
-    assert set(tmp_path.iterdir()) == {one.handle().file, two.handle().file} and not left.exists()
-    del one, two, ring
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_room_that_is_reserved_is_there_or_refused(tmp_path, monkeypatch):
-    sparse, reserved = (Memory.in_file(1 << 20, 1 << 20, tmp_path, True, reserved=r) for r in (False, True))
-    assert sparse.file.stat().st_blocks == 0 and reserved.file.stat().st_blocks * 512 >= 1 << 20
-    del sparse, reserved
-
-    def in_a_file_system_that_says(number):
-        def say(handle, offset, length):
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(os, "posix_fallocate", say)
-        return Memory.in_file(1 << 20, 1 << 20, tmp_path, True, "the films", "a smaller room", reserved=True)
-
-    for taken in (errno.ENOSPC, errno.EDQUOT):
-        with pytest.raises(UserError, match="the films needs 1.0 MB, but .* free; choose a smaller room"):
-            in_a_file_system_that_says(taken)
-    with pytest.raises(OSError, match="Input/output error"):
-        in_a_file_system_that_says(errno.EIO)
-    assert list(tmp_path.iterdir()) == []
-    # one that cannot reserve
-    assert in_a_file_system_that_says(errno.EOPNOTSUPP).file.stat().st_size == 1 << 20
-
-
-def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
-    make, made = tempfile.mkstemp, []
-
-    def make_and_sweep(**where):
-        made.append(make(**where))
-        if len(made) == 1:
-            _sweep(tmp_path)
-        return made[-1]
-
-    monkeypatch.setattr(tempfile, "mkstemp", make_and_sweep)
-    memory = Memory.in_file(64, 64, tmp_path, shared=True)
-    assert len(made) == 2 and str(memory.file) == made[1][1]
-    _sweep(tmp_path)
-    memory.data.fill_(7)
-    assert (Memory.open(memory.file, 64).data == 7).all()
-
-
-def test_what_is_not_there_as_it_was_made_is_not_opened(tmp_path):
-    missing, short = tmp_path / "missing", tmp_path / "short"
-    with pytest.raises(FileNotFoundError):
-        Memory.open(missing, 64)
-    short.write_bytes(b"7" * 63)
-    with pytest.raises(ValueError, match="has 63 bytes, not 64"):
-        Memory.open(short, 64)
-    # and neither made nor lengthened
-    assert not missing.exists() and short.stat().st_size == 63
-
-
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparring.processes.storage._free_space", lambda folder: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     ring = VLABuffer(2000, memory_limit=0, folder=tmp_path)
     with pytest.raises(UserError, match=r"the buffer needs 0\.\d MB|the buffer needs \d+ kB, but .* has 1\.0 kB free"):
         ring.add(Stream(2).step())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_attached_ring_reads_and_never_writes():
-    ring, stream = VLABuffer(4, shared=True), Stream(2)
-    with pytest.raises(RuntimeError, match="shared=True"):
-        ring.handle()
-    ring.add(stream.step())
-    reader = VLABuffer.attach(ring.handle())
-    ring.add(stream.step())
-    assert len(reader) == 1 and same(reader.get(), ring.get())
-    for write in (lambda: reader.add(stream.step()), reader.clear, lambda: reader.close(stream.root())):
-        with pytest.raises(RuntimeError, match="read from here and written elsewhere"):
-            write()
-
-
-# ---- one writer, one reader
-
-
-def test_what_the_writer_overtakes_is_never_served(monkeypatch):
-    """The writer strikes in the middle of the reader's copy, where a race would do most harm."""
-    ring, stream = VLABuffer(4), Stream(2)
-    for _ in range(5):
-        ring.add(stream.step(["terminated", "go on"]))
-    copy, gather, strikes = ring._rows.copy, ring._rows.gather, [3, 1]
-
-    def struck(read):
-        def reading(*arguments):
-            result = read(*arguments)
-            for _ in range(strikes.pop(0) if strikes else 0):
-                ring.add(stream.step(["terminated", "go on"]))
-            return result
-
-        return reading
-
-    monkeypatch.setattr(ring._rows, "copy", struck(copy))
-    # rows 0 to 2 are overwritten while 0 to 3 are copied: 3 is left
-    assert ring.get(flatten=False)["observation", "state"][:, 0, 0].tolist() == [3]
-    # 3 is overwritten while 3 to 6 are cut into windows: they begin anew at 4
-    assert [w["observation", "state"][:, 0, 0].tolist() for w in ring.windows(2)] == [[4, 5]]
-    monkeypatch.setattr(ring._rows, "gather", struck(gather))
-    strikes += [4, 0]
-    clocks = ring.sample(64, torch.Generator().manual_seed(0))["observation", "state"][:, 0]
-    assert sorted(set(clocks.tolist())) == [8, 9, 10, 11]
-
-
-def test_a_ring_that_was_overtaken_while_it_was_looked_at_is_not_empty():
-    ring, stream, strikes = VLABuffer(4), Stream(2), [10, 10]
-
-    class Control(np.ndarray):
-        def __getitem__(self, at):
-            value = super().__getitem__(at)
-            if at == 0 and strikes:
-                for _ in range(strikes.pop()):
-                    ring.add(stream.step())
-            return value
-
-    for _ in range(6):
-        ring.add(stream.step())
-    ring._rows.control = ring._rows.control.view(Control)
-    assert ring.get(flatten=False)["observation", "state"][:, 0, 0].tolist() == [21, 22, 23, 24]
-    assert strikes == []
+# ---- a thread that reads while another one writes
 
 
 def test_a_reader_thread_sees_whole_transitions_only():
@@ -412,11 +269,6 @@ def test_the_newest_rollout_is_copied_once_and_its_columns_go_with_it():
     assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [3, 4]
     ring.close(stream.root())
     assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [4, 5]
-
-
-def test_a_ring_without_room_for_one_end_of_each_env_is_refused():
-    with pytest.raises(ValueError, match="final_slots=1 cannot hold the last observations of 2 envs"):
-        VLABuffer(4, final_slots=1).add(Stream(2).step())
 
 
 def test_a_transition_must_have_what_the_first_one_had():
@@ -497,26 +349,8 @@ def test_a_key_without_numbers_is_kept_empty():
         assert buffer.get(flatten=False, following=True)["next", "observation", "nothing"].shape == (2, 2, 0)
 
 
-def test_a_ring_is_seen_by_readers_only_when_it_says_that_it_is_empty(monkeypatch):
-    """New memory holds anything; a reader that comes while it is being made must find nothing."""
-    ring, seen = VLABuffer(4), []
-
-    class Control(np.ndarray):
-        def __setitem__(self, at, value):
-            seen.append(ring._rows)
-            super().__setitem__(at, value)
-
-    class Rows(ring_module.Rows):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            self.control = self.control.view(Control)
-
-    monkeypatch.setattr(ring_module, "Rows", Rows)
-    ring.allocate(Stream(2).step())
-    assert seen == [None] and len(ring) == 0
-
-
 def test_nothing_to_read_says_so():
     with pytest.raises(RuntimeError, match="holds no transition that can be read"):
         VLABuffer(4).sample(1)
-    assert list(VLABuffer(4).windows(1)) == []
+    with pytest.raises(RuntimeError, match="holds no transition that can be read"):
+        next(VLABuffer(4).windows(1))

@@ -4,7 +4,6 @@ import tempfile
 import threading
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from doubles_episodes import assert_equal, numbered_episode
@@ -12,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparring.data.episodes import EpisodeStore
-from sparring.data.windows import MixedWindows, PrioritizedWindows, SequentialWindows, ShuffledWindows
+from sparring.data.windows import MixedWindows, SequentialWindows, ShuffledWindows
 from sparring.errors import UserError
 
 # enough to tell which steps were drawn
 WHICH = ["observation/state", "version"]
-MARKS = ("mask", "burn_in", "index", "weight", "source")
+MARKS = ("mask", "burn_in", "source")
 
 
 def make_store(folder, lengths, first=0, **options) -> EpisodeStore:
@@ -226,89 +225,15 @@ def test_mixing_stores_with_other_keys_reads_the_common_ones(tmp_path):
     assert batch["version"].unique().tolist() == [0, 1]
 
 
-def test_priorities_decide_how_often_a_window_is_drawn(tmp_path):
-    store = make_store(tmp_path, [8, 6])
-    windows = PrioritizedWindows(store, 4, alpha=0.5, beta=1.0, keys=WHICH)
-    # (0, 0), (0, 4), (1, 0), (1, 2): the last is pushed back
-    assert len(windows) == 4
-    windows.update(np.arange(4), np.array([1.0, 4.0, 9.0, 16.0]))
-    batch = windows.sample(50_000, generator())
-    starts = {0: (0, 0), 1: (0, 4), 2: (1, 0), 3: (1, 2)}
-    index = batch["index"][:, 0]
-    for i, start in starts.items():
-        rows = index == i
-        assert rows.float().mean().item() == pytest.approx((i + 1) / 10, abs=0.01)
-        assert batch["observation", "state"][rows][:, 0].unique(dim=0).tolist() == [list(map(float, start))]
-        # (W p)^-1 over that of the rarest, which is 4 * 1/10
-        assert batch["weight"][rows].unique().item() == pytest.approx(1 / (i + 1), rel=1e-3)
-    assert batch["mask"].all() and batch["is_first"][:, 0].all() and not batch["is_first"][:, 1:].any()
-
-
-def test_weights_make_up_for_uneven_drawing(tmp_path):
-    windows = PrioritizedWindows(make_store(tmp_path, [4] * 10), 4, alpha=1.0, beta=1.0, keys=WHICH)
-    windows.update(np.arange(10), np.arange(1.0, 11.0))
-    batch = windows.sample(50_000, generator())
-    value, weight = batch["version"][:, 0].double(), batch["weight"][:, 0].double()
-    assert value.mean() == pytest.approx(6.0, abs=0.05)
-    # the plain mean over the windows
-    assert (value * weight).sum() / weight.sum() == pytest.approx(4.5, abs=0.05)
-
-
-def test_new_windows_get_the_highest_priority_and_deleted_ones_are_passed_over(tmp_path):
-    store = make_store(tmp_path, [10] * 20, max_bytes=40_000)
-    windows = PrioritizedWindows(store, 5, alpha=1.0)
-    old = windows.sample(4000, generator())["index"][:, 0].unique()
-    assert len(old) == len(windows) == 2 * len(store)
-    windows.update(old, torch.zeros(len(old)))
-    windows.update(old[:1], [50.0])
-    for number in range(20, 24):
-        store.append(numbered_episode(number, 10))
-    assert len(windows) == 2 * len(store)
-    windows.update(old, torch.zeros(len(old)))
-    drawn = windows.sample(1000, generator())
-    assert set(drawn["version"].unique().tolist()) == {20, 21, 22, 23}
-    assert drawn["index"].min() > old.max()
-    with pytest.raises(UserError, match="finite and 0 or more"):
-        windows.update([0], [float("nan")])
-
-
-def test_priorities_survive_a_restart(tmp_path):
-    store = make_store(tmp_path, [10] * 4)
-    windows = PrioritizedWindows(store, 5)
-    windows.update(np.arange(len(windows)), np.arange(8.0))
-    other = PrioritizedWindows(store, 5)
-    other.load_state_dict(windows.state_dict())
-    store.append(numbered_episode(4, 10))
-    assert_equal(other.sample(64, generator(5)), windows.sample(64, generator(5)))
-
-
-def test_a_prioritised_source_keeps_its_index_and_weight_in_a_mix(tmp_path):
-    store, other = make_store(tmp_path / "a", [8] * 4), make_store(tmp_path / "b", [8] * 4, first=10)
-    priorities = PrioritizedWindows(store, 4)
-    batch = MixedWindows({priorities: 1, ShuffledWindows(other, 4): 1}).sample(200, generator())
-    first = batch["source"][:, 0] == 0
-    assert batch["index"][first].unique().tolist() == list(range(8))
-    assert batch["index"][~first].unique().tolist() == [-1] and (batch["weight"][~first] == 1).all()
-    index = batch["index"][first][:, 0]
-    assert torch.equal(batch["version"][first][:, 0], index // 2)
-
-
 def test_every_column_can_be_pinned(tmp_path):
     """Pinned memory is copied into element by element, so no two of them may lie in one place."""
     store = make_store(tmp_path, [8] * 4)
-    prioritised = PrioritizedWindows(store, 4, 2)
-    for windows in (prioritised, MixedWindows({prioritised: 1, ShuffledWindows(store, 4, 2): 1})):
+    shuffled = ShuffledWindows(store, 4, 2)
+    for windows in (shuffled, MixedWindows({shuffled: 1, ShuffledWindows(store, 4, 2): 1})):
         batch = windows.sample(5, generator())
-        assert {"index", "weight"} < set(batch.keys())
+        assert ("source" in set(batch.keys())) == (windows is not shuffled)
         for key, values in batch.items(True, True):
             assert 0 not in values.stride(), key
-
-
-def test_priorities_are_taken_as_a_loss_gives_them(tmp_path):
-    windows = PrioritizedWindows(make_store(tmp_path, [8] * 2), 4, alpha=1.0)
-    loss = torch.tensor([0.0, 0.0, 0.0, 3.0], dtype=torch.bfloat16, requires_grad=True)
-    windows.update(torch.arange(4), loss * 2)
-    assert windows.state_dict()["windows"]["priority"].tolist() == [0, 0, 0, 6]
 
 
 def test_a_mix_is_asked_for_the_same_keys(tmp_path):
@@ -320,9 +245,8 @@ def test_a_mix_is_asked_for_the_same_keys(tmp_path):
 def test_a_store_that_lost_its_episodes_says_so(tmp_path):
     store = make_store(tmp_path, [8])
     store.rewind(0)
-    for windows in (ShuffledWindows(store, 4), PrioritizedWindows(store, 4)):
-        with pytest.raises(UserError, match="holds no episode; record some"):
-            windows.sample(2, generator())
+    with pytest.raises(UserError, match="holds no episode; record some"):
+        ShuffledWindows(store, 4).sample(2, generator())
     with pytest.raises(UserError, match="holds no episode; record some"):
         next(iter(SequentialWindows(store, 4, 2)))
 
@@ -347,7 +271,8 @@ def test_mistakes_are_explained(tmp_path):
 def test_a_thread_samples_while_another_appends_and_old_episodes_go(tmp_path):
     lengths = [5 + number * 7 % 20 for number in range(400)]
     store = make_store(tmp_path, lengths[:20], max_bytes=100_000)
-    samplers = [ShuffledWindows(store, 6, 2), PrioritizedWindows(store, 6, 2)]
+    shuffled = ShuffledWindows(store, 6, 2)
+    samplers = [shuffled, MixedWindows({shuffled: 1})]
     done, batches = threading.Event(), []
 
     def sample():
@@ -373,8 +298,7 @@ def test_an_empty_key_is_kept_empty(tmp_path):
     assert store.episode(0)["extra"].shape == (9, 0)
 
 
-@pytest.mark.parametrize("kind", [ShuffledWindows, PrioritizedWindows])
-def test_what_is_no_size_is_refused_before_anything_is_read(tmp_path, kind):
+def test_what_is_no_size_is_refused_before_anything_is_read(tmp_path):
     store = make_store(tmp_path, [5])
     for options, said in [
         ({"length": 0}, "length=0: expected a whole number of 1 or more"),
@@ -383,38 +307,13 @@ def test_what_is_no_size_is_refused_before_anything_is_read(tmp_path, kind):
         ({"length": 2, "memory": "kept"}, "memory='kept': expected 'stored' or 'rebuilt'"),
     ]:
         with pytest.raises(ValueError, match=said):
-            kind(store, **options)
-    windows = kind(store, 2)
+            ShuffledWindows(store, **options)
+    windows = ShuffledWindows(store, 2)
     for sampler in (windows, MixedWindows({windows: 1})):
         for batch_size in (0, -1, 1.5):
             with pytest.raises(ValueError, match=f"batch_size={batch_size}: expected a whole number of 1 or more"):
                 sampler.sample(batch_size, generator())
     with pytest.raises(ValueError, match="batch_size=0: expected"):
         SequentialWindows(store, 2, 0)
-    with pytest.raises(UserError, match="expected ShuffledWindows or PrioritizedWindows .* got EpisodeStore"):
+    with pytest.raises(UserError, match="expected ShuffledWindows .* got EpisodeStore"):
         MixedWindows({store: 1})
-
-
-def test_a_priority_of_each_window_or_of_each_step(tmp_path):
-    store = make_store(tmp_path, [8])
-    windows = PrioritizedWindows(store, 2)
-
-    def priorities():
-        return windows.state_dict()["windows"]["priority"].tolist()
-
-    index = torch.tensor([3, 0])
-    windows.update(index, torch.tensor([0.5, 0.25]))
-    assert priorities() == [0.25, 1, 1, 0.5]
-    windows.update(index[:, None], torch.tensor([[2.0], [3.0]]))
-    assert priorities() == [3, 1, 1, 2]
-    # the largest of a window counts
-    windows.update(index[:, None].expand(2, 2), torch.tensor([[0.5, 4.0], [6.0, 5.0]]))
-    assert priorities() == [6, 1, 1, 4]
-    batch = windows.sample(3, generator())
-    windows.update(batch["index"], torch.full((3,), 9.0))
-    assert max(priorities()) == 9
-    for wrong in (torch.ones(3), torch.ones(3, 2), torch.tensor(1.0), torch.ones(2, 2, 2)):
-        with pytest.raises(UserError, match="one index \\[B\\] and one priority"):
-            windows.update(index, wrong)
-    with pytest.raises(UserError, match="names one window, but it holds several"):
-        windows.update(torch.tensor([[0, 1], [2, 2]]), torch.ones(2))

@@ -20,8 +20,7 @@ from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
 from sparring.config.schema import load_config
 from sparring.contract import POLICY_MEMORY, ContractError
-from sparring.data.buffer import RolloutBuffer
-from sparring.data.ring import VLABuffer
+from sparring.data.buffer import RolloutBuffer, VLABuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.evaluation.play import play

@@ -42,7 +42,7 @@ def test_each_part_has_a_file_and_the_main_one_is_for_people(tmp_path, capsys):
     log_to_files(config, tmp_path)
     logging.getLogger("sparring.training").debug("numbers")
     logging.getLogger("sparring.env").warning("a robot fell over")
-    logging.getLogger("sparring.data.ring").debug("details")
+    logging.getLogger("sparring.data.buffer").debug("details")
     assert written(tmp_path) == {
         "": ["INFO before there is a folder", "WARNING a robot fell over", "DEBUG details"],
         "env": ["DEBUG robots", "WARNING a robot fell over"],

@@ -91,11 +91,7 @@ class Config(Section):
     @property
     def rollout_steps(self) -> int:
         """Decisions of each robot between two updates."""
-        if self.buffer.size is None:
-            return self.rollout.steps
-        holds = self.buffer.size // self.rollout.n_envs
-        # a ring holds older ones beside the newest rollout
-        return min(holds, self.rollout.steps) if self.buffer.type == "vla" else holds
+        return self.buffer.rollout_steps(self.rollout.steps, self.rollout.n_envs)
 
     @property
     def run_folder(self) -> Path:

@@ -2,31 +2,25 @@
 
 import importlib
 
-BUFFERS = {
-    "standard": "sparring.data.buffer:RolloutBuffer",
-    "vla": "sparring.data.ring:VLABuffer",
-}
-
-_WHERE = {
+_MODULE_OF = {
     "BatchBuilder": "batches",
     "Demonstrations": "demonstrations",
     "EpisodeRecorder": "recorder",
     "EpisodeStore": "episodes",
     "MixedWindows": "windows",
-    "PrioritizedWindows": "windows",
     "RolloutBuffer": "buffer",
     "SequentialWindows": "windows",
     "ShuffledWindows": "windows",
-    "VLABuffer": "ring",
+    "VLABuffer": "buffer",
 }
-__all__ = list(_WHERE)
+__all__ = list(_MODULE_OF)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted([*globals(), *_MODULE_OF])
 
 
 def __getattr__(name: str):
-    if name not in _WHERE:
-        raise AttributeError(f"module 'sparring.data' has no attribute '{name}'; it offers {', '.join(_WHERE)}")
-    return getattr(importlib.import_module(f"sparring.data.{_WHERE[name]}"), name)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'sparring.data' has no attribute '{name}'; it offers {', '.join(_MODULE_OF)}")
+    return getattr(importlib.import_module(f"sparring.data.{_MODULE_OF[name]}"), name)

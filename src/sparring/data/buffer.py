@@ -1,7 +1,16 @@
-"""Rollout buffers: what a buffer is, and one rollout on the learner's device."""
+"""Buffers of recent transitions: one rollout that is used once, or a ring of the newest decisions.
+
+Both keep every observation once: the next observation of a transition is the observation of the following row. Only
+the last observations of ended episodes, which no row holds, are kept apart. T decisions, N envs, F ended episodes.
+"""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from math import prod
 from numbers import Integral
 from pathlib import Path
 from typing import Protocol
@@ -9,12 +18,402 @@ from typing import Protocol
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from sparring.config.resolve import resolve
-from sparring.data import BUFFERS
 from sparring.data.configs import BufferConfig
-from sparring.processes.storage import empty, gigabytes
+from sparring.errors import UserError
+from sparring.processes.storage import empty, gigabytes, half_of_free_ram
 
-# ---- Sizes that a caller gives.
+log = logging.getLogger(__name__)
+
+Key = tuple[str, ...]
+
+
+class Buffer(Protocol):
+    """What collectors write and algorithms read: the newest rollout of N envs, see RolloutBuffer."""
+
+    # decisions of a rollout, at most
+    steps: int
+
+    def start(self) -> None: ...
+    def add(self, td: TensorDict) -> None: ...
+    def close(self, td: TensorDict) -> None: ...
+    def set(self, key: Key | str, value: torch.Tensor) -> None: ...
+    def rollout(self) -> TensorDict: ...
+    def finals(self) -> tuple[torch.Tensor, TensorDict] | None: ...
+    @property
+    def last(self) -> TensorDict: ...
+    def bytes(self) -> int: ...
+
+
+def make_buffer(config: BufferConfig, steps: int, n_envs: int, folder: Path) -> "RolloutBuffer":
+    """For rollouts of `steps` decisions of `n_envs` robots; `folder`: where a ring goes that is too large for RAM."""
+    if config.type == "standard":
+        return RolloutBuffer(steps)
+    return VLABuffer(config.decisions(n_envs) or steps, steps, config.memory_limit, config.folder or folder)
+
+
+class RolloutBuffer:
+    """`add` T transitions [N], or a rollout of them, then `get` them, then `clear`.
+
+    T is `steps`, or less where the rollout is closed early. Memory is allocated by the first `add` and used again.
+    """
+
+    def __init__(self, steps: int):
+        check_whole("steps", steps)
+        self.steps = self.capacity = self._transition_rows = steps
+        # the number of the next transition; number t lies in row t % (capacity + 1)
+        self._count = 0
+        # whether the observation after the newest transition is known
+        self._closed = False
+        # rows [R, N], and the same columns as nested dicts
+        self._transition: TensorDict | None = None
+        self._observation: TensorDict | None = None
+        self._columns: dict = {}
+        self._attached: dict[Key | str, torch.Tensor] = {}
+        # number of a transition -> the envs [F] whose episodes it ended, and their last observations [F]
+        self._ends: dict[int, tuple[torch.Tensor, TensorDict]] = {}
+        # where the rows lie, and where the transitions come from and are served
+        self._memory = self._device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        """Decisions of each env that it holds."""
+        return self._count
+
+    def is_full(self) -> bool:
+        return len(self) == self.capacity
+
+    def add(self, td: TensorDict) -> None:
+        """A transition [N] or a rollout [T, N], with `next/*`.
+
+        After `close` it must start at the observation that the last one led to. Without `close` this is assumed:
+        to compare each step with the next costs as much as storing it.
+        """
+        if not isinstance(td, TensorDictBase) or td.batch_dims not in (1, 2):
+            got = f"a TensorDict {list(td.batch_size)}" if isinstance(td, TensorDictBase) else type(td).__name__
+            raise TypeError(f"expected a TensorDict: a transition [N] or a rollout [T, N], with next/*; got {got}")
+        if td.batch_dims == 2:
+            for transition in td.unbind(0):
+                self.add(transition)
+            self.close(td[-1]["next"])
+            return
+        self._make_room()
+        if self._transition is None:
+            self._allocate(td)
+        if self._closed:
+            self._check_continues(td["observation"])
+        self._write(self._columns, td)
+        following = td.get("next")
+        done = following.get("terminated") | following.get("truncated")
+        if done.any():
+            ended = done.nonzero()[:, 0]
+            # leaf by leaf: indexing a TensorDict takes several times as long
+            last = TensorDict({}, [len(ended)])
+            for key, value in leaves(following.get("observation")):
+                last.set(key, value.index_select(0, ended).to(self._memory))
+            self._ends[self._count] = ended.to(self._memory), last
+        self._count += 1
+        self._closed = False
+
+    def close(self, td: TensorDict) -> None:
+        """The observation [N] after the last transition. There may be fewer than `steps` before it."""
+        if self._observation is None:
+            raise RuntimeError("there is no transition that this could follow; add() one first")
+        self._write({"observation": self._columns["observation"]}, td)
+        self._closed = True
+
+    def clear(self) -> None:
+        """Forget all transitions; what is added next may start anywhere."""
+        self._count, self._closed = 0, False
+        self._ends, self._attached = {}, {}
+
+    def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
+        """`[T, N]`, or `[T*N]` in time order; views, not copies. `following` adds `next/observation`, a copy."""
+        self._check_readable()
+        rollout = self._read(len(self), following)
+        for key, value in self._attached.items():
+            rollout.set(key, value)
+        return rollout.flatten(0, 1) if flatten else rollout
+
+    def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
+        """Slices of time `[length, N]`, the oldest first; a shorter rest is left out."""
+        check_whole("length", length)
+        rollout = self.get(flatten=False, following=following)
+        for first in range(0, len(rollout) - length + 1, length):
+            yield rollout[first : first + length]
+
+    def sample(self, batch_size: int, generator: torch.Generator | None = None) -> TensorDict:
+        """`[B]` transitions with `next/observation`, each stored one as likely as the others."""
+        self._check_readable()
+        self._check_next_known()
+        rows, envs = self._observation.batch_size
+        index = torch.randint(len(self) * envs, (batch_size,), generator=generator).to(self._memory)
+        number, env = self._newest() - len(self) + index // envs, index % envs
+        batch = self._transition[number % rows, env]
+        batch.set("observation", self._observation[number % rows, env])
+        for key, value in self._attached.items():
+            batch.set(key, value.flatten(0, 1)[index])
+        following = self._observation[(number + 1) % rows, env]
+        ended = batch["next", "terminated"] | batch["next", "truncated"]
+        number, env = number[ended], env[ended]
+        if (found := self._ended_at(number.unique().tolist())) is not None:
+            (end_number, end_env), last = found
+            following[ended] = last[torch.searchsorted(end_number * envs + end_env, number * envs + env)]
+        batch["next", "observation"] = following
+        return self._serve(batch)
+
+    def start(self) -> None:
+        """A rollout begins."""
+        self.clear()
+
+    def rollout(self) -> TensorDict:
+        """`[T, N]`, with the attached columns."""
+        return self.get(flatten=False)
+
+    def set(self, key: Key | str, value: torch.Tensor) -> None:
+        """Attach a column [T, N] that is computed after the fact; it is gone with the rollout."""
+        self._attached[key] = value
+
+    def finals(self) -> tuple[torch.Tensor, TensorDict] | None:
+        """(step, env) [2, F] of the episodes that ended in the newest rollout, and their true last observations [F]."""
+        newest = self._newest()
+        first = newest - min(len(self), self.steps)
+        if (found := self._ended_at(range(first, newest))) is None:
+            return None
+        at, last = found
+        at[0] -= first
+        return at.to(self._device), self._serve(last)
+
+    @property
+    def last(self) -> TensorDict:
+        """`observation` after the last transition, [N]."""
+        if not self._closed:
+            raise RuntimeError(f"after {self._count} transitions nothing is known yet; add() and close() the rollout")
+        return TensorDict({"observation": self._observation[self._count]}, self._observation.batch_size[1:])
+
+    def bytes(self) -> int:
+        return _bytes(self._transition) + _bytes(self._observation) if self._transition is not None else 0
+
+    def _newest(self) -> int:
+        """The number after the newest transition that can be read."""
+        return self._count
+
+    def _write(self, columns: dict, td: TensorDict) -> None:
+        if missing := _write_row(columns, self._count % (self.capacity + 1), td):
+            raise KeyError(f"the transition lacks {', '.join(sorted(missing))}, which earlier ones had")
+
+    def _make_room(self) -> None:
+        if self.is_full():
+            raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
+
+    def _check_readable(self) -> None:
+        if not (self.is_full() or self._closed):
+            raise RuntimeError(
+                f"the rollout holds {self._count} of {self.steps} decisions; add() the rest first, or close() it"
+            )
+
+    def _check_next_known(self) -> None:
+        if not self._closed:
+            raise RuntimeError("where the last transition led to is not known yet; close() the rollout first")
+
+    def _read(self, steps: int, following: bool) -> TensorDict:
+        """The newest `steps` transitions, [steps, N]."""
+        first = self._newest() - steps
+        rollout = self._span(self._transition, first, steps)
+        rollout.set("observation", self._span(self._observation, first, steps))
+        if following:
+            self._check_next_known()
+            true_next = self._span(self._observation, first + 1, steps, copied=True)
+            if (found := self._ended_at(range(first, first + steps))) is not None:
+                (number, env), last = found
+                true_next[number - first, env] = last
+            rollout.get("next").set("observation", true_next)
+        return self._serve(rollout)
+
+    def _span(self, rows: TensorDict, first: int, count: int, copied: bool = False) -> TensorDict:
+        span = rows[first : first + count]
+        return span.clone() if copied else span
+
+    def _ended_at(self, numbers: Iterable[int]) -> tuple[torch.Tensor, TensorDict] | None:
+        """(number, env) [2, F] of the episodes that these transitions ended, and their last observations [F]."""
+        ends = [(number, *self._ends[number]) for number in numbers if number in self._ends]
+        if not ends:
+            return None
+        at = torch.cat([torch.stack([torch.full_like(env, number), env]) for number, env, _ in ends], 1)
+        return at, torch.cat([last for *_, last in ends])
+
+    def _check_continues(self, observation: TensorDict) -> None:
+        """`observation` [N] is the one that `close` stored, but for envs whose episodes had ended."""
+        row = self._observation[self._count % (self.capacity + 1)]
+        goes_on = torch.ones(len(row), dtype=torch.bool, device=self._memory)
+        if self._count - 1 in self._ends:
+            goes_on[self._ends[self._count - 1][0]] = False
+        for key, stored in leaves(row):
+            given = observation.get(key).to(self._memory)[goes_on]
+            if torch.equal(stored[goes_on], given):
+                continue
+            name = "/".join(("observation", *key))
+            if given.isnan().any():
+                raise RuntimeError(
+                    f"{name} holds NaN, which equals nothing; mend the env, or what it is normalised with"
+                )
+            raise RuntimeError(
+                f"{name} is not what the last transition led to; clear() the buffer before adding what starts elsewhere"
+            )
+
+    @torch.inference_mode(False)
+    def _allocate(self, td: TensorDict) -> None:
+        """Make room for transitions like `td` [N], having logged how much."""
+        transition, observation = td.exclude("observation", ("next", "observation"), "noise"), td["observation"]
+        self._device = td["next", "reward"].device
+        rows = self._transition_rows
+        needed = rows * _bytes(transition) + (self.capacity + 1) * _bytes(observation)
+        new, place = self._place(needed, observation)
+        log.info(f"buffer: {self.capacity:,} x {len(td)} transitions, {gigabytes(needed)} in {place}")
+        self._transition, self._observation = (
+            # [N, ...] -> [rows, N, ...]
+            part.apply(lambda x, count=count: new((count, *x.shape), x.dtype), batch_size=[count, len(td)])
+            for part, count in ((transition, rows), (observation, self.capacity + 1))
+        )
+        self._columns = self._transition.to_dict() | {"observation": self._observation.to_dict()}
+
+    def _place(self, needed: int, observation: TensorDict):
+        """A function (shape, dtype) -> tensor, and where its tensors lie, in words."""
+        self._memory = device = self._device
+        return lambda shape, dtype: empty(shape, dtype, device).zero_(), "RAM" if device.type == "cpu" else str(device)
+
+    def _serve(self, td: TensorDict) -> TensorDict:
+        return td if self._memory == self._device else td.to(self._device)
+
+
+class VLABuffer(RolloutBuffer):
+    """A ring: `add` transitions [N] or rollouts [T, N] for ever, read copies of the newest `capacity` at any time.
+
+    The newest transition can be read once its next observation is known: when another one is added, or after `close`.
+    `steps`: decisions that `rollout` serves. A ring of more than `memory_limit` bytes (default: half of the free RAM)
+    lies in a file in `folder`. One thread may write while others read.
+    """
+
+    def __init__(
+        self, capacity: int, steps: int | None = None, memory_limit: int | None = None, folder: Path | str | None = None
+    ):
+        check_whole("capacity", capacity)
+        super().__init__(capacity if steps is None else steps)
+        # one row more than can be read: the newest transition waits for its next observation
+        self.capacity, self._transition_rows = capacity, capacity + 1
+        self.memory_limit = memory_limit
+        self.folder = Path(folder or tempfile.gettempdir())
+        # the newest rollout, copied once
+        self._rollout: TensorDict | None = None
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Decisions of each env that can be read."""
+        return min(self._newest(), self.capacity)
+
+    def add(self, td: TensorDict) -> None:
+        with self._lock:
+            super().add(td)
+            self._forget_overwritten()
+
+    def close(self, td: TensorDict) -> None:
+        """The observation [N] after the newest transition, which can be read from now on."""
+        with self._lock:
+            super().close(td)
+            self._forget_overwritten()
+
+    def clear(self) -> None:
+        with self._lock:
+            super().clear()
+            self._rollout = None
+
+    def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
+        """A copy of all there is, at most the newest `capacity`: `[T, N]`, or `[T*N]` in time order.
+
+        `following` adds `next/observation`.
+        """
+        with self._lock:
+            return super().get(flatten, following)
+
+    def sample(self, batch_size: int, generator: torch.Generator | None = None) -> TensorDict:
+        with self._lock:
+            return super().sample(batch_size, generator)
+
+    def start(self) -> None:
+        """A rollout begins; the ring keeps what it has."""
+
+    def rollout(self) -> TensorDict:
+        """A copy of the newest `steps` decisions [T, N], with the attached columns."""
+        if self._rollout is None:
+            self._check_readable()
+            self._rollout = self._read(min(len(self), self.steps), following=False)
+        return self._rollout.copy()
+
+    def set(self, key: Key | str, value: torch.Tensor) -> None:
+        """Attach a column [T, N] to the newest rollout; it is gone with the next add."""
+        self.rollout()
+        self._rollout.set(key, value)
+
+    @property
+    def last(self) -> TensorDict:
+        """`observation` after the newest transition that can be read, [N]."""
+        self._check_readable()
+        row = self._observation[self._newest() % (self.capacity + 1)]
+        return self._serve(TensorDict({"observation": row.clone()}, row.batch_size))
+
+    def bytes(self) -> int:
+        """Memory that is in use once all rows are written."""
+        return super().bytes() + sum(_bytes(last) for _, last in self._ends.values())
+
+    def _newest(self) -> int:
+        return self._count if self._closed else max(self._count - 1, 0)
+
+    def _make_room(self) -> None:
+        """The row of the oldest transition is simply written over."""
+
+    def _forget_overwritten(self) -> None:
+        self._rollout = None
+        oldest = self._newest() - len(self)
+        while self._ends and (first := next(iter(self._ends))) < oldest:
+            del self._ends[first]
+
+    def _check_readable(self) -> None:
+        if not len(self):
+            raise RuntimeError("the ring holds no transition that can be read; add() to it, and close() or add() again")
+
+    def _check_next_known(self) -> None:
+        """Of every transition that can be read it is."""
+
+    def _span(self, rows: TensorDict, first: int, count: int, copied: bool = True) -> TensorDict:
+        """A copy in time order across the seam of the ring."""
+        start = first % (self.capacity + 1)
+        before_seam = rows[start : start + count]
+        rest = count - len(before_seam)
+        return torch.cat([before_seam, rows[:rest]]) if rest else before_seam.clone()
+
+    def _place(self, needed: int, observation: TensorDict):
+        """RAM or a file; last observations of episodes are in RAM in any case."""
+        limit = half_of_free_ram() if self.memory_limit is None else self.memory_limit
+        each = gigabytes(_bytes(observation) // len(observation))
+        if needed <= limit:
+            return empty, f"RAM, and {each} for each end of an episode"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise UserError(
+                f"the buffer needs {gigabytes(needed)}, but {self.folder} has {gigabytes(free)} free; "
+                "choose a smaller buffer.size, or another buffer.folder"
+            )
+        return self._mapped, f"{self.folder}, and {each} of RAM for each end of an episode"
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """In a file without a name, which the system frees when the process ends in whatever way."""
+        if not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        handle, file = tempfile.mkstemp(prefix="sparring-buffer-", suffix=".bin", dir=self.folder)
+        try:
+            return torch.from_file(file, shared=True, size=prod(shape), dtype=dtype).view(shape)
+        finally:
+            os.unlink(file)
+            os.close(handle)
 
 
 def check_whole(name: str, value: int, least: int = 1) -> None:
@@ -22,337 +421,30 @@ def check_whole(name: str, value: int, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r}: expected a whole number of {least} or more")
 
 
-# ---- Buffer: what every store of recent experience can do.
-
-
-def check_transition(td: TensorDict) -> None:
-    if not isinstance(td, TensorDictBase) or td.batch_dims not in (1, 2):
-        got = f"a TensorDict {list(td.batch_size)}" if isinstance(td, TensorDictBase) else type(td).__name__
-        raise TypeError(f"expected a TensorDict: a transition [N] or a rollout [T, N], with next/*; got {got}")
-
-
-class Buffer(Protocol):
-    """Transitions of N envs, in time order.
-
-    The first half is for anyone. The second serves the newest rollout to those who collect and train in turns.
-    """
-
-    # decisions of a rollout, at most
-    steps: int
-
-    def add(self, td: TensorDict) -> None:
-        """A transition [N] or a rollout [T, N], with `next/*`."""
-
-    def close(self, td: TensorDict) -> None:
-        """The observation [N] after the last transition."""
-
-    def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
-        """All there is: `[T, N]`, or `[T*N]` in time order; `following` adds `next/observation`."""
-
-    def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
-        """Slices of time `[length, N]`, the oldest first."""
-
-    def sample(self, batch_size: int, generator: torch.Generator | None = None) -> TensorDict:
-        """`[B]` transitions with `next/observation`, each stored one as likely as the others."""
-
-    def is_full(self) -> bool: ...
-
-    def clear(self) -> None: ...
-
-    def bytes(self) -> int: ...
-
-    def start(self) -> None:
-        """A rollout begins."""
-
-    def rollout(self) -> TensorDict:
-        """The newest `steps` decisions `[T, N]`, and the columns that were `set`."""
-
-    def set(self, key, value: torch.Tensor) -> None:
-        """Attach a column [T, N] to the newest rollout; it is gone with it."""
-
-    def finals(self) -> tuple[torch.Tensor, TensorDict] | None:
-        """(step, env) [2, F] of the episodes that ended in the newest rollout, and their last observations [F]."""
-
-    @property
-    def last(self) -> TensorDict:
-        """`observation` after the last transition, [N]."""
-
-
-# ---- Writing one transition into the rows of a store, leaf by leaf.
-#
-# Looking up nested keys of a TensorDict costs more than copying a small leaf, so a transition is walked through once,
-# in
-# step with a tree of the columns.
-
-
-# row number -> that row of a column
-RowOf = Callable[[int], torch.Tensor]
-
-
-class RowWriter:
-    """Columns by nested key; what a transition has beyond them is left out, and nothing is cast or repeated to fit."""
-
-    def __init__(self, columns: Mapping[tuple[str, ...], RowOf]):
-        self._keys = set(columns)
-        self._tree: dict = {}
-        for (*branch, leaf), row_of in columns.items():
-            node = self._tree
-            for name in branch:
-                node = node.setdefault(name, {})
-            row = row_of(0)
-            node[leaf] = row_of, row.dtype, row.nbytes, (*branch, leaf)
-
-    def write(self, row: int, td: TensorDict) -> None:
-        if _write(self._tree, row, td) < len(self._keys):
-            missing = sorted("/".join(key) for key in self._keys - {key for key, _ in leaves(td)})
-            raise KeyError(f"the transition lacks {', '.join(missing)}, which earlier ones had")
-
-
-def leaves(td: TensorDict) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+def leaves(td: TensorDict) -> list[tuple[Key, torch.Tensor]]:
     items = td.items(include_nested=True, leaves_only=True)
     return [(key if isinstance(key, tuple) else (key,), value) for key, value in items]
 
 
-def check_fits(key: tuple[str, ...], value: torch.Tensor, row: torch.Tensor) -> None:
-    if value.shape != row.shape or value.dtype != row.dtype:
-        raise ValueError(
-            f"{'/'.join(key)} is {value.dtype} {list(value.shape)}, but in the first transition it was "
-            f"{row.dtype} {list(row.shape)}; all of one buffer must be alike"
-        )
-
-
-def check_continues(
-    row: Mapping[tuple[str, ...], torch.Tensor], observation: TensorDict, goes_on: torch.Tensor
-) -> None:
-    """`observation` [N] is what was stored in `row` [N] as the one after the last transition, where `goes_on` [N]."""
-    for key, stored in row.items():
-        given = observation.get(key).to(stored.device)[goes_on]
-        if torch.equal(stored[goes_on], given):
-            continue
-        name = "/".join(("observation", *key))
-        if given.isnan().any():
-            raise RuntimeError(f"{name} holds NaN, which equals nothing; mend the env, or what it is normalised with")
-        raise RuntimeError(
-            f"{name} is not what the last transition led to; clear() the buffer before adding what starts elsewhere"
-        )
-
-
-def _write(tree: dict, row: int, td: TensorDict) -> int:
-    """How many columns were written."""
-    written = 0
-    for name, value in td.items():
-        node = tree.get(name)
-        if node is None:
-            continue
-        if type(node) is dict:
-            written += _write(node, row, value)
+def _write_row(columns: dict, row: int, td: TensorDict, path: Key = ()) -> list[str]:
+    """Copy `td` [N] into a row; nothing is cast or repeated to fit. Returns the columns that `td` lacks."""
+    # both trees in one walk: looking up nested keys of a TensorDict takes longer than copying a small leaf
+    values, missing = dict(td.items()), []
+    for name, column in columns.items():
+        if (value := values.get(name)) is None:
+            missing.append("/".join((*path, name)))
+        elif isinstance(column, dict):
+            missing += _write_row(column, row, value, (*path, name))
         else:
-            row_of, dtype, nbytes, key = node
-            # of one type and size nothing can be cast or repeated; looking at the shape would take twice as long
-            if value.dtype is not dtype or value.nbytes != nbytes:
-                check_fits(key, value, row_of(row))
-            row_of(row).copy_(value)
-            written += 1
-    return written
-
-
-# ---- RolloutBuffer: one rollout [T, N], used once.
-#
-# Every image is kept once: `observation` is [T+1, N] (the last row is where the next rollout begins), and the true last
-# observations of episodes that ended on the way sit in a compact list beside it. Memory is allocated on the first add
-# and written in place from then on.
-
-
-log = logging.getLogger(__name__)
-
-
-class RolloutBuffer:
-    """`add` T transitions [N], or a rollout of them, then `get` them, then `clear`.
-
-    T is `steps`, or less where the rollout is closed early.
-    """
-
-    def __init__(self, steps: int):
-        check_whole("steps", steps)
-        self.steps = steps
-        self.position = 0
-        self._closed = False
-        self._observation: TensorDict | None = None
-        self._transition: TensorDict | None = None
-        self._writer: RowWriter | None = None
-        self._columns: dict[tuple[str, ...] | str, torch.Tensor] = {}
-        # (step, env) of each true last observation, and these observations
-        self.final_at: list[torch.Tensor] = []
-        self.final: list[TensorDict] = []
-
-    def __len__(self) -> int:
-        """Decisions of each env that it holds."""
-        return self.position
-
-    def is_full(self) -> bool:
-        return self.position == self.steps
-
-    def add(self, td: TensorDict) -> None:
-        """A transition [N] or a rollout [T, N], with `next/*`.
-
-        Of `next/observation` only what no other row holds is kept. After `close` it must go on where the last one led
-        to; without `close` it is taken to do so, for comparing each step with the next costs as much as storing it.
-        """
-        check_transition(td)
-        if td.batch_dims == 2:
-            for transition in td.unbind(0):
-                self.add(transition)
-            self.close(td[-1]["next"])
-            return
-        if self.is_full():
-            raise RuntimeError(f"the rollout already holds its {self.steps} decisions; get() and clear() it first")
-        if self._transition is None:
-            self._allocate(td)
-        if self._closed:
-            self._check_continues(td["observation"])
-        self._writer.write(self.position, td)
-        following = td.get("next")
-        done = following.get("terminated") | following.get("truncated")
-        if done.any():
-            ended = done.nonzero()[:, 0]
-            self.final_at.append(torch.stack([torch.full_like(ended, self.position), ended]))
-            # leaf by leaf: indexing a TensorDict takes several times as long
-            last = TensorDict({}, [len(ended)])
-            for key, value in leaves(following.get("observation")):
-                last.set(key, value.index_select(0, ended))
-            self.final.append(last)
-        self.position += 1
-        self._closed = False
-
-    def close(self, td: TensorDict) -> None:
-        """The observation [N] after the last transition: row T. There may be fewer than `steps` before it."""
-        if self._observation is None:
-            raise RuntimeError("there is no transition that this could follow; add() one first")
-        self._observation[self.position] = td["observation"]
-        self._closed = True
-
-    def set(self, key, value: torch.Tensor) -> None:
-        """Attach a column [T, N] that is worked out after the fact; it is gone with the rollout."""
-        self._columns[key] = value
-
-    @property
-    def last(self) -> TensorDict:
-        """`observation` after the last transition, [N]."""
-        if not self._closed:
-            raise RuntimeError(f"after {self.position} transitions nothing is known yet; add() and close() the rollout")
-        return TensorDict({"observation": self._observation[self.position]}, self._observation.batch_size[1:])
-
-    def get(self, flatten: bool = True, following: bool = False) -> TensorDict:
-        """`[T, N]`, or `[T*N]` in time order; views, not copies. `following` adds `next/observation`, a copy."""
-        self._check_complete()
-        rollout = self._transition.copy() if self.is_full() else self._transition[: self.position]
-        rollout.set("observation", self._observation[: self.position])
-        for key, value in self._columns.items():
-            rollout.set(key, value)
-        if following:
-            rollout["next"] = rollout["next"].copy().set("observation", self._following())
-        return rollout.flatten(0, 1) if flatten else rollout
-
-    def rollout(self) -> TensorDict:
-        """`[T, N]`, with the columns that were `set`."""
-        return self.get(flatten=False)
-
-    def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
-        """Slices of time `[length, N]`, the oldest first; a shorter rest is left out."""
-        check_whole("length", length)
-        rollout = self.get(flatten=False, following=following)
-        for first in range(0, self.position - length + 1, length):
-            yield rollout[first : first + length]
-
-    def sample(self, batch_size: int, generator: torch.Generator | None = None) -> TensorDict:
-        """`[B]` transitions with `next/observation`, each stored one as likely as the others."""
-        flat = self.get()
-        index = torch.randint(len(flat), (batch_size,), generator=generator).to(flat["next", "reward"].device)
-        batch = flat[index]
-        batch["next", "observation"] = self._following(index)
-        return batch
-
-    def finals(self) -> tuple[torch.Tensor, TensorDict] | None:
-        """(step, env) [2, F] of the episodes that ended, and their true last observations [F]."""
-        return (torch.cat(self.final_at, 1), torch.cat(self.final)) if self.final else None
-
-    def start(self) -> None:
-        """A rollout begins."""
-        self.clear()
-
-    def clear(self) -> None:
-        self.position, self._closed = 0, False
-        self.final_at, self.final, self._columns = [], [], {}
-
-    def bytes(self) -> int:
-        stores = [s for s in (self._observation, self._transition) if s is not None]
-        return sum(tensor.nbytes for store in stores for tensor in store.values(True, True))
-
-    def _following(self, index: torch.Tensor | None = None) -> TensorDict:
-        """The true next observations, [T, N], or [B] of the flat `index`."""
-        if not self._closed:
-            raise RuntimeError("where the last transition led to is not known yet; close() the rollout first")
-        envs = self._observation.batch_size[1]
-        # the row below is what follows, where no episode ended
-        following = self._observation[1 : self.position + 1].flatten(0, 1)
-        following = following.clone() if index is None else following[index]
-        if self.final:
-            (step, env), final = self.finals()
-            # [T*N]: which of the last observations, -1: none
-            which = torch.full((self.position * envs,), -1, device=step.device)
-            which[step * envs + env] = torch.arange(len(step), device=step.device)
-            which = which if index is None else which[index]
-            ended = which >= 0
-            following[ended] = final[which[ended]]
-        return following.unflatten(0, (self.position, envs)) if index is None else following
-
-    def _check_complete(self) -> None:
-        if not (self.is_full() or self._closed):
-            raise RuntimeError(
-                f"the rollout holds {self.position} of {self.steps} decisions; add() the rest first, or close() it"
-            )
-
-    def _check_continues(self, observation: TensorDict) -> None:
-        row = self._observation[self.position]
-        goes_on = torch.ones(len(row), dtype=torch.bool, device=observation.get(leaves(row)[0][0]).device)
-        for step, env in self.final_at:
-            goes_on[env[step == self.position - 1]] = False
-        check_continues(dict(leaves(row)), observation, goes_on)
-
-    @torch.inference_mode(False)
-    def _allocate(self, td: TensorDict) -> None:
-        transition = td.exclude("observation", ("next", "observation"), "noise").clone(recurse=False)
-        needed = self.steps * _bytes(transition) + (self.steps + 1) * _bytes(td.select("observation"))
-        log.info(f"buffer: {self.steps:,} x {len(td)} transitions, {gigabytes(needed)} in {_place(td)}")
-        self._transition = _zeros(transition, self.steps)
-        self._observation = _zeros(td.select("observation"), self.steps + 1)["observation"]
-        columns = leaves(TensorDict({**self._transition, "observation": self._observation[:-1]}, [self.steps]))
-        # rows as views made once: a handful of plain copies is all that `add` does
-        self._writer = RowWriter({key: column.unbind(0).__getitem__ for key, column in columns})
+            target = column[row]
+            if value.shape != target.shape or value.dtype != target.dtype:
+                raise ValueError(
+                    f"{'/'.join((*path, name))} is {value.dtype} {list(value.shape)}, but in the first transition it "
+                    f"was {target.dtype} {list(target.shape)}; all of one buffer must be alike"
+                )
+            target.copy_(value)
+    return missing
 
 
 def _bytes(td: TensorDict) -> int:
     return sum(value.nbytes for _, value in leaves(td))
-
-
-def _place(td: TensorDict) -> str:
-    device = td["next", "reward"].device
-    return "RAM" if device.type == "cpu" else str(device)
-
-
-def _zeros(td: TensorDict, rows: int) -> TensorDict:
-    # [N, ...] -> [rows, N, ...]
-    return td.apply(lambda x: empty((rows, *x.shape), x.dtype, x.device).zero_(), batch_size=[rows, *td.batch_size])
-
-
-# ---- From the `buffer` section to a buffer.
-
-
-def make_buffer(buffer: BufferConfig, steps: int, n_envs: int, folder: Path) -> Buffer:
-    """For rollouts of `steps` decisions of `n_envs` robots; `folder`: where a ring goes that is too large for RAM."""
-    cls = resolve(buffer.type, BUFFERS, "buffer")
-    if buffer.type == "standard":
-        return cls(steps)
-    capacity = buffer.size // n_envs if buffer.size else steps
-    limit = None if buffer.memory_limit_gb is None else int(buffer.memory_limit_gb * 1e9)
-    return cls(capacity, steps, memory_limit=limit, folder=buffer.folder or folder)

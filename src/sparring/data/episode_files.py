@@ -42,7 +42,7 @@ HEADER_BYTES = _HEADER.size
 
 
 @dataclass(frozen=True)
-class Column:
+class EpisodeColumn:
     """One key of an episode of T steps: T rows, or T+1 of an observation."""
 
     name: str
@@ -58,15 +58,15 @@ class Column:
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
-class Layout:
+class EpisodeLayout:
     """Which columns an episode has and where each of them lies in its block."""
 
-    def __init__(self, columns: Iterable[Column]):
+    def __init__(self, columns: Iterable[EpisodeColumn]):
         self.columns = tuple(sorted(columns, key=lambda column: column.name))
         self._places: dict[int, tuple[dict[str, int], int]] = {}
 
     def offsets(self, steps: int) -> dict[str, int]:
-        """Where each column begins in the block of an episode of `steps` steps."""
+        """Where each column begins in the block of an episode."""
         return self._place(steps)[0]
 
     def block_bytes(self, steps: int) -> int:
@@ -74,7 +74,7 @@ class Layout:
 
     def _place(self, steps: int) -> tuple[dict[str, int], int]:
         if steps not in self._places:
-            offsets, end = {}, _aligned(_HEADER.size)
+            offsets, end = {}, _aligned(HEADER_BYTES)
             for column in self.columns:
                 offsets[column.name] = end
                 end += _aligned((steps + column.extra) * column.row_bytes)
@@ -85,10 +85,17 @@ class Layout:
     def step_bytes(self) -> int:
         return sum(column.row_bytes for column in self.columns)
 
+    @staticmethod
+    def header_steps(header: bytes) -> int | None:
+        """Steps of the episode that begins with these bytes; None where none does."""
+        if len(header) < HEADER_BYTES or not header.startswith(_MARK):
+            return None
+        return _HEADER.unpack(header)[1]
+
     def block(self, rows: dict[str, list[np.ndarray]], steps: int) -> list:
         """The bytes of an episode as buffers in the order in which they are written; no copies of contiguous rows."""
         pieces: list = [_HEADER.pack(_MARK, steps)]
-        position = _HEADER.size
+        position = HEADER_BYTES
         for name, start in self.offsets(steps).items():
             parts = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in rows[name]]
             pieces += [bytes(start - position), *parts]
@@ -104,7 +111,7 @@ class Layout:
         flush(folder)
 
     @classmethod
-    def load(cls, folder: Path) -> "Layout | None":
+    def load(cls, folder: Path) -> "EpisodeLayout | None":
         """None where nothing was stored yet."""
         try:
             content = json.loads((folder / META).read_text())
@@ -120,11 +127,11 @@ class Layout:
                 f"'{folder}' holds episodes of format {kind}, but this version reads format {_FORMAT}; "
                 "read them with the version that wrote them"
             )
-        return cls(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
+        return cls(EpisodeColumn(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
 
 
 @dataclass(frozen=True)
-class Record:
+class EpisodeRecord:
     """One line of an index: a whole episode."""
 
     number: int
@@ -143,27 +150,12 @@ class Record:
         return b"%08x %s\n" % (zlib.crc32(text), text)
 
     @classmethod
-    def parse(cls, line: bytes) -> "Record | None":
+    def parse(cls, line: bytes) -> "EpisodeRecord | None":
         """None for a line that was cut short or damaged."""
         checksum, _, text = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             return None
         return cls(**json.loads(text))
-
-
-def header_steps(header: bytes) -> int | None:
-    """Of the episode that begins with these bytes; None where none does."""
-    if len(header) < _HEADER.size or not header.startswith(_MARK):
-        return None
-    return _HEADER.unpack(header)[1]
-
-
-def checksum(pieces: list) -> int:
-    """Of the pieces, one after another."""
-    total = 0
-    for piece in pieces:
-        total = zlib.crc32(piece, total)
-    return total
 
 
 def take_lock(folder: Path) -> int:

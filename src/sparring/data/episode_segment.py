@@ -1,56 +1,15 @@
-"""Segments of the episode store: rows and their files."""
+"""A segment of the episode store: a data file of whole episodes and its index, written and mapped into memory."""
 
 import mmap
 import os
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-import torch
-from tensordict import TensorDict
 
-from sparring.data.episode_files import HEADER_BYTES, Layout, Record, header_steps
+from sparring.data.episode_files import HEADER_BYTES, EpisodeLayout, EpisodeRecord
 from sparring.errors import UserError
 from sparring.processes.files import flush
-
-# ---- An episode as a TensorDict taken apart into the rows that are stored, and refused where it is none.
-
-
-def rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
-    """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
-    (steps,) = episode.batch_size
-    if not steps:
-        raise UserError("an episode without a step cannot be stored")
-    rows = {}
-    for key, value in episode.exclude(("next", "observation")).items(True, True):
-        key = key if isinstance(key, tuple) else (key,)
-        name = "/".join(key)
-        if value.dtype == torch.bfloat16:
-            raise UserError(f"{name} is bfloat16, which cannot be stored; append it as float16 or float32")
-        values = value.numpy(force=True)
-        rows[name] = [values]
-        if key[0] == "observation":
-            following = episode.get(("next", *key), None)
-            if following is None:
-                raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
-            following = following.numpy(force=True)
-            _check_order(values, following, name)
-            rows[name].append(following[-1:])
-    return steps, rows
-
-
-def _check_order(values: np.ndarray, following: np.ndarray, name: str) -> None:
-    if not np.array_equal(values[1:], following[:-1]):
-        if values.dtype.kind == "f" and np.isnan(values).any():
-            raise UserError(f"{name} holds NaN, which cannot be stored; mend the env, or leave the episode out")
-        raise UserError(
-            f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time order; "
-            "append each episode by itself"
-        )
-
-
-# ---- Segment: a data file of whole episodes and its index; where they are written, and mapped into memory to be read.
 
 
 class Segment:
@@ -61,11 +20,16 @@ class Segment:
         self.number = number
         self.data_path, self.index_path = stem.with_suffix(".data"), stem.with_suffix(".index")
         self.deleted_path = stem.with_suffix(".deleted")
-        self.records: list[Record] = []
+        self.records: list[EpisodeRecord] = []
         self.bytes = np.empty(0, np.uint8)
         self._pages: mmap.mmap | None = None
         self._line_ends: list[int] = []
         self._files: tuple[int, int] | None = None
+
+    @staticmethod
+    def numbers(folder: Path, suffix: str) -> list[int]:
+        """Of the segments in a folder that have such a file, ascending."""
+        return sorted(int(path.stem.removeprefix("segment-")) for path in folder.glob(f"segment-*{suffix}"))
 
     @property
     def data_end(self) -> int:
@@ -83,7 +47,7 @@ class Segment:
         lines = self._unread_lines()
         size = self.data_path.stat().st_size
         for line in lines:
-            record = Record.parse(line)
+            record = EpisodeRecord.parse(line)
             if record is None or record.end > size:
                 break
             self._take(record, line)
@@ -96,7 +60,7 @@ class Segment:
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
         self._pages.madvise(mmap.MADV_WILLNEED, page, start + size - page)
 
-    def append(self, record: Record, pieces: list) -> None:
+    def append(self, record: EpisodeRecord, pieces: list) -> None:
         """Data first, then the line that makes them count."""
         data, index = self._files = self._files or self._open()
         line = record.line()
@@ -117,32 +81,37 @@ class Segment:
         intact = {record.offset for record in self.intact(self.records)}
         return [i for i, record in enumerate(self.records) if record.offset not in intact]
 
-    def intact(self, records: list[Record]) -> list[Record]:
+    def intact(self, records: list[EpisodeRecord]) -> list[EpisodeRecord]:
         """Those of `records` whose data are what their checksums promise."""
         if not records:
             return []
+        intact = []
         # read, not mapped: all of it would stay in this process's memory
         with open(self.data_path, "rb") as file:
-            return [record for record in records if _checksum_at(file, record) == record.crc]
+            for record in records:
+                file.seek(record.offset)
+                if zlib.crc32(file.read(record.size)) == record.crc:
+                    intact.append(record)
+        return intact
 
-    def unread(self) -> list[Record | None]:
+    def unread(self) -> list[EpisodeRecord | None]:
         """What the index lists behind `records`: not parsed (None), without its data, or written since."""
-        return [Record.parse(line) for line in self._unread_lines()] if self.index_path.exists() else []
+        return [EpisodeRecord.parse(line) for line in self._unread_lines()] if self.index_path.exists() else []
 
-    def torn(self, layout: Layout) -> tuple[int, int, int]:
+    def torn(self, layout: EpisodeLayout) -> tuple[int, int, int]:
         """(episodes, steps, bytes) behind the last whole one: what a crash has cut short, as far as can be told."""
         size, unread = max(self.data_path.stat().st_size - self.data_end, 0), self.unread()
         lost = {record.offset: record.steps for record in unread if record} | self.unlisted(self.data_end, layout)
         # where not even the header was written, there is nothing to tell the steps by
         return max(len(lost), int(bool(size or unread))), sum(lost.values()), size
 
-    def unlisted(self, position: int, layout: Layout) -> dict[int, int]:
+    def unlisted(self, position: int, layout: EpisodeLayout) -> dict[int, int]:
         """Offset -> steps of the episodes that begin at `position` and one after another from there on."""
         found, size = {}, self.data_path.stat().st_size
         with open(self.data_path, "rb") as file:
             while position < size:
                 file.seek(position)
-                steps = header_steps(file.read(HEADER_BYTES))
+                steps = layout.header_steps(file.read(HEADER_BYTES))
                 if steps is None:
                     break
                 found[position] = steps
@@ -164,8 +133,7 @@ class Segment:
         return True
 
     def lost_its_index(self) -> bool:
-        """In this order, as a writer may be at work: it creates the index before it writes data, and renames it first
-        of all when it deletes them."""
+        """In this order: a writer may be creating it, index first, or deleting it, which renames the index first."""
         size = self.data_path.stat().st_size if self.data_path.exists() else 0
         missing = not self.index_path.exists() and not self.deleted_path.exists()
         return size > 0 and missing and self.data_path.exists()
@@ -220,7 +188,7 @@ class Segment:
             file.seek(self.index_end)
             return file.read().splitlines(keepends=True)
 
-    def _take(self, record: Record, line: bytes) -> None:
+    def _take(self, record: EpisodeRecord, line: bytes) -> None:
         self._line_ends.append(self.index_end + len(line))
         self.records.append(record)
 
@@ -231,16 +199,6 @@ class Segment:
             # copy-on-write, since torch takes no read-only memory: a write stays in this process
             self._pages = mmap.mmap(file.fileno(), self.data_end, access=mmap.ACCESS_COPY)
         self.bytes = np.frombuffer(self._pages, np.uint8)
-
-
-def segment_numbers(folder: Path, suffix: str) -> list[int]:
-    """Of the segments that have such a file, ascending."""
-    return sorted(int(path.stem.removeprefix("segment-")) for path in folder.glob(f"segment-*{suffix}"))
-
-
-def _checksum_at(file: BinaryIO, record: Record) -> int:
-    file.seek(record.offset)
-    return zlib.crc32(file.read(record.size))
 
 
 def _write(file: int, piece, position: int) -> int:

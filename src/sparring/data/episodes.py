@@ -7,16 +7,18 @@ slice of a memory map: no decoding, and no copy. What an episode looks like on d
 import logging
 import os
 import threading
+import zlib
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from sparring.data import episode_repair
-from sparring.data.episode_files import META, Column, Layout, Record, checksum, take_lock
-from sparring.data.episode_segment import Segment, rows_of, segment_numbers
+from sparring.data.episode_files import META, EpisodeColumn, EpisodeLayout, EpisodeRecord, take_lock
+from sparring.data.episode_repair import open_segments
+from sparring.data.episode_segment import Segment
 from sparring.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -45,11 +47,11 @@ class EpisodeStore:
         self.read_only, self.max_bytes = read_only, max_bytes
         # what is deleted at once is a small part of what is kept
         self.segment_bytes = min(segment_bytes, max_bytes // 8) if max_bytes else segment_bytes
-        self.layout: Layout | None = None
+        self.layout: EpisodeLayout | None = None
         # held while the list of episodes changes, and by threads that look up several things in it
         self.lock = threading.RLock()
         self._segments: list[Segment] = []
-        self._where: list[tuple[Segment, Record]] = []
+        self._where: list[tuple[Segment, EpisodeRecord]] = []
         self._lock: int | None = None
         self._told = False
         if read_only and not self.folder.is_dir():
@@ -58,9 +60,7 @@ class EpisodeStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.folder)
         try:
-            self._segments = (
-                episode_repair.inspect(self.folder) if read_only else episode_repair.mend(self.folder, repair)
-            )
+            self._segments = open_segments(self.folder, read_only, repair)
             self.refresh()
         except UserError:
             self.close()
@@ -108,7 +108,7 @@ class EpisodeStore:
         i = int(np.searchsorted(numbers, number))
         return i if i < len(numbers) and numbers[i] == number else None
 
-    def locate(self, i: int) -> tuple[Segment, Record]:
+    def locate(self, i: int) -> tuple[Segment, EpisodeRecord]:
         """The segment that episode `i` is in, and where."""
         try:
             return self._where[i]
@@ -117,13 +117,12 @@ class EpisodeStore:
 
     def append(self, episode: TensorDict, **info) -> int:
         """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
-        _check_one_env(episode)
         self._require_writer()
-        steps, rows = rows_of(episode)
+        steps, rows = _rows_of(episode)
         layout = self._fitting_layout(rows, steps)
-        pieces = layout.block(rows, steps)
-        size = layout.block_bytes(steps)
-        record = Record(self.next_number, 0, size, steps, checksum(pieces), info)
+        pieces, size = layout.block(rows, steps), layout.block_bytes(steps)
+        crc = reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
+        record = EpisodeRecord(self.next_number, 0, size, steps, crc, info)
         line = len(record.line())
         with self.lock:
             # only now, when all that is wrong with the episode has been refused
@@ -141,10 +140,10 @@ class EpisodeStore:
         """See what the writer has added and deleted since; the writer itself always sees it all."""
         with self.lock:
             known = {segment.number: segment for segment in self._segments}
-            numbers = segment_numbers(self.folder, ".index")
+            numbers = Segment.numbers(self.folder, ".index")
             # after the segments were listed, since the writer writes it before the first of them; that of a store
             # without episodes can still change
-            self.layout = (self.layout if len(self) else None) or Layout.load(self.folder)
+            self.layout = (self.layout if len(self) else None) or EpisodeLayout.load(self.folder)
             if numbers and self.layout is None:
                 raise UserError(f"'{self.folder}' has episodes but no {META}; copy the folder again")
             found = [known.get(number) or Segment(self.folder, number) for number in numbers]
@@ -225,9 +224,11 @@ class EpisodeStore:
         if self._lock is None:
             raise UserError(f"'{self.folder}' was opened to be read, or closed; open it with EpisodeStore(folder)")
 
-    def _fitting_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> Layout:
+    def _fitting_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> EpisodeLayout:
         """That of the store, or a new one where there is no episode yet."""
-        layout = Layout(Column(name, part.dtype.name, part.shape[1:]) for name, (part, *_) in rows.items())
+        layout = EpisodeLayout(
+            EpisodeColumn(name, part.dtype.name, part.shape[1:]) for name, (part, *_) in rows.items()
+        )
         if len(self):
             if layout.columns != self.layout.columns:
                 raise UserError(f"this episode does not fit '{self.folder}': {_differences(self.layout, layout)}")
@@ -267,14 +268,15 @@ class EpisodeStore:
         log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
 
 
-def _differences(old: Layout, new: Layout) -> str:
+def _differences(old: EpisodeLayout, new: EpisodeLayout) -> str:
     was, now = ({c.name: f"{c.dtype} {list(c.shape)}" for c in layout.columns} for layout in (old, new))
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     told = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
     return "; ".join(told) + "; give another folder, or leave out keys that differ"
 
 
-def _check_one_env(episode: TensorDict) -> None:
+def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
+    """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
     if not isinstance(episode, TensorDictBase):
         raise UserError(f"an episode is a TensorDict [T], got {type(episode).__name__}")
     if episode.batch_dims != 1:
@@ -282,6 +284,38 @@ def _check_one_env(episode: TensorDict) -> None:
             f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; append each env's episodes by "
             "themselves, or give transitions [N] to an EpisodeRecorder"
         )
+    (steps,) = episode.batch_size
+    if not steps:
+        raise UserError("an episode without a step cannot be stored")
+    rows = {}
+    for key, value in episode.exclude(("next", "observation")).items(True, True):
+        key = key if isinstance(key, tuple) else (key,)
+        name = "/".join(key)
+        if value.dtype == torch.bfloat16:
+            raise UserError(f"{name} is bfloat16, which cannot be stored; append it as float16 or float32")
+        values = value.numpy(force=True)
+        rows[name] = [values]
+        if key[0] == "observation":
+            following = episode.get(("next", *key), None)
+            if following is None:
+                raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
+            following = following.numpy(force=True)
+            _check_order(values, following, name)
+            rows[name].append(following[-1:])
+    return steps, rows
+
+
+def _check_order(values: np.ndarray, following: np.ndarray, name: str) -> None:
+    if not np.array_equal(values[1:], following[:-1]):
+        if values.dtype.kind == "f" and np.isnan(values).any():
+            raise UserError(f"{name} holds NaN, which cannot be stored; mend the env, or leave the episode out")
+        raise UserError(
+            f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time order; "
+            "append each episode by itself"
+        )
+
+
+# ---- Segment: a data file of whole episodes and its index; where they are written, and mapped into memory to be read.
 
 
 def _megabytes(size: int) -> str:
