@@ -1,6 +1,7 @@
 import logging
 import os
 import signal
+import sys
 
 # the tests are about numbers on a CPU, also on a machine with GPUs; said before torch looks for them
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -10,6 +11,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+# children find what this process finds, installed or not: the package, the doubles, the benchmarks
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 HEAVY = ("torch", "tensordict", "mujoco", "numba", "gymnasium", "numpy", "pydantic", "yaml")
 
 

@@ -66,7 +66,7 @@ def trace(output: str) -> dict[str, dict[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
-    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     program = [sys.executable, __file__, "--json", str(tmp_path_factory.mktemp("walk") / "run")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,15 @@
 """Random numbers: noise keyed by (seed, env, decision), and the global generators."""
 
+from __future__ import annotations
+
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+# env workers import this module and must not import torch
+if TYPE_CHECKING:
+    import torch
 
 # ---- Randomness keyed by (seed, env, decision), never by the order of drawing.
 #
@@ -38,6 +44,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def seed_everything(seed: int) -> None:
     """Weights of fresh networks and whatever a user's env or model draws from the global generators."""
+    import torch
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -45,6 +53,8 @@ def seed_everything(seed: int) -> None:
 
 def random_state(device: torch.device) -> dict:
     """In tensors and plain values, so that reading it back never runs code."""
+    import torch
+
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -56,6 +66,8 @@ def random_state(device: torch.device) -> dict:
 
 
 def set_random_state(state: dict, device: torch.device) -> None:
+    import torch
+
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

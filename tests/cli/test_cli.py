@@ -29,7 +29,7 @@ from sparring.runs.checkpoint import checkpoints
 from sparring.runs.folder import alone_in
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 SPARRING = [sys.executable, "-m", "sparring"]
 SIZES = ["--envs", "2", "rollout.steps=8", "threads=1", "device=cpu"]
 SHORT = [

@@ -160,7 +160,7 @@ def test_a_config_that_is_no_section():
     words = parse_overrides(["policy.name=test_resolve:PlainDict"])
     assert sentence(load_config, None, words) == (
         "policy.name = 'test_resolve:PlainDict' (from command line): policy 'test_resolve:PlainDict': "
-        "its config <class 'dict'> must be a sparring.config.section.Section, e.g. class MyConfig(Section)"
+        "its config <class 'dict'> must be a sparring.config.Section, e.g. class MyConfig(Section)"
     )
 
 

@@ -339,12 +339,8 @@ while True:
 
 
 def start_writer(folder, max_bytes=0) -> subprocess.Popen:
-    here = Path(__file__).parents[1] / "doubles"
-    source = str(Path(EpisodeStore.__init__.__code__.co_filename).parents[2])
-    path = os.pathsep.join([str(here), source])
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder), str(max_bytes)],
-        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -158,7 +158,7 @@ real, plan._ROBOTS, folder = os.replace, 2, Path({str(tmp_path)!r})
 os.replace = lambda *paths: (real(*paths), time.sleep(0.3))
 record.record(pickle.loads((folder / "plan").read_bytes()), 6, folder / "killed", quiet=True)
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(plan.__file__).parents[2])}
+    environment = dict(os.environ)
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     first = tmp_path / "killed/recording/block-000000"
     deadline = time.monotonic() + 60
@@ -381,7 +381,7 @@ def test_every_entry_has_a_name(task, mode):
 
 def test_worker_processes_load_no_torch():
     code = "import sys, sparring.demos.record; print({'torch', 'tensordict'} & set(sys.modules))"
-    environment = os.environ | {"PYTHONPATH": str(Path(plan.__file__).parents[2])}
+    environment = dict(os.environ)
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
 

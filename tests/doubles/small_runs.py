@@ -45,6 +45,6 @@ SHORT += ["adversarial.warmup_steps=0", "adversarial.held_out=0.5", "adversarial
 
 
 def start(output: Path, *more: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": f"{DOUBLES.parents[1] / 'src'}:{DOUBLES}"}
+    environment = dict(os.environ)
     words = [sys.executable, "-m", "sparring", "train", "all", "--output", str(output), *SHORT, *more]
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def scripts(monkeypatch):
     """The modules env_speed and env_turns, which are scripts and no part of the package."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import env_speed
@@ -35,17 +35,17 @@ class Recorded:
         self.order.append(f"close {self.name}")
 
 
-def test_sides_take_turns_in_changing_order_and_medians_count(benchmark):
+def test_sides_take_turns_in_changing_order_and_medians_count(scripts):
     order = []
     sides = {"a": Recorded("a", [1.0, 9.0, 2.0], order), "b": Recorded("b", [4.0, 3.0, 5.0], order)}
-    measured = benchmark[1].take_turns(sides, rounds=3, seconds=0.1)
+    measured = scripts[1].take_turns(sides, rounds=3, seconds=0.1)
     assert order == ["settle a", "settle b", "a", "b", "b", "a", "a", "b", "close a", "close b"]
     assert measured["a"] == {"seconds": 2.0, "all_seconds": [1.0, 9.0, 2.0], "frames": 2}
     assert measured["b"]["seconds"] == 4.0
 
 
-def test_a_worker_answers_in_seconds_per_turn(benchmark):
-    worker = benchmark[1].Worker("suite_step", task="stack_d0", robots=3, threads=1, cameras=[])
+def test_a_worker_answers_in_seconds_per_turn(scripts):
+    worker = scripts[1].Worker("suite_step", task="stack_d0", robots=3, threads=1, cameras=[])
     worker.settle(0.05)
     assert worker.turns > 1 and 0 < worker.seconds_per_turn() < 0.05
     worker.close()
@@ -53,20 +53,20 @@ def test_a_worker_answers_in_seconds_per_turn(benchmark):
     assert 0 < worker.about["kib_per_robot"] < 10_000
 
 
-def test_a_side_that_ends_says_why(benchmark):
-    with pytest.raises(benchmark[1].SideFailed, match="(?s)no_such_kind ended: .*KeyError: 'no_such_kind'"):
-        benchmark[1].Worker("no_such_kind")
+def test_a_side_that_ends_says_why(scripts):
+    with pytest.raises(scripts[1].SideFailed, match="(?s)no_such_kind ended: .*KeyError: 'no_such_kind'"):
+        scripts[1].Worker("no_such_kind")
 
 
 @pytest.mark.parametrize("target, met", [(("ratio", ">=", 1.7), False), (("value", "<=", 220), True)])
-def test_targets(benchmark, target, met):
-    result = benchmark[0].answer("a", "64 px", "side", value=219.6, ratio=1.65, numbers={"frames": 2}, target=target)
+def test_targets(scripts, target, met):
+    result = scripts[0].answer("a", "64 px", "side", value=219.6, ratio=1.65, numbers={"frames": 2}, target=target)
     assert result["met"] is met and result["target"] == f"{target[1]} {target[2]}" and result["frames"] == 2
-    assert ("met" if met else "MISSED") in benchmark[0].as_table("a", [result])
+    assert ("met" if met else "MISSED") in scripts[0].as_table("a", [result])
 
 
-def test_an_empty_picture_is_no_peer(benchmark):
+def test_an_empty_picture_is_no_peer(scripts):
     ramp, empty = [[float(i) for i in range(256)]] * 2, [[0.0] * 256] * 2
-    benchmark[0].check_same_pictures({"sparring": ramp, "brighter": [[2 * x + 5 for x in camera] for camera in ramp]})
+    scripts[0].check_same_pictures({"sparring": ramp, "brighter": [[2 * x + 5 for x in camera] for camera in ramp]})
     with pytest.raises(RuntimeError, match="empty: the head camera shows something else"):
-        benchmark[0].check_same_pictures({"sparring": ramp, "empty": empty})
+        scripts[0].check_same_pictures({"sparring": ramp, "empty": empty})

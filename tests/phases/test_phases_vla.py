@@ -192,7 +192,7 @@ def test_the_whole_chain_with_vlas_in_all_of_it(folder, tmp_path):
     words = [*SHORT, *TEACHER, *LORA, *PPO, *SPARRING, "training.iterations=2", f"world_model.trunk={folder}/native"]
     words += ["policy.name=native_vla", "policy.lora_r=2", f"policy.model_path={folder}/native"]
     command = [sys.executable, "-m", "sparring", "train", "all", "--output", str(tmp_path), *words]
-    environment = os.environ | {"PYTHONPATH": f"{TESTS.parents[1] / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "after sparring" in done.stdout

@@ -13,6 +13,16 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.native.hopper.graphs import Fast
 
+# setting the flags below makes torch speak of GPUs that are not there
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
+
+
+@pytest.fixture(autouse=True)
+def plain_bf16(request):
+    """No bf16 kernels of the CPU's own: how they round differs between CPUs, and between batch sizes."""
+    with torch.backends.mkldnn.flags(enabled="bf16" not in request.node.name):
+        yield
+
 
 class Replayed:
     """Like a CUDA graph: the same buffers in every call, and what was recorded is done again with what is in them."""

@@ -24,6 +24,17 @@ from sparring.policies.policy import make_policy
 # ---- what it scores is what it did
 
 
+# setting the flags below makes torch speak of GPUs that are not there
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
+
+
+@pytest.fixture(autouse=True)
+def plain_bf16(request):
+    """No bf16 kernels of the CPU's own: how they round differs between CPUs, and between batch sizes."""
+    with torch.backends.mkldnn.flags(enabled="bf16" not in request.node.name):
+        yield
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_passes_the_gate(method):
     policy, buffer = rollout_of_native(padding=2, horizon=5, **METHODS[method])

@@ -347,7 +347,7 @@ def test_wrong_class_paths():
         "policy.model_class 'doubles_vl:Samples': no module 'doubles_vl'; is it in this folder or on PYTHONPATH? "
         "(nearest: doubles_vla)"
     )
-    assert sentence(model_class="sparring.policies.flw.FlowPolicy").endswith("(nearest: sparring.policies.flow.policy)")
+    assert sentence(model_class="sparring.policies.flw.FlowPolicy").endswith("(nearest: sparring.policies.flow)")
     assert sentence(model_class="doubles_vla.Sample") == (
         "policy.model_class 'doubles_vla:Sample': module 'doubles_vla' has no 'Sample'; nearest: Samples"
     )

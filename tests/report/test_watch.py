@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -168,7 +167,7 @@ def test_a_port_that_is_taken(tmp_path, serve):
 def test_ctrl_c_ends_it_quietly(tmp_path):
     run = make_run(tmp_path / "run")
     words = [sys.executable, "-m", "sparring", "watch", str(run), "--no-browser", "--port", "17390"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    environment = dict(os.environ)
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()
     assert line.startswith(f"http://{HOST}:17") and line.endswith("(Ctrl-C ends it)\n")

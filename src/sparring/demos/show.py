@@ -89,7 +89,7 @@ CONTROL = "delta_ee"
 def task_rows(seed: int = 0) -> list[list[tuple[str, np.ndarray]]]:
     """One row for each task: the start of each of its distributions, then d0 done."""
     names = dict.fromkeys(name.rsplit("_d", 1)[0] for name in TASKS)
-    return [_row([name for name in TASKS if name.rsplit("_d", 1)[0] == stem], seed) for stem in names]
+    return [_task_row([name for name in TASKS if name.rsplit("_d", 1)[0] == stem], seed) for stem in names]
 
 
 def start_and_end(task: str, seed: int = 0, **config) -> tuple[np.ndarray, np.ndarray]:
@@ -114,7 +114,7 @@ def head(picture: np.ndarray) -> np.ndarray:
     return picture[:, : picture.shape[0]]
 
 
-def _row(tasks: list[str], seed: int) -> list[tuple[str, np.ndarray]]:
+def _task_row(tasks: list[str], seed: int) -> list[tuple[str, np.ndarray]]:
     if len(tasks) == 1:
         # one distribution only: several of its starts
         return [(tasks[0], start_and_end(tasks[0], seed + k)[0]) for k in range(4)]
