@@ -77,14 +77,13 @@ class Stages:
         return demos
 
     def load(self, name: str, fixed: list[str], not_for: tuple[str, ...]):
-        from sparring.config.inherit import with_inherited
         from sparring.config.schema import load_config
         from sparring.config.text import parse_overrides, read_settings
 
         machine = [f"seed={self.seed}", f"device={self.device}", "threads=1", f"env.threads={self.threads}"]
         changes = [change for change in self.changes if not change.startswith(not_for)]
         settings = read_settings(CONFIGS / name) + parse_overrides([*fixed, *machine, *changes])
-        return load_config(None, with_inherited(settings))
+        return load_config(None, settings)
 
     def _imitate(self, record: dict) -> None:
         from sparring.runs.run import Run

@@ -17,7 +17,6 @@ LAYERS = [
     {
         "phases",
         "record.configs",
-        "config.phase_defaults",
         "config.legacy",
         "config.checks",
         "config.schema",

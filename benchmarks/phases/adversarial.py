@@ -51,12 +51,11 @@ def outcome(args) -> dict:
 
 
 def _config(teacher: Path, folder: Path, seed: int, changes: list[str]):
-    from sparring.config.inherit import with_inherited
     from sparring.config.schema import load_config
     from sparring.config.text import parse_overrides
 
     fixed = [*SETTINGS, f"adversarial.teacher={teacher}", f"seed={seed}", f"output={folder}"]
-    return load_config(None, with_inherited(parse_overrides([*fixed, *changes])))
+    return load_config(None, parse_overrides([*fixed, *changes]))
 
 
 def on_generations(models: dict, folder: Path) -> list[dict]:

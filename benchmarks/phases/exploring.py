@@ -12,13 +12,12 @@ STEPS = 192_000
 
 
 def explorer_config(teacher: Path, folder: Path, seed: int, changes: list[str], phase: str = "student"):
-    from sparring.config.inherit import with_inherited
     from sparring.config.schema import load_config
     from sparring.config.text import parse_overrides
 
     fixed = [f"phase={phase}", f"{phase}.teacher={teacher}", f"seed={seed}", f"output={folder}"]
     fixed += ["device=cpu", "threads=1", "env.threads=1", f"training.total_timesteps={STEPS}"]
-    return load_config(None, with_inherited(parse_overrides([*fixed, *changes])))
+    return load_config(None, parse_overrides([*fixed, *changes]))
 
 
 def rise(curve: list[dict], name: str, share: float = 0.2) -> dict:

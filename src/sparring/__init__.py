@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Trainer": "sparring.api",
     "load_policy": "sparring.api",
-    "load_config": "sparring.config.inherit",
+    "load_config": "sparring.config.schema",
     "make_env": "sparring.envs.env",
     "make_policy": "sparring.policies.policy",
     "VLAModelInterface": "sparring.policies.vla.interface",

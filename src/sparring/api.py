@@ -75,7 +75,7 @@ class Trainer:
 
     def train(self, total_timesteps: int) -> bool:
         """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
-        config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}})
+        config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}}, inherit=False)
         if self.run is None:
             phase = Finetune.of(config, self.env, self.policy, self.algorithm, self.algorithm.distributed)
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
@@ -99,7 +99,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env."""
     checkpoint = checkpoint_folder(path)
     settings, needed = read_settings(checkpoint / "config.yaml"), ("policy.", "rollout.action_steps", "student.cameras")
-    config = load_config(None, [s for s in settings if s.key.startswith(needed)])
+    config = load_config(None, [s for s in settings if s.key.startswith(needed)], inherit=False)
     spec = load_spec(checkpoint)
     phase = next((s.value for s in settings if s.key == "phase"), None)
     if phase in ("student", "adversarial"):
@@ -118,7 +118,7 @@ def load_world_model(path: str | Path, device: str = "cpu") -> WorldModel:
     if phase not in ("teacher", "adversarial"):
         raise UserError(f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run")
     needed = ("world_model.", "rollout.action_steps")
-    config = load_config(None, [setting for setting in settings if setting.key.startswith(needed)])
+    config = load_config(None, [setting for setting in settings if setting.key.startswith(needed)], inherit=False)
     model = make_world_model(config.world_model, load_spec(checkpoint), config.rollout.action_steps)
     load_weights(model, checkpoint, "world_model." if phase == "adversarial" else "")
     return model.to(device).eval()

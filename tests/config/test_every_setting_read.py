@@ -10,7 +10,7 @@ from parity_cases import METHODS
 from vla_cases import CHUNK, LORA, Seeing, flow, gaussian, native, pi0
 
 from sparring.collect.collector import Collector
-from sparring.config.schema import TREE, Config
+from sparring.config.schema import SCHEMA, Config
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env
@@ -35,9 +35,9 @@ PACKAGE = {
 
 def fields() -> list[tuple[str, str]]:
     """(section or '' for the top level, field)."""
-    classes = [*TREE.classes().items(), ("env", GymConfig), ("policy", FlowConfig), ("policy", PI0PolicyConfig)]
+    classes = [*SCHEMA.classes().items(), ("env", GymConfig), ("policy", FlowConfig), ("policy", PI0PolicyConfig)]
     found = [(section, field) for section, cls in classes for field in cls.model_fields]
-    top = [field for field in Config.model_fields if field not in TREE.classes()]
+    top = [field for field in Config.model_fields if field not in SCHEMA.classes()]
     return sorted({*found, *(("", field) for field in top)})
 
 
@@ -67,7 +67,7 @@ def is_read(section: str, field: str) -> bool:
     if not section:
         # the tree's own properties read them from self
         return any(attribute == field and owner == "config" for _, owner, attribute in READS) or (
-            ("tree", "self", field) in READS
+            ("config", "self", field) in READS
         )
     return any(
         attribute == field and (owner == section or (owner == "config" and package == PACKAGE.get(section)))

@@ -1,21 +1,25 @@
 """Configs that are written as in the documents this system comes from load, or say what is wrong; import keeps them."""
 
 import os
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparring.cli.main import main
+from sparring.config import schema
 from sparring.config.convert import import_config
-from sparring.config.legacy import ALIASES, LISTED, PHASE_ALIASES, SO_ANYWAY, WITHOUT_MEANING, without_meaning
-from sparring.config.schema import TREE, build_config, load_config, reading_of
+from sparring.config.legacy import ALIASES, LISTED, PHASE_ALIASES, SO_ANYWAY, WITHOUT_MEANING, rename, without_meaning
+from sparring.config.schema import SCHEMA, schema_for
 from sparring.config.section import ConfigError
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
 from sparring.errors import UserError
 from sparring.phases import CHAIN, PHASES
 from sparring.runs.train_all import train_all
 
+# nothing that these files start from is there
+load_config = partial(schema.load_config, inherit=False)
 # what each phase starts from: not a setting of these files
 STARTS = {"imitate": "imitate.demos", "student": "student.teacher", "adversarial": "adversarial.teacher"}
 # the snippets of the documents: name of the file, its text, the phase, and what must come of it
@@ -200,7 +204,8 @@ def test_what_import_writes_loads_as_the_original_does(tmp_path, name):
     ours = in_file(tmp_path, written, "ours.yaml")
     assert load_config(ours, start(phase)) == load_config(file, start(phase), phase)
     # in our words: nothing is left to be renamed
-    assert reading_of(read_settings(ours)).told() == []
+    settings = read_settings(ours)
+    assert rename(settings, schema_for(settings)).notes() == []
 
 
 def kept(file):
@@ -221,7 +226,7 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
         "# From rl_config.yaml, by `sparring config import`. For `sparring train all` and each of"
     )
     for phase in CHAIN:
-        theirs = build_config([*kept(file), *start(phase), Setting("phase", phase, "here")])
+        theirs = load_config(None, [*kept(file), *start(phase)], phase)
         others = set(CHAIN) - {phase}
         mine = load_config(ours, start(phase), phase)
         assert without_sections_of(others, mine) == without_sections_of(others, theirs)
@@ -354,7 +359,7 @@ REFUSED = {
 def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         load_config(in_file(tmp_path, text, "f.yaml"))
-    (line,) = caught.value.mistakes
+    (line,) = caught.value.problems
     assert line.startswith(REFUSED[text].replace("..)", "from f.yaml line 1)").replace("(..,", "(from f.yaml line 1,"))
 
 
@@ -445,7 +450,7 @@ def test_no_key_is_in_two_tables():
     assert not WITHOUT_MEANING.keys() & ({*ALIASES, *LISTED} | phase_keys)
     # what is so anyway has a reason to give for any other value
     assert all(without_meaning(Setting(key, "?", "here")) for key in SO_ANYWAY)
-    keys = TREE.keys(TREE.classes())
+    keys = SCHEMA.keys(SCHEMA.classes())
     assert not [key for key in (*WITHOUT_MEANING, *LISTED) if key in keys]
     assert all(key in keys for key, _ in LISTED.values())
 
@@ -469,7 +474,7 @@ def test_any_file_is_imported_as_it_loads_or_refused_as_it_is(tmp_path_factory, 
     except ConfigError as error:
         with pytest.raises(ConfigError) as caught:
             import_config(file, phase)
-        assert caught.value.mistakes == error.mistakes
+        assert caught.value.problems == error.problems
         return
     ours = in_file(folder, import_config(file, phase)[0], "ours.yaml")
     assert load_config(ours, start(phase)) == theirs

@@ -4,6 +4,7 @@ import math
 import os
 import string
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from sparring.config import schema
 from sparring.config.legacy import ALIASES
-from sparring.config.schema import TREE, load_config
-from sparring.config.section import ConfigError, Section, Tree, accepted
+from sparring.config.schema import SCHEMA
+from sparring.config.section import ConfigError, Schema, Section, accepted
 from sparring.config.text import ConfigTextError, Setting, flatten, parse_overrides, read_settings, to_yaml
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.phases import CHAIN, PHASES
 from sparring.runs.train_all import settings_of
 
+# nothing that these configs start from is there
+load_config = partial(schema.load_config, inherit=False)
 CONFIGS = Path(__file__).parents[2] / "configs"
 GYM = {"env": {"name": "gym:CartPole-v1"}}
 
@@ -31,10 +35,10 @@ def load(*words, file=None):
 def mistakes(*words, file=None):
     with pytest.raises(ConfigError) as caught:
         load(*words, file=file)
-    assert str(caught.value) == "\n".join(caught.value.mistakes)
+    assert str(caught.value) == "\n".join(caught.value.problems)
     assert caught.value.exit_code == 2
-    assert all("\n" not in line for line in caught.value.mistakes)
-    return caught.value.mistakes
+    assert all("\n" not in line for line in caught.value.problems)
+    return caught.value.problems
 
 
 def in_file(tmp_path, text, name="run.yaml"):
@@ -412,9 +416,9 @@ def test_the_json_of_the_documents(tmp_path):
 
 
 def test_every_alias_leads_to_a_key():
-    keys = TREE.keys(TREE.classes()) | TREE.keys(TREE.classes([Setting("policy.name", "vla", "test")]))
+    keys = SCHEMA.keys(SCHEMA.classes()) | SCHEMA.keys(SCHEMA.classes([Setting("policy.name", "vla", "test")]))
     # one that ends with a dot is how keys begin
-    beginnings = {f"{key}." for key in (*keys, *TREE.classes())}
+    beginnings = {f"{key}." for key in (*keys, *SCHEMA.classes())}
     # one that begins with a phase is for that phase alone
     alone = {f"{phase}.{key}" for phase in CHAIN for key in keys}
     assert {alias: key for alias, key in ALIASES.items() if key not in {*keys, *beginnings, *alone}} == {}
@@ -482,7 +486,7 @@ def test_a_saved_config_has_the_settings_of_all_algorithms_and_loads_back(tmp_pa
 def test_every_key_is_printed_with_its_meaning_and_loads_back(tmp_path, source):
     config = load_config(source)
     text = config.to_yaml()
-    for key, info in TREE.keys({name: type(value) for name, value in config if isinstance(value, Section)}).items():
+    for key, info in SCHEMA.keys({name: type(value) for name, value in config if isinstance(value, Section)}).items():
         assert info.description and "\n" not in info.description, f"{key} has no one-line description"
         lines = [line.strip() for line in text.splitlines() if line.endswith(f"  # {info.description}")]
         # sections may share fields, but no two fields share a meaning
@@ -508,7 +512,7 @@ def _numbers():
     for source in (None, GYM):
         config = load_config(source)
         classes = {name: type(value) for name, value in config if isinstance(value, Section)}
-        for key, info in TREE.keys(classes).items():
+        for key, info in SCHEMA.keys(classes).items():
             kind = "integer" if "an integer" in accepted(info) else "number" if "a number" in accepted(info) else None
             if kind and "a list" not in accepted(info):
                 yield source, key, _within(kind, info.metadata)
@@ -585,7 +589,7 @@ def read(text):
 @given(st.text(alphabet=string.printable, max_size=60))
 def test_no_file_makes_the_reader_fail_without_a_sentence(text):
     try:
-        TREE.build(read(text))
+        SCHEMA.build(read(text))
     except (ConfigError, ConfigTextError) as error:
         assert all(line.strip() for line in str(error).splitlines())
 
@@ -609,21 +613,25 @@ class Root(Section):
     other: Undocumented
 
 
-def test_a_tree_of_ones_own():
-    tree = Tree(Root, check=lambda config: [("inner.size", "too big")] if config.inner.size > 5 else [])
-    config = tree.build([Setting("inner.size", 4, "here")])
+def test_a_schema_of_ones_own():
+    own = Schema(Root)
+
+    def build(*settings):
+        return own.build(list(settings), lambda config: [("inner.size", "too big")] if config.inner.size > 5 else [])
+
+    config = build(Setting("inner.size", 4, "here"))
     assert (config.title, config.inner.size, config.other.size) == ("x", 4, 1.0)
-    assert tree.comments(config) == {"title": "what it is called", "inner.size": "how big", "inner": "An inner part."}
+    assert own.comments(config) == {"title": "what it is called", "inner.size": "how big", "inner": "An inner part."}
     with pytest.raises(ConfigError, match=r"^inner.size = 6 \(from there line 2\): too big$"):
-        tree.build([Setting("inner.size", 6, "there", 2)])
+        build(Setting("inner.size", 6, "there", 2))
     with pytest.raises(ConfigError, match="could be any of inner.size, other.size"):
-        tree.build([Setting("size", 6, "there", 2)])
+        build(Setting("size", 6, "there", 2))
 
 
 def test_a_section_made_in_python_says_what_is_wrong_with_it():
     with pytest.raises(ConfigError) as caught:
         TabletopConfig(image_size=3, cameras=("side", "back"), action_scal=2)
-    assert caught.value.mistakes == [
+    assert caught.value.problems == [
         "TabletopConfig: cameras=('side', 'back'): expected a list, each one of: head, wrist, left_wrist, right_wrist",
         "TabletopConfig: image_size=3: expected an integer >= 16 and <= 512",
         "TabletopConfig: action_scal=2 is an unknown key; nearest: action_scale",

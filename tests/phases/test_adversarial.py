@@ -12,7 +12,6 @@ from metric_names import unexplained
 
 from sparring.api import load_policy, load_world_model
 from sparring.cli.main import main
-from sparring.config.inherit import with_inherited
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
 from sparring.config.text import parse_overrides
@@ -36,7 +35,7 @@ SPARRING += ["adversarial.warmup_steps=3", "adversarial.generation_every=2", "ad
 
 def config_of(phase, output, *overrides):
     settings = parse_overrides([f"phase={phase}", f"output={output}", *SHORT, *overrides])
-    return load_config(None, with_inherited(settings))
+    return load_config(None, settings)
 
 
 def trained(config) -> Run:

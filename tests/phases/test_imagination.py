@@ -4,7 +4,6 @@ import pytest
 import torch
 from doubles_world_model import CopyingWorldModel
 
-from sparring.config.inherit import with_inherited
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
 from sparring.config.text import parse_overrides
@@ -23,7 +22,7 @@ POLICY += ["n_epochs=1"]
 
 def config_of(phase, output, *overrides):
     settings = parse_overrides([f"phase={phase}", f"output={output}", *SHORT, *overrides])
-    return load_config(None, with_inherited(settings))
+    return load_config(None, settings)
 
 
 @pytest.fixture(scope="module")

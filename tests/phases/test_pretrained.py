@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 import sparring
 from sparring.cli.main import main
-from sparring.config.inherit import with_inherited
-from sparring.config.schema import load_config
+from sparring.config.inherit import inherited_settings
+from sparring.config.legacy import phase_of, rename
+from sparring.config.schema import load_config, schema_for
 from sparring.config.text import Setting
 from sparring.envs.env import make_env
 from sparring.evaluation.play import evaluate
@@ -111,21 +112,25 @@ def test_what_is_given_stands_above_being_careful(trained, capsys):
     assert renamed == "read as: learning_rate -> ppo.policy_lr" and "ppo." not in inherited
 
 
+def inherited(given):
+    return inherited_settings(phase_of(given) or "finetune", rename(given, schema_for(given)).settings)
+
+
 @pytest.mark.parametrize("phase", ["imitate", "student", "adversarial", "teacher"])
 def test_only_finetune_is_careful(trained, phase):
     given = [Setting("phase", phase, "test"), Setting("pretrained", str(trained), "test")]
-    assert not [s.key for s in with_inherited(given) if s.key.startswith(("ppo.", "grpo."))]
+    assert not [s.key for s in inherited(given) if s.key.startswith(("ppo.", "grpo."))]
 
 
 def test_of_an_algorithm_of_ones_own_nothing_is_known(trained):
     given = [Setting("algorithm.name", "my.module:Mine", "test"), Setting("pretrained", str(trained), "test")]
-    assert {s.key.partition(".")[0] for s in with_inherited(given)[:-2]} == {"env", "policy", "rollout"}
+    assert {s.key.partition(".")[0] for s in inherited(given)} == {"env", "policy", "rollout"}
 
 
 def test_another_kind_of_policy_inherits_none_of_its_settings(trained):
     given = [Setting("pretrained", str(trained), "test"), Setting("policy.name", "my.module:Mine", "test")]
-    inherited = [setting.key for setting in with_inherited(given)[:-2]]
-    assert "env.control_mode" in inherited and not any(key.startswith("policy.") for key in inherited)
+    keys = [setting.key for setting in inherited(given)]
+    assert "env.control_mode" in keys and not any(key.startswith("policy.") for key in keys)
 
 
 def test_documented_command_starts_from_the_weights(trained, tmp_path, capsys):

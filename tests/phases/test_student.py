@@ -8,7 +8,6 @@ from doubles_judge import JudgingWorldModel
 
 from sparring.api import load_policy
 from sparring.cli.main import main
-from sparring.config.inherit import with_inherited
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
 from sparring.config.text import parse_overrides
@@ -46,7 +45,7 @@ def teacher(tmp_path_factory):
 def student_config(teacher, output, *overrides):
     settings = [f"student.teacher={teacher}", f"output={output}", "env.threads=1", "device=cpu", *BRIEF, *overrides]
     settings = parse_overrides(settings + ["phase=student"])
-    return load_config(None, with_inherited(settings))
+    return load_config(None, settings)
 
 
 def run_of(teacher, output, *overrides) -> Run:
@@ -64,7 +63,7 @@ def test_another_kind_of_policy_is_not_given_the_usual_ones_settings(teacher, tm
     assert student_config(teacher, tmp_path).policy.distribution == "gsde"
     flow = ["policy.name=flow", *(word for word in BRIEF if not word.startswith("policy."))]
     settings = parse_overrides([f"student.teacher={teacher}", "phase=student", *flow])
-    assert load_config(None, with_inherited(settings)).policy.name == "flow"
+    assert load_config(None, settings).policy.name == "flow"
 
 
 def test_the_explorer_reads_the_wrist_camera_only_and_the_world_model_both(teacher, tmp_path):
@@ -165,7 +164,7 @@ def test_rewards_that_cannot_be_paid_are_config_errors(teacher, tmp_path, given,
 def test_without_a_teacher_it_says_how_to_get_one():
     with pytest.raises(ConfigError) as error:
         load_config(None, phase="student")
-    assert len(error.value.mistakes) == 1
+    assert len(error.value.problems) == 1
     assert "student.teacher" in str(error.value) and "sparring train teacher" in str(error.value)
 
 

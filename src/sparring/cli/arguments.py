@@ -88,18 +88,16 @@ def duration(seconds: float) -> str:
 
 def config_of(arguments, overrides, to_run: bool = True):
     """The config of a command: its file, its overrides, its flags."""
-    from sparring.config.inherit import told, with_inherited
-    from sparring.config.schema import build_config, reading_of
+    from sparring.config.schema import configure
     from sparring.config.text import Setting
 
     given = settings_of(arguments, overrides)
     given += flag_settings(arguments, {"output": "output", "resume": "resume"})
     given.append(Setting("phase", arguments.phase, "command line"))
-    settings = with_inherited(given)
-    config = build_config(settings, to_run)
+    config, notes = configure(given, inherit=True, to_run=to_run)
     # once: not in the processes that this command starts
     if "RANK" not in os.environ:
-        for line in [*reading_of(given).told(), *told(settings[: len(settings) - len(given)], config)]:
+        for line in notes:
             print(line, file=sys.stderr)
     return config
 

@@ -136,13 +136,13 @@ def _first_arguments(command: str) -> list[str]:
 
 def _keys(given: list[str]) -> "dict[str, FieldInfo]":
     """Every key there is; `env.name=gym:CartPole-v1` before the word decides which."""
-    from sparring.config.schema import TREE
+    from sparring.config.schema import SCHEMA
 
     try:
         settings = parse_overrides(split_overrides(given, {})[0])
     except ConfigTextError:  # a line is half typed
         settings = []
-    return TREE.keys(TREE.classes(settings))
+    return SCHEMA.keys(SCHEMA.classes(settings))
 
 
 def _values(name: str, keys: "dict[str, FieldInfo]") -> list[str]:

@@ -1,122 +1,146 @@
-"""Settings that come with what a run starts from: the policy of `pretrained` and how it is best fine-tuned, the env of
-`imitate.demos`, the world model of `student.teacher` and `rollout.imagined`, both of `adversarial.teacher` and
-`adversarial.student`.
+"""Settings below those that were given: defaults of the phase, and what comes with what a run starts from.
 
-They stand below everything that was given: whoever says nothing gets what fits. Torch-free where neither is given.
+The policy comes with `pretrained`, the env with `imitate.demos`, the world model with `student.teacher` and
+`rollout.imagined`, both with `adversarial.teacher` and `adversarial.student`.
 """
 
 import json
-from collections.abc import Iterable
+import os
 from pathlib import Path
 from typing import Any
 
-from sparring.config.phase_defaults import OF_PRETRAINED
-from sparring.config.schema import USUAL, Config, build_config, given_settings, reading_of, run_folder
+from sparring.config.section import Section
 from sparring.config.text import Setting, read_settings
 from sparring.errors import UserError
-from sparring.phases import ALIASES
 from sparring.policies.configs import OF_A_METHOD
 
-# of an env: these say how a run is made, not what a policy sees and does
-OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
+# the classes of sections where nobody names another
+USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
+_PLAYGROUND = {
+    "env.task": ["explore"],
+    "env.cameras": ["head", "wrist"],
+    # what a camera does not show must be remembered, not read from the state
+    "env.object_state": "hidden",
+    # a decision lasts 160 ms: long enough for something to change
+    "rollout.action_steps": 4,
+}
+# what differs in the env comes with the teacher
+_EXPLORER = _PLAYGROUND | {
+    # two episodes of each robot
+    "rollout.steps": 50,
+    # noise that lasts for an episode: from the first day the hand gets to where things are
+    "policy.distribution": "gsde",
+    "policy.sde_sample_freq": 25,
+    "policy.init_std": 0.3,
+    "ppo.gamma": 0.99,
+    "ppo.policy_lr": 5e-4,
+    "ppo.critic_lr": 1e-3,
+    # returns are large: with more of their error the encoder they share is the critic's, and its features saturate
+    "ppo.value_loss_coef": 0.02,
+    "ppo.mini_batch_size": 200,
+    "ppo.ppo_epochs": 4,
+    "ppo.target_kl": 0.05,
+}
+# phase -> dotted key -> value, above the defaults of the sections; those of `env` are for the built-in arm
+PHASE_DEFAULTS = {
+    # rollout.steps: an episode of each robot
+    "teacher": _PLAYGROUND | {"rollout.steps": 25, "training.log_every": 5, "training.save_every": 20},
+    "student": _EXPLORER,
+    "adversarial": _EXPLORER | {"training.log_every": 5, "training.save_every": 10},
+}
+# finetune with `pretrained`: algorithm -> key of its section -> value; a skill that is there is soon unlearned
+_CAREFUL = {"policy_lr": 1e-4, "target_kl": 0.05}
+# the critic of ppo knows nothing yet, and may learn faster
+_OF_PRETRAINED = {"ppo": _CAREFUL | {"critic_lr": 1e-3, "critic_warmup_updates": 3}, "grpo": _CAREFUL}
+# env settings about how a run is made, not about what a policy sees and does
+_OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
 
 
-def load_config(
-    source: str | Path | dict | None = None, overrides: list[Setting] | None = None, phase: str | None = None
-) -> Config:
-    """A file or a (nested) dict plus overrides, and below them what comes along; as the command line has it."""
-    return build_config(with_inherited(given_settings(source, overrides, phase)))
+def phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
+    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
+    names = {s.key: s.value for s in settings}
+    others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
+    values = PHASE_DEFAULTS.get(phase, {}).items()
+    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
 
 
-def with_inherited(settings: list[Setting]) -> list[Setting]:
-    """`settings`, and below them what comes with what they say it starts from."""
-    given = {setting.key: setting.value for setting in reading_of(settings).settings}
+def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
+    """What comes with what `settings`, under our keys, start from; later ones win."""
+    given = {setting.key: setting.value for setting in settings}
     inherited: list[Setting] = []
-    phase = given.get("phase", "finetune")
-    phase = ALIASES.get(phase, phase)
     if isinstance(given.get("pretrained"), str):
-        inherited += _of_checkpoint(given["pretrained"], given, ("env", "policy"), "pretrained")
-        inherited += _careful(given) if phase == "finetune" else []
-    # later ones win: what is imitated is imitated in the env it was recorded in
+        inherited += _of_checkpoint("pretrained", given, ("env", "policy"))
+        # nothing is known of an algorithm of one's own
+        name, source = str(given.get("algorithm", "ppo")), f"pretrained={given['pretrained']}"
+        careful = _OF_PRETRAINED.get(name, {}) if phase == "finetune" else {}
+        inherited += [Setting(f"{name}.{key}", value, source) for key, value in careful.items()]
     if phase == "imitate":
+        # in the env that was recorded, whatever `pretrained` was trained in
         inherited += _of_demonstrations(given)
-    if phase == "student" and isinstance(given.get("student.teacher"), str):
-        inherited += _of_checkpoint(given["student.teacher"], given, ("env", "world_model"), "student.teacher")
-    if isinstance(given.get("rollout.imagined"), str):
-        inherited += _of_checkpoint(given["rollout.imagined"], given, ("env", "world_model"), "rollout.imagined")
-    if phase == "adversarial":
-        for key, kinds, also in (
-            ("adversarial.teacher", ("env", "world_model"), ()),
-            ("adversarial.student", ("policy",), ("student.cameras",)),
-        ):
-            if isinstance(given.get(key), str):
-                inherited += _of_checkpoint(given[key], given, kinds, key, also)
-    return inherited + settings
+    for key in (f"{phase}.teacher", "rollout.imagined"):
+        if isinstance(given.get(key), str):
+            inherited += _of_checkpoint(key, given, ("env", "world_model"))
+    if phase == "adversarial" and isinstance(given.get("adversarial.student"), str):
+        inherited += _of_checkpoint("adversarial.student", given, ("policy",), "student.cameras")
+    return inherited
 
 
-def told(settings: Iterable[Setting], config: Any) -> list[str]:
+def inherited_notes(inherited: list[Setting], config: Section) -> list[str]:
     """A line for each source: which of its settings hold, where they differ from the defaults."""
     lines: dict[str, list[str]] = {}
-    for setting in settings:
+    for setting in inherited:
         section, _, key = setting.key.partition(".")
         part = getattr(config, section)
-        field = type(part).model_fields.get(key)
-        value = part.model_dump(mode="json").get(key)
+        field, value = type(part).model_fields.get(key), part.model_dump(mode="json").get(key)
         if field is None or value != setting.value:
             continue
         # each kind of policy has a config of its own, whose default is its own name
-        usual = USUAL.get(section) if key == "name" else _plain(field.default)
-        if value != usual:
-            lines.setdefault(setting.source, []).append(f"{setting.key}={_shown(value)}")
+        usual = USUAL.get(section) if key == "name" else field.default
+        if value != (list(usual) if isinstance(usual, tuple) else usual):
+            shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+            lines.setdefault(setting.source, []).append(f"{setting.key}={shown}")
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 
 
-def _of_checkpoint(
-    path: str, given: dict[str, Any], kinds: tuple[str, ...], key: str, also: tuple[str, ...] = ()
-) -> list[Setting]:
-    """What its config says about these sections and how long its decisions last; nothing of weights without a config.
+def run_folder(output: str | None, phase: str) -> Path:
+    return Path(output) if output else Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{phase}_rl"
 
-    `key` is what `path` was given as; `also` are keys of other sections.
-    """
+
+def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *keys: str) -> list[Setting]:
+    """What the config of a checkpoint says about `sections`, `keys` and how long decisions last; weights have none."""
     from sparring.runs.checkpoint import find_checkpoint
 
-    saved = [] if Path(path).exists() else _of_the_run_itself(key, path, given)
+    path = given[key]
+    saved = [] if Path(path).exists() else _of_the_run_itself(key, given)
     if not saved:
         found = find_checkpoint(path)
         file = (found.parent if found.is_file() else found) / "config.yaml"
         saved = read_settings(file) if file.is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
-        if "world_model" in kinds and trained in ("finetune", "imitate", "student"):
-            # told before its env is found not to fit
+        if "world_model" in sections and trained in ("finetune", "imitate", "student"):
+            # before its env is found not to fit
             made = f"it was made by `sparring train {trained}`"
             raise UserError(f"{key} = '{path}': {made}; world models come of `sparring train teacher`")
     method = next((s.value for s in saved if s.key == "policy.method"), None)
     if given.get("policy.method", method) != method:
         saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_A_METHOD]]
-    names = {s.key: s.value for s in saved if s.key in [f"{kind}.name" for kind in kinds]}
+    names = {s.key: s.value for s in saved if s.key in [f"{section}.name" for section in sections]}
     # another kind of env or network has other settings; whether it fits is found out when weights are loaded
-    sections = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
-    wanted = (*sections, "rollout.action_steps", *also)
-    wanted = [s for s in saved if s.key.startswith(wanted) and s.key not in OF_THE_RUN]
-    return [Setting(s.key, s.value, f"{key}={path}") for s in wanted]
+    same = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
+    wanted = (*same, "rollout.action_steps", *keys)
+    saved = [s for s in saved if s.key.startswith(wanted) and s.key not in _OF_THE_RUN]
+    return [Setting(s.key, s.value, f"{key}={path}") for s in saved]
 
 
-def _careful(given: dict[str, Any]) -> list[Setting]:
-    """How an algorithm learns where the policy can do something already; of one's own algorithm nothing is known."""
-    name = str(given.get("algorithm", "ppo"))
-    source = f"pretrained={given['pretrained']}"
-    return [Setting(f"{name}.{key}", value, source) for key, value in OF_PRETRAINED.get(name, {}).items()]
-
-
-def _of_the_run_itself(key: str, path: str, given: dict[str, Any]) -> list[Setting]:
-    """The config of a run that started from `path` and goes on: it holds all that came along, wherever that is now."""
+def _of_the_run_itself(key: str, given: dict[str, Any]) -> list[Setting]:
+    """The config of a run that started from `given[key]` and goes on: it holds all that came along."""
     from sparring.runs.checkpoint import checkpoints
 
     folder = run_folder(given.get("output"), given.get("phase", "finetune"))
     if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
         return []
     saved = read_settings(folder / "config.yaml")
-    return saved if any(s.key == key and s.value == path for s in saved) else []
+    return saved if any(s.key == key and s.value == given[key] for s in saved) else []
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
@@ -131,7 +155,7 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
     values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
     source = f"imitate.demos={files[0].parents[1]}"
-    return [Setting(key, value, source) for key, value in values.items() if key not in OF_THE_RUN]
+    return [Setting(key, value, source) for key, value in values.items() if key not in _OF_THE_RUN]
 
 
 def _recorded_env(file: Path) -> dict[str, Any]:
@@ -147,11 +171,3 @@ def _recorded_env(file: Path) -> dict[str, Any]:
         why = "it does not say env.name and env.task"
     mend = "copy the dataset again, or delete this file and say with env.* what the demonstrations were recorded in"
     raise DatasetError(f"'{file}' cannot be read ({why}); {mend}")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from sparring.config.section import Section
 from sparring.errors import UserError
 
 
@@ -58,8 +59,8 @@ def import_module(name: str, asked_by: str) -> ModuleType:
         raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error
 
 
-def config_class(cls: type, kind: str) -> type:
-    """The config a class reads: the annotation of its first parameter."""
+def config_class(cls: Any, kind: str) -> type[Section]:
+    """The config that a class reads: the annotation of its first parameter."""
     if not isinstance(cls, type):
         raise UserError(f"{kind} {cls!r} is not a class; expected your.module:Class")
     where = f"{kind} '{cls.__module__}:{cls.__name__}'"
@@ -67,15 +68,16 @@ def config_class(cls: type, kind: str) -> type:
     try:
         hints = typing.get_type_hints(cls.__init__)
     except NameError as error:
-        raise UserError(
-            f"{where}: an annotation of __init__ cannot be resolved ({error}); import it at run time"
-        ) from None
-    if not parameters or parameters[0] not in hints:
-        raise UserError(
-            f"{where}: its first parameter must be annotated with its config class, "
-            "e.g. def __init__(self, config: MyConfig, ...)"
-        )
-    return hints[parameters[0]]
+        why = f"an annotation of __init__ cannot be resolved ({error}); import it at run time"
+        raise UserError(f"{where}: {why}") from None
+    section = hints.get(parameters[0]) if parameters else None
+    if section is None:
+        example = "e.g. def __init__(self, config: MyConfig, ...)"
+        raise UserError(f"{where}: its first parameter must be annotated with its config class, {example}")
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        example = "e.g. class MyConfig(Section)"
+        raise UserError(f"{where}: its config {section} must be a sparring.config.Section, {example}")
+    return section
 
 
 def describe_error(error: BaseException) -> str:

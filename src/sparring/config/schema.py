@@ -1,23 +1,22 @@
-"""The one config tree that every phase and every document uses."""
+"""The config of a run: its sections, and the passes that make it of settings."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
-from sparring import algorithms, envs, phases, policies, rewards, world_models
+from sparring import algorithms, envs, phases, policies, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig
-from sparring.config.checks import mistakes, mistakes_of_settings
-from sparring.config.legacy import ALIASES, GRPO_ALIASES, PHASE_ALIASES, Reading, read_as_ours, why_not
-from sparring.config.phase_defaults import DEFAULTS
+from sparring.config.checks import problems_of
+from sparring.config.inherit import USUAL, inherited_notes, inherited_settings, phase_defaults, run_folder
+from sparring.config.legacy import aliases_for, phase_of, rename, why_not
 from sparring.config.resolve import config_class, import_module, import_path, path_of
-from sparring.config.section import Section, Tree
+from sparring.config.section import Schema, Section
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
-from sparring.envs.configs import GymConfig
+from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.errors import UserError
 from sparring.phases.configs import (
     AdversarialConfig,
@@ -27,7 +26,12 @@ from sparring.phases.configs import (
     TeacherConfig,
     TrainingConfig,
 )
+from sparring.policies.configs import ActorCriticConfig, FlowConfig, PI0PolicyConfig
+from sparring.policies.native.config import NativeVLAConfig
+from sparring.policies.vla.config import VLAConfig
 from sparring.record.configs import LoggingConfig
+from sparring.rewards.configs import OriginalRewardsConfig, RewardsConfig
+from sparring.world_models.configs import TokenWorldModelConfig
 
 
 def _known_phase(name: str) -> str:
@@ -49,7 +53,7 @@ def _known_device(name: str) -> str:
     return name
 
 
-class NoConfig(Section):
+class _NoConfig(Section):
     """Of an algorithm of your own (algorithm=your.module:Class); the built-in ones have sections by their names."""
 
 
@@ -99,33 +103,28 @@ class Config(Section):
 
     def __reduce__(self):
         # by its values, for other processes: sections of your own classes are made here and known nowhere else
-        return load_config, (self.dump(),)
+        return _loaded_as_it_is, (self.dump(),)
 
     def dump(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        return to_yaml(self.dump(), TREE.comments(self))
-
-
-def run_folder(output: str | None, phase: str) -> Path:
-    return Path(output) if output else Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{phase}_rl"
-
-
-# what a section is where nobody names another
-USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
+        return to_yaml(self.dump(), SCHEMA.comments(self))
 
 
 def load_config(
-    source: str | Path | dict | None = None, overrides: list[Setting] | None = None, phase: str | None = None
+    source: str | Path | dict | None = None,
+    overrides: list[Setting] | None = None,
+    phase: str | None = None,
+    *,
+    inherit: bool = True,
+    to_run: bool = True,
 ) -> Config:
-    """A file or a (nested) dict plus overrides, checked as a whole; what is not given keeps its default."""
-    return build_config(given_settings(source, overrides, phase))
+    """A file or a (nested) dict plus overrides, checked as a whole; what is not given keeps its default.
 
-
-def given_settings(
-    source: str | Path | dict | None, overrides: list[Setting] | None, phase: str | None
-) -> list[Setting]:
+    `inherit=False`: nothing comes with what it starts from, as a saved config holds that already. `to_run=False`: a
+    config that is only looked at need not say what it starts from.
+    """
     if isinstance(source, dict):
         settings = [Setting(key, value, "Python") for key, value in flatten(source).items()]
     else:
@@ -133,80 +132,77 @@ def given_settings(
     settings += overrides or []
     if phase:
         settings.append(Setting("phase", phase, "command line"))
-    return settings
+    return configure(settings, inherit, to_run)[0]
 
 
-def build_config(settings: list[Setting], to_run: bool = True) -> Config:
-    """`to_run=False`: what is only to be looked at need not say what it starts from."""
-    settings = reading_of(settings).settings
-    tree = tree_of(settings)
-    tree = tree if to_run else replace(tree, check=mistakes_of_settings)
-    return tree.build(_phase_defaults(settings) + settings)
+def configure(settings: list[Setting], inherit: bool, to_run: bool = True) -> tuple[Config, list[str]]:
+    """The config that settings describe, later ones winning, and notes on settings that were not read as given."""
+    schema, phase = schema_for(settings), phase_of(settings) or "finetune"
+    renamed = rename(settings, schema)
+    inherited = inherited_settings(phase, renamed.settings) if inherit else []
+    settings = inherited + renamed.settings
+    settings = phase_defaults(phase, settings) + settings
+    config = schema.build(settings, check=lambda config: problems_of(config, to_run))
+    return config, renamed.notes() + inherited_notes(inherited, config)
 
 
-def reading_of(settings: list[Setting]) -> Reading:
-    """These settings in our words, as the phase they name means them."""
-    return read_as_ours(settings, tree_of(settings), _phase_of(settings) or "finetune")
+def schema_for(settings: list[Setting]) -> Schema:
+    """The schema as these settings mean it: what `batch_size` is short for depends on the phase and the algorithm."""
+    return replace(SCHEMA, aliases=aliases_for(settings))
 
 
-def tree_of(settings: list[Setting]) -> Tree:
-    """The tree as these settings mean it: what `batch_size` is short for depends on the phase and the algorithm."""
-    phase = _phase_of(settings)
-    named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
-    algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
-    more = GRPO_ALIASES if algorithm == "grpo" else {}
-    more = more | PHASE_ALIASES.get(phase, {})
-    return replace(TREE, aliases=ALIASES | more) if more else TREE
+def _loaded_as_it_is(values: dict[str, Any]) -> Config:
+    return load_config(values, inherit=False)
 
 
-def _phase_of(settings: list[Setting]) -> Any:
-    phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
-    return phases.ALIASES.get(phase, phase)
+# section -> name -> its config class; none of them imports torch
+_CLASSES: dict[str, dict[str, type[Section]]] = {
+    "env": {"tabletop": TabletopConfig},
+    "policy": {
+        "actor_critic": ActorCriticConfig,
+        "flow": FlowConfig,
+        "vla": VLAConfig,
+        "native_vla": NativeVLAConfig,
+        "pi0": PI0PolicyConfig,
+    },
+    "world_model": {"token": TokenWorldModelConfig},
+    "rewards": {"default": RewardsConfig, "original": OriginalRewardsConfig},
+}
 
 
-def _phase_defaults(settings: list[Setting]) -> list[Setting]:
-    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
-    phase, names = _phase_of(settings), {s.key: s.value for s in settings}
-    others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
-    values = DEFAULTS.get(phase, {}).items()
-    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
-
-
-def _env_config(name: Any) -> type[Section]:
+def _env_class(name: Any) -> type[Section]:
     if isinstance(name, str) and name.startswith("gym:"):
         _check_gym_id(name.removeprefix("gym:"))
         return GymConfig
-    return _config_of(name, USUAL["env"], envs.ENVS, envs.CONFIGS, "env")
+    return _class_of("env", name, envs.ENVS)
 
 
-def _policy_config(name: Any) -> type[Section]:
-    return _config_of(name, USUAL["policy"], policies.POLICIES, policies.CONFIGS, "policy")
-
-
-def _world_model_config(name: Any) -> type[Section]:
-    return _config_of(name, USUAL["world_model"], world_models.WORLD_MODELS, world_models.CONFIGS, "world model")
-
-
-def _rewards_config(name: Any) -> type[Section]:
-    # of any other name it is said which there are
-    return import_path(rewards.CONFIGS.get(name, rewards.CONFIGS["default"]), "rewards config")
-
-
-def _algorithm_config(name: Any) -> type[Section]:
-    return _section_of(import_path(name, "algorithm"), "algorithm") if ":" in str(name) else NoConfig
-
-
-def _config_of(name: Any, default: str, known: dict, configs: dict, kind: str) -> type[Section]:
-    """Built-in configs come without their class, so that validation never imports torch."""
-    name = default if name is None else name
+def _class_of(section: str, name: Any, known: dict[str, str]) -> type[Section]:
+    """The config class of a built-in name, or of a class of one's own: what its first parameter is annotated with."""
+    name = USUAL[section] if name is None else name
     if not isinstance(name, str):
         raise UserError(f"expected one of: {', '.join(known)}, or your.module:Class")
-    if name in configs:
-        return import_path(configs[name], f"{kind} config")
+    if name in _CLASSES[section]:
+        return _CLASSES[section][name]
+    kind = section.replace("_", " ")
     thing = import_path(path_of(name, known, kind), kind)
-    if kind == "env" and _makes_gymnasium_envs(thing):
+    if section == "env" and _makes_gymnasium_envs(thing):
         return GymConfig
-    return _named(_section_of(thing, kind))
+    cls = config_class(thing, kind)
+    if "name" in cls.model_fields:
+        return cls
+    # `name` chose the class, so its config must be able to hold it
+    field = Field(description="your.module:Class")
+    return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, name=(str, field))
+
+
+def _rewards_class(name: Any) -> type[Section]:
+    # the class itself refuses any other name
+    return _CLASSES["rewards"].get(name if isinstance(name, str) else "default", RewardsConfig)
+
+
+def _algorithm_class(name: Any) -> type[Section]:
+    return config_class(import_path(name, "algorithm"), "algorithm") if ":" in str(name) else _NoConfig
 
 
 def _check_gym_id(name: str) -> None:
@@ -224,7 +220,22 @@ def _check_gym_id(name: str) -> None:
         raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())})") from None
 
 
-def _explained(key: str, setting: Setting) -> str | None:
+def _makes_gymnasium_envs(thing: Any) -> bool:
+    """A function, or a class that is one or looks like one; without importing gymnasium."""
+    if not isinstance(thing, type):
+        return callable(thing)
+    return hasattr(thing, "observation_space") or any(base.__module__.startswith("gymnasium") for base in thing.__mro__)
+
+
+def kinds_with(key: str) -> list[str]:
+    """The names of built-in envs, policies, ... whose config has this key."""
+    section, _, leaf = key.partition(".")
+    classes = _CLASSES.get(section, {}) | ({"gym:<id>": GymConfig} if section == "env" else {})
+    leaf = leaf.partition(".")[0]
+    return [f"{section}.name={name}" for name, config in classes.items() if leaf in config.model_fields]
+
+
+def _explain(key: str, setting: Setting) -> str | None:
     """What is to be said of a key that is unknown here: it is one of the originals, or of another env, policy, ..."""
     others = kinds_with(key)
     ours = "" if setting.as_written == key else f"as {key} "
@@ -232,52 +243,15 @@ def _explained(key: str, setting: Setting) -> str | None:
     return why_not(setting.as_written, setting.value) or known
 
 
-def kinds_with(key: str) -> list[str]:
-    """The names of built-in envs, policies, ... whose config has this key."""
-    section, _, leaf = key.partition(".")
-    kinds = {"env": envs, "policy": policies, "world_model": world_models, "rewards": rewards}
-    configs = kinds[section].CONFIGS if section in kinds else {}
-    classes = {name: import_path(path, f"{section} config") for name, path in configs.items()}
-    classes |= {"gym:<id>": GymConfig} if section == "env" else {}
-    leaf = leaf.partition(".")[0]
-    return [f"{section}.name={name}" for name, config in classes.items() if leaf in config.model_fields]
-
-
-def _makes_gymnasium_envs(thing: Any) -> bool:
-    """A function, or a class that is one or looks like one; told without importing gymnasium."""
-    if not isinstance(thing, type):
-        return callable(thing)
-    return hasattr(thing, "observation_space") or any(base.__module__.startswith("gymnasium") for base in thing.__mro__)
-
-
-def _section_of(cls: Any, kind: str) -> type[Section]:
-    section = config_class(cls, kind)
-    if not (isinstance(section, type) and issubclass(section, Section)):
-        raise UserError(
-            f"{kind} '{cls.__module__}:{cls.__name__}': its config {section} must be a sparring.config.Section, "
-            "e.g. class MyConfig(Section)"
-        )
-    return section
-
-
-def _named(section: type[Section]) -> type[Section]:
-    """`name` chose the class, so its config must be able to hold it; a config of one's own need not declare it."""
-    if "name" in section.model_fields:
-        return section
-    name = Field(description="your.module:Class")
-    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, name=(str, name))
-
-
-TREE = Tree(
+SCHEMA = Schema(
     root=Config,
     pickers={
-        "env": ("env.name", _env_config),
-        "policy": ("policy.name", _policy_config),
-        "world_model": ("world_model.name", _world_model_config),
-        "rewards": ("rewards.name", _rewards_config),
-        "algorithm_config": ("algorithm", _algorithm_config),
+        "env": ("env.name", _env_class),
+        "policy": ("policy.name", lambda name: _class_of("policy", name, policies.POLICIES)),
+        "world_model": ("world_model.name", lambda name: _class_of("world_model", name, world_models.WORLD_MODELS)),
+        "rewards": ("rewards.name", _rewards_class),
+        "algorithm_config": ("algorithm", _algorithm_class),
     },
-    aliases=ALIASES,
-    check=mistakes,
-    explain=_explained,
+    aliases=aliases_for([]),
+    explain=_explain,
 )

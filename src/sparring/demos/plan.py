@@ -68,7 +68,7 @@ def demo_config(tasks: list[str], file: str | None, settings: list[Setting]) -> 
     ]
     # `rollout.n_envs` must be a multiple of the tasks, though recording has its own number of robots
     asked = [Setting("env.task", tasks, "command line"), Setting("rollout.n_envs", len(tasks), "command line")]
-    return load_config(None, [*defaults, *given, *settings, *asked])
+    return load_config(None, [*defaults, *given, *settings, *asked], inherit=False)
 
 
 def demo_folder(tasks: list[str]) -> Path:

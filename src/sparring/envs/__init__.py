@@ -1,4 +1,3 @@
 """Envs: N robots in a simulator, stepped together."""
 
 ENVS = {"tabletop": "sparring.envs.tabletop.backend:Tabletop"}
-CONFIGS = {"tabletop": "sparring.envs.configs:TabletopConfig"}

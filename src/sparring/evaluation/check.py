@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.config.resolve import describe_error, import_path
-from sparring.config.schema import TREE, Config, load_config
+from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, parse_overrides, value_text
 from sparring.envs.backend import drawn
 from sparring.envs.configs import GymConfig
@@ -47,11 +47,12 @@ def check(name: str | None, overrides: list[str]) -> int:
 def _findings(name: str | None, settings: list[Setting]) -> Iterator[Finding]:
     if name is None:
         yield from installation()
-        yield from env_findings(load_config(None, settings))
+        yield from env_findings(load_config(None, settings, inherit=False))
     elif _is_policy(name):
-        yield from policy_findings(load_config(None, [*settings, Setting("policy.name", name, "command line")]))
+        settings = [*settings, Setting("policy.name", name, "command line")]
+        yield from policy_findings(load_config(None, settings, inherit=False))
     else:
-        yield from env_findings(load_config(None, [*settings, _env_setting(name, settings)]))
+        yield from env_findings(load_config(None, [*settings, _env_setting(name, settings)], inherit=False))
 
 
 def installation() -> Iterator[Finding]:
@@ -159,7 +160,7 @@ def _env_setting(name: str, others: list[Setting]) -> Setting:
         return Setting("env.name", name, "command line")
     task = name.removeprefix("sparring/")
     for other in others:
-        is_task = TREE.aliases.get(other.key, other.key) in ("env.task", "task")
+        is_task = SCHEMA.aliases.get(other.key, other.key) in ("env.task", "task")
         if is_task and other.value not in (task, [task]):
             raise UserError(f"'{name}' and {other.key}={value_text(other.value)} name different tasks; keep one")
     return Setting("env.task", task, "command line")

@@ -77,7 +77,7 @@ def evaluate_world_model_checkpoint(
 def load_other_world_model(other: str, path: str, config: Config, device) -> WorldModel:
     """One that can be told the same episodes as that of `path`, whose config this is."""
     refuse_other_env(checkpoint_folder(other), config)
-    steps = load_config(checkpoint_folder(other) / "config.yaml").rollout.action_steps
+    steps = load_config(checkpoint_folder(other) / "config.yaml", inherit=False).rollout.action_steps
     if steps != config.rollout.action_steps:
         raise UserError(
             f"'{other}': its decisions are {steps} steps long, those of '{path}' {config.rollout.action_steps}; they "
@@ -147,7 +147,8 @@ def _progress(checkpoint: Path) -> Progress:
 
 
 def config_of(checkpoint: Path, settings: list[Setting]) -> Config:
-    trained, config = load_config(checkpoint / "config.yaml"), load_config(checkpoint / "config.yaml", settings)
+    file = checkpoint / "config.yaml"
+    trained, config = load_config(file, inherit=False), load_config(file, settings, inherit=False)
     before, now = flatten(trained.dump()), flatten(config.dump())
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
     if changed:
@@ -160,7 +161,7 @@ def config_of(checkpoint: Path, settings: list[Setting]) -> Config:
 def changed_episodes(checkpoint: Path, config: Config) -> dict[str, Any]:
     """The settings that make other episodes than those the checkpoint was trained for."""
     now = flatten(config.dump())
-    unlike = unlike_episodes(load_config(checkpoint / "config.yaml"), config, HOW_WORKED_OUT)
+    unlike = unlike_episodes(load_config(checkpoint / "config.yaml", inherit=False), config, HOW_WORKED_OUT)
     return {key: now[key] for key in unlike if key in now}
 
 

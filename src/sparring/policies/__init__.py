@@ -7,10 +7,3 @@ POLICIES = {
     "native_vla": "sparring.policies.native.policy:NativeVLA",
     "pi0": "sparring.policies.pi0.policy:PI0Policy",
 }
-CONFIGS = {
-    "actor_critic": "sparring.policies.configs:ActorCriticConfig",
-    "flow": "sparring.policies.configs:FlowConfig",
-    "vla": "sparring.policies.vla.config:VLAConfig",
-    "native_vla": "sparring.policies.native.config:NativeVLAConfig",
-    "pi0": "sparring.policies.configs:PI0PolicyConfig",
-}

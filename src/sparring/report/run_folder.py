@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparring.config.schema import build_config
+from sparring.config.schema import load_config
 from sparring.config.text import Setting, flatten, read_settings, value_text
 from sparring.errors import UserError
 from sparring.report import media
@@ -58,7 +58,7 @@ def defaults(config: dict[str, Any]) -> dict[str, Any] | None:
     """What a run of the same phase, env, policy, ... has where nothing else is said; None where that is not known."""
     chosen = [Setting(key, config[key], "the run") for key in _CHOICES if config.get(key) is not None]
     try:
-        return flatten(build_config(chosen, to_run=False).dump())
+        return flatten(load_config(None, chosen, inherit=False, to_run=False).dump())
     except UserError:  # of another version, or with classes that are not here
         return None
 

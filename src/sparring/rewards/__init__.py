@@ -13,7 +13,3 @@ TERMS = {
     "task_success": "sparring.rewards.terms:TaskSuccess",
     "task_reward": "sparring.rewards.terms:TaskReward",
 }
-CONFIGS = {
-    "default": "sparring.rewards.configs:RewardsConfig",
-    "original": "sparring.rewards.configs:OriginalRewardsConfig",
-}

@@ -5,7 +5,6 @@ from typing import Literal
 from pydantic import Field
 
 from sparring.config.section import Section
-from sparring.rewards import TERMS
 
 
 class RewardsConfig(Section):
@@ -50,14 +49,3 @@ class OriginalRewardsConfig(RewardsConfig):
     prediction_error: float = Field(1.0, ge=0, description=_meaning("prediction_error"))
     disagreement: float = Field(0.0, ge=0, description=_meaning("disagreement"))
     divergence: Literal["potential", "original"] = Field("original", description=_meaning("divergence"))
-
-
-def reward_mistakes(config, learns: bool) -> list[tuple[str, str]]:
-    """Settings of a run that do not go together: (key, what is wrong). `learns`: does its world model?"""
-    rewards, mistakes = config.rewards, []
-    if rewards.learning_progress and not learns:
-        why = "the world model is frozen in this phase, so it makes no progress that could be paid for"
-        mistakes.append(("rewards.learning_progress", f"{why}; set it to 0, or train adversarial"))
-    if not any(getattr(rewards, name) for name in TERMS):
-        mistakes.append(("rewards.name", f"{rewards.name} pays for nothing here; give a weight to {', '.join(TERMS)}"))
-    return mistakes

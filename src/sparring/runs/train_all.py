@@ -13,8 +13,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from sparring.config.legacy import Reading
-from sparring.config.schema import Config, load_config, reading_of, tree_of
+from sparring.config.legacy import Renamed, rename
+from sparring.config.schema import Config, load_config, schema_for
 from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
 from sparring.phases import CHAIN
@@ -36,7 +36,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
     _refuse_own_starts(given)
     for phase, settings in shares.items():
         _refuse_own_folder(settings, folder_of(phase, output))
-        _refuse_what_cannot_be_made(load_config(None, settings, phase))
+        _refuse_what_cannot_be_made(load_config(None, settings, phase, inherit=False))
     record = output / "all.json"
     done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
     # these start anew, also in a later call, whatever lies in their folders
@@ -49,7 +49,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
             continue
         print(what, flush=True)
         # what is for the other phases is read there
-        for line in replace(_reading(phase, given), other_phases=[]).told():
+        for line in replace(_renamed(phase, given), other_phases=[]).notes():
             print(line, file=sys.stderr, flush=True)
         how = "never" if phase in anew else "auto"
         anew = [other for other in anew if other != phase]
@@ -67,7 +67,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
 
 def _refuse_own_starts(given: list[Setting]) -> None:
     added = {key for keys in STARTS_FROM.values() for key in keys}
-    aliases = tree_of(given).aliases
+    aliases = schema_for(given).aliases
     for setting in given:
         if aliases.get(setting.key, setting.key) in added:
             raise UserError(
@@ -113,11 +113,12 @@ def settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]
     added = {key: str(folder_of(other, output)) for key, other in STARTS_FROM[phase].items()}
     added["output"] = str(folder_of(phase, output))
     # later ones win
-    return _reading(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
+    return _renamed(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
 
 
-def _reading(phase: str, given: list[Setting]) -> Reading:
-    return reading_of([*given, Setting("phase", phase, "train all")])
+def _renamed(phase: str, given: list[Setting]) -> Renamed:
+    settings = [*given, Setting("phase", phase, "train all")]
+    return rename(settings, schema_for(settings))
 
 
 def folder_of(phase: str, output: Path) -> Path:

@@ -3,6 +3,3 @@
 WORLD_MODELS = {
     "token": "sparring.world_models.token_model:TokenWorldModel",
 }
-CONFIGS = {
-    "token": "sparring.world_models.configs:TokenWorldModelConfig",
-}

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from sparring.policies.configs import LoraConfig, set_without_lora
+from sparring.policies.configs import LoraConfig
 
 Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
 
@@ -40,6 +40,7 @@ class TokenWorldModelConfig(LoraConfig):
     )
     trunk: str | None = Field(
         None,
+        validate_default=True,
         description="folder of a native VLA or of transformers' pi0, whose transformer takes the place of the block "
         "that all members share; null: a block of its own; lora_* is for this one",
     )
@@ -58,7 +59,8 @@ class TokenWorldModelConfig(LoraConfig):
     @field_validator("trunk")
     @classmethod
     def _adapted(cls, trunk: str | None, info: ValidationInfo) -> str | None:
-        given = [*(["lora_r"] if info.data.get("lora_r") else []), *set_without_lora(info.data)]
+        fields = LoraConfig.model_fields.items()
+        given = [name for name, field in fields if info.data.get(name, field.default) != field.default]
         if given and trunk is None:
             raise ValueError(
                 f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none; give the folder "
