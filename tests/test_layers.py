@@ -134,9 +134,7 @@ def test_configs_import_no_heavy_library():
     for module in modules():
         if module.name in TORCH_FREE or module.parts[0] in ("cli", "config"):
             heavy = top_level_names((SOURCE / module).with_suffix(".py")) & {"torch", "numpy", "mujoco", "gymnasium"}
-            assert heavy == set() or str(module) in ("cli/check", "cli/dry_run", "cli/tasks"), (
-                f"{module} imports {heavy}"
-            )
+            assert heavy == set(), f"{module} imports {heavy}"
 
 
 def top_level_names(file: Path, deep: bool = False) -> set[str]:

@@ -1,11 +1,13 @@
 import os
-import traceback
 
 from sparring.cli.main import main
-from sparring.processes.launch import leave
 
 if "RANK" not in os.environ:
     raise SystemExit(main())
+import traceback  # noqa: E402
+
+from sparring.processes.launch import leave  # noqa: E402
+
 try:
     code = main()
 except Exception:  # as the interpreter would, which would then take libraries down

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import sparring
-from sparring.cli.completion import COMMANDS, SCRIPTS, TAKES_OVERRIDES, candidates, flags_of
+from sparring.cli.completion import SCRIPTS, candidates
 from sparring.cli.main import build_parser, main
 from sparring.config.schema import load_config
 from sparring.envs.tabletop.tasks.registry import TASKS
@@ -41,6 +41,14 @@ SHORT = [
 ]
 # CartPole starts in half the time the arm takes
 ENDLESS = ["train", "finetune", *SIZES, "training.total_timesteps=10000000", "env.name=gym:CartPole-v1"]
+
+
+(_subparsers,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+COMMANDS = _subparsers.choices
+
+
+def flags_of(command: str) -> list[str]:
+    return [a.option_strings[-1] for a in COMMANDS[command]._actions if a.option_strings]
 
 
 def told(capsys, *words) -> tuple[int, str, str]:
@@ -98,8 +106,8 @@ def test_help_has_examples_and_exit_codes(capsys):
 def test_help_of_a_command(capsys):
     code, out, _ = told(capsys, "train", "--help")
     assert code == 0
-    for flag in COMMANDS["train"]:
-        assert f"  {flag}" in out
+    for flag in flags_of("train"):
+        assert f" {flag}" in out
     # also behind an override, which must not swallow it
     assert told(capsys, "train", "finetune", "--ppo.gamma", "0.9", "--help")[:2] == (code, out)
 
@@ -545,13 +553,21 @@ def test_ctrl_c_before_training_is_130_too(monkeypatch, capsys, here):
 
 
 def test_the_flags_offered_are_the_flags_there_are():
-    parser = build_parser()
-    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    assert list(commands.choices) == list(COMMANDS)
-    for name, sub in commands.choices.items():
-        real = {a.option_strings[-1]: a.nargs != 0 for a in sub._actions if a.option_strings}
-        assert flags_of(name) == real | {"--version": False}
-    assert set(TAKES_OVERRIDES) == {"train", "eval", "compare", "check", "demos", "config"}
+    for name, parser in COMMANDS.items():
+        offered = candidates(COMMANDS, [name, "-"])
+        keys = [flag for flag in offered if "." in flag]
+        assert set(flags_of(name)) <= set(offered)
+        # where settings may be given, they are offered too
+        assert bool(keys) == bool(parser.get_default("takes_overrides"))
+    takes_overrides = {name for name, parser in COMMANDS.items() if parser.get_default("takes_overrides")}
+    assert takes_overrides == {"train", "eval", "compare", "check", "demos", "config"}
+
+
+def test_what_is_offered_besides_choices_is_for_arguments_there_are():
+    for parser in COMMANDS.values():
+        assert set(parser.get_default("offered") or {}) <= {action.dest for action in parser._actions}
+    assert candidates(COMMANDS, ["demos", "lift_d0", "--control-mode", "q"]) == ["qpos"]
+    assert candidates(COMMANDS, ["demos", "lift_d0", "--pixel-format", ""]) == ["yuv420p", "yuv444p"]
 
 
 @pytest.mark.parametrize(
@@ -589,7 +605,7 @@ def test_the_flags_offered_are_the_flags_there_are():
     ],
 )
 def test_candidates(line, offered):
-    assert candidates(line.split(" ")) == offered
+    assert candidates(COMMANDS, line.split(" ")) == offered
 
 
 def in_bash(here: Path, line: str) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sparring.cli.arguments import duration, size
 from sparring.cli.main import main
+from sparring.cli.runs import _duration as duration
+from sparring.cli.runs import _size as size
 from sparring.runs.folder import alone_in
 from sparring.runs.listing import find_runs, look_at, read_json
 

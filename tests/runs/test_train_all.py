@@ -135,7 +135,7 @@ def test_the_quickstarts_settings_are_accepted(commands, tmp_path):
 @pytest.mark.parametrize("phase", ["student", "adversarial"])
 def test_the_originals_values_are_a_preset(phase):
     given = [Setting(f"{phase}.teacher", "outputs/teacher_rl", "here")]
-    config = load_config(ROOT / f"configs/{phase}_original.yaml", given)
+    config = load_config(ROOT / f"configs/{phase}_original.yaml", given, inherit=False)
     training, rollout = config.training, config.rollout
     assert (config.phase, training.num_episodes, training.save_every, training.log_every) == (phase, 100, 50, 10)
     assert (rollout.n_envs, rollout.steps, rollout.max_episode_steps, rollout.action_steps) == (1, 50, 50, 1)

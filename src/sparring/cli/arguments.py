@@ -1,35 +1,17 @@
-"""Arguments that commands share, and the settings they give."""
+"""Arguments that commands share, and the config that they describe. Light: completion and --help import it."""
 
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
-# ---- What commands' arguments have in common.
+if TYPE_CHECKING:
+    from sparring.config.schema import Config
+    from sparring.config.text import Setting
 
-
-OPTIONS = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-
-
-def positive(text: str) -> int:
-    return count(text, least=1)
-
-
-def count(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got '{text}'")
-    return int(text)
-
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
-
-
-# ---- What --help ends with.
-
-
+# of every parser
+OPTIONS: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+# what --help ends with
 EPILOG = """\
 examples:
   sparring train finetune                                    the built-in arm learns reach_d0, about a minute
@@ -63,36 +45,22 @@ saves a checkpoint, a second one gives up.
 """
 
 
-# ---- Numbers as people read them.
+def positive(text: str) -> int:
+    return count(text, least=1)
 
 
-def size(number: float) -> str:
-    """Bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
+def count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got '{text}'")
+    return int(text)
 
 
-def duration(seconds: float) -> str:
-    """The largest unit that fits."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-# ---- What the files, overrides and flags of a command say.
-
-
-def config_of(arguments, overrides, to_run: bool = True):
+def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool = True) -> "Config":
     """The config of a command: its file, its overrides, its flags."""
     from sparring.config.schema import configure
     from sparring.config.text import Setting
 
-    given = settings_of(arguments, overrides)
-    given += flag_settings(arguments, {"output": "output", "resume": "resume"})
+    given = settings_of(arguments, overrides) + flag_settings(arguments, {"output": "output", "resume": "resume"})
     given.append(Setting("phase", arguments.phase, "command line"))
     config, notes = configure(given, inherit=True, to_run=to_run)
     # once: not in the processes that this command starts
@@ -102,7 +70,7 @@ def config_of(arguments, overrides, to_run: bool = True):
     return config
 
 
-def settings_of(arguments, overrides) -> list:
+def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> "list[Setting]":
     """What a command's file and overrides say, and --envs."""
     from sparring.config.text import parse_overrides, read_settings
 
@@ -110,10 +78,11 @@ def settings_of(arguments, overrides) -> list:
     return given + parse_overrides(overrides) + flag_settings(arguments, {"envs": "rollout.n_envs"})
 
 
-def flag_settings(arguments, keys: dict[str, str]) -> list:
+def flag_settings(arguments: argparse.Namespace, keys: dict[str, str]) -> "list[Setting]":
+    """Flags that are short for a setting; argparse has `image_size` for --image-size."""
     from sparring.config.text import Setting
 
     given = {flag: getattr(arguments, flag, None) for flag in keys}
-    # argparse has `image_size` for --image-size
-    named = {flag: f"--{flag.replace('_', '-')}" for flag in keys}
-    return [Setting(keys[flag], value, named[flag]) for flag, value in given.items() if value is not None]
+    return [
+        Setting(keys[flag], value, f"--{flag.replace('_', '-')}") for flag, value in given.items() if value is not None
+    ]

@@ -1,31 +1,37 @@
 """`sparring check` and `sparring tasks`."""
 
+import argparse
 from pathlib import Path
 
 from sparring.cli.arguments import OPTIONS
+from sparring.envs import ENVS
+from sparring.policies import POLICIES
 
 
-def add_check(commands) -> None:
+def add(commands) -> None:
     check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **OPTIONS)
     check.add_argument(
         "name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all"
     )
-    check.set_defaults(command=_check)
-
-
-def _check(arguments, overrides) -> int:
-    from sparring.evaluation.check import check
-
-    return check(arguments.name, overrides)
-
-
-def add_tasks(commands) -> None:
+    check.set_defaults(command=_check, takes_overrides=True, offered={"name": _names})
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
     tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
     tasks.set_defaults(command=_tasks)
 
 
-def _tasks(arguments, overrides) -> int:
+def _names() -> list[str]:
+    from sparring.envs.tabletop.tasks.registry import TASKS
+
+    return [*ENVS, *POLICIES, *(f"sparring/{task}" for task in TASKS)]
+
+
+def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from sparring.evaluation.check import check
+
+    return check(arguments.name, overrides)
+
+
+def _tasks(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.envs.tabletop.tasks.registry import describe
 
     if arguments.sheet:

@@ -1,11 +1,13 @@
 """`sparring config`."""
 
+import argparse
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from sparring.cli.arguments import OPTIONS, config_of
 from sparring.errors import UserError
+from sparring.phases import PHASES
 
 
 def add(commands) -> None:
@@ -22,10 +24,10 @@ def add(commands) -> None:
     )
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
-    config.set_defaults(command=_config)
+    config.set_defaults(command=_config, takes_overrides=True, offered={"what": [*PHASES, "import"]})
 
 
-def _config(arguments, overrides) -> int:
+def _config(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.what[:1] == ["import"]:
         return _import_config(arguments, overrides)
     if len(arguments.what) > 1 or arguments.output:
@@ -35,23 +37,18 @@ def _config(arguments, overrides) -> int:
     return 0
 
 
-def _import_config(arguments, overrides) -> int:
+def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.config.convert import import_config
 
     if not 2 <= len(arguments.what) <= 3 or overrides or arguments.config:
         raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]`, and nothing else")
-    text, told = import_config(*arguments.what[1:])
-    for line in told:
+    text, notes = import_config(*arguments.what[1:])
+    for line in notes:
         print(line, file=sys.stderr)
     if not arguments.output:
         print(text, end="")
         return 0
-    _write(text, Path(arguments.output))
-    print(arguments.output)
-    return 0
-
-
-def _write(text: str, output: Path) -> None:
+    output = Path(arguments.output)
     # somebody's comments may be in there, those of the imported file for one
     if output.is_file():
         raise UserError(f"--output {output}: is there already, and stays; choose another name")
@@ -62,3 +59,5 @@ def _write(text: str, output: Path) -> None:
         with suppress(OSError):
             output.unlink()
         raise UserError(f"--output {output}: cannot write there ({error.strerror})") from None
+    print(arguments.output)
+    return 0

@@ -1,9 +1,10 @@
 """`sparring demos`."""
 
+import argparse
 import sys
 from pathlib import Path
 
-from sparring.cli.arguments import OPTIONS, count, flag_settings, number, positive
+from sparring.cli.arguments import OPTIONS, count, flag_settings, positive
 from sparring.errors import UserError
 
 
@@ -13,7 +14,9 @@ def add(commands) -> None:
         "what", metavar="TASK | show PATH", nargs="+", help="task(s) to record, or a dataset to look into"
     )
     demos.add_argument("--episodes", type=positive, metavar="N", help="how many to record")
-    demos.add_argument("--noise", type=number, default=0.0, metavar="X", help="deviation added to actions (default: 0)")
+    demos.add_argument(
+        "--noise", type=_number, default=0.0, metavar="X", help="deviation added to actions (default: 0)"
+    )
     demos.add_argument("--output", metavar="DIR", help="folder of the dataset (default: outputs/demos/<task>)")
     demos.add_argument("--cameras", nargs="+", metavar="NAME", help="what is seen (default: all of the robot's)")
     demos.add_argument("--image-size", type=positive, metavar="N", help="pixels a side (env.image_size)")
@@ -26,10 +29,28 @@ def add(commands) -> None:
     )
     demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
     demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
-    demos.set_defaults(command=_demos)
+    offered = {
+        "what": _tasks_and_show,
+        "cameras": ["head", "wrist", "left_wrist", "right_wrist"],
+        "control_mode": ["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"],
+    }
+    demos.set_defaults(command=_demos, takes_overrides=True, offered=offered)
 
 
-def _demos(arguments, overrides) -> int:
+def _tasks_and_show() -> list[str]:
+    from sparring.envs.tabletop.tasks.registry import TASKS
+
+    return ["show", *TASKS]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
+
+
+def _demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.what[0] == "show":
         return _show_demos(arguments, overrides)
     from sparring.config.text import parse_overrides
@@ -43,25 +64,19 @@ def _demos(arguments, overrides) -> int:
     keys = {name: f"env.{name}" for name in ("cameras", "image_size", "control_mode")} | {"seed": "seed"}
     settings = parse_overrides(overrides) + flag_settings(arguments, keys)
     config = demo_config(arguments.what, arguments.config, settings)
-    plan = Plan(
-        config.env,
-        config.rollout.max_episode_steps,
-        config.seed,
-        arguments.noise,
-        arguments.keep_failures,
-        arguments.pixel_format,
-    )
+    limit, kept = config.rollout.max_episode_steps, arguments.keep_failures
+    plan = Plan(config.env, limit, config.seed, arguments.noise, kept, arguments.pixel_format)
     output = Path(arguments.output) if arguments.output else demo_folder(arguments.what)
     try:
-        told = record(plan, arguments.episodes, output, arguments.workers)
+        recorded = record(plan, arguments.episodes, output, arguments.workers)
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on where '{output}' stopped", file=sys.stderr)
         return 130
-    print(f"{output}: {len(told['episode_seeds'])} episodes of {told['episodes_tried']} tried")
+    print(f"{output}: {len(recorded['episode_seeds'])} episodes of {recorded['episodes_tried']} tried")
     return 0
 
 
-def _show_demos(arguments, overrides) -> int:
+def _show_demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.data.demonstrations import Demonstrations
     from sparring.demos.show import moments, summary
     from sparring.record.overlay import contact_sheet, write_png

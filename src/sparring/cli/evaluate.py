@@ -1,14 +1,13 @@
 """`sparring eval` and `sparring compare`."""
 
+import argparse
 from pathlib import Path
 
 from sparring.cli.arguments import OPTIONS, count, flag_settings, positive
 from sparring.errors import UserError
 
-# ---- `sparring eval`.
 
-
-def add_evaluate(commands) -> None:
+def add(commands) -> None:
     evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **OPTIONS)
     evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
     evaluate.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as configured)")
@@ -29,10 +28,18 @@ def add_evaluate(commands) -> None:
     )
     evaluate.add_argument("--exploration", action="store_true", help="what a policy touches and where it gets to")
     evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
-    evaluate.set_defaults(command=_evaluate)
+    evaluate.set_defaults(command=_evaluate, takes_overrides=True)
+    compare = commands.add_parser("compare", help="which of two is better, on the same held-out episodes", **OPTIONS)
+    compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
+    compare.add_argument("b", metavar="B", help="another one")
+    compare.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as A is configured)")
+    compare.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: A's)")
+    compare.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    compare.add_argument("--world-model", action="store_true", help="compare what two world models foretell")
+    compare.set_defaults(command=_compare, takes_overrides=True)
 
 
-def _evaluate(arguments, overrides) -> int:
+def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.config.text import parse_overrides
     from sparring.evaluation.of_run import (
         evaluate_checkpoint,
@@ -54,29 +61,14 @@ def _evaluate(arguments, overrides) -> int:
         )
     if arguments.world_model:
         evaluate_world_model_checkpoint(arguments.path, settings, path, arguments.against)
-        return 0
-    if arguments.exploration:
+    elif arguments.exploration:
         evaluate_explorer_checkpoint(arguments.path, settings, path)
-        return 0
-    evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path, arguments.both)
+    else:
+        evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path, arguments.both)
     return 0
 
 
-# ---- `sparring compare`.
-
-
-def add_compare(commands) -> None:
-    compare = commands.add_parser("compare", help="which of two is better, on the same held-out episodes", **OPTIONS)
-    compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
-    compare.add_argument("b", metavar="B", help="another one")
-    compare.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as A is configured)")
-    compare.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: A's)")
-    compare.add_argument("--json", metavar="FILE", help="write the numbers there, too")
-    compare.add_argument("--world-model", action="store_true", help="compare what two world models foretell")
-    compare.set_defaults(command=_compare)
-
-
-def _compare(arguments, overrides) -> int:
+def _compare(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.config.text import parse_overrides
     from sparring.evaluation.compare import compare_policies, compare_world_models
     from sparring.evaluation.files import refuse_unwritable

@@ -1,4 +1,4 @@
-"""The command line. Parsing, help and completion never import torch; a command imports what it needs."""
+"""The command line. Parsing, help and completion import nothing heavy; a command imports what it needs."""
 
 import argparse
 import os
@@ -8,23 +8,6 @@ from sparring import __version__
 from sparring.cli import check, completion, config, demos, evaluate, report, runs, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.errors import UserError
-from sparring.processes.heartbeat import is_first_to_say
-
-# in the order of the help
-COMMANDS = (
-    train.add,
-    evaluate.add_evaluate,
-    evaluate.add_compare,
-    report.add_report,
-    report.add_watch,
-    runs.add_runs,
-    runs.add_prune,
-    check.add_check,
-    check.add_tasks,
-    demos.add,
-    config.add,
-    completion.add,
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,6 +18,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled
     except UserError as error:
+        from sparring.processes.heartbeat import is_first_to_say
+
         if is_first_to_say(str(error)):
             print(f"sparring: {error}", file=sys.stderr)
         return error.exit_code
@@ -46,42 +31,61 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _run(argv: list[str]) -> int:
-    from sparring.cli.completion import TAKES_OVERRIDES, candidates, flags_of
-    from sparring.config.text import split_overrides
-
-    if argv[:1] == ["__complete"]:
-        print("\n".join(candidates(argv[1:])))
-        return 0
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # your.module:Class is found beside you, as with `python -m`
-    words, overrides = argv, []
-    # argparse would take `ppo.gamma=1` for a PHASE and knows nothing of `--ppo.gamma 1`
-    if argv[:1] and argv[0] in TAKES_OVERRIDES:
-        overrides, argv = split_overrides(train.with_dry_run_in_one_word(argv), flags_of(argv[0]))
-    arguments, others = build_parser().parse_known_args(argv)
-    if others:
-        told = f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes"
-        raise UserError(told + _how_settings_are_written(argv[0], others))
-    arguments.words = words
-    return arguments.command(arguments, overrides) or 0
-
-
-def _how_settings_are_written(command: str, others: list[str]) -> str:
-    from sparring.cli.completion import TAKES_OVERRIDES
-    from sparring.config.schema import Config
-
-    key, value = [*others, ""][:2]
-    is_setting = command in TAKES_OVERRIDES and key.partition(".")[0] in Config.model_fields
-    return f". Settings are written {key}={value}" if is_setting else ""
-
-
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. The defaults of a command's parser say more than argparse can:
+
+    `command` runs it, `takes_overrides` where `key=value` may be given, `offered`: positional or flag -> words that
+    completion offers there, or a function that finds them.
+    """
     parser = argparse.ArgumentParser(
         "sparring", description="Train robot policies with reinforcement learning.", epilog=EPILOG, **OPTIONS
     )
     parser.add_argument("--version", action="version", version=f"sparring {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
+    # in the order of the help
+    for module in (train, evaluate, report, runs, check, demos, config, completion):
+        module.add(commands)
     return parser
+
+
+def _run(argv: list[str]) -> int:
+    parser = build_parser()
+    (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    commands = dict(subparsers.choices)
+    if argv[:1] == ["__complete"]:
+        print("\n".join(completion.candidates(commands, argv[1:])))
+        return 0
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # your.module:Class is found beside you, as with `python -m`
+    words, overrides, command = argv, [], commands.get(argv[0], parser) if argv else parser
+    takes_overrides = command.get_default("takes_overrides")
+    # argparse would take `ppo.gamma=1` for a PHASE and knows nothing of `--ppo.gamma 1`
+    if takes_overrides:
+        from sparring.config.text import split_overrides
+
+        flags = {name: action.nargs != 0 for action in command._actions for name in action.option_strings}
+        overrides, argv = split_overrides(_dry_run_in_one_word(argv), flags | {"--version": False})
+    arguments, others = parser.parse_known_args(argv)
+    if others:
+        message = f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes"
+        raise UserError(message + (_how_settings_are_written(others) if takes_overrides else ""))
+    arguments.words = words
+    return arguments.command(arguments, overrides) or 0
+
+
+def _dry_run_in_one_word(argv: list[str]) -> list[str]:
+    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any word that follows for its value."""
+    words = []
+    for word in argv:
+        if words[-1:] == ["--dry-run=training"] and word in train.DRY_RUNS:
+            words[-1] = f"--dry-run={word}"
+        else:
+            words.append("--dry-run=training" if word == "--dry-run" else word)
+    return words
+
+
+def _how_settings_are_written(others: list[str]) -> str:
+    from sparring.config.schema import Config
+
+    key, value = [*others, ""][:2]
+    return f". Settings are written {key}={value}" if key.partition(".")[0] in Config.model_fields else ""

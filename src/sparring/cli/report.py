@@ -3,19 +3,16 @@
 import argparse
 import os
 import sys
-import webbrowser
 from pathlib import Path
 
 from sparring.cli.arguments import OPTIONS
 from sparring.errors import UserError
 
-# ---- `sparring report`.
+# defaults of --media-mb and --port
+MEDIA_MB, PORT = 30, 6007
 
 
-MEDIA_MB = 30
-
-
-def add_report(commands) -> None:
+def add(commands) -> None:
     report = commands.add_parser("report", help="write what runs learned into one HTML file", **OPTIONS)
     report.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold some")
     report.add_argument(
@@ -25,9 +22,14 @@ def add_report(commands) -> None:
         "--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help="of videos and pictures (%(default)s)"
     )
     report.set_defaults(command=_report)
+    watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
+    watch.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold or will hold some")
+    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help="or the next free one (%(default)s)")
+    watch.add_argument("--no-browser", action="store_true", help="only tell the address")
+    watch.set_defaults(command=_watch)
 
 
-def _report(arguments, overrides) -> int:
+def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.report.page import write_report
 
     runs = [Path(run) for run in arguments.runs]
@@ -51,21 +53,7 @@ def _megabytes(text: str) -> float:
     return size
 
 
-# ---- `sparring watch`.
-
-
-PORT = 6007
-
-
-def add_watch(commands) -> None:
-    watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
-    watch.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold or will hold some")
-    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help="or the next free one (%(default)s)")
-    watch.add_argument("--no-browser", action="store_true", help="only tell the address")
-    watch.set_defaults(command=_watch)
-
-
-def _watch(arguments, overrides) -> int:
+def _watch(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.report.server import open_server
 
     for run in map(Path, arguments.runs):
@@ -91,13 +79,12 @@ def _tell(port: int, arguments) -> None:
         print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
     address = f"http://{HOST}:{port}/"
     print(f"{address}  (Ctrl-C ends it)", flush=True)
-    if not arguments.no_browser and _has_screen():
+    # where there is no screen, a browser of the terminal would take it over
+    has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+    if not arguments.no_browser and has_screen:
+        import webbrowser
+
         webbrowser.open(address)
-
-
-def _has_screen() -> bool:
-    """Where there is none, a browser of the terminal would take it over."""
-    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
 
 
 def _port(text: str) -> int:

@@ -1,5 +1,6 @@
 """`sparring train`."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -47,21 +48,11 @@ def add(commands) -> None:
         metavar="rollout",
         help="try one rollout and one update, and write nothing; with the word rollout, only the rollout",
     )
-    train.set_defaults(command=_train)
+    offered = {"phase": [*phases.PHASES, "all"], "resume": ["auto", "never"]}
+    train.set_defaults(command=_train, takes_overrides=True, offered=offered)
 
 
-def with_dry_run_in_one_word(argv: list[str]) -> list[str]:
-    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any word that follows for its value."""
-    words = []
-    for word in argv:
-        if words[-1:] == ["--dry-run=training"] and word in DRY_RUNS:
-            words[-1] = f"--dry-run={word}"
-        else:
-            words.append("--dry-run=training" if word == "--dry-run" else word)
-    return words
-
-
-def _train(arguments, overrides) -> int:
+def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.phase == "all":
         return _train_all(arguments, overrides)
     if phases.ALIASES.get(arguments.phase, arguments.phase) not in phases.PHASES:
@@ -74,7 +65,7 @@ def _train(arguments, overrides) -> int:
 
         return launch(arguments.gpus, arguments.words, config.rollout.watchdog_s, config.run_folder)
     if arguments.dry_run:
-        from sparring.cli.dry_run import dry_run
+        from sparring.runs.dry_run import dry_run
 
         print("dry run: this may take a minute; nothing is written", file=sys.stderr)
         print(dry_run(config, only_rollout=arguments.dry_run == "rollout"))
@@ -93,7 +84,7 @@ def _train(arguments, overrides) -> int:
     return 0
 
 
-def _train_all(arguments, overrides) -> int:
+def _train_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.train_all import train_all
 
     if arguments.dry_run:
