@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from sparring.api import load_policy, load_world_model
 from sparring.cli.main import main
-from sparring.config.inherit import load_config
+from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
 from sparring.errors import UserError
 from sparring.policies.native.checkpoint import save_model
