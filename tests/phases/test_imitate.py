@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 
 from sparring.api import load_policy
 from sparring.cli.main import main
-from sparring.config.schema import load_config
+from sparring.config import schema
 from sparring.contract import EnvSpec
 from sparring.data.batches import BatchBuilder
 from sparring.data.demonstrations import ActionChunks, Demonstrations
@@ -28,6 +29,9 @@ from sparring.policies.configs import ActorCriticConfig, FlowConfig
 from sparring.policies.flow.policy import FlowPolicy
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
+
+# the env is the one of these settings, not the one that was recorded
+load_config = partial(schema.load_config, inherit=False)
 
 ENV = {"task": "push_d0", "object_state": "privileged", "control_mode": "delta_ee_pos", "threads": 1}
 SEEN = ENV | {"cameras": ["head"], "image_size": 36}
