@@ -104,7 +104,7 @@ def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, device="cpu", seen
 def gate(policy, buffer) -> Parity:
     """Of REPLAY decisions at once."""
     flat = buffer.get()[:REPLAY]
-    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat), policy.averages_log_prob)
+    return measure_parity(flat, PPO(PPOConfig(), policy).scorer.score(flat), policy.averages_log_prob)
 
 
 # ---- mutants

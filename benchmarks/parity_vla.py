@@ -28,7 +28,7 @@ from parity_cases import REPLAY
 from vla_cases import KINDS, MUTANTS, ON_A_GPU_IN_BF16, rollout_of, settings_of
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import limits_of, measure_parity
+from sparring.algorithms.parity import Parity, measure_parity
 from sparring.algorithms.ppo import PPO
 from sparring.processes.distributed import Distributed
 
@@ -47,7 +47,7 @@ def cases(device: str, quick: bool):
 
 def measure(policy, buffer) -> dict[str, float]:
     flat = buffer.get()[:REPLAY]
-    scored = PPO(PPOConfig(), policy).score(flat)
+    scored = PPO(PPOConfig(), policy).scorer.score(flat)
     parity = measure_parity(flat, scored, policy.averages_log_prob)
     return asdict(parity) | {"value": float((scored["value"] - flat["value"]).abs().max())}
 
@@ -77,7 +77,7 @@ def measure_mutants(device: str, quick: bool, checkpoint: Path) -> list[dict]:
 
 
 def judged(values: dict[str, float], precision: str) -> dict:
-    limits = limits_of(TOLERANCE[precision])
+    limits = Parity.limits(TOLERANCE[precision])
     # `not <=` also catches NaN
     over = {term: values[term] for term, limit in limits.items() if not values[term] <= limit}
     return {"limits": limits, "over": over, "passes": not over}

@@ -13,7 +13,7 @@ from test_ppo_options import StepByStep
 
 from sparring.algorithms import grpo as grpo_module
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
-from sparring.algorithms.grpo import GRPO, compare_groups, grpo_loss
+from sparring.algorithms.grpo import GRPO, _compare_groups, grpo_loss
 from sparring.algorithms.ppo import PPO
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
@@ -41,7 +41,7 @@ def test_advantages_by_hand():
         group=[[0, 0, 1, 1], [0, 2, 1, 1]],
         valid=[[True, True, True, True], [True, False, True, True]],
     )
-    groups = compare_groups(td, 1e-4)
+    groups = _compare_groups(td, 1e-4)
     # mean 4, deviations -1 and 1, standard deviation sqrt(2) (of a sample of two)
     unit = 1 / (math.sqrt(2) + 1e-4)
     expected = torch.tensor([[-unit, unit, 0, 0], [-unit, 0, 0, 0]])
@@ -53,7 +53,7 @@ def test_advantages_by_hand():
 def test_success_0_or_1_by_hand():
     rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     td = rollout_of([[[r] for r in rewards]], [list(range(8))], [[0] * 4 + [1] * 4], [[True] * 8])
-    advantage = compare_groups(td, 1e-9).advantage[0]
+    advantage = _compare_groups(td, 1e-9).advantage[0]
     # one of four: mean .25, std .5; three of four: mean .75, std .5
     assert torch.allclose(advantage, torch.tensor([1.5, -0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -1.5]), atol=1e-6)
 
@@ -61,14 +61,14 @@ def test_success_0_or_1_by_hand():
 def test_equal_rewards_that_rounding_tells_apart_are_dropped():
     # three such sums, divided by three, are not quite one of them
     td = rollout_of([[[7.7, 1e-10]] * 3], [[0, 1, 2]], [[0, 0, 0]], [[True] * 3])
-    groups = compare_groups(td, 1e-4)
+    groups = _compare_groups(td, 1e-4)
     assert groups.dropped == 1 and groups.advantage.abs().max() == 0
 
 
 def test_a_rollout_by_steps_is_refused():
     td = TensorDict({"next": TensorDict({"reward": torch.zeros(2, 2, 1)}, [2, 2])}, [2, 2])
     with pytest.raises(UserError, match="set rollout.n_episodes_per_batch and rollout.group_size"):
-        compare_groups(td, 1e-4)
+        _compare_groups(td, 1e-4)
 
 
 def scored_batch(advantage, ratio, reference_ratio):
@@ -240,11 +240,11 @@ def test_the_reference_is_the_policy_at_the_start_and_holds_it_back():
     free, held = Lesson(), Lesson(kl_coef=3.0)
     start = held.weights()
     assert free.learn(10) > held.learn(10) + 0.05
-    assert free.grpo.reference is None
-    assert all(torch.equal(start[name], tensor) for name, tensor in held.grpo.reference.state_dict().items())
+    assert free.grpo.scorer.reference is None
+    assert all(torch.equal(start[name], tensor) for name, tensor in held.grpo.scorer.reference.state_dict().items())
     assert held.metrics["reference_kl"] > 0
     again = Lesson(kl_coef=3.0)
     again.policy.load_state_dict(held.policy.state_dict())
     again.grpo.load_state_dict(held.grpo.state_dict())
-    assert all(torch.equal(start[name], tensor) for name, tensor in again.grpo.reference.state_dict().items())
-    assert not any(parameter.requires_grad for parameter in again.grpo.reference.parameters())
+    assert all(torch.equal(start[name], tensor) for name, tensor in again.grpo.scorer.reference.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in again.grpo.scorer.reference.parameters())

@@ -15,12 +15,11 @@ from test_returns import rollout
 
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import grpo_loss
-from sparring.algorithms.losses import LossTerms
-from sparring.algorithms.off_policy import present_values, weight_metrics
+from sparring.algorithms.off_policy import OffPolicy, _with_values
 from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.algorithms.returns import gae, vtrace
-from sparring.algorithms.scoring import Scorer
+from sparring.algorithms.scoring import Decisions, Scorer
 from sparring.collect.collector import Collector
 from sparring.config.section import ConfigError
 from sparring.data.buffer import RolloutBuffer
@@ -217,7 +216,7 @@ def test_with_weights_of_one_vtrace_is_gae():
 def test_present_values_reach_the_row_above_but_not_past_an_end():
     td = rollout([[[0], [0]]] * 3, [[1, 1]] * 3, [[7, 7]] * 3, [[False, True]] + [[False] * 2] * 2, [[False] * 2] * 3)
     td["next", "truncated"][1, 0] = True
-    seen = present_values(td, torch.tensor([[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]]))
+    seen = _with_values(td, torch.tensor([[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]]))
     assert seen["next", "value"].tolist() == [[11, 7], [7, 22], [7, 7]] and seen["value"][2].tolist() == [12, 22]
     assert (td["next", "value"] == 7).all() and (td["value"] == 1).all()
 
@@ -225,11 +224,16 @@ def test_present_values_reach_the_row_above_but_not_past_an_end():
 # ---- metrics
 
 
+def metrics_of(config, weights) -> dict[str, float]:
+    """Of four stale decisions with these weights."""
+    scorer = Scorer(config, Lesson().policy, Distributed("cpu"))
+    decisions = TensorDict({"action": torch.zeros(4), "age": torch.ones(4)}, [4])
+    return OffPolicy(config, scorer).metrics(Decisions(decisions), weights)
+
+
 def test_the_effective_sample_size_by_hand():
     def told(**config):
-        term = LossTerms({}, torch.zeros(2), torch.tensor([0.5, 2.0]))
-        other = LossTerms({}, torch.zeros(2), torch.tensor([3.0, 1.0]))
-        return weight_metrics(PPOConfig(**config), [term, other], Distributed("cpu"))
+        return metrics_of(PPOConfig(**config), [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 1.0])])
 
     metrics = told(correction="decoupled")
     # 3 is masked: (.5 + 2 + 1)^2 / (4 (.25 + 4 + 1))
@@ -238,7 +242,7 @@ def test_the_effective_sample_size_by_hand():
     assert told(correction="truncated")["ess"] == pytest.approx(5.5**2 / (4 * 9.25))
     assert told(correction="vtrace")["ess"] == pytest.approx(3.5**2 / (4 * 3.25))
     assert told(correction="vtrace")["weight_masked"] == 0.5
-    assert weight_metrics(PPOConfig(), [LossTerms({}, torch.zeros(2))], Distributed("cpu")) == {}
+    assert not WEIGHT_METRICS & metrics_of(PPOConfig(), [None]).keys()
 
 
 # ---- whole updates
@@ -314,8 +318,8 @@ def test_only_vtrace_asks_the_present_critic():
     judged = {}
     for correction in ("decoupled", "vtrace"):
         lesson, td, snapshot = stale_lesson(correction=correction, gamma=0.9)
-        lesson.ppo._look_back(td)
-        judged[correction] = lesson.ppo._judge(td, corrected=True)
+        lesson.ppo.off_policy.annotate(td, lesson.ppo.updates)
+        judged[correction] = lesson.ppo._with_advantages(td)
     with torch.no_grad():
         flat = td.flatten(0, 1)
         for correction, policy in (("decoupled", snapshot), ("vtrace", lesson.policy)):
@@ -339,11 +343,11 @@ def test_scores_of_some_steps_only_are_refused_where_stale(method):
     policy, buffer = flow_rollout(num_envs=6, **METHODS[method])
     ppo = PPO(PPOConfig(), policy)
     ppo.update(buffer.rollout())
-    before = ppo.flat[0][0].vector.detach().clone()
+    before = ppo.step.groups[0].vector.detach().clone()
     with pytest.raises(UserError, match="not that of two policies.*policy.method=flow_sde or flow_noise"):
         ppo.update(buffer.rollout())
-    assert torch.equal(before, ppo.flat[0][0].vector)
-    PPO(PPOConfig(correction="none"), policy).check_correctable()
+    assert torch.equal(before, ppo.step.groups[0].vector)
+    PPO(PPOConfig(correction="none"), policy).off_policy.check_correctable()
 
 
 def test_grpo_learns_from_stale_episodes():
@@ -366,11 +370,11 @@ def test_who_acted_scores_again_what_the_learner_cannot():
 
 
 def test_it_looks_at_all_once_and_then_at_a_few_others_each_time(monkeypatch):
-    monkeypatch.setattr("sparring.algorithms.scoring.REPLAYED", 4)
+    monkeypatch.setattr("sparring.algorithms.scoring._REPLAYED", 4)
     lesson, td, snapshot = stale_lesson()
     scorer = Scorer(lesson.ppo.config, snapshot, lesson.ppo.distributed)
     rows = []
-    scorer._replayed = lambda flat, chosen: rows.append(chosen.tolist())
+    scorer.parity = lambda decisions: rows.append(decisions.rows.tolist())
     decisions = td.numel()
     scorer.replay(td, version=0)
     scorer.replay(td, version=0)
@@ -399,7 +403,7 @@ def test_a_process_that_begins_with_stale_data_checks_the_first_fresh_rollout_as
     ppo = PPO(PPOConfig(mini_batch_size=32, ppo_epochs=1), lesson.policy)
     ppo.updates = 2
     ppo.update(td)
-    assert not ppo.checked_whole_rollout
+    assert not ppo.parity_gate.checked_rollout
     lesson.collector.policy, lesson.collector.version = lesson.policy, 3
     lesson.collector.collect(lesson.buffer)
     fresh = lesson.buffer.rollout()

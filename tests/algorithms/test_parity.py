@@ -28,7 +28,7 @@ def rollout_of(policy_class=ActorCritic, choices=0, num_envs=16, chunk=1, **conf
 
 def gate(policy, buffer) -> Parity:
     flat = buffer.get()
-    return measure_parity(flat, PPO(PPOConfig(), policy).score(flat))
+    return measure_parity(flat, PPO(PPOConfig(), policy).scorer.score(flat))
 
 
 @pytest.mark.parametrize("num_envs", [1, 6, 16])

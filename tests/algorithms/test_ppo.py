@@ -9,9 +9,8 @@ from tensordict import TensorDict
 
 from sparring.algorithms import ppo as ppo_module
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.gradient_step import scheduled, warmup
-from sparring.algorithms.losses import mean_terms
-from sparring.algorithms.ppo import PPO, ppo_loss
+from sparring.algorithms.gradient_step import schedule
+from sparring.algorithms.ppo import PPO, LossTerms, ppo_loss
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
@@ -56,9 +55,9 @@ def test_the_clipped_loss_by_hand():
     assert terms.scalars["policy_loss"].item() == pytest.approx(policy_loss)
     assert terms.scalars["value_loss"].item() == pytest.approx(4.0)
     assert loss.item() == pytest.approx(policy_loss + 0.5 * 4.0 - 0.1 * 2.0)
-    assert mean_terms([terms], 0.2, 0.2)["clip_fraction"] == 1.0
+    assert LossTerms.means([terms], 0.2, 0.2)["clip_fraction"] == 1.0
     kl = (0.5 - math.log(1.5) + -0.5 - math.log(0.5)) / 2
-    assert mean_terms([terms], 0.2, 0.2)["approx_kl"] == pytest.approx(kl, rel=1e-5)
+    assert LossTerms.means([terms], 0.2, 0.2)["approx_kl"] == pytest.approx(kl, rel=1e-5)
 
 
 def test_value_clipping_takes_the_larger_error():
@@ -72,12 +71,12 @@ def test_value_clipping_takes_the_larger_error():
 
 
 def test_schedules():
-    assert [scheduled(kind, 0.25) for kind in ("constant", "linear")] == [1.0, 0.75]
-    assert scheduled("cosine", 0.5) == pytest.approx(0.5)
-    assert scheduled("linear", 2.0) == 0.0
-    assert [warmup(update, 4) for update in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [schedule(kind, 0.25) for kind in ("constant", "linear")] == [1.0, 0.75]
+    assert schedule("cosine", 0.5) == pytest.approx(0.5)
+    assert schedule("linear", 2.0) == 0.0
+    assert [schedule("constant", 0.5, update, 4) for update in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
     with pytest.raises(ValueError, match="unknown"):
-        scheduled("steps", 0.1)
+        schedule("steps", 0.1)
 
 
 class Lesson:
@@ -145,12 +144,12 @@ def test_kl_stop_saves_gradient_steps():
     assert eager.metrics["gradient_steps"] == 5 * 4 and careful.metrics["gradient_steps"] == 4
 
 
-def test_learning_rates_are_separate_and_scheduled():
+def test_learning_rates_are_separate_and_schedule():
     lesson = Lesson(policy_lr=1e-3, critic_lr=1e-4, lr_schedule="linear", warmup_updates=2)
     lesson.collector.collect(lesson.buffer)
     # half way (linear: 0.5), first of two warm-up updates: another 0.5
     assert lesson.ppo.update(lesson.buffer.get(flatten=False), progress=0.5)["lr"] == pytest.approx(2.5e-4)
-    assert [g["lr"] for g in lesson.ppo.optimizer.param_groups] == pytest.approx([2.5e-4, 2.5e-5])
+    assert [g["lr"] for g in lesson.ppo.step.optimizer.param_groups] == pytest.approx([2.5e-4, 2.5e-5])
 
 
 def test_linear_clip_ends_at_zero():
@@ -174,7 +173,7 @@ def test_gradients_are_clipped_to_their_norm():
     acted["advantage"], acted["return"] = torch.randn(2, len(acted))
     loss, _ = ppo_loss(lesson.ppo.config, 0.2, acted, lesson.policy.evaluate(acted))
     loss.backward()
-    assert lesson.ppo._step([parameters for parameters, _ in lesson.ppo.flat]) > 1e-3
+    assert lesson.ppo.step.apply() > 1e-3
     total = sum(p.grad.square().sum() for p in lesson.policy.parameters()).sqrt()
     assert total.item() == pytest.approx(1e-3, rel=1e-3)
 

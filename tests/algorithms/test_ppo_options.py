@@ -10,8 +10,7 @@ from torch import nn
 
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import GRPO
-from sparring.algorithms.losses import clipped_policy_loss, reference_kl
-from sparring.algorithms.ppo import PPO, ppo_loss
+from sparring.algorithms.ppo import PPO, LossTerms, clipped_policy_loss, ppo_loss
 from sparring.collect.collector import Collector
 from sparring.config.resolve import config_class
 from sparring.contract import ContractError
@@ -42,8 +41,8 @@ def test_only_the_critic_learns_while_it_warms_up():
 def test_the_warm_up_leaves_no_momentum_behind():
     lesson = Lesson(critic_warmup_updates=1)
     lesson.learn(1)
-    policy_vector, critic_vector = (flat.vector for flat, _ in lesson.ppo.flat)
-    assert policy_vector not in lesson.ppo.optimizer.state and critic_vector in lesson.ppo.optimizer.state
+    policy_vector, critic_vector = (group.vector for group in lesson.ppo.step.groups)
+    assert policy_vector not in lesson.ppo.step.optimizer.state and critic_vector in lesson.ppo.step.optimizer.state
 
 
 def test_a_policy_that_does_not_name_its_critic_cannot_warm_it_up():
@@ -103,7 +102,8 @@ def test_a_clipped_ratio_has_no_gradient_even_where_it_would_overflow(log_ratio,
 def test_the_kl_to_a_reference_that_is_out_of_reach_has_no_gradient():
     log_prob = torch.tensor([-100.0, 0.0, 100.0], requires_grad=True)
     acted = TensorDict({"reference_log_prob": torch.tensor([0.0, 0.1, 0.0])}, [3])
-    kl = reference_kl(acted, TensorDict({"log_prob": log_prob}, [3]))
+    scored, zero = TensorDict({"log_prob": log_prob}, [3]), torch.zeros(3)
+    kl, _ = LossTerms.of(PPOConfig(kl_coef=1.0), acted, scored, torch.zeros(()), {}, zero, None)
     kl.backward()
     assert math.isfinite(kl.item())
     # of (r - 1) - log r, log r = reference - present: 1 - r, and 1 where the present is far likelier

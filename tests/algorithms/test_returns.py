@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from sparring.algorithms.returns import chunk_rewards, gae, missing_level
+from sparring.algorithms.returns import _chunk_rewards, gae, missing_level
 
 GAMMA, LAMBDA = 0.5, 0.5
 
@@ -81,7 +81,7 @@ def test_two_envs_out_of_phase_do_not_mix():
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_chunk_rewards_are_a_discounted_sum(gamma):
-    assert chunk_rewards(torch.tensor([[1.0, 10.0]]), gamma).item() == pytest.approx(1 + gamma * 10)
+    assert _chunk_rewards(torch.tensor([[1.0, 10.0]]), gamma).item() == pytest.approx(1 + gamma * 10)
 
 
 def test_the_missing_level_by_hand():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from metric_names import unexplained
 
-from sparring.algorithms.gradient_step import FlatParameters
+from sparring.algorithms.gradient_step import GradientStep
 from sparring.algorithms.parity import ParityError
 from sparring.collect.groups import GroupedEnv
 from sparring.collect.remote.learner import RemoteCollector
@@ -23,6 +23,7 @@ from sparring.envs.env import make_training_env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.processes.child import share_of_cores
+from sparring.processes.distributed import Distributed
 from sparring.processes.shared_memory import SharedTensors
 from sparring.processes.storage import Column, shared_memory_folder
 from sparring.runs.run import Run
@@ -487,7 +488,7 @@ def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatc
 def test_weights_lie_as_the_learners_do():
     """A view at 4 bytes beyond a multiple of 64 is multiplied by another kernel, which rounds otherwise."""
     learner, actor = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
-    FlatParameters([*learner.parameters()][::-1])
+    GradientStep([{"params": [*learner.parameters()][::-1], "lr": 1.0}], Distributed("cpu"), 1.0)
     writer = SnapshotWriter(learner, version=0)
     SnapshotReader(writer.handle(), actor)
     assert (

@@ -137,7 +137,7 @@ def test_it_is_leashed_to_the_students_policy(runs, tmp_path):
         policy = run.phase.explorer.policy.state_dict()
         moved[leash] = sum(float((policy[n] - student[n]).norm()) for n in student if policy[n].is_floating_point())
         if leash:
-            reference = run.phase.explorer.algorithm.reference.state_dict()
+            reference = run.phase.explorer.algorithm.scorer.reference.state_dict()
             assert all(torch.equal(reference[name], weight) for name, weight in student.items())
             assert metrics["reference_kl"] > 0
         closed(run)

@@ -329,7 +329,7 @@ def test_the_learning_rate_falls_as_asked(folder, tmp_path, schedule, left):
     phase, _ = watched(folder / "state", tmp_path, imitate={"lr_schedule": schedule, "learning_rate": 0.01})
     assert phase.step(0.0)["lr"] == 0.01
     assert phase.step(0.25)["lr"] == pytest.approx(0.01 * left, rel=1e-4)
-    assert phase.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * left, rel=1e-4)
+    assert phase.optimizer.state_dict()["param_groups"][0]["lr"] == pytest.approx(0.01 * left, rel=1e-4)
 
 
 @pytest.mark.parametrize("pixels", [0, 2])

@@ -159,7 +159,7 @@ def test_sparring_partners_that_are_both_vlas(folder, tmp_path):
     assert moved.isdisjoint(frozen)
     assert {name.partition(".")[0] for name in moved if ".lora_" in name} == {"world_model", "policy"}
     # the leash holds only what learns twice, in memory and on disk
-    policy, reference = phase.explorer.policy, phase.explorer.algorithm.reference
+    policy, reference = phase.explorer.policy, phase.explorer.algorithm.scorer.reference
     assert reference.model.trunk[0].qkv.base_layer.weight is policy.model.trunk[0].qkv.base_layer.weight
     assert changed(reference, {n.removeprefix("policy."): w for n, w in before.items()}) == set()
     run.save()

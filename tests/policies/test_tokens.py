@@ -96,7 +96,7 @@ def test_padding_is_zero_and_not_scored(num_envs):
     buffer = RolloutBuffer(256 // num_envs)
     Collector(env, policy, seed=0, chunk=3).collect(buffer)
     flat = buffer.get()
-    parity = measure_parity(flat, PPO(PPOConfig(), policy).score(flat))
+    parity = measure_parity(flat, PPO(PPOConfig(), policy).scorer.score(flat))
     parity.check(1e-4)
     assert parity.drift <= 1e-5
     assert flat["action"].shape[1:] == (3, 4) and (flat["trace", "dims"] == 1).all()

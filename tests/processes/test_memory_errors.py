@@ -229,7 +229,7 @@ def test_scoring_and_the_backward_pass(policy):
     told = sentence(PPO(PPOConfig(), policy).update, rollout)
     assert "while scoring: " in told and "Set ppo.micro_batch_size=16 or less (32 decisions at once" in told
     assert "Set grpo.micro_batch_size=2 or less (5" in sentence(
-        GRPO(GRPOConfig(micro_batch_size=5), policy).score, rollout.flatten(0, 1)
+        GRPO(GRPOConfig(micro_batch_size=5), policy).scorer.score, rollout.flatten(0, 1)
     )
     type(policy).hungry = "backward"
     told = sentence(PPO(PPOConfig(mini_batch_size=16, micro_batch_size=8), policy).update, rollout)
@@ -239,11 +239,11 @@ def test_scoring_and_the_backward_pass(policy):
 def test_the_optimiser_and_the_reference(policy, monkeypatch):
     rollout = collected(policy)
     ppo = PPO(PPOConfig(), policy)
-    monkeypatch.setattr(ppo.optimizer, "step", run_out)
+    monkeypatch.setattr(ppo.step.optimizer, "step", run_out)
     assert "out of memory while taking a gradient step: " in sentence(ppo.update, rollout)
     told = sentence(PPO(PPOConfig(kl_coef=0.1), policy).update, rollout)
     assert "out of memory while copying the policy for ppo.kl_coef=0.1: " in told
-    monkeypatch.setattr("sparring.algorithms.updater.FlatParameters", run_out)
+    monkeypatch.setattr("sparring.algorithms.gradient_step._FlatParameters", run_out)
     assert "out of memory while making room for gradients: " in sentence(PPO, PPOConfig(), policy)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from metric_names import unexplained
+from tensordict import TensorDict
 
-from sparring.algorithms.losses import spread
+from sparring.algorithms.scoring import Decisions
 from sparring.config.schema import load_config
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
@@ -106,10 +107,11 @@ class Pair(Distributed):
 
 
 def test_mean_and_deviation_over_all_decisions():
-    alone = spread("x", torch.tensor([1.0, 3.0]), Distributed("cpu"))
+    decisions = Decisions(TensorDict({"action": torch.zeros(2), "x": torch.tensor([1.0, 3.0])}, [2]))
+    alone = decisions.spread("x", Distributed("cpu"))
     assert alone == {"x_mean": 2.0, "x_std": 1.0}
     # the other process has 5 and 7: count, sum, sum of squares
-    both = spread("x", torch.tensor([1.0, 3.0]), Pair(torch.tensor([2.0, 12.0, 74.0], dtype=torch.float64)))
+    both = decisions.spread("x", Pair(torch.tensor([2.0, 12.0, 74.0], dtype=torch.float64)))
     assert both == {"x_mean": 4.0, "x_std": pytest.approx(5**0.5)}
 
 

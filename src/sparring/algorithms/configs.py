@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from sparring.config.section import Section
 
 
-class UpdaterConfig(Section):
+class AlgorithmConfig(Section):
     """How a policy takes gradient steps; part of every algorithm's section."""
 
     mini_batch_size: int = Field(512, gt=0, description="decisions per gradient step, on each process")
@@ -37,7 +37,7 @@ class UpdaterConfig(Section):
     )
 
 
-class PPOConfig(UpdaterConfig):
+class PPOConfig(AlgorithmConfig):
     """Clipped PPO."""
 
     correction: Literal["none", "truncated", "decoupled", "vtrace"] = Field(
@@ -71,7 +71,7 @@ class PPOConfig(UpdaterConfig):
         return proximal
 
 
-class GRPOConfig(UpdaterConfig):
+class GRPOConfig(AlgorithmConfig):
     """Group-relative PPO: episodes that began alike are compared with each other, and no critic is needed."""
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="how far the probability ratio may fall below 1")

@@ -1,27 +1,28 @@
-"""Group-relative policy optimisation (formulas.md, section 2): episodes that began alike judge each other."""
+"""Group-relative policy optimisation: episodes that began alike are compared with each other."""
 
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from sparring.algorithms.configs import GRPOConfig
-from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
-from sparring.algorithms.off_policy import counted, ratio_and_weight
-from sparring.algorithms.scoring import valid_rows
-from sparring.algorithms.updater import Updater
+from sparring.algorithms.gradient_step import schedule
+from sparring.algorithms.off_policy import ratio_and_weight
+from sparring.algorithms.ppo import Algorithm, LossTerms, clipped_policy_loss
+from sparring.algorithms.scoring import Decisions
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # what a minibatch holds beside the observations the policy declares
-LEARNED_FROM = ["action", "log_prob", "advantage", ("next", "executed")]
+_LEARNED_FROM = ["action", "log_prob", "advantage", ("next", "executed")]
 
 
-class GRPO(Updater):
+class GRPO(Algorithm):
     """PPO without a critic: the advantage of an episode is how it did beside the others of its group.
 
     `update` takes a rollout [T, N] of whole episodes.
@@ -33,57 +34,59 @@ class GRPO(Updater):
     def __init__(self, config: GRPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
         for parameter in policy.critic_parameters():
             parameter.requires_grad_(False)
-        super().__init__(config, policy, distributed, seed)
+        super().__init__(config, policy, distributed, seed, [(policy.actor_parameters(), config.policy_lr)])
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
-        """One update; `progress` as PPO's."""
-        config = self.config
-        lr = self._begin(progress)
-        stale = self._look_back(rollout)
-        groups = compare_groups(rollout, config.advantage_eps)
+        """One update; `progress` in [0, 1] of the run drives the schedules."""
+        config, policy, distributed = self.config, self.policy, self.distributed
+        lr_factor = schedule(config.lr_schedule, progress, self.updates, config.warmup_updates)
+        self.step.scale_lr(lr_factor)
+
+        self.scorer.freeze_reference()
+        # age, and log-probs by the present weights
+        stale = self.off_policy.annotate(rollout, self.updates)
+        groups = _compare_groups(rollout, config.advantage_eps)
         rollout["advantage"] = groups.advantage
-        flat = rollout.flatten(0, 1)
-        valid = valid_rows(flat)
-        counts = {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(flat)}
-        rows = valid[groups.kept.flatten()[valid]]
-        if self.distributed.max(len(rows)) == 0:
-            aged = self._stale_metrics(flat, valid, [])
-            return self._skip(flat, valid, counts) | {"lr": lr} | aged
+        # [T, N] -> [T*N]
+        valid = Decisions(rollout.flatten(0, 1))
+        decisions = valid.where(groups.kept.flatten()[valid.rows])
+        skipped = distributed.max(len(decisions)) == 0
+        if skipped:
+            _log.warning("update %s skipped: in each group all episodes earned the same reward", self.updates + 1)
         # the others wait for a process all of whose groups were dropped: its decisions take part with advantages of 0
-        rows = rows if len(rows) else valid
-        keys = LEARNED_FROM + self._score_by_reference(flat, rows) + stale
+        decisions = decisions if len(decisions) else valid
+        keys = _LEARNED_FROM + stale + ([] if skipped else self.scorer.add_reference(decisions))
+        self.parity_gate.open(decisions, whole=skipped)
 
-        def loss(batch, scored):
-            return grpo_loss(config, batch, scored, self.policy.step_weights)
+        def loss(batch: TensorDict) -> tuple[Tensor, LossTerms]:
+            scored = policy.evaluate(batch)
+            self.parity_gate.compare(batch, scored)
+            return grpo_loss(config, batch, scored, policy.step_weights)
 
-        terms, parity = self._learn(flat, rows, keys, config.epochs, loss)
-        aged = self._stale_metrics(flat, rows, terms)
-        self._end(flat, valid)
-        means = mean_terms(terms, config.clip_low, config.clip_high) | counts | {"gradient_steps": float(len(terms))}
-        told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
-        told |= spread("advantage", flat["advantage"][rows], self.distributed)
-        return self.distributed.mean(means) | told | aged
+        terms: list[LossTerms] = []
+        for batch in self.minibatches(decisions, keys, 0 if skipped else config.epochs, terms):
+            terms.append(self.gradient_step(batch, loss))
 
-    def _skip(self, flat: TensorDict, valid: torch.Tensor, counts: dict[str, float]) -> dict[str, float]:
-        """No group tells good from bad: nothing is learned, though the gate looks on."""
-        log.warning("update %s skipped: in each group all episodes earned the same reward", self.updates + 1)
-        parity = self._whole_parity(flat, valid)
-        self._end(flat, valid)
-        means = self.distributed.mean(counts | {"gradient_steps": 0.0})
-        return means | {"parity": parity.drift, "parity_ratio": parity.ratio}
+        off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
+        valid.update_normalizers(policy, distributed)
+        self.updates += 1
+        means = LossTerms.means(terms, config.clip_low, config.clip_high)
+        means |= {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(valid.flat)}
+        spread = {} if skipped else decisions.spread("advantage", distributed)
+        told = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
+        return distributed.mean(means) | told
 
 
-@dataclass
-class Groups:
+class _Groups(NamedTuple):
     # [T, N]: of each decision, the same for all of an episode; 0 where not valid or dropped
-    advantage: torch.Tensor
-    # [T, N] bool: of groups that tell good from bad
-    kept: torch.Tensor
+    advantage: Tensor
+    # [T, N] bool: of groups whose episodes earned different rewards
+    kept: Tensor
     dropped: int
 
 
 @torch.no_grad()
-def compare_groups(rollout: TensorDict, eps: float) -> Groups:
+def _compare_groups(rollout: TensorDict, eps: float) -> _Groups:
     """`A_i = (R_i - mean_g) / (std_g + eps)`, R the undiscounted reward of an episode, g those that began alike."""
     if rollout.get("group", None) is None:
         raise UserError(
@@ -111,21 +114,16 @@ def compare_groups(rollout: TensorDict, eps: float) -> Groups:
     everywhere[valid] = advantage[episode]
     kept = valid.clone()
     kept[valid] = tells[group_of_decision]
-    return Groups(everywhere, kept, int((~tells).sum()))
+    return _Groups(everywhere, kept, int((~tells).sum()))
 
 
 def grpo_loss(
-    config: GRPOConfig, batch: TensorDict, scored: TensorDict, step_weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, LossTerms]:
-    """The loss to minimise for a minibatch [B] and what evaluate() says of it now."""
-    log_ratio, weight = ratio_and_weight(config, batch, scored)
-    used = None if weight is None else counted(config, weight)
-    loss = policy_loss = clipped_policy_loss(
-        log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights, weight=used
+    config: GRPOConfig, batch: TensorDict, scored: TensorDict, step_weights: Tensor | None = None
+) -> tuple[Tensor, LossTerms]:
+    """The loss of a minibatch [B], and its terms. `scored`: evaluate() of it."""
+    log_ratio, weight, counted = ratio_and_weight(config, batch, scored)
+    loss = clipped_policy_loss(
+        log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights, weight=counted
     )
-    scalars = {"policy_loss": policy_loss, "entropy": scored["entropy"].mean()}
-    if config.kl_coef:
-        scalars["reference_kl"] = reference_kl(batch, scored)
-        loss = loss + config.kl_coef * scalars["reference_kl"]
-    scalars = {"loss": loss} | scalars
-    return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach(), weight)
+    scalars = {"policy_loss": loss, "entropy": scored["entropy"].mean()}
+    return LossTerms.of(config, batch, scored, loss, scalars, log_ratio, weight)

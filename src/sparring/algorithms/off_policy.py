@@ -1,75 +1,155 @@
-"""Decisions that older weights took (formulas.md, section 2): how old they are, and what they weigh in an update.
+"""Decisions that older weights took: how old they are, and what they weigh in an update.
 
-Three policies have a say: the one that acted (`log_prob`), the one with which the update begins (proximal), and the one
-that learns. `w = proximal / acted` makes up for what changed before the update and is a constant of it;
-`r = learning / proximal` is PPO's ratio, clipped as ever. V-trace puts `rho`, its own cut of w, in the place of w.
+Three policies count: the one that acted (`log_prob`), the one with which the update begins (proximal), and the one that
+learns. `w = proximal / acted` corrects for what changed before the update and is a constant of it;
+`r = learning / proximal` is PPO's ratio, clipped as usual. V-trace uses `rho`, its own cut of w, instead of w.
 """
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from sparring.algorithms.configs import UpdaterConfig
-from sparring.algorithms.losses import LARGEST_LOG_RATIO, LossTerms
-from sparring.processes.distributed import Distributed
+from sparring.algorithms.configs import AlgorithmConfig, PPOConfig
+from sparring.algorithms.scoring import Decisions, Scorer
+from sparring.errors import UserError
+
+# a ratio of e^20 counts as any larger one: exp(89) overflows float32, and then even a clipped gradient is NaN
+LARGEST_LOG_RATIO = 20.0
 
 
-def ages_of(rollout: TensorDict, version: int) -> torch.Tensor:
-    """By how many versions the weights that acted are behind `version`, `[T, N]`; 0 where nobody stamped them."""
-    stamped = rollout.get("version", None)
-    if stamped is None:
-        return torch.zeros_like(rollout["next", "executed"])
-    return (version - stamped).clamp_min(0)
+class OffPolicy:
+    """Finds decisions that older weights took, scores them by the present ones, and says what they were worth."""
+
+    def __init__(self, config: AlgorithmConfig, scorer: Scorer):
+        self.config, self.scorer = config, scorer
+        self.expected = False
+
+    def expect(self) -> None:
+        """Stale decisions will come, and versions are counted: tell the age of decisions also where all are fresh."""
+        self.check_correctable()
+        self.expected = True
+
+    def check_correctable(self) -> None:
+        """Refuses a policy whose stale decisions cannot be corrected."""
+        policy, section = self.scorer.policy, self.scorer.section
+        if self.config.correction == "none" or policy.scores_all:
+            return
+        raise UserError(
+            f"{section}.correction={self.config.correction}: {type(policy).__name__} scores only some of its "
+            "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are), and a "
+            "ratio of such scores is not that of two policies: what older weights decided cannot be corrected. Set "
+            f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {section}.correction=none. "
+            "In a loop of your own, collector.version must count the updates, or fresh data looks stale"
+        )
+
+    def annotate(self, rollout: TensorDict, version: int) -> list[str]:
+        """Adds `age`, how many versions the weights that acted are behind `version`, and what correcting takes.
+
+        Returns the keys it added: none where all of the rollout [T, N] is fresh, in every process.
+        """
+        stamped = rollout.get("version", None)
+        age = torch.zeros_like(rollout["next", "executed"]) if stamped is None else (version - stamped).clamp_min(0)
+        # alike in every process: they return the same metrics
+        if self.scorer.distributed.max(float(age.max())) == 0:
+            # another algorithm may have annotated it before
+            rollout.pop("age", None)
+            return []
+        rollout["age"] = age
+        if self.config.correction == "none":
+            return ["age"]
+        self.check_correctable()
+        if self.config.proximal == "interpolated":
+            return ["age"]
+        decisions = Decisions(rollout.flatten(0, 1))
+        # a fresh decision keeps what it got when it was taken
+        log_prob, value = decisions.flat["log_prob"].clone(), decisions.flat["value"].clone()
+        for index, scored in self.scorer.parts(decisions.where(decisions["age"] > 0), "scoring stale decisions"):
+            log_prob[index], value[index] = scored["log_prob"].to(log_prob.dtype), scored["value"].to(value.dtype)
+        rollout["proximal_log_prob"] = log_prob.unflatten(0, rollout.batch_size)
+        rollout["proximal_value"] = value.unflatten(0, rollout.batch_size)
+        return ["age", "proximal_log_prob", "proximal_value"]
+
+    def for_vtrace(self, rollout: TensorDict) -> tuple[TensorDict, Tensor]:
+        """An annotated rollout with the values of the present critic, and its weights w, [T, N]."""
+        flat = rollout.flatten(0, 1)
+        weight = _weight(self.config, flat["log_prob"], flat["proximal_log_prob"]).view(rollout.batch_size)
+        return _with_values(rollout, rollout["proximal_value"]), weight
+
+    def metrics(self, decisions: Decisions, weights: list[Tensor | None]) -> dict[str, float]:
+        """How old the decisions were and what they were worth, over all processes; nothing where none is ever stale.
+
+        `weights` of the minibatches. `ess`: effective sample size of the weights that counted, `(sum w)^2 / (N sum
+        w^2)`: the share of its decisions that the update is worth. The others are of the weights before any cap.
+        """
+        config, distributed = self.config, self.scorer.distributed
+        if decisions.flat.get("age", None) is None:
+            # an update among stale ones that learned from fresh data
+            ages = {"staleness_mean": 0.0, "staleness_max": 0.0, "parity_skipped": 0.0}
+            ones = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
+            return (ages if config.correction == "none" else ages | ones) if self.expected else {}
+        age = decisions["age"]
+        ages = {"staleness_mean": float(age.float().mean()), "parity_skipped": float((age > 0).float().mean())}
+        ages = distributed.mean(ages) | {"staleness_max": distributed.max(float(age.max()))}
+        weighed = [weight for weight in weights if weight is not None]
+        if not weighed:
+            return ages
+        weight = torch.cat(weighed).flatten().double()
+        used = _counted(config, weight)
+        past = (weight > _cap(config)).double()
+        sums = torch.stack([torch.ones_like(weight), weight, past, used, used.square()]).sum(1)
+        number, total, masked, effective, squares = distributed.sum(sums).tolist()
+        return ages | {
+            "ess": effective**2 / (number * squares) if squares else 0.0,
+            "weight_mean": total / number,
+            "weight_max": distributed.max(float(weight.max())),
+            "weight_masked": masked / number,
+        }
 
 
 def ratio_and_weight(
-    config: UpdaterConfig, batch: TensorDict, scored: TensorDict
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`log r` of a minibatch and its w, as large as it is; w is None where all is fresh or nothing is corrected.
+    config: AlgorithmConfig, batch: TensorDict, scored: TensorDict
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`log r` of a minibatch, its w, and what of w enters the loss; w is None where all is fresh or not corrected.
 
-    Both are [B], or [B, S] where denoising steps count one by one.
+    All are [B], or [B, S] where denoising steps count one by one.
     """
     acted, present = batch["log_prob"], scored["log_prob"]
     if config.correction == "none" or batch.get("age", None) is None:
         # in float64 where the policy scores so; their difference is small
-        return (present - acted).float(), None
+        return (present - acted).float(), None, None
     if config.proximal == "interpolated":
-        proximal = interpolated(acted, present.detach(), batch["age"])
+        # A-3PO: as far from acting to learning as its version is between theirs. The weights that learn are on their
+        # way to the version after the proximal one, which is `age` past the one that acted:
+        # alpha = (v_learning - 1 - v_acted) / (v_learning - v_acted) = age / (age + 1)
+        alpha = batch["age"] / (batch["age"] + 1.0)
+        # [B] -> [B, 1] beside [B, S]
+        proximal = acted + alpha.view(-1, *[1] * (acted.dim() - 1)) * (present.detach() - acted)
     else:
         proximal = batch["proximal_log_prob"]
-    return (present - proximal).float(), weight_of(config, acted, proximal)
+    weight = _weight(config, acted, proximal)
+    return (present - proximal).float(), weight, _counted(config, weight)
 
 
-def interpolated(acted: torch.Tensor, present: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-    """A-3PO's proximal log-prob: as far from acting to learning as its version is between theirs.
-
-    The weights that learn are on their way to the version after the proximal one, which is `age` past the one that
-    acted: alpha = (v_learning - 1 - v_acted) / (v_learning - v_acted) = age / (age + 1).
-    """
-    alpha = age / (age + 1.0)
-    # [B] -> [B, 1] beside [B, S]
-    return acted + alpha.view(-1, *[1] * (acted.dim() - 1)) * (present - acted)
-
-
-def weight_of(config: UpdaterConfig, acted: torch.Tensor, proximal: torch.Tensor) -> torch.Tensor:
-    """`w = proximal / acted` from log-probs [B] or [B, S]; V-trace judges a decision as a whole, [B] or [B, 1]."""
+def _weight(config: AlgorithmConfig, acted: Tensor, proximal: Tensor) -> Tensor:
+    """`w = proximal / acted` from log-probs [B] or [B, S]; V-trace weighs a decision as a whole, [B] or [B, 1]."""
     log_weight = (proximal - acted).float()
     if config.correction == "vtrace" and log_weight.dim() == 2:
         log_weight = log_weight.sum(-1, keepdim=True)
     return log_weight.clamp_max(LARGEST_LOG_RATIO).exp()
 
 
-def counted(config: UpdaterConfig, weight: torch.Tensor) -> torch.Tensor:
+def _counted(config: AlgorithmConfig, weight: Tensor) -> Tensor:
     """What of a weight enters the loss: decoupled drops a decision past the cap, the others cut its weight there."""
-    cap = cap_of(config)
+    cap = _cap(config)
     return torch.where(weight > cap, 0.0, weight) if config.correction == "decoupled" else weight.clamp_max(cap)
 
 
-def cap_of(config: UpdaterConfig) -> float:
-    return config.rho_bar if config.correction == "vtrace" else config.weight_cap
+def _cap(config: AlgorithmConfig) -> float:
+    return config.rho_bar if isinstance(config, PPOConfig) and config.correction == "vtrace" else config.weight_cap
 
 
-def present_values(rollout: TensorDict, value: torch.Tensor) -> TensorDict:
-    """The rollout as the present critic sees it, `value` [T, N].
+def _with_values(rollout: TensorDict, value: Tensor) -> TensorDict:
+    """The rollout as another critic sees it, `value` [T, N].
 
     `next/value` is that of the row below; where an episode or the rollout ends there is none, and the stored one stays.
     """
@@ -78,32 +158,3 @@ def present_values(rollout: TensorDict, value: torch.Tensor) -> TensorDict:
     after = following["value"].clone()
     after[:-1] = torch.where(goes_on, value[1:], after[:-1])
     return rollout.copy().set("value", value).set("next", following.copy().set("value", after))
-
-
-def weight_metrics(config: UpdaterConfig, terms: list[LossTerms], distributed: Distributed) -> dict[str, float]:
-    """Of an update, over all processes; nothing where nothing was weighed.
-
-    `ess`: effective sample size of the weights that were counted, `(sum w)^2 / (N sum w^2)`: the share of its decisions
-    that the update is worth. The others tell of the weights before any cap.
-    """
-    weights = [term.weight for term in terms if term.weight is not None]
-    if not weights:
-        return {}
-    weight = torch.cat(weights).flatten().double()
-    used = counted(config, weight)
-    past = (weight > cap_of(config)).double()
-    sums = torch.stack([torch.ones_like(weight), weight, past, used, used.square()]).sum(1)
-    number, total, masked, effective, squares = distributed.sum(sums).tolist()
-    return {
-        "ess": effective**2 / (number * squares) if squares else 0.0,
-        "weight_mean": total / number,
-        "weight_max": distributed.max(float(weight.max())),
-        "weight_masked": masked / number,
-    }
-
-
-def fresh_metrics(config: UpdaterConfig) -> dict[str, float]:
-    """Of an update among stale ones that learned from fresh data: nothing is behind, and all of it counts as it is."""
-    ages = {"staleness_mean": 0.0, "staleness_max": 0.0, "parity_skipped": 0.0}
-    weights = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
-    return ages if config.correction == "none" else ages | weights

@@ -1,7 +1,6 @@
-"""The parity gate (formulas.md, section 1): is what we score what we did?
+"""Parity: does scoring a stored decision again, with unchanged weights, give back what acting gave?
 
-Before the first gradient step of an update the stored decisions are scored again with unchanged weights. The gate
-compares unreduced terms, so that no sum can hide an error or blow it up.
+Unreduced terms are compared, so that no sum can hide an error or blow it up.
 """
 
 from dataclasses import astuple, dataclass
@@ -11,7 +10,7 @@ from tensordict import TensorDict
 
 from sparring.errors import UserError
 
-CAUSES = (
+_CAUSES = (
     "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, sums "
     "log-probs over steps of a chunk that were not executed (executed_mask), "
     "or its normaliser or weights changed between acting and scoring"
@@ -26,40 +25,45 @@ class ParityError(UserError):
 
 @dataclass
 class Parity:
+    """The largest differences; all are 0 where there was nothing to compare."""
+
     # max |mean_replay - mean_rollout| / sigma over steps, positions and dims
-    drift: float
+    drift: float = 0.0
     # max |z2_replay - z2_rollout|, relative to the number of scored dims; catches a sample that was changed
-    sample: float
+    sample: float = 0.0
     # max difference of the number of scored dims; catches counted padding
-    dims: float
+    dims: float = 0.0
     # max |log_prob_replay - log_prob_rollout|, relative to the number of scored dims; catches a wrong sum
-    score: float
+    score: float = 0.0
     # max |probability ratio - 1|, for the log only
-    ratio: float
+    ratio: float = 0.0
+
+    @staticmethod
+    def limits(tolerance: float) -> dict[str, float]:
+        """The largest that each term may be."""
+        # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
+        return {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
+
+    @staticmethod
+    def worst(parities: "list[Parity]") -> "Parity":
+        # a tensor's max passes NaN on, Python's does not
+        table = torch.tensor([astuple(p) for p in (Parity(), *parities)], dtype=torch.float64)
+        return Parity(*table.amax(0).tolist())
 
     def excesses(self, tolerance: float) -> dict[str, float]:
-        """The terms that are over their limits; nothing where all is well."""
+        """The terms that are over their limits; none where scoring agrees with acting."""
+        limits = self.limits(tolerance)
         # `not <=` also catches NaN
-        return {
-            name: getattr(self, name)
-            for name, limit in limits_of(tolerance).items()
-            if not getattr(self, name) <= limit
-        }
+        return {name: getattr(self, name) for name, limit in limits.items() if not getattr(self, name) <= limit}
 
     def check(self, tolerance: float) -> None:
-        limits, wrong = limits_of(tolerance), self.excesses(tolerance)
+        limits, wrong = self.limits(tolerance), self.excesses(tolerance)
         if wrong:
-            told = ", ".join(f"{name} {value:.3g} > {limits[name]:g}" for name, value in wrong.items())
+            found = ", ".join(f"{name} {value:.3g} > {limits[name]:g}" for name, value in wrong.items())
             raise ParityError(
-                f"the parity gate refuses to train: {told}. Scoring the stored actions with unchanged "
-                f"weights does not give back what acting gave. Likely causes: {CAUSES}."
+                f"the parity gate refuses to train: {found}. Scoring the stored actions with unchanged "
+                f"weights does not give back what acting gave. Likely causes: {_CAUSES}."
             )
-
-
-def limits_of(tolerance: float) -> dict[str, float]:
-    """The largest that each term of a Parity may be."""
-    # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
-    return {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
 
 
 @torch.no_grad()
@@ -82,13 +86,3 @@ def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False
     ratio = (change.exp() - 1).abs()
     terms = (float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims))
     return Parity(*terms, float(score.max()), float(ratio.max()))
-
-
-# where there was nothing to compare
-NOTHING = Parity(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def worst(parities: list[Parity]) -> Parity:
-    # a tensor's max passes NaN on, Python's does not
-    table = torch.tensor([astuple(p) for p in (NOTHING, *parities)], dtype=torch.float64)
-    return Parity(*table.amax(0).tolist())

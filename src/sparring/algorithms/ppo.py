@@ -1,126 +1,267 @@
-"""Proximal policy optimisation (formulas.md, section 2)."""
+"""Proximal policy optimisation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
-from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.gradient_step import scheduled
-from sparring.algorithms.losses import LossTerms, clipped_policy_loss, mean_terms, reference_kl, spread
-from sparring.algorithms.off_policy import ages_of, counted, present_values, ratio_and_weight, weight_of
+from sparring.algorithms.configs import AlgorithmConfig, PPOConfig
+from sparring.algorithms.gradient_step import GradientStep, schedule
+from sparring.algorithms.off_policy import LARGEST_LOG_RATIO, OffPolicy, ratio_and_weight
+from sparring.algorithms.parity import Parity
 from sparring.algorithms.returns import gae, missing_level, vtrace
-from sparring.algorithms.scoring import valid_rows
-from sparring.algorithms.updater import Updater, actor_parameters
+from sparring.algorithms.scoring import Decisions, ParityGate, Scorer
 from sparring.errors import UserError
 from sparring.policies.critic import Critic
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
 
 # what a minibatch holds beside the observations the policy declares
-LEARNED_FROM = ["action", "log_prob", "value", "advantage", "return", ("next", "executed")]
+_LEARNED_FROM = ["action", "log_prob", "value", "advantage", "return", ("next", "executed")]
 
 
-class PPO(Updater):
+class Algorithm:
+    """The parts that PPO and GRPO hold, their minibatches and gradient steps, and what is saved of them."""
+
+    # of the config, where the settings are
+    section = "algorithm_config"
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        policy: Policy,
+        distributed: Distributed | None,
+        seed: int,
+        groups: list[tuple[list[nn.Parameter], float]],
+    ):
+        """`groups` of parameters that learn, with their learning rates."""
+        self.config, self.policy, self.seed = config, policy, seed
+        self.distributed = distributed or Distributed("cpu")
+        self.distributed.unite(policy)
+        self.scorer = Scorer(config, policy, self.distributed, self.section)
+        self.parity_gate = ParityGate(self.scorer)
+        self.off_policy = OffPolicy(config, self.scorer)
+        self.step = GradientStep(
+            [{"params": parameters, "lr": lr, "base_lr": lr} for parameters, lr in groups],
+            self.distributed,
+            config.max_grad_norm,
+            micro_batch_size=config.micro_batch_size,
+            memory=self.scorer.memory,
+            foreach=False,
+            eps=config.adam_eps,
+        )
+        # so far; also the version of the weights: a rollout stamped with an older one is stale
+        self.updates = 0
+
+    def gate(self, parity: Parity) -> Parity:
+        """Refuses what the collecting process measured where it is too much; the worst of all processes."""
+        return self.parity_gate.check(parity)
+
+    def expect_stale(self) -> None:
+        """For a loop that counts versions and collects stale decisions: updates tell their age even if all are fresh."""
+        self.off_policy.expect()
+
+    def state_dict(self) -> dict:
+        reference = self.scorer.reference_state()
+        return {"optimizer": self.step.state_dict(), "updates": self.updates, "reference": reference}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+        self.scorer.load_reference(state["reference"])
+
+    def minibatches(
+        self, decisions: Decisions, keys: list, epochs: int, terms: list["LossTerms"]
+    ) -> Iterator[TensorDict]:
+        """`epochs` times all decisions in a random order; ends after an epoch whose `terms` are past the target KL."""
+        target, columns = self.config.target_kl, decisions.columns([*self.policy.in_keys, *keys])
+        # a function of (seed, process, update): nothing to save
+        shuffle = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 1009 + self.distributed.rank)
+        # processes step together, so one that has fewer decisions takes smaller minibatches
+        count = int(self.distributed.max(-(-len(decisions) // self.config.mini_batch_size)))
+        for _ in range(epochs):
+            done = len(terms)
+            order = decisions.rows[torch.randperm(len(decisions), generator=shuffle).to(decisions.rows.device)]
+            # evenly: a last one of few decisions would weigh as much as the others
+            for index in order.repeat(-(-count // len(order))).tensor_split(count):
+                batch = decisions.gather(columns, index)
+                yield batch if self.parity_gate.passed else batch.set("trace", decisions.flat["trace"][index])
+            # averaged over the processes, which must all decide alike
+            if target is not None and self.distributed.mean({"kl": LossTerms.kl(terms[done:])})["kl"] > target:
+                return
+
+    def gradient_step(self, batch: TensorDict, loss, learning: list | None = None) -> "LossTerms":
+        """On a minibatch, after its parity where it is the first; `learning`: the groups that change, None: all."""
+        terms = LossTerms.joined(self.step.backward(batch, loss))
+        self.parity_gate.close()
+        terms.scalars["grad_norm"] = self.step.apply(learning)
+        return terms
+
+
+class PPO(Algorithm):
     """Clipped PPO. `update` takes a rollout [T, N] and changes the policy in place."""
 
     config: PPOConfig
     section = "ppo"
 
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
-        if config.entropy_coef and not policy.learns_entropy:
-            raise UserError(
-                f"ppo.entropy_coef={config.entropy_coef}: nothing that {type(policy).__name__} learns changes its "
-                "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
-            )
-        if config.normalize_value and not isinstance(getattr(policy, "critic", None), Critic):
-            raise UserError(
-                f"ppo.normalize_value=true: {type(policy).__name__} judges by something of its own, not by a `critic` "
-                "that is a sparring.policies.critic.Critic; leave it out"
-            )
+        _check_policy(config, policy)
+        critic, critic_lr = policy.critic_parameters(), config.critic_lr or config.policy_lr
         # GRPO, which may have had it before, lets the critic rest
-        for parameter in policy.critic_parameters():
+        for parameter in critic:
             parameter.requires_grad_(True)
-        super().__init__(config, policy, distributed, seed)
+        groups = [(policy.actor_parameters(), config.policy_lr), (critic, critic_lr)]
+        if critic_lr == config.policy_lr and not config.critic_warmup_updates:
+            groups = [(groups[0][0] + critic, config.policy_lr)]
+        super().__init__(config, policy, distributed, seed, groups)
         # what normalize_value has added to every value; a run that goes on collects anew what was judged before
         self.level = 0.0
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update; `progress` in [0, 1] of the run drives the schedules."""
-        config = self.config
-        lr = self._begin(progress)
-        clip = config.clip_ratio * scheduled(config.clip_schedule, progress)
-        stale = self._look_back(rollout)
+        config, policy, distributed = self.config, self.policy, self.distributed
+        lr_factor = schedule(config.lr_schedule, progress, self.updates, config.warmup_updates)
+        self.step.scale_lr(lr_factor)
+        clip = config.clip_ratio * schedule(config.clip_schedule, progress)
+
+        self.scorer.freeze_reference()
+        # age, and log-probs and values by the present weights
+        stale = self.off_policy.annotate(rollout, self.updates)
         if config.normalize_value:
-            self._begin_at_level(rollout)
-        rollout = self._judge(rollout, corrected=bool(stale))
-        flat = rollout.flatten(0, 1)
-        rows = valid_rows(flat)
-        unit = 1.0
-        if config.normalize_value:
-            unit = self.policy.critic.fit_returns(flat["return"][rows], self.distributed.sum)
+            self._raise_values(rollout)
+        rollout = self._with_advantages(rollout)
+        # [T, N] -> [T*N]
+        decisions = Decisions(rollout.flatten(0, 1))
+        unit = policy.critic.fit_returns(decisions["return"], distributed.sum) if config.normalize_value else 1.0
+        keys = _LEARNED_FROM + self.scorer.add_reference(decisions) + stale
+        self.parity_gate.open(decisions)
 
-        def loss(batch, scored):
-            return ppo_loss(config, clip, batch, scored, self.policy.step_weights, unit)
+        def loss(batch: TensorDict) -> tuple[Tensor, LossTerms]:
+            scored = policy.evaluate(batch)
+            self.parity_gate.compare(batch, scored)
+            return ppo_loss(config, clip, batch, scored, policy.step_weights, unit)
 
-        keys = LEARNED_FROM + self._score_by_reference(flat, rows) + stale
-        terms, parity = self._learn(
-            flat, rows, keys, config.ppo_epochs, loss, self._learning(), config.normalize_advantage
-        )
-        aged = self._stale_metrics(flat, rows, terms)
-        self._end(flat, rows)
-        means = mean_terms(terms, clip, clip) | {"explained_variance": _explained_variance(flat, rows)}
-        means["gradient_steps"] = float(len(terms))
-        if flat.get("valid", None) is not None:
-            means["valid_fraction"] = len(rows) / len(flat)
-        told = {"lr": lr, "parity": parity.drift, "parity_ratio": parity.ratio}
-        for name in ("advantage", "return"):
-            told |= spread(name, flat[name][rows], self.distributed)
-        return self.distributed.mean(means) | told | aged
+        terms: list[LossTerms] = []
+        # the critic alone while it warms up; its gradients come from its own loss only
+        learning = self.step.groups[-1:] if self.updates < config.critic_warmup_updates else None
+        for batch in self.minibatches(decisions, keys, config.ppo_epochs, terms):
+            if config.normalize_advantage and len(batch) > 1:
+                std, mean = torch.std_mean(batch["advantage"])
+                batch["advantage"] = (batch["advantage"] - mean) / (std + 1e-8)
+            terms.append(self.gradient_step(batch, loss, learning))
 
-    def _begin_at_level(self, rollout: TensorDict) -> None:
+        off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
+        decisions.update_normalizers(policy, distributed)
+        self.updates += 1
+        means = LossTerms.means(terms, clip, clip) | {"explained_variance": _explained_variance(decisions)}
+        if decisions.flat.get("valid", None) is not None:
+            means["valid_fraction"] = len(decisions) / len(decisions.flat)
+        spread = decisions.spread("advantage", distributed) | decisions.spread("return", distributed)
+        told = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
+        return distributed.mean(means) | told
+
+    def _raise_values(self, rollout: TensorDict) -> None:
         """A critic that knows nothing yet takes long to get far from 0, and bootstraps wrong values meanwhile."""
         critic = self.policy.critic
         if self.updates == 0 and not critic.returns.count:
             self.level = missing_level(rollout, self.config.gamma, self.distributed.sum)
             critic.raise_by(self.level)
-        if self.level and (self.updates == 0 or self.expects_stale):
+        if self.level and (self.updates == 0 or self.off_policy.expected):
             # what it judged before it was raised, which also comes later where robots are ahead
-            missing = self.level * (ages_of(rollout, self.updates) >= self.updates)
+            missing = self.level * (rollout.get("age", 0) >= self.updates)
             rollout["value"] = rollout["value"] + missing
             rollout["next", "value"] = rollout["next", "value"] + missing
 
-    def _judge(self, rollout: TensorDict, corrected: bool) -> TensorDict:
+    def _with_advantages(self, rollout: TensorDict) -> TensorDict:
         """With `advantage` and `return`.
 
-        V-trace, where the rollout is to be `corrected`, tells what the present policy is worth, so that its values are
-        the present critic's. GAE takes all of them from the critic of those who acted: they belong together.
+        V-trace, where the rollout is stale, estimates what the present policy is worth, so that its values are the
+        present critic's. GAE takes all of them from the critic of those who acted: they belong together.
         """
         config = self.config
-        if corrected and config.correction == "vtrace":
-            flat = rollout.flatten(0, 1)
-            weight = weight_of(config, flat["log_prob"], flat["proximal_log_prob"]).view(rollout.batch_size)
-            rollout = present_values(rollout, rollout["proximal_value"])
-            judged = vtrace(rollout, config.gamma, config.gae_lambda, weight, config.rho_bar, config.c_bar)
+        if config.correction == "vtrace" and rollout.get("age", None) is not None:
+            rollout, weight = self.off_policy.for_vtrace(rollout)
+            estimates = vtrace(rollout, config.gamma, config.gae_lambda, weight, config.rho_bar, config.c_bar)
         else:
-            judged = gae(rollout, config.gamma, config.gae_lambda)
-        rollout["advantage"], rollout["return"] = judged
+            estimates = gae(rollout, config.gamma, config.gae_lambda)
+        rollout["advantage"], rollout["return"] = estimates
         return rollout
 
-    def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
-        config, critic = self.config, self.policy.critic_parameters()
-        actor, critic_lr = actor_parameters(self.policy), config.critic_lr or config.policy_lr
-        if config.critic_warmup_updates and not critic:
-            raise UserError(
-                f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {type(self.policy).__name__} does not say "
-                "which parameters are its critic's; override critic_parameters()"
-            )
-        if critic_lr == config.policy_lr and not config.critic_warmup_updates:
-            return [(actor + critic, config.policy_lr)]
-        return [(actor, config.policy_lr), (critic, critic_lr)]
 
-    def _learning(self):
-        """The critic alone while it warms up; its gradients come from its own loss only."""
-        return [self.flat[-1][0]] if self.updates < self.config.critic_warmup_updates else None
+def _check_policy(config: PPOConfig, policy: Policy) -> None:
+    name = type(policy).__name__
+    if config.entropy_coef and not policy.learns_entropy:
+        raise UserError(
+            f"ppo.entropy_coef={config.entropy_coef}: nothing that {name} learns changes its "
+            "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
+        )
+    if config.normalize_value and not isinstance(getattr(policy, "critic", None), Critic):
+        raise UserError(
+            f"ppo.normalize_value=true: {name} judges by something of its own, not by a `critic` "
+            "that is a sparring.policies.critic.Critic; leave it out"
+        )
+    if config.critic_warmup_updates and not policy.critic_parameters():
+        raise UserError(
+            f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {name} does not say "
+            "which parameters are its critic's; override critic_parameters()"
+        )
+
+
+@dataclass
+class LossTerms:
+    """Of one minibatch, detached and left on the device: reading a number there would make the CPU wait."""
+
+    # by name: "loss", "policy_loss", ...
+    scalars: dict[str, Tensor]
+    # [B], or [B, S] where denoising steps count one by one
+    log_ratio: Tensor
+    # of stale decisions, before any cap: [B], [B, S] or [B, 1]; None where none was weighed
+    weight: Tensor | None = None
+
+    @staticmethod
+    def of(
+        config: AlgorithmConfig,
+        batch: TensorDict,
+        scored: TensorDict,
+        loss: Tensor,
+        scalars: dict[str, Tensor],
+        log_ratio: Tensor,
+        weight: Tensor | None,
+    ) -> "tuple[Tensor, LossTerms]":
+        """The loss, with the KL to the reference policy where it has a weight, and its terms."""
+        if config.kl_coef:
+            # r = reference / present
+            kl = _approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
+            loss, scalars = loss + config.kl_coef * kl, scalars | {"reference_kl": kl}
+        scalars = {name: scalar.detach() for name, scalar in ({"loss": loss} | scalars).items()}
+        return loss, LossTerms(scalars, log_ratio.detach(), weight)
+
+    @staticmethod
+    def joined(parts: "list[tuple[LossTerms, float]]") -> "LossTerms":
+        """Of micro-batches and their shares of a minibatch, as if they had been one."""
+        (first, _), *others = parts
+        if not others:
+            return first
+        scalars = {name: sum(part.scalars[name] * share for part, share in parts) for name in first.scalars}
+        weight = None if first.weight is None else torch.cat([part.weight for part, _ in parts])
+        return LossTerms(scalars, torch.cat([part.log_ratio for part, _ in parts]), weight)
+
+    @staticmethod
+    def kl(terms: "list[LossTerms]") -> float:
+        """Of minibatches together."""
+        return float(_approximate_kl(torch.cat([term.log_ratio for term in terms])))
+
+    @staticmethod
+    def means(terms: "list[LossTerms]", low: float, high: float) -> dict[str, float]:
+        """Metrics of an update, over its minibatches; clipped is what left [1 - low, 1 + high]."""
+        if not terms:
+            return {"gradient_steps": 0.0}
+        means = {name: float(torch.stack([term.scalars[name] for term in terms]).mean()) for name in terms[0].scalars}
+        off = torch.cat([term.log_ratio for term in terms]).exp() - 1
+        clipped = float(((off > high) | (off < -low)).float().mean())
+        return means | {"approx_kl": LossTerms.kl(terms), "clip_fraction": clipped, "gradient_steps": float(len(terms))}
 
 
 def ppo_loss(
@@ -128,37 +269,64 @@ def ppo_loss(
     clip: float,
     batch: TensorDict,
     scored: TensorDict,
-    step_weights: torch.Tensor | None = None,
+    step_weights: Tensor | None = None,
     unit: float = 1.0,
-) -> tuple[torch.Tensor, LossTerms]:
-    """The loss to minimise for a minibatch [B] and what evaluate() says of it now. `unit`: of values, in that loss."""
-    log_ratio, weight = ratio_and_weight(config, batch, scored)
-    used = None if weight is None else counted(config, weight)
-    policy_loss = clipped_policy_loss(log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip, used)
+) -> tuple[Tensor, LossTerms]:
+    """The loss of a minibatch [B], and its terms. `scored`: evaluate() of it; `unit`: of values, in the loss."""
+    log_ratio, weight, counted = ratio_and_weight(config, batch, scored)
+    policy_loss = clipped_policy_loss(
+        log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip, counted
+    )
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()
     loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef / unit**2)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     scalars = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    if config.kl_coef:
-        scalars["reference_kl"] = reference_kl(batch, scored)
-        loss = loss + config.kl_coef * scalars["reference_kl"]
-    scalars = {"loss": loss} | scalars
-    return loss, LossTerms({name: scalar.detach() for name, scalar in scalars.items()}, log_ratio.detach(), weight)
+    return LossTerms.of(config, batch, scored, loss, scalars, log_ratio, weight)
 
 
-def _value_loss(value_clip: float | None, batch: TensorDict, value: torch.Tensor) -> torch.Tensor:
+def clipped_policy_loss(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    low: float,
+    high: float,
+    step_weights: Tensor | None = None,
+    dual_clip: float | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """`-mean min(r A, clip(r, 1 - low, 1 + high) A)`, A the advantage [B].
+
+    Where `log_ratio` is [B, S], each pair (decision, step) is clipped by itself and has the advantage A * weight of the
+    step. With `dual_clip` c the gain of a bad decision is never below c A, however large its ratio is. What is clipped
+    counts `weight` times, where there is one.
+    """
+    # [B], or [B, 1] * [S]
+    cost = -advantage if step_weights is None else -advantage[:, None] * step_weights
+    ratio = log_ratio.clamp_max(LARGEST_LOG_RATIO).exp()
+    loss = torch.max(ratio * cost, ratio.clamp(1 - low, 1 + high) * cost)
+    if dual_clip is not None:
+        loss = torch.where(cost > 0, torch.min(loss, dual_clip * cost), loss)
+    return loss.mean() if weight is None else (weight * loss).mean()
+
+
+def _approximate_kl(log_ratio: Tensor) -> Tensor:
+    """KL(p || q) from samples of p, `mean((r - 1) - log r)` with r = q/p: never negative."""
+    log_ratio = log_ratio.clamp_max(LARGEST_LOG_RATIO)
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def _value_loss(value_clip: float | None, batch: TensorDict, value: Tensor) -> Tensor:
     if value_clip is None:
         return nn.functional.mse_loss(value, batch["return"])
-    # of stale decisions, the critic's with which the update began, not of who acted
+    # a stale decision is clipped around the value of the critic with which the update began
     before = batch["value"] if batch.get("proximal_value", None) is None else batch["proximal_value"]
     clipped = before + (value - before).clamp(-value_clip, value_clip)
     return torch.max((value - batch["return"]).square(), (clipped - batch["return"]).square()).mean()
 
 
-def _explained_variance(flat: TensorDict, rows: torch.Tensor) -> float:
-    """1: the critic foresaw every return; 0: no better than their mean."""
-    returns, values = flat["return"][rows], flat["value"][rows]
+def _explained_variance(decisions: Decisions) -> float:
+    """1: the critic predicted every return; 0: no better than their mean."""
+    returns, values = decisions["return"], decisions["value"]
     spread = returns.var()
     return float(1 - (returns - values).var() / spread) if spread > 0 else 0.0

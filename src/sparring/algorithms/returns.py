@@ -7,7 +7,7 @@ from tensordict import TensorDict
 _LEAST_KEPT = 1e-3
 
 
-def chunk_rewards(reward: torch.Tensor, gamma: float) -> torch.Tensor:
+def _chunk_rewards(reward: torch.Tensor, gamma: float) -> torch.Tensor:
     """`sum_i gamma^i r_i` over the steps of a chunk: [..., C] -> [...]. Steps after the end carry 0."""
     powers = gamma ** torch.arange(reward.shape[-1], device=reward.device, dtype=reward.dtype)
     return (reward * powers).sum(-1)
@@ -71,7 +71,7 @@ def _deltas(rollout: TensorDict, gamma: float) -> tuple[torch.Tensor, torch.Tens
     discount = gamma ** following["executed"].float()
     alive = (~following["terminated"]).float()
     same_episode = (~(following["terminated"] | following["truncated"])).float()
-    delta = chunk_rewards(following["reward"], gamma) + discount * alive * following["value"] - rollout["value"]
+    delta = _chunk_rewards(following["reward"], gamma) + discount * alive * following["value"] - rollout["value"]
     valid = rollout.get("valid", None)
     if valid is not None:
         delta = torch.where(valid, delta, 0.0)

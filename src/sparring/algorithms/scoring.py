@@ -1,190 +1,222 @@
-"""Scorer: what a policy says of stored decisions, without gradients. For the gate, a reference, and what is stale."""
+"""Scoring stored decisions without gradients, for the parity gate, a reference KL and off-policy corrections."""
 
+import copy
+import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import astuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from sparring.algorithms.configs import UpdaterConfig
-from sparring.algorithms.losses import LossTerms
-from sparring.algorithms.off_policy import ages_of, fresh_metrics, weight_metrics
-from sparring.algorithms.parity import NOTHING, Parity, measure_parity, worst
-from sparring.errors import UserError
+from sparring.algorithms.configs import AlgorithmConfig
+from sparring.algorithms.parity import Parity, measure_parity
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory_errors import memory_told
 
 # decisions that are scored together without gradients, where memory does not limit them
-SCORED_AT_ONCE = 4096
-# of a rollout, decisions that who collected it scores again, after a first whole one: robots wait meanwhile
-REPLAYED = 64
+_SCORED_AT_ONCE = 4096
+# decisions of a rollout that its collector scores again, after a first whole rollout: robots wait meanwhile
+_REPLAYED = 64
+
+
+class Decisions:
+    """The decisions `flat [T*N]` of a rollout, `rows` of which count: by default all, or those of whole episodes."""
+
+    def __init__(self, flat: TensorDict, rows: Tensor | None = None):
+        if rows is None:
+            valid = flat.get("valid", None)
+            device = flat["action"].device
+            rows = torch.arange(len(flat), device=device) if valid is None else valid.nonzero()[:, 0]
+        self.flat, self.rows = flat, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key) -> Tensor:
+        return self.flat[key][self.rows]
+
+    def where(self, mask: Tensor) -> "Decisions":
+        """Those of them for which `mask [len(self)]` holds."""
+        return Decisions(self.flat, self.rows[mask])
+
+    def fresh(self) -> "Decisions":
+        """Those that the present weights took."""
+        return self if self.flat.get("age", None) is None else self.where(self["age"] == 0)
+
+    def columns(self, keys: list) -> dict[Any, Tensor]:
+        return {key: self.flat.get(key) for key in keys}
+
+    @staticmethod
+    def gather(columns: dict[Any, Tensor], index: Tensor) -> TensorDict:
+        """Rows `index` of every column: a third of the time that indexing a TensorDict takes."""
+        batch = TensorDict({}, [len(index)])
+        for key, column in columns.items():
+            batch.set(key, column.index_select(0, index))
+        return batch
+
+    def update_normalizers(self, policy: Policy, distributed: Distributed) -> None:
+        seen, keys = self.flat, policy.normalized_keys
+        if len(self) < len(self.flat):
+            # not the pictures, which are most of it
+            seen = self.gather(self.columns(policy.in_keys if keys is None else keys), self.rows)
+        policy.update_normalizers(seen, distributed.sum)
+
+    def spread(self, name: str, distributed: Distributed) -> dict[str, float]:
+        """Mean and standard deviation of a column over all processes, as metrics."""
+        values = self[name].double()
+        sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
+        count, total, squares = distributed.sum(sums).tolist()
+        mean = total / count
+        return {f"{name}_mean": mean, f"{name}_std": math.sqrt(max(0.0, squares / count - mean**2))}
 
 
 class Scorer:
-    """The half of an Updater that looks at a rollout before anything is learned from it."""
+    """evaluate() of a policy, and of a frozen reference, in parts that fit into memory."""
 
-    # of the config, where its settings are
-    section = "algorithm_config"
-
-    def __init__(self, config: UpdaterConfig, policy: Policy, distributed: Distributed):
-        self.config, self.policy, self.distributed = config, policy, distributed
-        # so far; also the version of the weights: a rollout stamped with an older one is stale
-        self.updates = 0
+    def __init__(
+        self, config: AlgorithmConfig, policy: Policy, distributed: Distributed, section: str = "algorithm_config"
+    ):
+        """`section` of the config, where the settings are."""
+        self.config, self.policy, self.distributed, self.section = config, policy, distributed, section
+        self.at_once = config.micro_batch_size or _SCORED_AT_ONCE
+        # the policy as it was when the first update began, where a KL to it is asked for
         self.reference: Policy | None = None
-        self.checked_whole_rollout = False
-        self.expects_stale = False
+        self.replayed_rollout = False
 
     def score(self, flat: TensorDict) -> TensorDict:
-        """evaluate() of a whole rollout, in minibatches, without gradients."""
-        with torch.no_grad(), self._memory_told("scoring", min(self._at_once, len(flat))):
-            parts = flat.select(*self._scoring_keys()).split(self._at_once)
+        """Of decisions `[B]`, all of them."""
+        with torch.no_grad(), self.memory("scoring", min(self.at_once, len(flat))):
+            parts = flat.select(*self._keys()).split(self.at_once)
             return torch.cat([self.policy.evaluate(part) for part in parts])
 
-    def expect_stale(self) -> None:
-        """For whoever is about to collect stale decisions, and counts versions.
-
-        An update then tells their age also where all are fresh, and PPO's normalize_value knows what was judged before
-        its first one.
-        """
-        self.check_correctable()
-        self.expects_stale = True
-
-    def check_correctable(self) -> None:
-        """Refuses a policy whose stale decisions cannot be corrected."""
-        if self.config.correction == "none" or self.policy.scores_all:
-            return
-        raise UserError(
-            f"{self.section}.correction={self.config.correction}: {type(self.policy).__name__} scores only some of its "
-            "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are), and a "
-            "ratio of such scores is not that of two policies: what older weights decided cannot be corrected. Set "
-            f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {self.section}.correction=none. "
-            "In a loop of your own, collector.version must count the updates, or fresh data looks stale"
-        )
-
-    # ---- stale decisions
-
-    def _look_back(self, rollout: TensorDict) -> list[str]:
-        """Adds `age` where older weights than the present ones acted, and what correcting takes; the keys it added.
-
-        Where all of the rollout is fresh, in every process, there are none.
-        """
-        age = ages_of(rollout, self.updates)
-        # alike in every process: they tell the same metrics
-        if self.distributed.max(float(age.max())) == 0:
-            # another algorithm may have looked at it before
-            rollout.pop("age", None)
-            return []
-        rollout["age"] = age
-        if self.config.correction == "none":
-            return ["age"]
-        self.check_correctable()
-        if self.config.proximal == "interpolated":
-            return ["age"]
-        flat = rollout.flatten(0, 1)
-        rows = valid_rows(flat)
-        # what is fresh keeps what it was given when it acted
-        log_prob, value = flat["log_prob"].clone(), flat["value"].clone()
-        for index, scored in self._scored(self.policy, flat, rows[flat["age"][rows] > 0], "scoring stale decisions"):
-            log_prob[index], value[index] = scored["log_prob"].to(log_prob.dtype), scored["value"].to(value.dtype)
-        rollout["proximal_log_prob"] = log_prob.unflatten(0, rollout.batch_size)
-        rollout["proximal_value"] = value.unflatten(0, rollout.batch_size)
-        return ["age", "proximal_log_prob", "proximal_value"]
-
-    def _stale_metrics(self, flat: TensorDict, rows: torch.Tensor, terms: list[LossTerms]) -> dict[str, float]:
-        """How old the data was and what it was worth; nothing where none is ever stale."""
-        if flat.get("age", None) is None:
-            return fresh_metrics(self.config) if self.expects_stale else {}
-        age = flat["age"][rows]
-        means = {"staleness_mean": float(age.float().mean()), "parity_skipped": float((age > 0).float().mean())}
-        oldest = {"staleness_max": self.distributed.max(float(age.max()))}
-        return self.distributed.mean(means) | oldest | weight_metrics(self.config, terms, self.distributed)
-
-    # ---- the parity gate
-
-    def _whole_parity(self, flat: TensorDict, rows: torch.Tensor) -> Parity:
-        """The gate over every stored decision, once per process; later updates check their first minibatch for free."""
-        if flat.get("age", None) is not None:
-            rows = rows[flat["age"][rows] == 0]
-        self.checked_whole_rollout = bool(self.distributed.max(len(rows)))
-        return self.gate(self._replayed(flat, rows))
-
-    def replay(self, rollout: TensorDict, version: int) -> Parity:
-        """Of what the policy decided with the weights that it has, of this `version`: all once, then a few.
-
-        For who collects: by the time a rollout is learned from, the learner's weights may be others.
-        """
-        flat = rollout.flatten(0, 1)
-        rows = valid_rows(flat)
-        rows = rows[ages_of(flat, version)[rows] == 0]
-        if self.checked_whole_rollout:
-            # others each time
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(version))
-            rows = rows[order[:REPLAYED].to(rows.device)]
-        self.checked_whole_rollout |= len(rows) > 0
-        return self._replayed(flat, rows)
-
-    def _replayed(self, flat: TensorDict, rows: torch.Tensor) -> Parity:
-        """Of decisions that were taken by the weights of now."""
-        acted = flat.select("trace", "log_prob", ("next", "executed"))
-        parts = self._scored(self.policy, flat, rows, "scoring")
-        return worst([measure_parity(acted[i], scored, self.policy.averages_log_prob) for i, scored in parts])
-
-    def _parity(self, acted: TensorDict, scored: TensorDict) -> Parity:
-        """Of a minibatch: only its fresh decisions were taken by the weights that scored them."""
-        if acted.get("age", None) is not None:
-            fresh = acted["age"] == 0
-            if not fresh.any():
-                return NOTHING
-            acted, scored = acted[fresh], scored[fresh]
-        return measure_parity(acted, scored, self.policy.averages_log_prob)
-
-    def gate(self, parity: Parity) -> Parity:
-        """The worst of all processes; raises where that is too much."""
-        # all processes must stop together, whichever of them found the fault
-        parity = Parity(*(self.distributed.max(value) for value in astuple(parity)))
-        parity.check(self.config.parity_tolerance)
-        return parity
-
-    # ---- scoring
-
-    @torch.no_grad()
-    def _score_by_reference(self, flat: TensorDict, rows: torch.Tensor) -> list[str]:
-        """Adds `reference_log_prob` of these decisions, where a KL is asked for; the keys that it added."""
-        if not self.config.kl_coef:
-            return []
-        log_prob = torch.zeros_like(flat["log_prob"])
-        for index, scored in self._scored(self.reference, flat, rows, "scoring by the policy as it was"):
-            log_prob[index] = scored["log_prob"]
-        flat["reference_log_prob"] = log_prob
-        return ["reference_log_prob"]
-
-    def _scored(
-        self, policy: Policy, flat: TensorDict, rows: torch.Tensor, doing: str
-    ) -> Iterator[tuple[torch.Tensor, TensorDict]]:
-        """These rows in parts that fit into memory: (numbers of a part, evaluate() of it, without gradients)."""
-        keys = self._scoring_keys()
-        for index in rows.split(self._at_once) if len(rows) else ():
-            with torch.no_grad(), self._memory_told(doing, len(index)):
-                scored = policy.evaluate(flat.select(*keys)[index])
+    def parts(
+        self, decisions: Decisions, doing: str, policy: Policy | None = None
+    ) -> Iterator[tuple[Tensor, TensorDict]]:
+        """(rows of a part, evaluate() of it). `doing`: for the message where memory runs out."""
+        for index in decisions.rows.split(self.at_once) if len(decisions) else ():
+            with torch.no_grad(), self.memory(doing, len(index)):
+                scored = (policy or self.policy).evaluate(decisions.flat.select(*self._keys())[index])
             yield index, scored
 
-    def _scoring_keys(self) -> list:
+    def parity(self, decisions: Decisions) -> Parity:
+        """Of decisions that the present weights took."""
+        acted = decisions.flat.select("trace", "log_prob", ("next", "executed"))
+        averaged = self.policy.averages_log_prob
+        return Parity.worst(
+            [measure_parity(acted[i], scored, averaged) for i, scored in self.parts(decisions, "scoring")]
+        )
+
+    def replay(self, rollout: TensorDict, version: int) -> Parity:
+        """Of what the present weights, of this `version`, decided in a rollout [T, N]: all of the first, then a few.
+
+        For the process that collects: when the learner gets the rollout, its weights may be newer.
+        """
+        decisions = Decisions(rollout.flatten(0, 1))
+        if rollout.get("version", None) is not None:
+            decisions = decisions.where(decisions["version"] >= version)
+        if self.replayed_rollout:
+            # others each time
+            order = torch.randperm(len(decisions), generator=torch.Generator().manual_seed(version))
+            decisions = Decisions(decisions.flat, decisions.rows[order[:_REPLAYED].to(decisions.rows.device)])
+        self.replayed_rollout |= len(decisions) > 0
+        return self.parity(decisions)
+
+    def freeze_reference(self) -> None:
+        """Keep the policy as it is now, where a KL to it is asked for and none is kept yet."""
+        if self.config.kl_coef and self.reference is None:
+            with self.memory(f"copying the policy for {self.section}.kl_coef={self.config.kl_coef:g}"):
+                self.reference = self._frozen_policy()
+
+    @torch.no_grad()
+    def add_reference(self, decisions: Decisions) -> list[str]:
+        """Adds `reference_log_prob`, where a KL is asked for; the keys that it added."""
+        if not self.config.kl_coef:
+            return []
+        log_prob = torch.zeros_like(decisions.flat["log_prob"])
+        for index, scored in self.parts(decisions, "scoring by the policy as it was", self.reference):
+            log_prob[index] = scored["log_prob"]
+        decisions.flat["reference_log_prob"] = log_prob
+        return ["reference_log_prob"]
+
+    def reference_state(self) -> dict[str, Tensor] | None:
+        if self.reference is None:
+            return None
+        shared = {name for name, weight in self.policy.named_parameters() if not weight.requires_grad}
+        return {name: weight for name, weight in self.reference.state_dict().items() if name not in shared}
+
+    def load_reference(self, state: dict[str, Tensor] | None) -> None:
+        if state is not None:
+            self.reference = self._frozen_policy()
+            self.reference.load_state_dict(self.policy.state_dict() | state)
+
+    def memory(self, doing: str, decisions: int = 0) -> AbstractContextManager[None]:
+        """A context that says what to set where memory runs out."""
+        return memory_told(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
+
+    def _frozen_policy(self) -> Policy:
+        """What does not learn is shared: beside a VLA with LoRA it takes the room of the adapters only."""
+        shared = {id(weight): weight for weight in self.policy.parameters() if not weight.requires_grad}
+        return copy.deepcopy(self.policy, shared).requires_grad_(False).eval()
+
+    def _keys(self) -> list:
         """What evaluate() reads, with the whole trace: to select an entry of it as well would leave only that one."""
         read = [key for key in self.policy.in_keys if key[0] != "trace"]
         return [*read, "action", "trace", ("next", "executed")]
 
+
+class ParityGate:
+    """Refuses to train where scoring disagrees with acting, before the first gradient step of an update.
+
+    The first rollout of a process is checked whole. Later updates check their first minibatch, which is evaluated
+    with unchanged weights anyway.
+    """
+
+    def __init__(self, scorer: Scorer):
+        self.scorer, self.checked_rollout = scorer, False
+        # of this update; None: not known yet
+        self.parity: Parity | None = None
+        self.measured: list[Parity] = []
+
     @property
-    def _at_once(self) -> int:
-        """Decisions that are scored together where no gradients are needed."""
-        return self.config.micro_batch_size or SCORED_AT_ONCE
+    def passed(self) -> bool:
+        """Whether the parity of this update is known."""
+        return self.parity is not None
 
-    def _memory_told(self, doing: str, decisions: int = 0):
-        return memory_told(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
+    def open(self, decisions: Decisions, whole: bool = False) -> None:
+        """For an update; `whole`: check all decisions, also where the first minibatch would do."""
+        self.parity, self.measured = None, []
+        if whole or not self.checked_rollout:
+            fresh = decisions.fresh()
+            self.checked_rollout = bool(self.scorer.distributed.max(len(fresh)))
+            self.parity = self.check(self.scorer.parity(fresh))
 
+    def compare(self, batch: TensorDict, scored: TensorDict) -> None:
+        """Of the first minibatch: only its fresh decisions were taken by the weights that scored them."""
+        if self.passed:
+            return
+        if batch.get("age", None) is not None:
+            fresh = batch["age"] == 0
+            batch, scored = batch[fresh], scored[fresh]
+        if len(batch):
+            self.measured.append(measure_parity(batch, scored, self.scorer.policy.averages_log_prob))
 
-def valid_rows(flat: TensorDict) -> torch.Tensor:
-    """Numbers of the decisions `[T*N]` that count: all, or those of whole episodes (`valid`)."""
-    valid = flat.get("valid", None)
-    device = flat["action"].device
-    return torch.arange(len(flat), device=device) if valid is None else valid.nonzero()[:, 0]
+    def close(self) -> Parity:
+        """Before a gradient step: raises where the first minibatch did not pass."""
+        if self.parity is None:
+            self.parity = self.check(Parity.worst(self.measured))
+        return self.parity
+
+    def metrics(self) -> dict[str, float]:
+        parity = self.close()
+        return {"parity": parity.drift, "parity_ratio": parity.ratio}
+
+    def check(self, parity: Parity) -> Parity:
+        """The worst of all processes; raises where that is too much."""
+        # all processes must stop together, whichever of them found the fault
+        parity = Parity(*(self.scorer.distributed.max(value) for value in astuple(parity)))
+        parity.check(self.scorer.config.parity_tolerance)
+        return parity

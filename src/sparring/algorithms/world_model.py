@@ -1,40 +1,44 @@
-"""WorldModelLearner: gradient steps on a world model's loss. Whoever has windows and wants a better model."""
+"""WorldModelLearner: gradient steps on a world model's loss."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 
-from sparring.algorithms.gradient_step import FlatParameters, scheduled, warmup
+from sparring.algorithms.gradient_step import GradientStep, schedule
 from sparring.processes.distributed import Distributed
 from sparring.world_models.world_model import WorldModel
 
-MAX_GRAD_NORM = 1.0
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
+_MAX_GRAD_NORM = 1.0
+_ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.01}
 # gradient steps over which the learning rate rises
-WARMUP_STEPS = 50
+_WARMUP_STEPS = 50
+
+
+class _HasLearningRate(Protocol):
+    @property
+    def learning_rate(self) -> float: ...
 
 
 class WorldModelLearner:
     """`config.learning_rate`, of whichever phase it learns in, falls to 0 as `fraction` goes to 1."""
 
-    def __init__(self, config, model: WorldModel, distributed: Distributed):
+    def __init__(self, config: _HasLearningRate, model: WorldModel, distributed: Distributed):
         self.config, self.model, self.distributed = config, model, distributed
         self.gradient_steps = 0
-        self._learn_with(model.learning())
+        self._learn_with_fresh_optimizer()
 
     def update(self, batches: Iterable[TensorDict], count: int, fraction: float) -> dict[str, float]:
         """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Means of metrics."""
         if self.gradient_steps == 0:
             self.distributed.unite(self.model)
-        self.flat.check()
         self.model.train()
         values: dict[str, list[torch.Tensor]] = defaultdict(list)
         for batch in islice(batches, count):
-            for name, value in self._gradient_step(batch, fraction).items():
+            for name, value in self._learn_from(batch, fraction).items():
                 values[name].append(value)
         self.model.eval()
         # a part of the model that began to learn only now has numbers of the last steps only
@@ -42,41 +46,29 @@ class WorldModelLearner:
         return self.distributed.mean(means)
 
     def state_dict(self) -> dict:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "gradient_steps": self.gradient_steps,
-            "began": self.began,
-        }
+        return {"optimizer": self.step.state_dict(), "gradient_steps": self.gradient_steps, "began": self.began}
 
     def load_state_dict(self, state: dict) -> None:
         """The model has its weights back already: they say what is learning."""
-        self._learn_with(self.model.learning())
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._learn_with_fresh_optimizer()
+        self.step.load_state_dict(state["optimizer"])
         self.gradient_steps, self.began = state["gradient_steps"], state["began"]
 
-    def _learn_with(self, parameters: list[nn.Parameter]) -> None:
-        """A fresh optimiser of these: the others neither move nor shrink."""
-        self.flat = FlatParameters(parameters)
-        self.optimizer = torch.optim.AdamW(
-            [self.flat.vector], self.config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+    def _learn_with_fresh_optimizer(self) -> None:
+        """Of the parameters that learn now: the others neither move nor shrink."""
+        groups = [{"params": self.model.learning(), "lr": self.config.learning_rate}]
+        self.step = GradientStep(groups, self.distributed, _MAX_GRAD_NORM, torch.optim.AdamW, **_ADAMW)
         self.began = self.gradient_steps
 
-    def _gradient_step(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
-        rate = self.config.learning_rate * scheduled("linear", fraction) * self.model.learning_rate_scale()
-        rate *= warmup(self.gradient_steps - self.began, WARMUP_STEPS)
+    def _learn_from(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
+        lr = self.config.learning_rate * schedule("linear", fraction) * self.model.learning_rate_scale()
+        lr *= min(1.0, (self.gradient_steps - self.began + 1) / _WARMUP_STEPS)
+        self.step.set_lr(lr)
         self.model.update_normalizers(batch, self.distributed.sum)
         loss, numbers = self.model(batch)
-        gradient = self.flat.vector.grad
-        gradient.zero_()
-        loss.backward()
-        self.distributed.average_(gradient)
-        norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
-        self.optimizer.param_groups[0]["lr"] = rate
-        self.optimizer.step()
+        norm = self.step(loss)
         self.gradient_steps += 1
         # at once, so that what is saved now is what the next step takes
-        learning = self.model.learning()
-        if [*map(id, learning)] != [*map(id, self.flat.parameters)]:
-            self._learn_with(learning)
-        return numbers | {"loss": loss.detach(), "grad_norm": norm, "lr": torch.tensor(rate)}
+        if [*map(id, self.model.learning())] != [*map(id, self.step.parameters)]:
+            self._learn_with_fresh_optimizer()
+        return numbers | {"loss": loss.detach(), "grad_norm": norm, "lr": torch.tensor(lr)}

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from sparring.algorithms import ALGORITHMS
+from sparring.algorithms.ppo import Algorithm
 from sparring.algorithms.scoring import Scorer
-from sparring.algorithms.updater import Updater
 from sparring.collect.collector import Collector
 from sparring.collect.groups import GroupedCollector, GroupedEnv
 from sparring.collect.remote.learner import ReceivedRollout, RemoteCollector, RemoteEnv
@@ -89,7 +89,7 @@ class Acting:
     def _scorer(self, policy: Policy) -> Scorer | None:
         """Who scores rollouts again before they are stale, for algorithms that have the gate."""
         algorithm = resolve(self.config.algorithm, ALGORITHMS, "algorithm")
-        gated = isinstance(algorithm, type) and issubclass(algorithm, Updater)
+        gated = isinstance(algorithm, type) and issubclass(algorithm, Algorithm)
         if not (gated and self.config.rollout.staleness):
             return None
         return Scorer(self.config.algorithm_section, policy, Distributed("cpu"))

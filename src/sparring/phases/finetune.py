@@ -6,7 +6,7 @@ from statistics import fmean
 
 from torch import nn
 
-from sparring.algorithms.updater import Updater
+from sparring.algorithms.ppo import Algorithm
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
 from sparring.collect.timing import Span, Stopwatch
@@ -64,7 +64,7 @@ class Finetune:
         env = act_apart(config, distributed) if apart else make_robots(config, distributed)
         policy = make_policy(config.policy, cls.seen(config, env.spec), config.rollout.action_steps, distributed.device)
         algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
-        if apart and config.rollout.staleness and isinstance(algorithm, Updater):
+        if apart and config.rollout.staleness and isinstance(algorithm, Algorithm):
             algorithm.expect_stale()
         return cls.of(config, env, policy, algorithm, distributed)
 

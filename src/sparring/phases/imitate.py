@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.algorithms.gradient_step import FlatParameters, scheduled
-from sparring.algorithms.updater import actor_parameters
+from sparring.algorithms.gradient_step import GradientStep, schedule
 from sparring.contract import POLICY_MEMORY
 from sparring.data.batches import BatchBuilder
 from sparring.data.demonstrations import ActionChunks, Demonstrations
@@ -74,10 +73,10 @@ class Imitate:
         with memory_told("making room for gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
             self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
             # demonstrations teach a critic nothing, and weight decay must not change it
-            self.flat = FlatParameters(actor_parameters(policy))
-        self.optimizer = torch.optim.AdamW(
-            [self.flat.vector], config.learning_rate, weight_decay=config.weight_decay, fused=True
-        )
+            groups = [{"params": policy.actor_parameters(), "lr": config.learning_rate}]
+            self.optimizer = GradientStep(
+                groups, distributed, MAX_GRAD_NORM, torch.optim.AdamW, weight_decay=config.weight_decay
+            )
         # each process draws its own
         self.batches = BatchBuilder(chunks, config.batch_size, seed * 1009 + distributed.rank, distributed.device)
         # [F, M]: of each demonstrated step, worked out when first needed
@@ -103,9 +102,8 @@ class Imitate:
         started = time.perf_counter()
         if self.progress.updates == 0:
             self._begin()
-        self.flat.check()
-        lr = self.config.learning_rate * scheduled(self.config.lr_schedule, fraction)
-        self.optimizer.param_groups[0]["lr"] = lr
+        lr = self.config.learning_rate * schedule(self.config.lr_schedule, fraction)
+        self.optimizer.set_lr(lr)
         self.policy.train()
         sums: dict[str, torch.Tensor] = defaultdict(float)
         for _ in range(self.config.steps_per_update):
@@ -155,11 +153,7 @@ class Imitate:
         generator = torch.Generator(self.distributed.device).manual_seed(number)
         batch = self._augmented(self._remembered(next(self.batches)), generator)
         loss, numbers = self.policy.imitation_loss(batch, generator)
-        self.flat.vector.grad.zero_()
-        loss.backward()
-        self.distributed.average_(self.flat.vector.grad)
-        norm = nn.utils.clip_grad_norm_([self.flat.vector], MAX_GRAD_NORM)
-        self.optimizer.step()
+        norm = self.optimizer(loss)
         self.gradient_steps += 1
         self._average()
         return numbers | {"loss": loss.detach(), "grad_norm": norm}

@@ -155,6 +155,11 @@ class Policy(nn.Module):
         """Those that learn with critic_lr."""
         return []
 
+    def actor_parameters(self) -> list[nn.Parameter]:
+        """Those that learn and are not the critic's."""
+        critic = {id(p) for p in self.critic_parameters()}
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
+
 
 def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
     """`[B, C]` float: 1 for the steps of the chunk that were executed."""

@@ -1,7 +1,7 @@
 """Out of memory, in words: what to lower, and by how much.
 
 Around what takes memory for a policy: making and moving it (policies/make.py), acting (collect/collector.py), updates
-(algorithms/updater.py) and imitation (phases/imitate.py), whatever kind of policy it is.
+(algorithms/gradient_step.py) and imitation (phases/imitate.py), whatever kind of policy it is.
 """
 
 import contextlib
