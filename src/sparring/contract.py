@@ -26,7 +26,7 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     next/terminated, next/truncated, next/success  bool  Env
     next/value                   float32              Collector; V of the true next observation
     advantage, return            float32              returns, or grpo
-    age                          int64                OffPolicy, where a rollout is stale: versions behind the present one;
+    age                          int64                OffPolicy, of a stale rollout: versions behind the present one;
                                                       proximal_log_prob, proximal_value: by the present weights
     valid                        bool                 Collector, by episodes: false after a robot's last one, and
                                                       nobody learns from it; absent: all are valid

@@ -60,7 +60,7 @@ class Algorithm:
         return self.parity_gate.check(parity)
 
     def expect_stale(self) -> None:
-        """For a loop that counts versions and collects stale decisions: updates tell their age even if all are fresh."""
+        """For a loop that counts versions and collects stale decisions; updates then always tell their age."""
         self.off_policy.expect()
 
     def state_dict(self) -> dict:
