@@ -15,7 +15,7 @@ from sparring.envs.tabletop.arm import CONTROLS, HandMover
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.scene import DUAL, Scene, load_mujoco
-from sparring.envs.tabletop.tasks.base import Situation
+from sparring.envs.tabletop.tasks.base import Situation, arm_near_home
 from sparring.envs.tabletop.tasks.dual import BAR, BAR_GRIP, LEFT, RIGHT, TRAY, Area, _handles, _rotations
 from sparring.envs.tabletop.tasks.manipulate import REACHABLE
 from sparring.envs.tabletop.tasks.registry import find
@@ -56,11 +56,15 @@ def test_rotations_are_those_of_mujoco():
     np.testing.assert_allclose(_rotations(quats), expected.reshape(20, 3, 3), atol=1e-12)
 
 
+def _homes():
+    return np.stack([arm_near_home(np.random.default_rng(0), 0.0, mount=mount) for mount in DUAL])
+
+
 def test_hands_are_where_mujoco_says():
     mujoco, scene = load_mujoco(), Scene(arms=DUAL)
     model = scene.compile()
     data = mujoco.MjData(model)
-    arms = np.stack([[*mount.home, 0.04, 0.04] for mount in DUAL]) + np.random.default_rng(0).uniform(-0.3, 0.3, (2, 8))
+    arms = _homes() + np.random.default_rng(0).uniform(-0.3, 0.3, (2, 8))
     data.qpos[:] = arms.ravel()
     mujoco.mj_kinematics(model, data)
     pos, mat = HandMover(DUAL).where(arms[None])
@@ -69,7 +73,7 @@ def test_hands_are_where_mujoco_says():
 
 
 def test_at_home_hands_point_down_and_fingers_open_along_x():
-    homes = np.stack([[*mount.home, 0.04, 0.04] for mount in DUAL])
+    homes = _homes()
     pos, mat = HandMover(DUAL).where(homes[None])
     np.testing.assert_allclose(mat[0, :, :, 2], [[0, 0, -1]] * 2, atol=1e-4)
     np.testing.assert_allclose(np.abs(mat[0, :, :, 1]), [[1, 0, 0]] * 2, atol=1e-4)
@@ -80,7 +84,7 @@ def test_at_home_hands_point_down_and_fingers_open_along_x():
 def _touching(hands_y):
     """Pairs of arms ("left" or "right") whose shapes overlap with the hands at these y."""
     mujoco, model = load_mujoco(), Scene(arms=DUAL).compile()
-    mover, arms = HandMover(DUAL), np.stack([[*mount.home, 0.04, 0.04] for mount in DUAL])
+    mover, arms = HandMover(DUAL), _homes()
     for _ in range(60):
         pos, _ = mover.where(arms[None])
         move = np.clip(np.stack([-0.1 - pos[0, :, 0], hands_y - pos[0, :, 1], 0.1 - pos[0, :, 2]], axis=1), -0.02, 0.02)

@@ -177,8 +177,8 @@ def test_depth_is_along_the_optical_axis():
     renderer, qpos = _renderer(), _qpos(2)
     depth = renderer.views(qpos, _goal(2), ("head",), 65, wants=("depth", "segmentation"))
     assert depth["depth/head"].dtype == np.float32 and depth["depth/head"].shape == (2, 1, 65, 65)
-    frames = renderer._frames(qpos, _goal(2), None)
-    eye, axes = frames.camera_pos[0, 0], frames.camera_mat[0, 0]
+    _, _, pos, mat = renderer._poses(qpos, _goal(2), renderer.standard_appearance(2), [0])
+    eye, axes = pos[0, 0], mat[0, 0]
     table = depth["segmentation/head"][0, 0] == SCENERY
     v, u = np.meshgrid(*[np.tan(np.deg2rad(43) / 2) * s * (np.arange(65) - 32) / 32.5 for s in (-1, 1)], indexing="ij")
     rays = np.stack([u, v, -np.ones_like(u)], -1) @ axes.T

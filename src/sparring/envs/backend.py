@@ -7,7 +7,7 @@ Letters: N robots, C steps of an action chunk, A action dims, K episodes that en
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +74,15 @@ class EpisodeSeeds:
         number //= self.group_size
         low = _hash(_hash(self.seed) ^ number) & 0x7FFFFFFF
         return low | (0x80000000 if self.split == "eval" else 0)
+
+    def to_array(self) -> np.ndarray:
+        """`[6]` int64, for the state of an env."""
+        return np.array([self.seed, self.split == "eval", *astuple(self)[2:]], np.int64)
+
+    @classmethod
+    def from_array(cls, numbers: np.ndarray) -> "EpisodeSeeds":
+        seed, is_eval, *placed = numbers.tolist()
+        return cls(seed, "eval" if is_eval else "train", *placed)
 
 
 def _hash(number: int) -> int:

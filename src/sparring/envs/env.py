@@ -119,10 +119,7 @@ class Env:
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
-GYM_BACKENDS = {
-    "serial": "sparring.envs.gym_batch:SerialBackend",
-    "process": "sparring.envs.workers:ProcessBackend",
-}
+GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
 
 
 def make_env(

@@ -1,4 +1,8 @@
-"""Gymnasium envs: their spaces in our contract, and one env."""
+"""One gymnasium env as a robot of ours: actions in [-1, 1] or an index, observations as "state" and "image/...".
+
+gym_batch.py and workers.py make batches of them. No torch.
+Letters: C steps of an action chunk, A action dims, S state dims.
+"""
 
 import importlib
 import inspect
@@ -15,10 +19,6 @@ from sparring.envs.backend import Arrays
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 
-# ---- Gymnasium's spaces in our terms: observations as "state" and "image/...", actions in [-1, 1] or as an index.
-#
-# Letters: C steps of an action chunk, A action dims, S state dims.
-
 
 class ObservationMap:
     """A gymnasium observation space -> "state" float32 [S] and "image/<name>" uint8 [3, H, W]."""
@@ -31,7 +31,7 @@ class ObservationMap:
         entries = sorted(space.spaces.items()) if isinstance(space, spaces.Dict) else [(None, space)]
         size = 0
         for key, entry in entries:
-            if _is_image(entry):
+            if isinstance(entry, spaces.Box) and entry.dtype == np.uint8 and len(entry.shape) == 3:
                 name = f"image/{key or 'head'}"
                 shape, convert = self._image(entry)
                 self.spec[name] = (shape, "uint8")
@@ -142,23 +142,11 @@ class ActionMap:
         return action.astype(self.space.dtype)
 
 
-def _is_image(space: spaces.Space) -> bool:
-    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
-
-
-# ---- One gymnasium env as a robot of ours: actions in [-1, 1], observations as "state" and "image/...", chunks of
-# actions.
-#
-# Everything here is about a single env; `serial.py` and `process.py` make batches of them. No torch.
-#
-# Letters: C steps of an action chunk, A action dims, S state dims.
-
-
 class GymRobot:
     """A gymnasium env with our spec. It does not reset itself: the batch it is in knows the seeds."""
 
     def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
-        self.env, self._limit = make_env(config, max_episode_steps)
+        self.env, self._limit = _make_env(config, max_episode_steps)
         self.observations = ObservationMap(self.env.observation_space, config.name)
         self.actions = ActionMap(self.env.action_space, config.name)
         self.spec = EnvSpec(
@@ -176,12 +164,12 @@ class GymRobot:
         # why there is no picture; None while there may be one
         self.no_picture: str | None = None
         if self.env.render_mode != "rgb_array":
+            mode = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"
             self.no_picture = (
-                f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'; a class that "
-                "draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
+                f"{mode}; a class that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
             )
         self._success_return = config.success_return
-        # with no return to judge by, this is known only when an info first tells
+        # with no return to judge by, this is known only when an info first says so
         self.reports_success = config.success_return is not None
         # the env's own latest observation; None before the first reset
         self._observation: Any = None
@@ -211,8 +199,12 @@ class GymRobot:
                 self.frames.append(picture)
             if terminated or truncated:
                 break
-        ended = terminated or truncated
-        success = self._succeeded(info, ended) if ended or info else False
+        success = (
+            (terminated or truncated) and self._success_return is not None and self._return >= self._success_return
+        )
+        for key in ("is_success", "success") if info else ():
+            if key in info:
+                self.reports_success, success = True, bool(info[key])
         return index + 1, terminated, truncated, success
 
     def write(self, arrays: Arrays, row: int) -> None:
@@ -234,8 +226,7 @@ class GymRobot:
 
     def state(self) -> Arrays | None:
         """All that the rest of the episode depends on, or None where the env cannot tell."""
-        inner = self._inner_state()
-        if inner is None:
+        if (inner := self._inner_state()) is None:
             return None
         generator = self.env.np_random.bit_generator.state
         return pack({"inner": inner, "np_random": generator, "elapsed": self._elapsed, "return": float(self._return)})
@@ -255,13 +246,6 @@ class GymRobot:
     def close(self) -> None:
         self.env.close()
 
-    def _succeeded(self, info: dict, ended: bool) -> bool:
-        for key in ("success", "is_success"):
-            if key in info:
-                self.reports_success = True
-                return bool(info[key])
-        return ended and self._success_return is not None and self._return >= self._success_return
-
     def _inner_state(self) -> Any:
         env = self.env
         if isinstance(env, gymnasium.Wrapper):
@@ -276,13 +260,18 @@ class GymRobot:
         return None
 
 
-def make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasium.Env, int]:
+def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasium.Env, int]:
     """The env that `config.name` names, able to draw where it can, and its time limit (0: none)."""
     source, _, name = config.name.partition(":")
     if not name:
         raise UserError(f"env.name={config.name!r}; expected gym:<gymnasium id> or your.module:Class")
     try:
-        env = _make(config, source, name, max_episode_steps)
+        if source == "gym":
+            limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
+            env = gymnasium.make(name, **{**_render_kwargs(_creator(name)), **config.kwargs, **limit})
+        else:
+            creator = getattr(importlib.import_module(source), name)
+            env = creator(**{**_render_kwargs(creator), **config.kwargs})
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
         hint = "; install what it needs, e.g. pip install 'gymnasium[mujoco]'" if isinstance(error, ImportError) else ""
         made = f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}"
@@ -295,14 +284,6 @@ def make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasiu
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
         env = env.env
     return env, max_episode_steps or own_limit or 0
-
-
-def _make(config: GymConfig, source: str, name: str, max_episode_steps: int | None) -> gymnasium.Env:
-    if source == "gym":
-        limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
-        return gymnasium.make(name, **{**_render_kwargs(_creator(name)), **config.kwargs, **limit})
-    creator = getattr(importlib.import_module(source), name)
-    return creator(**{**_render_kwargs(creator), **config.kwargs})
 
 
 def _creator(env_id: str) -> Any:

@@ -2,6 +2,10 @@
 
 `gymnasium.make("sparring.envs.registered:sparring/lift_d0")` imports it by itself. It is the one module that does
 something when imported: gymnasium has no other way to find the envs of a package.
+
+Keyword arguments are the fields of `TabletopConfig`; `episode_steps` is the time limit, since gymnasium keeps its own
+`max_episode_steps` to itself. With nothing but the state to observe, an observation is that vector; else it is a dict:
+`state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for (docs/suite.md).
 """
 
 import gymnasium
@@ -14,51 +18,42 @@ from sparring.envs.backend import Arrays, EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import CONTROL_HZ
+from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
 
-# ---- The tabletop as an ordinary `gymnasium.Env`, one robot, for use with any other library.
-#
-# import sparring.envs.registered
-# env = gymnasium.make("sparring/reach_d0", cameras=("head",), object_state="hidden")
-#
-# Keyword arguments are the fields of `TabletopConfig`. With nothing but the state to observe, an observation is that
-# vector; else it is a dict: `state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for
-# (`privileged`, `depth/<camera>`, `segmentation/<camera>`, `points`, shaped as in docs/suite.md). `info["success"]` is
-# set when an episode ends; `reset` says in `info["instruction"]` what is asked for. `episode_steps` is the time limit;
-# gymnasium keeps its own `max_episode_steps` to itself.
-
-
 # entries of vectors are about 1; checkers ask for finite bounds
-BOUND = 20.0
+_BOUND = 20.0
 
 
 class TabletopGym(gymnasium.Env):
+    """One robot. `reset` says in `info["instruction"]` what is asked for; `info["success"]` is set at the end."""
+
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(CONTROL_HZ)}
 
     def __init__(
         self, episode_steps: int | None = None, render_mode: str | None = None, id_task: str | None = None, **config
     ):
-        self.render_mode = checked_render_mode(render_mode)
-        self._backend = Tabletop(make_config({"threads": 1, **config}, id_task), 1, checked_steps(episode_steps))
+        self.render_mode = render_mode
+        self._backend = _make_backend({"threads": 1, **config}, id_task, 1, episode_steps, render_mode)
         # the last picture of an episode is taken before the backend begins the next one
         self._backend.record([0] if render_mode else [])
         self._picture: np.ndarray | None = None
         spec = self._backend.spec
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
-        self.observation_space = observation_space(spec)
+        self.observation_space = _observation_space(spec)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
         observation = self._backend.reset(EpisodeSeeds(int(self.np_random.integers(2**31))))
         self._picture = None
         instruction = self._backend.spec.instructions[observation["task"][0]]
-        return self._only(observation), {"success": False, "instruction": instruction}
+        return _observed_one(observation), {"success": False, "instruction": instruction}
 
     def step(self, action: np.ndarray):
         # [A] -> [N=1, C=1, A]
         step = self._backend.step(np.asarray(action)[None, None])
         # the backend has begun the next episode; gymnasium shows the end of this one
-        observation = self._only(step.final if len(step.ended) else step.observation)
+        observation = _observed_one(step.final if len(step.ended) else step.observation)
         self._picture = drawn(step.frames[0][-1]) if self.render_mode else None
         info = {"success": bool(step.success[0])}
         return observation, float(step.reward[0, 0]), bool(step.terminated[0]), bool(step.truncated[0]), info
@@ -71,71 +66,55 @@ class TabletopGym(gymnasium.Env):
     def close(self) -> None:
         self._backend.close()
 
-    def _only(self, arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
-        """The one robot's observation."""
-        seen = observed(arrays)
-        return {name: value[0] for name, value in seen.items()} if isinstance(seen, dict) else seen[0]
 
-
-def make_config(settings: dict, id_task: str | None) -> TabletopConfig:
+def _make_backend(settings: dict, id_task: str | None, num_envs: int, steps: int | None, mode: str | None) -> Tabletop:
     """`id_task` is what the id that gymnasium was given stands for; tasks to be mixed begin with it."""
+    if mode not in (None, "rgb_array"):
+        raise UserError(f"render_mode={mode!r}: expected None or 'rgb_array'")
+    if steps is not None and not (isinstance(steps, int) and steps > 0):
+        raise UserError(f"episode_steps={steps!r}: expected a number of steps above 0, or None for the task's own")
     config = TabletopConfig(**({"task": id_task} if id_task else {}) | settings)
     if id_task and config.task[0] != id_task:
         given = f"'sparring/{id_task}' and task={settings['task']!r} name different tasks"
         raise UserError(f"{given}; make 'sparring/{config.task[0]}', or leave task out")
-    return config
+    return Tabletop(config, num_envs, steps)
 
 
-def checked_steps(steps: int | None) -> int | None:
-    if steps is not None and not (isinstance(steps, int) and steps > 0):
-        raise UserError(f"episode_steps={steps!r}: expected a number of steps above 0, or None for the task's own")
-    return steps
-
-
-def checked_render_mode(mode: str | None) -> str | None:
-    if mode not in (None, "rgb_array"):
-        raise UserError(f"render_mode={mode!r}: expected None or 'rgb_array'")
-    return mode
-
-
-def observation_space(spec: EnvSpec) -> gymnasium.Space:
+def _observation_space(spec: EnvSpec) -> gymnasium.Space:
     """Of one robot."""
-    spaces = {_short(name): _box(name, *kind) for name, kind in spec.observation.items() if name != "task"}
+    spaces = {}
+    for name, (shape, dtype) in spec.observation.items():
+        # [3, H, W] -> [H, W, 3]
+        shape = (*shape[1:], shape[0]) if name.startswith("image/") else shape
+        low, high = (0, 255) if dtype == "uint8" else (-_BOUND, _BOUND)
+        if name != "task":
+            spaces[name.removeprefix("image/")] = gymnasium.spaces.Box(low, high, shape, np.dtype(dtype))
     return spaces["state"] if list(spaces) == ["state"] else gymnasium.spaces.Dict(spaces)
 
 
-def observed(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
+def _observed(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
     """What N robots observe, in gymnasium's shapes."""
-    seen = {_short(name): _within(name, value) for name, value in arrays.items() if name != "task"}
+    seen = {}
+    for name, value in arrays.items():
+        if name.startswith("image/"):
+            seen[name.removeprefix("image/")] = np.ascontiguousarray(value.transpose(0, 2, 3, 1))
+        elif name != "task":
+            seen[name] = value if value.dtype == np.uint8 else np.clip(value, -_BOUND, _BOUND)
     return seen["state"] if list(seen) == ["state"] else seen
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("image/")
-
-
-def _box(name: str, shape: tuple[int, ...], dtype: str) -> gymnasium.spaces.Box:
-    if name.startswith("image/"):
-        # [3, H, W] -> [H, W, 3]
-        shape = (*shape[1:], shape[0])
-    low, high = (0, 255) if dtype == "uint8" else (-BOUND, BOUND)
-    return gymnasium.spaces.Box(low, high, shape, np.dtype(dtype))
-
-
-def _within(name: str, value: np.ndarray) -> np.ndarray:
-    if name.startswith("image/"):
-        return np.ascontiguousarray(value.transpose(0, 2, 3, 1))
-    return value if value.dtype == np.uint8 else np.clip(value, -BOUND, BOUND)
-
-
-# ---- N robots as a `gymnasium.vector.VectorEnv`, stepped together: what `make_vec("sparring/lift_d0", 16)` gives.
-#
-# Episodes restart at once (autoreset mode SAME_STEP): the true last observation of one that ended is in
-# `infos["final_obs"]`, its outcome in `infos["success"]`; what the next one asks for is in `infos["instruction"]`, as
-# after `reset`. `render()` shows the episodes that go on from here.
+def _observed_one(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
+    seen = _observed(arrays)
+    return {name: value[0] for name, value in seen.items()} if isinstance(seen, dict) else seen[0]
 
 
 class TabletopVectorGym(gymnasium.vector.VectorEnv):
+    """N robots stepped together: what `make_vec("sparring/lift_d0", 16)` gives. Episodes restart at once.
+
+    The true last observation of one that ended is in `infos["final_obs"]`, its outcome in `infos["success"]`; what the
+    next one asks for is in `infos["instruction"]`, as after `reset`. `render()` shows the new episodes.
+    """
+
     metadata = {
         "autoreset_mode": AutoresetMode.SAME_STEP,
         "render_modes": ["rgb_array"],
@@ -150,11 +129,11 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         id_task: str | None = None,
         **config,
     ):
-        self.num_envs, self.render_mode = num_envs, checked_render_mode(render_mode)
-        self._backend = Tabletop(make_config(config, id_task), num_envs, checked_steps(episode_steps))
+        self.num_envs, self.render_mode = num_envs, render_mode
+        self._backend = _make_backend(config, id_task, num_envs, episode_steps, render_mode)
         spec = self._backend.spec
         self.single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (spec.action_dim,), np.float32)
-        self.single_observation_space = observation_space(spec)
+        self.single_observation_space = _observation_space(spec)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
 
@@ -162,7 +141,7 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         super().reset(seed=seed)
         seeds = EpisodeSeeds(int(self.np_random.integers(2**31)), total_envs=self.num_envs)
         observation = self._backend.reset(seeds)
-        return observed(observation), self._instructed(observation["task"], np.ones(self.num_envs, bool))
+        return _observed(observation), self._instructed(observation["task"], np.ones(self.num_envs, bool))
 
     def step(self, actions: np.ndarray):
         # [N, A] -> [N, C=1, A]
@@ -172,10 +151,9 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         if len(step.ended):
             final = np.full(self.num_envs, None, object)
             for k, env in enumerate(step.ended):
-                last = observed({name: value[k : k + 1] for name, value in step.final.items()})
-                final[env] = {name: value[0] for name, value in last.items()} if isinstance(last, dict) else last[0]
+                final[env] = _observed_one({name: value[k : k + 1] for name, value in step.final.items()})
             infos |= {"final_obs": final, "_final_obs": ended} | self._instructed(step.observation["task"], ended)
-        return observed(step.observation), step.reward[:, 0].astype(np.float64), step.terminated, step.truncated, infos
+        return _observed(step.observation), step.reward[:, 0].astype(np.float64), step.terminated, step.truncated, infos
 
     def render(self) -> list[np.ndarray] | None:
         return [self._backend.render(env) for env in range(self.num_envs)] if self.render_mode else None
@@ -189,15 +167,8 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         self._backend.close()
 
 
-# ---- Makes the built-in tasks known to gymnasium as `sparring/<task>`.
-
-
 def register() -> None:
     """Register every tabletop task; doing so again changes nothing."""
-    import gymnasium
-
-    from sparring.envs.tabletop.tasks.registry import TASKS
-
     for task in TASKS:
         env_id = f"sparring/{task}"
         if env_id not in gymnasium.registry:
@@ -208,12 +179,6 @@ def register() -> None:
                 vector_entry_point="sparring.envs.registered:TabletopVectorGym",
                 kwargs={"id_task": task},
             )
-
-
-# ---- Import this, and gymnasium knows the built-in tasks.
-#
-# `gymnasium.make("sparring.envs.registered:sparring/lift_d0")` imports it by itself. It is the one module that does
-# something when imported: gymnasium has no other way to find the envs of a package.
 
 
 register()

@@ -10,7 +10,7 @@ Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of mem
 import torch
 from tensordict import TensorDict
 
-from sparring.config.resolve import resolve
+from sparring.config.resolve import build
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
@@ -158,4 +158,4 @@ def weights_of(config: RewardsConfig) -> dict[str, float]:
 
 
 def make_term(name: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device) -> RewardTerm:
-    return resolve(name, TERMS, "reward term")(config, spec, chunk, device)
+    return build(config, TERMS, spec, chunk, device, kind="reward term", name=name)

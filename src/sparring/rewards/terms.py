@@ -90,25 +90,20 @@ class MemoryDivergence(RewardTerm):
     compares_memories = True
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
-        entered, after = td["memory"], td["next", "memory"]
+        before, after = self._distance(td["memory"]), self._distance(td["next", "memory"])
         if self.config.divergence == "original":
-            before, now = _raw_distance(entered), _raw_distance(after)
-            reward = -(now - before) - _ORIGINAL_COST * before
+            reward = -(after - before) - _ORIGINAL_COST * before
         else:
-            reward = _distance(entered) - self.config.divergence_discount * _distance(after)
+            reward = before - self.config.divergence_discount * after
         return torch.where(td["is_first"], 0.0, reward)
 
-
-def _distance(memory: TensorDict) -> torch.Tensor:
-    """||LN(h_wrist) - LN(h)|| / sqrt(D), in [0, 2]; an empty memory is normalised to zeros."""
-    all_cameras, own = memory["world_model"], memory["world_model_wrist"]
-    size = all_cameras.shape[-1:]
-    norm = torch.nn.functional.layer_norm
-    return torch.linalg.vector_norm(norm(own, size) - norm(all_cameras, size), dim=-1) / math.sqrt(*size)
-
-
-def _raw_distance(memory: TensorDict) -> torch.Tensor:
-    return torch.linalg.vector_norm(memory["world_model_wrist"] - memory["world_model"], dim=-1)
+    def _distance(self, memory: TensorDict) -> torch.Tensor:
+        """||h_wrist - h||, or ||LN(h_wrist) - LN(h)|| / sqrt(D), in [0, 2]; an empty memory is normalised to zeros."""
+        all_cameras, own = memory["world_model"], memory["world_model_wrist"]
+        if self.config.divergence == "original":
+            return torch.linalg.vector_norm(own - all_cameras, dim=-1)
+        size, norm = all_cameras.shape[-1:], nn.functional.layer_norm
+        return torch.linalg.vector_norm(norm(own, size) - norm(all_cameras, size), dim=-1) / math.sqrt(*size)
 
 
 class RandomNetworkDistillation(RewardTerm):
@@ -117,10 +112,7 @@ class RandomNetworkDistillation(RewardTerm):
     def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
         size = _glimpse_size(spec)
-        with torch.random.fork_rng(devices=[]):
-            # the same in all processes, and the policy's weights do not depend on it
-            torch.manual_seed(0)
-            self.random = _network(size, _CODE).to(device).requires_grad_(False)
+        self.random = _network(size, _CODE, seed=0).to(device).requires_grad_(False)
         self.learner = Regressor(size, _CODE, device)
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
@@ -129,7 +121,7 @@ class RandomNetworkDistillation(RewardTerm):
 
     def learn(self, td: TensorDict, distributed: Distributed) -> None:
         seen = _glimpse(td["next", "observation"])
-        self.learner.watch(seen, distributed)
+        self.learner.normalizer.update(seen, distributed.sum)
         self.learner.fit(seen, self._answer(seen), distributed)
 
     def _answer(self, seen: torch.Tensor) -> torch.Tensor:
@@ -163,7 +155,7 @@ class LearningProgress(RewardTerm):
 
     def learn(self, td: TensorDict, distributed: Distributed) -> None:
         inputs, errors = self._inputs(td), td["judged", "error"][:, None]
-        self.learner.watch(inputs, distributed)
+        self.learner.normalizer.update(inputs, distributed.sum)
         if not self.errors.count:
             # of the first rollout for good: other units would make g another function
             self.errors.update(errors, distributed.sum)
@@ -186,9 +178,7 @@ class Regressor(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            self.network = _network(inputs, outputs)
+        self.network = _network(inputs, outputs, seed=1)
         self.normalizer = RunningNormalizer(inputs, clip=5.0)
         self.to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), _LEARNING_RATE)
@@ -196,9 +186,6 @@ class Regressor(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.network(self.normalizer(x))
-
-    def watch(self, x: torch.Tensor, distributed: Distributed) -> None:
-        self.normalizer.update(x, distributed.sum)
 
     def fit(self, x: torch.Tensor, y: torch.Tensor, distributed: Distributed) -> None:
         """Once through `[B, inputs]` and `[B, outputs]`, in minibatches in an order of their own."""
@@ -242,5 +229,8 @@ def _glimpse(observation: TensorDict) -> torch.Tensor:
     return torch.cat(parts if state is None else [*parts, state], -1)
 
 
-def _network(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, outputs))
+def _network(inputs: int, outputs: int, seed: int) -> nn.Sequential:
+    """The same in all processes; the policy's weights do not depend on it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, outputs))

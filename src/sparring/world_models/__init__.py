@@ -1,5 +1,3 @@
 """World models: what the cameras will show after an action, with a memory of what they showed before."""
 
-WORLD_MODELS = {
-    "token": "sparring.world_models.token_model:TokenWorldModel",
-}
+WORLD_MODELS = {"token": "sparring.world_models.token_model:TokenWorldModel"}

@@ -92,23 +92,29 @@ class _Imagination:
         kinds = self.spec.observation.items()
         self.observation = {name: np.zeros((self.num_envs, *shape), dtype) for name, (shape, dtype) in kinds}
         self._begin(np.arange(self.num_envs))
-        return self._shown()
+        return dict(self.observation)
 
     def step(self, action: np.ndarray) -> Step:
-        predicted = self._predict(action)
+        td = TensorDict({"action": action, "memory": {"world_model": self.memory}}, [self.num_envs])
+        for name, values in self.observation.items():
+            td["observation", *name.split("/")] = torch.from_numpy(values)
+        predicted = self.model.predict(td.to(self.model.empty_memory(0).device))
         success = predicted["success"].numpy(force=True) > 0.5
         terminated = (predicted["terminated"].numpy(force=True) > 0.5) | success
         self.decisions += 1
         truncated = (self.decisions >= self.max_decisions) & ~terminated
         reward = np.zeros(action.shape[:2], np.float32)
         reward[:, -1] = predicted["reward"].numpy(force=True)
-        self._see(predicted)
+        # what was predicted is what the robots see now; the instruction stays
+        for name in self.observation.keys() - {"task"}:
+            self.observation[name] = predicted[tuple(name.split("/"))].numpy(force=True)
+        self.memory = predicted["memory"].numpy(force=True)
         ended = np.flatnonzero(terminated | truncated)
         final = {name: values[ended] for name, values in self.observation.items()}
         self.episodes[ended] += 1
         self._begin(ended)
         executed = np.full(self.num_envs, action.shape[1], np.int64)
-        return Step(self._shown(), reward, executed, terminated, truncated, success, ended, final)
+        return Step(dict(self.observation), reward, executed, terminated, truncated, success, ended, final)
 
     def record(self, envs: list[int]) -> None:
         """What it would film is what it shows: there is nothing else to see."""
@@ -118,32 +124,16 @@ class _Imagination:
 
     def state(self) -> Arrays:
         own = {"decisions": self.decisions.copy(), "episodes": self.episodes.copy(), "memory": self.memory.copy()}
-        seeds = self.seeds
-        numbers = (seeds.seed, seeds.split == "eval", seeds.first_env, seeds.total_envs)
-        own["seeds"] = np.array([*numbers, seeds.group_size, seeds.first_episode], np.int64)
+        own["seeds"] = self.seeds.to_array()
         return own | {f"observation/{name}": values.copy() for name, values in self.observation.items()}
 
     def set_state(self, state: Arrays) -> None:
-        seed, is_eval, *others = state["seeds"].tolist()
-        self.seeds = EpisodeSeeds(seed, "eval" if is_eval else "train", *others)
+        self.seeds = EpisodeSeeds.from_array(state["seeds"])
         self.decisions, self.episodes = state["decisions"].copy(), state["episodes"].copy()
         self.memory = state["memory"].copy()
         self.observation = {name: state[f"observation/{name}"].copy() for name in self.spec.observation}
 
     def close(self) -> None: ...
-
-    def _predict(self, action: np.ndarray) -> TensorDict:
-        td = TensorDict({"action": action, "memory": {"world_model": self.memory}}, [self.num_envs])
-        for name, values in self.observation.items():
-            td["observation", *name.split("/")] = torch.from_numpy(values)
-        return self.model.predict(td.to(self.model.empty_memory(0).device))
-
-    def _see(self, predicted: TensorDict) -> None:
-        """What was predicted is what the robots see now; the instruction stays."""
-        for name in self.observation:
-            if name != "task":
-                self.observation[name] = predicted[tuple(name.split("/"))].numpy(force=True)
-        self.memory = predicted["memory"].numpy(force=True)
 
     def _begin(self, robots: np.ndarray) -> None:
         """New episodes of these."""
@@ -157,6 +147,3 @@ class _Imagination:
         self.memory = self.memory.copy()
         self.memory[robots] = started["memory"].numpy(force=True)
         self.decisions[robots] = 0
-
-    def _shown(self) -> Arrays:
-        return dict(self.observation)

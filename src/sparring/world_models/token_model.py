@@ -20,15 +20,15 @@ from sparring.world_models.tokenizers import FSQ, PATCH, SIDE, VQ, ContextTokeni
 from sparring.world_models.world_model import WorldModel
 
 # of the windows, how many each member learns from: those it leaves out make it differ from the others
-BAG = 0.75
+_BAG = 0.75
 # pictures are drawn of so many transitions of a batch: neighbours in time tell little, and many small steps get further
 # in the same time than few large ones
-PICTURED = 8
+_PICTURED = 8
 # how much faster the tokenizer learns, and how much the dynamics care for pictures beside tokens
-TOKENIZER_RATE, PICTURES = 2.0, 10.0
-IMAGES = ("observation", "image"), ("next", "observation", "image")
+_TOKENIZER_RATE, _PICTURES = 2.0, 10.0
+_IMAGES = ("observation", "image"), ("next", "observation", "image")
 # no digit has these values
-NEVER = -1e4
+_NEVER = -1e4
 
 
 class TokenWorldModel(WorldModel):
@@ -70,33 +70,27 @@ class TokenWorldModel(WorldModel):
         # calls of `loss` so far
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    # ---- learning
-
-    @property
-    def learns_tokens(self) -> bool:
-        """Whether the tokenizer is still learning; the dynamics learn when tokens mean the same for good."""
-        return int(self.steps) < self.config.tokenizer_steps
-
     @property
     def ready(self) -> bool:
-        return not self.learns_tokens
+        """The tokenizer learns first; the dynamics learn when tokens mean the same for good."""
+        return int(self.steps) >= self.config.tokenizer_steps
 
     def settle(self) -> None:
         self.steps.clamp_(min=self.config.tokenizer_steps)
 
     def learning(self) -> list[nn.Parameter]:
         of_tokens = {id(parameter) for parameter in self.tokenizer.parameters()}
-        return [p for p in self.parameters() if p.requires_grad and (id(p) in of_tokens) == self.learns_tokens]
+        return [p for p in self.parameters() if p.requires_grad and (id(p) in of_tokens) != self.ready]
 
     def learning_rate_scale(self) -> float:
-        if not self.learns_tokens:
+        if self.ready:
             return 1.0
-        return TOKENIZER_RATE * max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05)
+        return _TOKENIZER_RATE * max(1 - int(self.steps) / self.config.tokenizer_steps, 0.05)
 
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        self.tokenizer.requires_grad_(self.learns_tokens)
+        self.tokenizer.requires_grad_(not self.ready)
         with self._autocast():
-            loss, metrics = self._tokenizer_loss(batch) if self.learns_tokens else self._dynamics_loss(batch)
+            loss, metrics = self._dynamics_loss(batch) if self.ready else self._tokenizer_loss(batch)
         if self.training:
             self.steps += 1
         return loss, {name: value.detach() for name, value in metrics.items()}
@@ -104,19 +98,21 @@ class TokenWorldModel(WorldModel):
     def _tokenizer_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         # nothing is remembered in tokens that do not mean anything yet
         batch["memory_after"] = self.empty_memory(batch.numel()).unflatten(0, batch.batch_size)
-        some = batch.select(*IMAGES)[_some_of(batch["mask"])]
-        (now, seen), (following, seen_after) = (self._features(some[key]) for key in IMAGES)
+        some = batch.select(*_IMAGES)[_some_of(batch["mask"])]
+        (now, seen), (following, seen_after) = (self._features(some[key]) for key in _IMAGES)
         wrong, apart = self.tokenizer.loss(*(part.flatten(0, 1) for part in (now, seen, following, seen_after)))
         return wrong + apart, {"loss_tokenizer": wrong}
 
     def _dynamics_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["mask"]
         with torch.no_grad():
-            frames = self._frames(batch)
-            # [B, T+1, V, h, w, c]
+            images, last = batch["observation", "image"], batch["next", "observation", "image"][:, -1:]
+            # the last one's following frame too: [B, T+1, V, 3, H, W] in 0..1 -> [B, T+1, V, h, w, c]
+            frames = torch.stack([torch.cat([images[name], last[name]], 1) for name in self.cameras], 2).float() / 255
             features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
-            digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2))
-            digits = digits.unflatten(0, mask.shape)
+            digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2)).unflatten(
+                0, mask.shape
+            )
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
         # columns that only bring the memory up to date are not predicted
@@ -125,11 +121,13 @@ class TokenWorldModel(WorldModel):
         frames, features = frames[:, first:], features[:, first:]
         # [M, B, T, P, K, L] and [M, B, T, S + 3]
         logits, others = self._opinions(tokens)
-        # [M, B, T]: who learns from what
-        weight = self._bags(mask)
+        # [M, B, T]: each member learns from its own share of the windows
+        weight = mask[None].float()
+        if self.members > 1:
+            weight = ((torch.rand(self.members, len(mask), 1, device=mask.device) < _BAG) & mask).float()
         losses = {"tokens": _cross_entropy(logits, digits).mean(-1)} | self._other_losses(batch, others)
         parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
-        parts["loss_pictures"] = PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
+        parts["loss_pictures"] = _PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
         with torch.no_grad():
             accuracies = self._accuracies(logits, digits, features, mask)
         return sum(parts.values()), parts | accuracies
@@ -150,8 +148,6 @@ class TokenWorldModel(WorldModel):
         if self.decisions.state_size:
             self.decisions.normalizer.update(batch["observation", "state"][seen].flatten(1), sum_over_processes)
         self.rewards.update(batch["next", "reward"][seen].sum(-1, keepdim=True), sum_over_processes)
-
-    # ---- using what was learned
 
     @torch.no_grad()
     def observe(self, td: TensorDict, without: tuple[str, ...] = ()) -> Tensor:
@@ -177,9 +173,7 @@ class TokenWorldModel(WorldModel):
     @torch.no_grad()
     def score(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
         with self._autocast():
-            features = self._features(td["observation", "image"])[1]
-            following = self._features(td["next", "observation", "image"])[1]
-            digits = self._digits(features.flatten(0, 1), following.flatten(0, 1))
+            _, features, digits = self._transitions(td)
             tokens, memory = self._step(td, features, without)
             logs = self._opinions(tokens)[0].log_softmax(-1)
         mean = logs.exp().mean(0)
@@ -201,10 +195,8 @@ class TokenWorldModel(WorldModel):
     @torch.no_grad()
     def correct_tokens(self, td: TensorDict) -> TensorDict:
         with self._autocast():
-            features = self._features(td["observation", "image"])[1]
-            following = self._features(td["next", "observation", "image"])[1]
-            before, after = features.flatten(0, 1), following.flatten(0, 1)
-            digits, copied = self._digits(before, after), self._digits(before, before)
+            _, features, digits = self._transitions(td)
+            copied = self._digits(features.flatten(0, 1), features.flatten(0, 1))
             logits = self._opinions(self._step(td, features, ())[0])[0]
         said = logits.softmax(-1).mean(0).argmax(-1)
         return TensorDict({"right": (said == digits).all(-1), "copied": (copied == digits).all(-1)}, td.batch_size)
@@ -212,19 +204,15 @@ class TokenWorldModel(WorldModel):
     @torch.no_grad()
     def reconstruct(self, td: TensorDict) -> TensorDict:
         with self._autocast():
-            frames, features = self._features(td["observation", "image"])
-            following = self._features(td["next", "observation", "image"])[1]
-            digits = self._digits(features.flatten(0, 1), following.flatten(0, 1))
+            frames, features, digits = self._transitions(td)
             images = self._decoded(frames, features, self.tokenizer.quantizer.codes(digits))
         return TensorDict({"image": images}, td.batch_size)
 
-    # ---- parts of both
-
-    def _frames(self, batch: TensorDict) -> Tensor:
-        """All frames of windows [B, T], the last one's following too: [B, T+1, V, 3, H, W] in 0..1."""
-        images, last = batch["observation", "image"], batch["next", "observation", "image"][:, -1:]
-        pictures = [torch.cat([images[name], last[name]], 1) for name in self.cameras]
-        return torch.stack(pictures, 2).float() / 255
+    def _transitions(self, td: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `td [N]`: frames and features before, and the digits [N, P, K] of the true next frames."""
+        frames, features = self._features(td["observation", "image"])
+        following = self._features(td["next", "observation", "image"])[1]
+        return frames, features, self._digits(features.flatten(0, 1), following.flatten(0, 1))
 
     def _features(self, images: TensorDict) -> tuple[Tensor, Tensor]:
         """Frames [N, V, 3, H, W] in 0..1 and their features [N, V, h, w, c]."""
@@ -277,7 +265,7 @@ class TokenWorldModel(WorldModel):
         rows, quantizer = tokens.shape[:-2], self.tokenizer.quantizer
         said = [member(tokens.flatten(0, -3)) for member in self.ensemble]
         logits = torch.stack([of_tokens for of_tokens, _ in said]).float()
-        logits = logits.unflatten(-1, (quantizer.digits, -1)).masked_fill(~quantizer.valid, NEVER)
+        logits = logits.unflatten(-1, (quantizer.digits, -1)).masked_fill(~quantizer.valid, _NEVER)
         others = torch.stack([other for _, other in said]).float()
         return logits.unflatten(1, rows), others.unflatten(1, rows)
 
@@ -287,13 +275,6 @@ class TokenWorldModel(WorldModel):
         images = self.tokenizer.decode(frames.flatten(0, 1), features.flatten(0, 1), codes.to(features.dtype)).float()
         images = (images * 255).round().clamp(0, 255).to(torch.uint8).unflatten(0, frames.shape[:2])
         return TensorDict(dict(zip(self.cameras, images.unbind(1), strict=True)), [len(frames)])
-
-    def _bags(self, mask: Tensor) -> Tensor:
-        """[M, B, T]: each member learns from its own share of the windows."""
-        if self.members == 1:
-            return mask[None].float()
-        kept = torch.rand(self.members, len(mask), 1, device=mask.device) < BAG
-        return (kept & mask).float()
 
     def _other_losses(self, batch: TensorDict, others: Tensor) -> dict[str, Tensor]:
         """Of everything that is not a token, [M, B, T] each."""
@@ -338,7 +319,7 @@ def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
 def _some_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns of some steps that count."""
     usable = mask.nonzero()
-    return usable[torch.randperm(len(usable), device=mask.device)[:PICTURED]].unbind(1)
+    return usable[torch.randperm(len(usable), device=mask.device)[:_PICTURED]].unbind(1)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

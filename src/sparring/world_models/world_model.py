@@ -7,14 +7,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from sparring.config.resolve import resolve
+from sparring.config.resolve import build
 from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.world_models import WORLD_MODELS
 
 
 class WorldModel(nn.Module):
-    """What every world model offers. A class of your own takes (config, spec, chunk) and overrides all of it.
+    """A class of your own takes (config, spec, chunk) and overrides all of it.
 
     Everywhere `memory/world_model [.., D]` is the memory as it *entered* a decision (absent: empty), and `is_first`
     (where present) clears it. The action taken is always an input.
@@ -41,9 +41,8 @@ class WorldModel(nn.Module):
         """How badly it predicts windows `[B, T]`, and numbers to log.
 
         The first column of `memory/world_model`, where present, is the memory that entered the windows. Only steps in
-        `mask` are learned from; those in `burn_in` bring the memory up to date. `next/observation` of a step is the
-        observation of the following one, as in all windows. Writes `memory_after [B, T, D]`, detached, into the batch:
-        the memory after each step, whose last column enters the windows that follow.
+        `mask` are learned from. Writes `memory_after [B, T, D]`, detached, into the batch: the memory after each step,
+        whose last column enters the windows that follow.
         """
         raise NotImplementedError
 
@@ -100,7 +99,7 @@ class WorldModel(nn.Module):
 
 def make_world_model(config: Section, spec: EnvSpec, chunk: int) -> WorldModel:
     """A fresh world model of an env with this spec, acted on in chunks of `chunk` steps."""
-    return resolve(config.name, WORLD_MODELS, "world model")(config, spec, chunk)
+    return build(config, WORLD_MODELS, spec, chunk, kind="world model")
 
 
 class MemoryStateManager:
@@ -115,8 +114,7 @@ class MemoryStateManager:
         self.memory = torch.zeros(rows, size, device=device)
 
     def enter(self, td: TensorDict) -> TensorDict:
-        """Writes the memory into decisions `[N]` or windows `[N, T]`, zeros where `is_first`; of windows only the first
-        column is what entered, the others are zeros."""
+        """Writes the memory into decisions `[N]` or the first column of windows `[N, T]`, zeros where `is_first`."""
         windows = td.batch_dims == 2
         is_first = td["is_first"][:, 0] if windows else td["is_first"]
         memory = torch.where(is_first[:, None], 0.0, self.memory)

@@ -1,24 +1,10 @@
 """How an arm moves: what an action means, steps of the hand by inverse kinematics, and where everything then is.
 
-`mujoco.rollout` hands back joint positions only. The numba kernels below turn them into the poses of bodies, hands,
-cameras and shapes, and into the Jacobian for moving the hand, without the interpreter lock and without an MjData per
-robot. They agree with `mj_kinematics` and `mj_jacSite` to rounding.
-
 A command is `[n, 7]`: six joint angles and one finger opening in metres, which the motors then follow. The last action
 opens (+) or closes (-). Rows are arms: those of a robot with two arms stand one after the other, the left one first.
 
-============  ====  =====================================================  ==================================
-mode          dims  action, each in [-1, 1]                                1 means (times env.action_scale)
-============  ====  =====================================================  ==================================
-delta_qpos    6+1   a step of each joint; of the fingers                   0.05 rad; 1 cm
-delta_ee_pos  3+1   a step of the hand along x, y, z; of the fingers       2 cm; 1 cm. The hand points down,
-                                                                           turned as its `Mount` says
-delta_ee      6+1   the same, and a turn about x, y, z; of the fingers     2 cm, 0.1 rad; 1 cm
-qpos          6+1   where each joint should be, -1 and 1 are its limits;   approached by at most 0.1 rad, 2 cm
-                    the opening, -1 closed to 1 open                       a step
-============  ====  =====================================================  ==================================
-
-Turns are rotation vectors in the world's axes.
+`mujoco.rollout` hands back joint positions only. The numba kernels below turn them into poses and the hand's Jacobian
+without the interpreter lock and an MjData per robot; they agree with `mj_kinematics` and `mj_jacSite` to rounding.
 Letters: n robots or arms, R arms of a robot, B bodies, J joints, M frames fixed to bodies (geoms, sites or cameras).
 """
 
@@ -46,7 +32,10 @@ _FREE, _BALL, _SLIDE = 0, 1, 2
 
 
 class _Control:
-    """From a command and an action to the next command, within the joints' limits."""
+    """From a command and an action to the next command, within the joints' limits; by steps of the joints (delta_qpos).
+
+    In every mode an entry of 1 or -1 is the largest step, times env.action_scale.
+    """
 
     action_dim = ARM_JOINTS + 1
     # of an action of 1
@@ -69,6 +58,8 @@ class _Control:
 
 
 class _Qpos(_Control):
+    """Where each joint should be, -1 and 1 are its limits; approached by at most `step`."""
+
     step = _Control.step * APPROACH
 
     def _target(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
@@ -77,7 +68,10 @@ class _Qpos(_Control):
 
 
 class _DeltaEePos(_Control):
-    """Damped least squares at the commanded pose, not the measured one: the hand's lag does not leak into its path."""
+    """Steps of the hand, which keeps pointing down, turned as its `Mount` says.
+
+    Damped least squares at the commanded pose, not the measured one: the hand's lag does not leak into its path.
+    """
 
     action_dim = 4
     step = np.array([HAND_STEP] * 3 + [FINGER_STEP])
@@ -88,6 +82,8 @@ class _DeltaEePos(_Control):
 
 
 class _DeltaEe(_Control):
+    """Steps of the hand, and turns: rotation vectors in the world's axes."""
+
     action_dim = 7
     step = np.array([HAND_STEP] * 3 + [TURN_STEP] * 3 + [FINGER_STEP])
 

@@ -23,7 +23,6 @@ from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
 
-_SPLITS = ("train", "eval")
 _NO_CLUTTER = np.empty((0, 7))
 
 
@@ -140,49 +139,35 @@ class Tabletop:
         return {
             "physics": self._world.state(),
             "command": self._command.reshape(self.num_envs, -1).copy(),
-            "goal": self._goal.copy(),
-            "elapsed": self._elapsed.copy(),
-            "streak": self._streak.copy(),
-            "episode": self._episode.copy(),
-            "phrasing": self._phrasing.copy(),
+            **{name: own.copy() for name, own in self._own_state().items()},
             "task": self._task_names(),
-            "seeds": np.array(
-                [
-                    seeds.seed,
-                    _SPLITS.index(seeds.split),
-                    seeds.first_env,
-                    seeds.total_envs,
-                    seeds.group_size,
-                    seeds.first_episode,
-                ]
-            ),
+            "seeds": seeds.to_array(),
         }
 
     def set_state(self, state: Arrays) -> None:
         given, mine = state["physics"].shape, self._world.state().shape
         if given != mine:
             raise UserError(
-                f"this state is of {given[0]} robots with {given[1]} numbers each, "
-                f"but this env has {mine[0]} with {mine[1]}; "
-                "build the env with the config and num_envs that the state was saved from"
+                f"this state is of {given[0]} robots with {given[1]} numbers each, but this env has {mine[0]} with "
+                f"{mine[1]}; build the env with the config and num_envs that the state was saved from"
             )
         if not np.array_equal(state["task"], self._task_names()):
             raise UserError(f"this state was saved with other tasks than env.task={list(self.config.task)}")
         self._world.set_state(state["physics"])
         self._command[:] = state["command"].reshape(self._command.shape)
-        self._goal[:] = state["goal"]
-        self._elapsed[:] = state["elapsed"]
-        self._streak[:] = state["streak"]
-        self._episode[:] = state["episode"]
-        self._phrasing[:] = state["phrasing"]
-        seed, split, *rest = (int(v) for v in state["seeds"])
-        self._seeds = EpisodeSeeds(seed, _SPLITS[split], *rest)
+        for name, own in self._own_state().items():
+            own[:] = state[name]
+        self._seeds = EpisodeSeeds.from_array(state["seeds"])
         for row in self._all:
             self._episode_seed[row] = seed = self._seeds(int(row), int(self._episode[row]))
             if self._domain is not None:
                 self._domain.begin(row, seed)
         self._locate_hands(self._all)
         self._renew_static(self._all)
+
+    def _own_state(self) -> Arrays:
+        own = {"goal": self._goal, "elapsed": self._elapsed, "streak": self._streak, "episode": self._episode}
+        return own | {"phrasing": self._phrasing}
 
     def close(self) -> None:
         self._world.close()
@@ -222,10 +207,8 @@ class Tabletop:
         action = np.asarray(action, np.float64)
         expected = (self.num_envs, self.spec.action_dim)
         if action.ndim != 3 or action.shape[1] < 1 or (action.shape[0], action.shape[2]) != expected:
-            raise UserError(
-                f"action has shape {action.shape}, but {self.config.control_mode} takes "
-                f"[N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
-            )
+            takes = f"{self.config.control_mode} takes [N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
+            raise UserError(f"action has shape {action.shape}, but {takes}")
         if np.isnan(action).any():
             broken = np.flatnonzero(np.isnan(action).any(axis=(1, 2)))
             raise UserError(f"actions of robots {broken.tolist()} hold NaN; the policy that made them has diverged")

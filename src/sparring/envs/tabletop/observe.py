@@ -1,38 +1,8 @@
-"""Observations: the vectors `state` and `privileged`, and what the cameras show.
+"""Observations: the vectors `state` and `privileged`, and what the cameras show. docs/suite.md has their layout.
 
-Every entry of a vector is scaled to be about 1:
-
-==================  ====  =======================================================
-block               size  what
-==================  ====  =======================================================
-joints              6     joint angles, rad
-fingers             2     opening of each finger, 0 closed to 1 open
-joint_speeds        6     rad/s x 0.3
-finger_speeds       2     m/s x 5
-commanded_joints    6     where the motors pull to, rad
-commanded_fingers   1     0 closed to 1 open
-hand                3     hand position from the table's centre, m x 4
-hand_axis           3     where the fingers point, unit vector
-time_left           1     1 at the start of an episode, 0 at its end
-goal                3     goal from the table's centre, m x 4 *
-goal_from_hand      3     goal - hand, m x 10 *
-object<k>           3     position from the table's centre, m x 4 *
-object<k>_from_hand 3     position - hand, m x 10 *
-object<k>_rotation  6     first two columns of its rotation matrix *
-object<k>_velocity  3     m/s x 2 *
-mechanism<k>        1     0 closed to 1 as far as it goes *
-mechanism<k>_speed  1     of that, per second x 0.2 *
-==================  ====  =======================================================
-
-Blocks with a star are about the world: with `env.object_state=state` they follow the others, with `privileged` they are
-a vector of their own, with `hidden` nobody is shown them.
-
-The four object blocks repeat for each object k of the task, in the order of its scene. Where tasks are mixed there are
-as many as the largest needs, zero for a robot that has fewer. The same goes for mechanisms: the joints inside objects,
-such as a drawer or a button.
-
-A robot with two arms has the blocks up to `hand_axis` twice, first all `left_`, then all `right_`, and instead of
-`goal_from_hand` and `object<k>_from_hand` two blocks each: `goal_from_left_hand`, `goal_from_right_hand`, and so on.
+Every entry of a vector is scaled to be about 1. Blocks about the world (goal, objects, mechanisms) follow the robot's
+own with `env.object_state=state`, are a vector of their own with `privileged`, and are shown to nobody with `hidden`.
+Where tasks are mixed there are as many objects as the largest needs, zero for a robot that has fewer.
 """
 
 import numpy as np

@@ -56,11 +56,6 @@ class Mount:
     contype: int = 2
     conaffinity: int = 1
 
-    @property
-    def home(self) -> tuple[float, ...]:
-        # the hand points down, so its own yaw goes the other way round
-        return (*HOME[:-1], HOME[-1] - self.hand_yaw)
-
 
 SINGLE = (Mount(),)
 # Fingers that open along x, cameras that look towards the other hand. The hands are turned outwards, which leaves their

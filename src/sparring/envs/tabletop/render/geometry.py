@@ -1,11 +1,17 @@
-"""Shapes on the screen: projection, and surfaces hit by rays."""
+"""Shapes on the screen: which pixels one can cover, and where a ray meets it, in closed form.
+
+`hit` takes a shape's size (MuJoCo's: radius and half lengths) and a ray o + t d in the shape's own axes. It returns
+where the ray enters the shape: t (FAR when it misses), the outward normal there, and the tone of its pattern. It is
+written without early returns, so that a loop over pixels turns into vector instructions.
+"""
 
 import numpy as np
 from numba import njit
 
-# ---- Which pixels a shape can cover: exact for balls and ellipsoids, the box around it for the others.
-
-
+# values of mujoco.mjtGeom
+PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX = 0, 2, 3, 4, 5, 6
+FAR = 1e9
+TILE, TILE_CONTRAST = 0.3, 0.05
 # what is nearer is not drawn
 NEAR = 0.004
 
@@ -88,19 +94,6 @@ def _pixels(left, right, low, high, tangent, height, width):
         int(min(max(np.floor(0.5 * height - high * scale), 0.0), height)),
         int(min(max(np.ceil(0.5 * height - low * scale), 0.0), height)),
     )
-
-
-# ---- Where a ray meets a shape, in closed form.
-#
-# Each function takes a shape's size (MuJoCo's: radius and half lengths) and a ray o + t d in the shape's own axes. It
-# returns where the ray enters the shape: t (FAR when it misses), the outward normal there, and the tone of its pattern.
-# They are written without early returns, so that a loop over pixels turns into vector instructions.
-
-
-# values of mujoco.mjtGeom
-PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX = 0, 2, 3, 4, 5, 6
-FAR = 1e9
-TILE, TILE_CONTRAST = 0.3, 0.05
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,24 +27,16 @@ _FREE_JOINT = 0
 _DISC_HALF_HEIGHT = 0.001
 
 
-class _Frames(NamedTuple):
-    """Where the shapes `[n, G, 3]`, `[n, G, 3, 3]` and the cameras `[n, M, 3]`, `[n, M, 3, 3]` are."""
-
-    pos: np.ndarray
-    mat: np.ndarray
-    camera_pos: np.ndarray
-    camera_mat: np.ndarray
-
-
 class Renderer:
+    """Draws n robots at once. Letters: G shapes (the goal last), M cameras of the model, C of them asked for."""
+
     def __init__(self, model, kinematics: Kinematics, threads: int, marker: Marker | None = BALL):
         self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
         self._tangents = np.tan(np.deg2rad(model.cam_fovy) / 2)
-        self._kinematics = kinematics
-        self._marker = marker
-        self._shapes = _shapes(model, marker)
+        self._kinematics, self._marker, self._shapes = kinematics, marker, _shapes(model, marker)
         # cameras that a hand carries
         self._wrist = model.cam_bodyid > 0
+        # of as many rows as were ever asked for, since all are equal
         self._standard = self.standard_appearance(1)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
@@ -55,14 +46,10 @@ class Renderer:
 
     def random_appearance(self, rng: np.random.Generator, switches: Collection[str]) -> Appearance:
         """One robot's, to be written into a row of `standard_appearance(n)`."""
-        standard, floor, goal = (
-            self.standard_appearance(1).rows(0),
-            self._shapes.kind == PLANE,
-            self._shapes.label == GOAL,
-        )
-        # colours that a task may speak of, and the screen's
-        keep = self._shapes.label >= OBJECTS
-        return random_appearance(rng, standard, switches, keep, goal, floor, self._wrist)
+        label, floor = self._shapes.label, self._shapes.kind == PLANE
+        # colours that a task may speak of, and the screen's, are kept
+        keep, goal = label >= OBJECTS, label == GOAL
+        return random_appearance(rng, self.standard_appearance(1).rows(0), switches, keep, goal, floor, self._wrist)
 
     def views(
         self,
@@ -80,24 +67,35 @@ class Renderer:
         optical axis, 0 where there is nothing; "segmentation/<camera>" uint8 `[n, 1, size, size]`; where asked for,
         "points" float32 `[n, points, 6]`: what all cameras see above the table, x, y, z and r, g, b in 0..1.
         """
-        frames = self._frames(qpos, goal, look)
-        if not points:
-            return self._views(frames, cameras, size, look, wants)
-        views = self._views(frames, cameras, size, look, tuple(dict.fromkeys([*wants, "rgb", "depth"])))
-        cloud = self._points(frames, views, cameras, points)
-        return {name: pixels for name, pixels in views.items() if name.split("/")[0] in wants} | {"points": cloud}
-
-    def _points(self, frames: _Frames, views: dict[str, np.ndarray], cameras, count: int) -> np.ndarray:
-        # [n, C, S, S] and [n, C, 3, S, S]
-        depth = np.concatenate([views[f"depth/{name}"] for name in cameras], axis=1)
-        rgb = np.stack([views[f"rgb/{name}"] for name in cameras], axis=1)
-        index = [self._index(name) for name in cameras]
-        camera_pos, camera_mat = frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1)
-        jobs = [
-            (depth[a:b], rgb[a:b], camera_pos[a:b], camera_mat[a:b], self._tangents[index], CROP_LOW, CROP_HIGH, count)
-            for a, b in _parts(len(depth), self._threads)
-        ]
-        return np.concatenate(self._run(point_clouds, jobs))
+        if unknown := set(wants) - set(KINDS):
+            raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
+        if unknown := [name for name in cameras if name not in self.cameras]:
+            raise UserError(f"camera {unknown[0]!r}: this scene has {', '.join(self.cameras)}")
+        n, index = len(qpos), [self.cameras.index(name) for name in cameras]
+        if look is None:
+            if len(self._standard.noise) < n:
+                self._standard = self.standard_appearance(n)
+            look = self._standard.rows(slice(n))
+        elif len(look.noise) != n:
+            raise ValueError(f"a look of {len(look.noise)} rows for {n} robots")
+        pos, mat, camera_pos, camera_mat = self._poses(qpos, goal, look, index)
+        kinds = (*wants, "rgb", "depth") if points else wants
+        # [C, n, channels, S, S]; what has no rows is not drawn
+        out = {
+            kind: np.empty((len(index), n if kind in kinds else 0, channels, size, size), dtype)
+            for kind, (channels, dtype) in KINDS.items()
+        }
+        tangents, parts = self._tangents[index], _parts(n, self._threads)
+        places = (self._shapes, pos, mat, camera_pos, camera_mat, tangents, look)
+        self._run(draw, [(*places, first, last, *out.values()) for first, last in parts])
+        views = {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
+        if points:
+            # [C, n, 1, S, S] -> [n, C, S, S] and [C, n, 3, S, S] -> [n, C, 3, S, S]
+            depth, rgb = np.concatenate(out["depth"], axis=1), np.stack(out["rgb"], axis=1)
+            seen = (depth, rgb, camera_pos, camera_mat)
+            jobs = [(*(each[a:b] for each in seen), tangents, CROP_LOW, CROP_HIGH, points) for a, b in parts]
+            views["points"] = np.concatenate(self._run(point_clouds, jobs))
+        return views
 
     def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None = None) -> np.ndarray:
         """One robot for a person to look at: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
@@ -107,51 +105,19 @@ class Renderer:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _frames(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None) -> _Frames:
+    def _poses(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance, index: list[int]) -> tuple[np.ndarray, ...]:
+        """Where the shapes `[n, G, 3]`, `[n, G, 3, 3]` and the cameras `[n, C, 3]`, `[n, C, 3, 3]` are."""
         poses = self._kinematics(qpos)
         pos, mat = poses.frames(self._kinematics.geoms)
         camera_pos, camera_mat = poses.frames(self._kinematics.cameras)
         if self._marker is not None:
-            # the goal is the last shape
             pos = np.concatenate([pos, goal[:, None]], axis=1)
             mat = np.concatenate([mat, np.broadcast_to(np.eye(3), (len(pos), 1, 3, 3))], axis=1)
-        if look is not None:
+        if look.camera_pos.any() or look.camera_turn.any():
             camera_pos = camera_pos + (camera_mat @ look.camera_pos[..., None])[..., 0]
             camera_mat = camera_mat @ rotations(look.camera_turn)
-        return _Frames(pos, mat, camera_pos, camera_mat)
-
-    def _views(self, frames: _Frames, cameras, size: int, look: Appearance | None, wants) -> dict[str, np.ndarray]:
-        unknown = set(wants) - set(KINDS)
-        if unknown:
-            raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
-        n, index = len(frames.pos), [self._index(name) for name in cameras]
         # `take` gives contiguous arrays: any other layout would be compiled for anew, which takes seconds
-        places = (frames.pos, frames.mat, frames.camera_pos.take(index, 1), frames.camera_mat.take(index, 1))
-        look = self._standard_rows(n) if look is None else look
-        if len(look.noise) != n:
-            raise ValueError(f"a look of {len(look.noise)} rows for {n} robots")
-        # [C, n, channels, S, S]; what has no rows is not drawn
-        out = {
-            kind: np.empty((len(index), n if kind in wants else 0, channels, size, size), dtype)
-            for kind, (channels, dtype) in KINDS.items()
-        }
-        jobs = [
-            (self._shapes, *places, self._tangents[index], look, first, last, *out.values())
-            for first, last in _parts(n, self._threads)
-        ]
-        self._run(draw, jobs)
-        return {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
-
-    def _index(self, camera: str) -> int:
-        if camera not in self.cameras:
-            raise UserError(f"camera {camera!r}: this scene has {', '.join(self.cameras)}")
-        return self.cameras.index(camera)
-
-    def _standard_rows(self, n: int) -> Appearance:
-        """The first rows of a look that is kept, since all of its rows are equal."""
-        if len(self._standard.noise) < n:
-            self._standard = self.standard_appearance(n)
-        return self._standard.rows(slice(n))
+        return pos, mat, camera_pos.take(index, 1), camera_mat.take(index, 1)
 
     def _run(self, function, jobs: list[tuple]) -> list:
         """Results in order; the first job is done here, the others by the pool."""
@@ -189,6 +155,11 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, ellipsoids, tubes, boxes")
     names = [model.geom(i).name for i in range(model.ngeom)]
     screen = names.index(SCREEN) if SCREEN in names else -1
+    # what each geom is, by the body at the root of the tree that it belongs to; the screen is its own
+    free = [int(body) for body, kind in zip(model.jnt_bodyid, model.jnt_type, strict=True) if kind == _FREE_JOINT]
+    number = {0: SCENERY} | {body: OBJECTS + k for k, body in enumerate(free)}
+    label = np.array([number.get(int(root), ROBOT) for root in model.body_rootid[model.geom_bodyid]], np.uint8)
+    label[np.arange(len(label)) == screen] = SCREEN_LABEL
     shapes = Shapes(
         kind=model.geom_type.astype(np.int64),
         size=model.geom_size.astype(np.float64),
@@ -196,23 +167,11 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         # the arm's solid shapes and the objects; not the world's (table, legs, floor), nor decoration
         casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),
         ground=int(model.geom("table").id),
-        label=_labels(model, screen),
+        label=label,
         screen=screen,
     )
-    return shapes if marker is None else _with_marker(shapes, marker)
-
-
-def _labels(model, screen: int) -> np.ndarray:
-    """`[G]`: what each geom is, by the body at the root of the tree that it belongs to; the screen is its own."""
-    free = [int(body) for body, kind in zip(model.jnt_bodyid, model.jnt_type, strict=True) if kind == _FREE_JOINT]
-    number = {0: SCENERY} | {body: OBJECTS + k for k, body in enumerate(free)}
-    roots = model.body_rootid[model.geom_bodyid]
-    labels = np.array([number.get(int(root), ROBOT) for root in roots], np.uint8)
-    labels[np.arange(len(labels)) == screen] = SCREEN_LABEL
-    return labels
-
-
-def _with_marker(shapes: Shapes, marker: Marker) -> Shapes:
+    if marker is None:
+        return shapes
     kind, size = goal_shape(marker)
     return shapes._replace(
         kind=np.append(shapes.kind, kind),

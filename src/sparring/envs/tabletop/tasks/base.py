@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, SINGLE, Mount, Scene
+from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FINGERS, HOME, SINGLE, Mount, Scene
 
 
 class Start(NamedTuple):
@@ -126,7 +126,8 @@ def arm_near_home(
 ) -> np.ndarray:
     """`[8]`: each joint uniform within `noise` rad of home."""
     arm = np.full(ARM_JOINTS + FINGERS, opening)
-    arm[:ARM_JOINTS] = mount.home + rng.uniform(-noise, noise, ARM_JOINTS)
+    # the hand points down, so its own yaw goes the other way round
+    arm[:ARM_JOINTS] = (*HOME[:-1], HOME[-1] - mount.hand_yaw) + rng.uniform(-noise, noise, ARM_JOINTS)
     return arm
 
 
