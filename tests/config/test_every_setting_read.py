@@ -64,6 +64,9 @@ def is_read(section: str, field: str) -> bool:
     if section == "world_model" and field in LoraConfig.model_fields:
         # policies.lora reads them for whoever has them
         section = "policy"
+    if section == "world_model" and field == "name":
+        # config.resolve.build reads it
+        return ("config", "section", "name") in READS
     if not section:
         # the tree's own properties read them from self
         return any(attribute == field and owner == "config" for _, owner, attribute in READS) or (

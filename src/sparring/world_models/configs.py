@@ -67,8 +67,3 @@ class TokenWorldModelConfig(LoraConfig):
                 "of one as world_model.trunk, or leave it out (of a policy it is policy.lora_r)"
             )
         return trunk
-
-    def with_preset(self) -> "TokenWorldModelConfig":
-        """The same with the preset's sizes where none were given."""
-        sizes = PRESETS[self.preset]
-        return self.model_copy(update={name: size for name, size in sizes.items() if getattr(self, name) is None})

@@ -14,7 +14,7 @@ from torch.nn import functional
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
-from sparring.world_models.configs import TokenWorldModelConfig
+from sparring.world_models.configs import PRESETS, TokenWorldModelConfig
 from sparring.world_models.dynamics import DecisionEncoder, EnsembleMember, Trunk, VLATrunk
 from sparring.world_models.tokenizers import FSQ, PATCH, SIDE, VQ, ContextTokenizer, FrameTokenizer, merge_cells
 from sparring.world_models.world_model import WorldModel
@@ -39,7 +39,9 @@ class TokenWorldModel(WorldModel):
 
     def __init__(self, config: TokenWorldModelConfig, spec: EnvSpec, chunk: int):
         super().__init__()
-        self.config = config = config.with_preset()
+        preset = PRESETS[config.preset].items()
+        config = config.model_copy(update={name: size for name, size in preset if getattr(config, name) is None})
+        self.config = config
         self.cameras, self.image_size = _cameras(spec)
         if config.camera_dropout:
             self.dispensable = tuple(name for name in self.cameras if name in config.dropped_cameras)
