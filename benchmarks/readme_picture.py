@@ -22,7 +22,7 @@ from sparring.envs.env import Env
 from sparring.evaluation.play import held_out_env, play
 from sparring.noise import seed_everything
 from sparring.policies.policy import Policy, make_policy
-from sparring.record.films import by_camera
+from sparring.record.videos import by_camera
 from sparring.runs.checkpoint import checkpoint_folder
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "learning.webp"

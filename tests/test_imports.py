@@ -115,7 +115,7 @@ def test_every_name_of_the_package_exists():
 
 
 def test_torchvision_is_absent_or_importable():
-    from sparring.evaluation.check import torchvision_finding
+    from sparring.evaluation.check import _torchvision
 
-    what, fine, seen = torchvision_finding()
+    what, fine, seen = _torchvision()
     assert (what, fine) == ("torchvision", True), seen

@@ -48,11 +48,11 @@ def paid(run, curve: list[dict]) -> dict:
 def judge(run, config) -> dict:
     """The explorer beside random actions, on held-out episodes."""
     from sparring.envs.env import make_env
-    from sparring.evaluation.exploration import beside_random, showing_objects
+    from sparring.evaluation.exploration import compare_with_random, showing_objects
 
     env = make_env(showing_objects(config.env), 32)
     policy = run.phase.policy.eval()
-    found = beside_random(policy, env, EPISODES, config.seed, config.rollout.action_steps)
+    found = compare_with_random(policy, env, EPISODES, config.seed, config.rollout.action_steps)
     env.close()
     return {who: asdict(exploration) for who, exploration in found.items()}
 

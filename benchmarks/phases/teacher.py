@@ -96,9 +96,9 @@ def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
 
 def judge(run, config) -> dict:
     """Held-out episodes, with what each pixel belongs to, which the model is not shown."""
-    from sparring.evaluation.world_model import evaluate_world_model
+    from sparring.evaluation.world_model import WorldModelEvaluation
 
-    evaluation = evaluate_world_model(config, run.phase.model.eval(), "cpu")
+    evaluation = WorldModelEvaluation.run(config, run.phase.model.eval(), "cpu")
     print(evaluation.table(), flush=True)
     return evaluation.figures
 

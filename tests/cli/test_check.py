@@ -253,12 +253,12 @@ def test_the_installation(capsys):
 
 
 def test_a_broken_torchvision_is_told(tmp_path, monkeypatch):
-    from sparring.evaluation.check import torchvision_finding
+    from sparring.evaluation.check import _torchvision
 
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    assert torchvision_finding() == (
+    assert _torchvision() == (
         "torchvision",
         False,
         "installed but broken (RuntimeError: operator torchvision::nms does not exist); pip uninstall torchvision",

@@ -318,7 +318,7 @@ def test_what_cannot_be_written_is_told_before_episodes_are_played(capsys, run_f
     # who may write everywhere cannot write over a folder
     (run_folder / "eval.json").mkdir()
     (run_folder / "eval.mp4").mkdir()
-    monkeypatch.setattr("sparring.evaluation.of_run.evaluate_config", lambda *_: pytest.fail("played"))
+    monkeypatch.setattr("sparring.evaluation.of_run.Evaluation.run", lambda *_: pytest.fail("played"))
     code, _, err = told(capsys, "eval", "run", *words)
     assert code == 2 and instead in err
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from sparring.config.schema import load_config
-from sparring.record.overlay import write_png, write_video
+from sparring.record.overlay import write_png
+from sparring.record.videos import write_video
 
 BEGAN = 1_790_000_000.0
 SYSTEM = {

@@ -14,7 +14,7 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import RED, Scene
 from sparring.envs.tabletop.tasks.base import Situation, rotation_columns
 from sparring.envs.tabletop.tasks.registry import TASKS, WIDE, find
-from sparring.evaluation.play import Episode, score_by_task
+from sparring.evaluation.play import Episode, _score_by_task
 
 TABLE_TASKS = [name for name, task in TASKS.items() if hasattr(task, "cube")]
 MIXED = ("reach_d0", "lift_d2", "push_d2")
@@ -241,7 +241,7 @@ def test_phrasings_are_drawn_per_episode():
     assert (again != observation["task"]).any()
     # reports count them together
     episodes = [Episode(env=0, task=index, reward=1.0, steps=1, success=index < 2) for index in range(4)]
-    scores = score_by_task(episodes, env.spec.task_names)
+    scores = _score_by_task(episodes, env.spec)
     assert list(scores) == ["lift_d0"] and scores["lift_d0"].success.rate == 0.5
 
 

@@ -16,15 +16,15 @@ from sparring.errors import UserError
 from sparring.evaluation.compare import (
     OWN_WAY,
     Comparison,
-    Difference,
-    Measured,
-    in_means,
-    in_order,
-    in_successes,
-    mcnemar,
-    student,
+    _Difference,
+    _in_order,
+    _mcnemar,
+    _mean_difference,
+    _Measured,
+    _student_quantile,
+    _success_difference,
 )
-from sparring.evaluation.of_run import unlike_episodes
+from sparring.evaluation.of_run import episode_differences
 from sparring.evaluation.play import play
 
 
@@ -42,52 +42,54 @@ def pairs(both: int, only_a: int, only_b: int, neither: int) -> tuple[np.ndarray
     [(0, 0, 1), (1, 0, 0.5), (5, 0, 1 / 32), (0, 6, 1 / 64), (12, 2, (2 * (1 + 14) + 91) / 2**14), (7, 7, 1)],
 )
 def test_mcnemars_mid_p_test_counts_coins(only_a, only_b, p):
-    assert mcnemar(only_a, only_b) == pytest.approx(p)
+    assert _mcnemar(only_a, only_b) == pytest.approx(p)
 
 
 def test_newcombes_interval_by_hand():
     """The worked example of Altman et al., Statistics with confidence (2000), table 6.2: 0.011 to 0.226."""
-    found = in_successes(*pairs(14, 5, 0, 22))
+    found = _success_difference(*pairs(14, 5, 0, 22))
     assert found.effect == pytest.approx(5 / 41)
     assert (round(found.low, 3), round(found.high, 3)) == (0.011, 0.226)
     assert found.p == pytest.approx(1 / 32) and found.is_shown
-    turned = in_successes(*reversed(pairs(14, 5, 0, 22)))
+    turned = _success_difference(*reversed(pairs(14, 5, 0, 22)))
     assert (turned.effect, turned.low, turned.high) == pytest.approx((-found.effect, -found.high, -found.low))
 
 
 def test_without_an_unlike_pair_there_is_no_difference_but_still_doubt():
-    found = in_successes(*pairs(100, 0, 0, 0))
+    found = _success_difference(*pairs(100, 0, 0, 0))
     # the margins are those of Wilson's intervals of 100 of 100, squared and added: one of each is 0
     assert (found.effect, found.p) == (0, 1) and found.high == -found.low == pytest.approx(0.037, abs=1e-4)
 
 
 def test_flipping_signs_by_hand():
     """Of three gaps of 1, two of the eight flips are as far from 0; and a mean of 0 is never nearer than others."""
-    assert in_means(np.ones(3), np.zeros(3)).p == pytest.approx(0.25, abs=0.02)
-    assert in_means(np.array([1.0, 2.0, -3.0]), np.zeros(3)).p == 1
+    assert _mean_difference(np.ones(3), np.zeros(3)).p == pytest.approx(0.25, abs=0.02)
+    assert _mean_difference(np.array([1.0, 2.0, -3.0]), np.zeros(3)).p == 1
     # gaps 0, 2, 4: mean 2, deviation 2, and t of 2 degrees of freedom
-    found = in_means(np.array([1.0, 3.0, 5.0]), np.ones(3))
-    assert (found.low, found.high) == pytest.approx((2 - student(2) * 2 / 3**0.5, 2 + student(2) * 2 / 3**0.5))
-    same = in_means(np.arange(4.0), np.arange(4.0))
+    found = _mean_difference(np.array([1.0, 3.0, 5.0]), np.ones(3))
+    assert (found.low, found.high) == pytest.approx(
+        (2 - _student_quantile(2) * 2 / 3**0.5, 2 + _student_quantile(2) * 2 / 3**0.5)
+    )
+    same = _mean_difference(np.arange(4.0), np.arange(4.0))
     assert (same.effect, same.low, same.high, same.p) == (0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(5, 2.571), (9, 2.262), (29, 2.045), (99, 1.984)])
 def test_students_quantiles_are_those_of_the_tables(freedom, quantile):
-    assert student(freedom) == pytest.approx(quantile, abs=5e-3)
+    assert _student_quantile(freedom) == pytest.approx(quantile, abs=5e-3)
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 def test_what_is_no_number_is_told(odd):
     with pytest.raises(UserError, match="1 of 3 episodes have figures that are not finite"):
-        in_means(np.array([1.0, odd, 2.0]), np.zeros(3))
+        _mean_difference(np.array([1.0, odd, 2.0]), np.zeros(3))
 
 
 def test_the_test_of_successes_keeps_its_word_and_seldom_differs_from_the_interval():
     """Of two that are as likely to succeed in 40 episodes."""
     rng, tries, alarms, edges = np.random.default_rng(0), 2000, 0, 0
     for a, b in rng.random((tries, 2, 40)) < 0.7:
-        found = in_successes(a, b)
+        found = _success_difference(a, b)
         alarms += found.p < 0.05
         edges += found.is_on_the_edge
     assert 0.03 <= alarms / tries <= 0.06 and edges / tries < 0.02
@@ -100,7 +102,7 @@ def test_the_interval_of_successes_holds_the_truth_in_95_of_100(a, b, alike, n):
         # how hard an episode is, the same for both in some of them
         for_a, own = rng.random((2, n))
         for_b = np.where(rng.random(n) < alike, for_a, own)
-        found = in_successes(for_a < a, for_b < b)
+        found = _success_difference(for_a < a, for_b < b)
         held += found.low <= a - b <= found.high
     assert 0.94 <= held / tries <= 0.99
 
@@ -110,9 +112,9 @@ def test_the_interval_of_rewards_holds_the_truth_and_the_test_keeps_its_word(mon
     rng, tries, held, alarms = np.random.default_rng(0), 400, 0, 0
     for _ in range(tries):
         hard = rng.normal(0, 3, 60)
-        found = in_means(hard + rng.exponential(1, 60), hard + rng.exponential(1, 60) - 0.5)
+        found = _mean_difference(hard + rng.exponential(1, 60), hard + rng.exponential(1, 60) - 0.5)
         held += found.low <= 0.5 <= found.high
-        alarms += in_means(hard + rng.normal(0, 1, 60), hard + rng.normal(0, 1, 60)).is_shown
+        alarms += _mean_difference(hard + rng.normal(0, 1, 60), hard + rng.normal(0, 1, 60)).is_shown
     assert 0.93 <= held / tries <= 0.97
     assert 0.02 <= alarms / tries <= 0.08
 
@@ -124,9 +126,9 @@ def test_episodes_are_paired_by_their_numbers():
     """Robot 0's episodes are ten times shorter, so all of them end before robot 1's first."""
     played, _ = play(LinearPolicy(), Env(CountingBackend((2, 20))), 5, seed=0)
     assert [episode.env for episode in played] == [0, 0, 0, 1, 1]
-    assert [episode.env for episode in in_order(played, 2)] == [0, 1, 0, 1, 0]
+    assert [episode.env for episode in _in_order(played, 2)] == [0, 1, 0, 1, 0]
     first, second = Episode(0, 0, 1.0, 5, True), Episode(0, 0, 2.0, 5, True)
-    assert in_order([first, second], 1) == [first, second]
+    assert _in_order([first, second], 1) == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +156,11 @@ def test_episodes_begin_alike_whatever_a_policy_sees_and_does(other):
 # ---- verdicts
 
 
-def measured(effect: float, low: float, high: float, p: float) -> Measured:
-    return Measured("success, %", 0.5 + effect, 0.5, Difference(effect, low, high, p), "points of success", 100)
+def measured(effect: float, low: float, high: float, p: float) -> _Measured:
+    return _Measured("success, %", 0.5 + effect, 0.5, _Difference(effect, low, high, p), "points of success", 100)
 
 
-REWARD = Measured("reward", 2.0, 1.0, Difference(1.0, 0.5, 1.5, 0.0001), "reward")
+REWARD = _Measured("reward", 2.0, 1.0, _Difference(1.0, 0.5, 1.5, 0.0001), "reward")
 
 
 @pytest.mark.parametrize(
@@ -300,8 +302,8 @@ def test_of_several_tasks_each_has_its_own_limit():
         )
 
     # of themselves 50 and 60
-    assert unlike_episodes(config(None), config(60), ()) == ["rollout.max_episode_steps"]
-    assert unlike_episodes(config(60), config(60), ()) == []
+    assert episode_differences(config(None), config(60), ()) == ["rollout.max_episode_steps"]
+    assert episode_differences(config(60), config(60), ()) == []
 
 
 def test_an_evaluation_of_other_episodes_does_not_pass_as_the_runs_own(runs, capsys, monkeypatch):

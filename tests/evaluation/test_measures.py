@@ -15,10 +15,10 @@ from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env, make_env
-from sparring.evaluation.exploration import beside_random, entropy, explore, showing_objects
-from sparring.evaluation.images import Covered, Seen, changed, objects, psnr, squared_error, ssim
+from sparring.evaluation.exploration import _entropy, _explore, compare_with_random, showing_objects
+from sparring.evaluation.images import _CoveredObjects, _is_object, _SeenObjects, changed, squared_error, ssim
 from sparring.evaluation.play import held_out_episodes
-from sparring.evaluation.world_model import compare, measure, ratio_by_episode, skill
+from sparring.evaluation.world_model import _compare, _skill, _Tally, measure, ratio_by_episode
 from sparring.policies.random import RandomPolicy
 
 
@@ -61,7 +61,11 @@ def test_ssim_in_one_window_by_hand():
 def test_psnr_by_hand():
     error = squared_error(flat(0), flat(51))
     assert float(error.mean()) == pytest.approx(0.04)
-    assert psnr(0.04) == pytest.approx(13.979, abs=1e-3) and psnr(0.0) == math.inf
+    tally = _Tally()
+    tally.add("mse", error)
+    tally.add("none", torch.zeros(3))
+    # JSON has no infinity
+    assert tally.psnr("mse") == pytest.approx(13.979, abs=1e-3) and tally.psnr("none") is None
 
 
 def test_a_pixel_has_changed_when_one_colour_did():
@@ -72,7 +76,7 @@ def test_a_pixel_has_changed_when_one_colour_did():
 
 def test_objects_are_neither_robot_nor_screen_nor_marker():
     numbers = torch.tensor([0, 1, 2, 3, 9, 254, 255, 253], dtype=torch.uint8).view(1, 1, 2, 4)
-    assert objects(numbers).flatten().tolist() == [False, False, False, True, True, False, False, True]
+    assert _is_object(numbers).flatten().tolist() == [False, False, False, True, True, False, False, True]
 
 
 def segmentation(*numbers: int) -> torch.Tensor:
@@ -80,7 +84,7 @@ def segmentation(*numbers: int) -> torch.Tensor:
 
 
 def test_hidden_objects_were_seen_before_and_are_not_now():
-    seen, here = Seen(1), torch.tensor([True])
+    seen, here = _SeenObjects(1), torch.tensor([True])
     # object 3 is seen by one camera; 4 has never been seen
     first = seen.hidden({"a": segmentation(3, 2), "b": segmentation(1, 1)}, {"a": segmentation(3, 4)}, here)
     assert first["a"].tolist() == [[[False, False]]]
@@ -97,7 +101,7 @@ def test_hidden_objects_were_seen_before_and_are_not_now():
 
 
 def test_covered_objects_come_back_where_they_were():
-    places, here = Covered(2, 1, 3), torch.tensor([False, True])
+    places, here = _CoveredObjects(2, 1, 3), torch.tensor([False, True])
     # object 3, object 4 and the robot: nothing was there before
     assert not places.pixels(segmentation(3, 4, 2), segmentation(3, 3, 3), here).any()
     # the robot stands in front of both; 3 comes back where it was, and 4 shows in another place
@@ -271,23 +275,23 @@ def test_hidden_objects_with_an_explorers_camera_alone():
     assert found["cameras"]["wrist"]["pixels"] == 32 and found["cameras"]["wrist"]["copy"] == 0
     assert found["cameras"]["wrist"]["prediction"] == pytest.approx((20 / 255) ** 2)
     assert measure(copier(), episodes)["half_blind"] == {"without": [], "cameras": {}}
-    compared = compare(figures, figures)["half_blind"]["cameras"]
+    compared = _compare(figures, figures)["half_blind"]["cameras"]
     assert compared == {"wrist": {"hidden_object_mse": 0.0}}
 
 
 def test_two_models_are_compared_by_how_much_worse_the_other_is():
     better, worse = (measure(copier(brighter), still_then_moving()) for brighter in (5.0, 0.0))
-    found = compare(better, worse)
+    found = _compare(better, worse)
     assert found["cameras"]["head"]["changed_mse_ratio"] == pytest.approx(0.75)
-    assert compare(worse, better)["cameras"]["head"]["changed_mse_ratio"] == pytest.approx(-0.75)
+    assert _compare(worse, better)["cameras"]["head"]["changed_mse_ratio"] == pytest.approx(-0.75)
     assert found["cameras"]["wrist"]["changed_mse_ratio"] is None
 
 
 def test_skill_by_hand():
-    assert skill(prediction=25.0, copy=20.0, ceiling=30.0) == 0.5
-    assert skill(prediction=18.0, copy=20.0, ceiling=30.0) == pytest.approx(-0.2)
+    assert _skill(prediction=25.0, copy=20.0, ceiling=30.0) == 0.5
+    assert _skill(prediction=18.0, copy=20.0, ceiling=30.0) == pytest.approx(-0.2)
     # a tokenizer that is worse than copying says nothing about the prediction
-    assert skill(prediction=25.0, copy=26.9, ceiling=25.9) is None
+    assert _skill(prediction=25.0, copy=26.9, ceiling=25.9) is None
 
 
 def test_held_out_episodes_are_whole_exact_in_number_and_of_other_seeds():
@@ -326,7 +330,7 @@ class HandBackend(CountingBackend):
 
 def test_exploration_by_hand():
     env = Env(HandBackend(lengths=(3, 5)))
-    found = explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
+    found = _explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
     # robot 0 plays two episodes of 3 steps, robot 1 one of 5; each touches something at two of its steps
     assert found.decisions == 11 and found.contact == pytest.approx(6 / 11)
     # steps 1..5 are five places; 3, 3 and 5 of them in an episode
@@ -353,10 +357,10 @@ class PushingBackend(HandBackend):
 
 def test_places_that_objects_are_brought_to():
     env = Env(PushingBackend(lengths=(3, 5)))
-    found = explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
+    found = _explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
     # one object at steps 2, 3 in all episodes and 4, 5 in the long one: four places; where it began is none
     assert found.object_voxels == 4
-    assert explore(RandomPolicy(env.spec, 1), Env(HandBackend((3, 5))), 3, seed=0).object_voxels is None
+    assert _explore(RandomPolicy(env.spec, 1), Env(HandBackend((3, 5))), 3, seed=0).object_voxels is None
 
 
 def test_the_suite_tells_where_objects_are_only_when_asked():
@@ -373,14 +377,14 @@ def test_the_suite_tells_where_objects_are_only_when_asked():
 
 def test_an_explorer_beside_random_ones_on_the_same_episodes():
     env = Env(HandBackend(lengths=(3, 5)))
-    found = beside_random(RandomPolicy(env.spec, 1), env, episodes=2, seed=0)
+    found = compare_with_random(RandomPolicy(env.spec, 1), env, episodes=2, seed=0)
     assert list(found) == ["policy", "uniform", "coloured 0.8", "coloured 0.9", "coloured 0.95", "coloured 0.98"]
     assert found["policy"] == found["uniform"] == found["coloured 0.9"]
 
 
 def test_entropy_by_hand():
-    assert entropy(Counter({1: 5})) == 0
-    assert entropy(Counter({1: 2, 2: 2})) == pytest.approx(math.log(2))
+    assert _entropy(Counter({1: 5})) == 0
+    assert _entropy(Counter({1: 2, 2: 2})) == pytest.approx(math.log(2))
 
 
 def test_episodes_that_are_too_short_for_an_open_loop():

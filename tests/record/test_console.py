@@ -10,7 +10,7 @@ from sparring.evaluation.exploration import Exploration, ExplorationEvaluation
 from sparring.evaluation.play import Evaluation, Score, wilson
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.record import console as view
-from sparring.record.console import CELLS, Console, Curve, View, clock, sparkline
+from sparring.record.console import CELLS, Console, _Curve, _sparkline, _View, clock
 from sparring.runs.summary import reached
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -33,7 +33,7 @@ def plain_size(monkeypatch):
 
 def shown(fraction: float = 0.5, width: int = 100, **metrics) -> list[str]:
     """The lines of a view, as wide as they are."""
-    seen = View(Terminal(), "finetune  run")
+    seen = _View(Terminal(), "finetune  run")
     seen.console.width = width
     seen.show(fraction, "500 steps  10 steps/s  0:05 left", metrics, "")
     lines = [text.plain.rstrip() for text in seen.lines(fraction, "500 steps  10 steps/s  0:05 left", "")]
@@ -95,7 +95,7 @@ def test_a_view_has_what_the_run_has():
 
 def test_it_fits_narrow_terminals():
     terminal = Terminal()
-    narrow = View(terminal, "finetune  outputs/a_folder_with_a_long_name_somewhere")
+    narrow = _View(terminal, "finetune  outputs/a_folder_with_a_long_name_somewhere")
     narrow.console.width = 30
     narrow.show(
         0.5, "123,456 steps  1,000 steps/s  0:05 left", {"policy_loss": 0.1, "value_loss": 0.2, "entropy": 1.0}, ""
@@ -107,7 +107,7 @@ def test_it_fits_narrow_terminals():
 
 
 def test_what_a_metric_was_last_stays_when_an_update_has_none():
-    seen = View(Terminal(), "")
+    seen = _View(Terminal(), "")
     seen.show(0.1, "", {"success_rate": 0.5}, "")
     seen.show(0.2, "", {"loss": 1.0}, "")
     assert "success   ▅  50%" in [text.plain for text in seen.lines(0.2, "", "")]
@@ -118,7 +118,7 @@ def test_ascii_where_there_is_nothing_else():
     class Old(Terminal):
         encoding = "ascii"
 
-    old = View(Old(), "")
+    old = _View(Old(), "")
     old.show(0.5, "", {"success_rate": 0.99}, "")
     assert [text.plain for text in old.lines(0.5, "", "")][:2] == ["#" * 20 + "." * 20 + "  50%  ", "success   #  99%"]
     old.close()
@@ -177,7 +177,7 @@ def test_messages_are_printed_above_it_and_whole(monkeypatch):
 
 
 def test_a_curve_holds_all_of_a_run():
-    curve = Curve()
+    curve = _Curve()
     for value in range(1000):
         curve.add(float(value))
     assert curve.each == 32 and len(curve.cells) == 1000 // 32 < CELLS
@@ -187,17 +187,17 @@ def test_a_curve_holds_all_of_a_run():
 
 def test_what_is_no_number_is_told_but_not_drawn():
     assert shown(loss=float("nan"))[2:] == ["loss        nan"]
-    curve = Curve()
+    curve = _Curve()
     for value in (1.0, float("inf"), 2.0):
         curve.add(value)
     assert curve.cells == [1.0, 2.0]
 
 
 def test_sparklines():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0.0, 0.5, 1.0], 40, (0.0, 1.0)) == "▁▅█"
-    assert sparkline([3, 3], 40) == "▁▁" and sparkline([], 40) == ""
-    assert len(sparkline(list(range(39)), 10)) == 10
+    assert _sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
+    assert _sparkline([0.0, 0.5, 1.0], 40, (0.0, 1.0)) == "▁▅█"
+    assert _sparkline([3, 3], 40) == "▁▁" and _sparkline([], 40) == ""
+    assert len(_sparkline(list(range(39)), 10)) == 10
 
 
 def test_clock():

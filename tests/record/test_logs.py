@@ -19,7 +19,7 @@ from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.phases.phase import Progress
 from sparring.processes.child import ChildWords, outputs
 from sparring.record.configs import LoggingConfig
-from sparring.record.log import PARTS, link_log, log_to_console, log_to_files
+from sparring.record.log import PARTS, RunLog
 from sparring.runs.run import Run
 from sparring.runs.status import Status, why
 
@@ -35,11 +35,10 @@ def written(folder) -> dict[str, list[str]]:
 
 
 def test_each_part_has_a_file_and_the_main_one_is_for_people(tmp_path, capsys):
-    config = LoggingConfig()
-    log_to_console(config)
+    log = RunLog(LoggingConfig())
     logging.getLogger("sparring").info("before there is a folder")
     logging.getLogger("sparring.env").debug("robots")
-    log_to_files(config, tmp_path)
+    log.open_files(tmp_path)
     logging.getLogger("sparring.training").debug("numbers")
     logging.getLogger("sparring.env").warning("a robot fell over")
     logging.getLogger("sparring.data.buffer").debug("details")
@@ -51,22 +50,18 @@ def test_each_part_has_a_file_and_the_main_one_is_for_people(tmp_path, capsys):
     }
     assert capsys.readouterr().err == "before there is a folder\na robot fell over\n"
     # the newest, also for those who look there
-    link_log(tmp_path, logging.getLogger("sparring").handlers)
+    log.link()
     assert (tmp_path / "train.log").is_symlink()
     assert (tmp_path / "train.log").read_text() == next(tmp_path.glob("logs/rl_training_*.log")).read_text()
 
 
 def test_levels_and_no_files(tmp_path, capsys):
-    config = LoggingConfig(console_level="WARNING", file_level="INFO")
-    log_to_console(config)
-    log_to_files(config, tmp_path)
+    RunLog(LoggingConfig(console_level="WARNING", file_level="INFO")).open_files(tmp_path)
     logger = logging.getLogger("sparring")
     assert not logger.isEnabledFor(logging.DEBUG) and logger.isEnabledFor(logging.INFO)
     logger.info("something")
     assert written(tmp_path)[""] == ["INFO something"] and capsys.readouterr().err == ""
-    config = LoggingConfig(enable_file_logging=False)
-    log_to_console(config)
-    log_to_files(config, tmp_path / "other")
+    RunLog(LoggingConfig(enable_file_logging=False)).open_files(tmp_path / "other")
     assert not (tmp_path / "other").exists() and not logger.isEnabledFor(logging.DEBUG)
 
 
@@ -75,19 +70,11 @@ def test_levels_and_no_files(tmp_path, capsys):
     [({"rank": 1}, "[process 1] careful\n[process 1] wrong\n"), ({"quiet": True}, "wrong\n")],
 )
 def test_others_than_the_main_process_only_warn(capsys, how, shown):
-    log_to_console(LoggingConfig(console_level="DEBUG"), **how)
+    RunLog(LoggingConfig(console_level="DEBUG"), **how)
     logger = logging.getLogger("sparring")
     for say, words in ((logger.info, "hello"), (logger.warning, "careful"), (logger.error, "wrong")):
         say(words)
     assert capsys.readouterr().err == shown
-
-
-def test_a_log_of_an_earlier_version_is_kept(tmp_path):
-    (tmp_path / "train.log").write_text("as it was\n")
-    log_to_console(LoggingConfig(), quiet=True)
-    link_log(tmp_path, log_to_files(LoggingConfig(), tmp_path))
-    assert (tmp_path / "train.log").is_symlink()
-    assert (tmp_path / "logs/rl_training_earlier.log").read_text() == "as it was\n"
 
 
 def test_a_run_fills_them_all(tmp_path):
@@ -126,8 +113,7 @@ def child(code: str) -> subprocess.Popen:
 
 
 def test_what_a_child_says_is_logged_and_not_shown(tmp_path, capfd):
-    log_to_console(LoggingConfig())
-    log_to_files(LoggingConfig(), tmp_path)
+    RunLog(LoggingConfig()).open_files(tmp_path)
     words = ChildWords(child("import sys; print('loud'); print('louder', file=sys.stderr)"), "worker 3")
     assert sorted(words.last_words().splitlines()[1:]) == ["  loud", "  louder"]
     assert sorted(written(tmp_path)["env"]) == ["DEBUG worker 3: loud", "DEBUG worker 3: louder"]
@@ -135,7 +121,7 @@ def test_what_a_child_says_is_logged_and_not_shown(tmp_path, capfd):
 
 
 def test_on_a_debug_console_it_is_shown(capfd):
-    log_to_console(LoggingConfig(console_level="DEBUG"))
+    RunLog(LoggingConfig(console_level="DEBUG"))
     ChildWords(child("print('loud')"), "worker 3").last_words()
     assert capfd.readouterr().err == "worker 3: loud\n"
 
@@ -148,7 +134,7 @@ def test_where_nothing_keeps_it_a_child_says_it_where_its_parent_does(capfd):
 
 
 def test_only_the_last_words_are_told(tmp_path):
-    log_to_console(LoggingConfig(), quiet=True)
+    RunLog(LoggingConfig(), quiet=True)
     words = ChildWords(child("for i in range(100): print(i)\nprint('x' * 5000, end='')"), "worker 3")
     told = words.last_words().splitlines()
     assert told[0] == "; its last words:" and len(told) == 21

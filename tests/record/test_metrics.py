@@ -158,7 +158,7 @@ def test_what_a_line_says_of_an_evaluation():
     ],
 )
 def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package, extra):
-    monkeypatch.setattr("sparring.record.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("sparring.record.configs.find_spec", lambda name: None)
     monkeypatch.setattr("sparring.runs.run.resolve", lambda *_: pytest.fail("built"))
     config = load_config(SMALL | {"output": str(tmp_path / "run"), "logging": setting})
     with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'sparring\[{extra}\]'"):

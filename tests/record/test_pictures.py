@@ -15,9 +15,9 @@ from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
 from sparring.phases.replay import Foretold
-from sparring.record.films import Films, by_camera, film_scene, prediction_scene
-from sparring.record.overlay import Scene, filmstrip, frames, write_png, write_video
+from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.recorder import Recorder
+from sparring.record.videos import VideoWriter, _film_scene, _prediction_scene, by_camera, write_video
 
 SPEC = EnvSpec(
     {}, 2, task_names=("reach",), instructions=("touch the ball",), control_hz=10.0, film_cameras=("head", "wrist")
@@ -144,7 +144,7 @@ def test_filmstrip_shows_first_and_last():
 def test_captions_say_what_led_to_each_picture():
     film = film_of().developed()
     views = by_camera(film.frames, SPEC.film_cameras)
-    scene = film_scene(film, views, SPEC)
+    scene = _film_scene(film, views, SPEC)
     assert scene.title == "reach: touch the ball" and scene.success is True and scene.fps == 10
     assert scene.captions == [
         ("step 0/3", "reward 0.00", "sum 0.00", "value 1.00"),
@@ -162,7 +162,7 @@ def test_captions_say_what_led_to_each_picture():
 
 def test_what_nobody_knows_is_not_said():
     film = film_of(values=(np.nan,) * 3).developed()
-    scene = film_scene(film, by_camera(film.frames, ()), EnvSpec({}, 2, reports_success=False))
+    scene = _film_scene(film, by_camera(film.frames, ()), EnvSpec({}, 2, reports_success=False))
     assert scene.captions[0] == ("step 0/3", "reward 0.00", "sum 0.00") and scene.success is None and scene.title == ""
     assert [name for name, _ in scene.rows[0]] == [""]
 
@@ -170,7 +170,7 @@ def test_what_nobody_knows_is_not_said():
 @pytest.mark.parametrize(("success", "colour"), [(True, GREEN), (False, RED), (None, None)])
 def test_frames_hold_all_cameras_enlarged_and_end_with_the_verdict(success, colour):
     tiles = [("head", [plain(10), plain(20)]), ("wrist", [plain(200), plain(210)])]
-    shown = list(frames(Scene([tiles], "touch the ball", [("step 0/1",), ("step 1/1",)], success, fps=10)))
+    shown = list(Scene([tiles], "touch the ball", [("step 0/1",), ("step 1/1",)], success, fps=10).frames())
     # two moments, and the last one for a second
     assert len(shown) == 2 + 10 and len({frame.shape for frame in shown}) == 1
     height, width, _ = shown[0].shape
@@ -187,10 +187,10 @@ def test_frames_hold_all_cameras_enlarged_and_end_with_the_verdict(success, colo
 
 def test_every_evaluation_has_videos_of_its_own(tmp_path):
     """Also where no episode ended between two; where none is played, updates are what is counted."""
-    films = Films(tmp_path)
+    videos = VideoWriter(tmp_path)
     for episodes, updates in ((0, 5), (5, 6), (5, 7)):
-        films.evaluation([film_of(), film_of()], Progress(updates=updates, episodes=episodes), SPEC)
-    films.finish()
+        videos.evaluation([film_of(), film_of()], Progress(updates=updates, episodes=episodes), SPEC)
+    videos.finish()
     assert {path.stem for path in (tmp_path / "videos").glob("*.mp4")} == {
         *("episode_000005_0", "episode_000005_1", "episode_000005_000006_0", "episode_000005_000006_1"),
         *("episode_000005_000007_0", "episode_000005_000007_1"),
@@ -199,19 +199,19 @@ def test_every_evaluation_has_videos_of_its_own(tmp_path):
 
 def test_long_titles_are_cut_and_large_pictures_stay():
     tiles = [("", [plain(7, 500)])]
-    (first, *_) = frames(Scene([tiles], "a very long story " * 20, [("step 0",)], None, fps=1))
+    (first, *_) = Scene([tiles], "a very long story " * 20, [("step 0",)], None, fps=1).frames()
     assert np.count_nonzero((first == 7).all(2)) == 500 * 500 and first.shape[1] < 560
 
 
 def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
     told = []
-    films = Films(tmp_path, on_video=lambda *video: told.append(video))
+    videos = VideoWriter(tmp_path, on_video=lambda *video: told.append(video))
     progress = Progress(updates=7, env_steps=1, episodes=32)
-    films.rollouts([film_of()], progress, SPEC)
-    films.evaluation([film_of(success=False)], progress, SPEC)
+    videos.rollouts([film_of()], progress, SPEC)
+    videos.evaluation([film_of(success=False)], progress, SPEC)
     # what comes later changes nothing
     progress.updates = 8
-    films.finish()
+    videos.finish()
     first, second = map(json.loads, (tmp_path / "videos" / "index.jsonl").read_text().splitlines())
     assert first == {
         "file": "videos/rollout_000007_4.mp4",
@@ -240,12 +240,12 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
 
 
 def test_predictions_stand_beside_the_truth(tmp_path):
-    scene = prediction_scene(foretold_of(), SPEC)
+    scene = _prediction_scene(foretold_of(), SPEC)
     assert [name for name, _ in scene.rows[0]] == ["head, predicted", "head, true"] and scene.fps == 5
     assert scene.captions[1] == ("decision 2/5", "reward 2.00", "sum 4.00", "off by 3.0 of 255")
-    films = Films(tmp_path)
-    films.prediction(foretold_of(), Progress(updates=2, episodes=10), SPEC)
-    films.finish()
+    videos = VideoWriter(tmp_path)
+    videos.prediction(foretold_of(), Progress(updates=2, episodes=10), SPEC)
+    videos.finish()
     (line,) = map(json.loads, (tmp_path / "videos" / "index.jsonl").read_text().splitlines())
     assert line["file"] == "videos/episode_000010.mp4" and line["strip"] == "samples/episode_0010_pred_vs_gt.png"
     assert (line["kind"], line["success"], line["reward"], line["steps"]) == ("prediction", None, 10.0, 5)
@@ -256,17 +256,17 @@ def test_predictions_stand_beside_the_truth(tmp_path):
 
 def test_a_recorder_waits_for_its_films_also_when_something_fails(tmp_path):
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path) as recorder:
-        recorder.films.rollouts([film_of()], Progress(1, 1, 1), SPEC)
+        recorder.videos.rollouts([film_of()], Progress(1, 1, 1), SPEC)
         raise ZeroDivisionError
     assert (tmp_path / "videos" / "rollout_000001_4.mp4").exists()
 
 
 def test_what_rerun_reads_is_what_was_filmed(tmp_path):
     rerun_chunk = pytest.importorskip("rerun.chunk")
-    films = Films(tmp_path, rerun=True)
-    films.rollouts([film_of()], Progress(1, 1, 1), SPEC)
-    films.prediction(foretold_of(), Progress(1, 1, 1), SPEC)
-    films.finish()
+    videos = VideoWriter(tmp_path, rerun=True)
+    videos.rollouts([film_of()], Progress(1, 1, 1), SPEC)
+    videos.prediction(foretold_of(), Progress(1, 1, 1), SPEC)
+    videos.finish()
     with pytest.warns(match="no footer"):  # which comes when the process ends
         reader = rerun_chunk.RrdReader(tmp_path / "recording.rrd")
     read = {}
@@ -295,21 +295,21 @@ def brightness(column) -> list[int]:
 def test_a_run_that_goes_on_keeps_the_recording_it_had(tmp_path):
     pytest.importorskip("rerun")
     for _ in range(2):
-        films = Films(tmp_path, rerun=True)
-        films.rollouts([film_of()], Progress(1, 1, 1), SPEC)
-        films.finish()
+        videos = VideoWriter(tmp_path, rerun=True)
+        videos.rollouts([film_of()], Progress(1, 1, 1), SPEC)
+        videos.finish()
     assert sorted(path.name for path in tmp_path.glob("*.rrd")) == ["recording-2.rrd", "recording.rrd"]
 
 
 def test_videos_are_made_as_often_as_there_is_time(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("sparring.record.films.time.monotonic", lambda: now[0])
-    films = Films(tmp_path, share=0.02)
+    monkeypatch.setattr("sparring.record.videos.time.monotonic", lambda: now[0])
+    videos = VideoWriter(tmp_path, share=0.02)
     # none is known yet: two of them are taken to need 3 s
     now[0] += 149
-    assert not films.affords(2) and films.affords(1)
+    assert not videos.affords(2) and videos.affords(1)
     now[0] += 1
-    assert films.affords(2)
-    films.encoder.done, films.encoder.seconds = 2, 2.0
-    assert films.affords(1) and not films.affords(2)
-    assert Films(tmp_path, share=1.0).affords(1000) and not Films(tmp_path, share=0.0).affords(1)
+    assert videos.affords(2)
+    videos.encoder.done, videos.encoder.seconds = 2, 2.0
+    assert videos.affords(1) and not videos.affords(2)
+    assert VideoWriter(tmp_path, share=1.0).affords(1000) and not VideoWriter(tmp_path, share=0.0).affords(1)

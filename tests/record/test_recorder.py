@@ -49,7 +49,7 @@ def test_evaluations_of_updates_to_come_are_forgotten_on_going_back_and_others_a
         file.write('{"update": 8, "torn')
     assert [line["update"] for line in recorder.evaluations()] == [2, 4, 6]
     # update 4 was evaluated after it was saved
-    recorder.load_state_dict({"metrics_bytes": 0}, 4)
+    recorder.load_state_dict({"metrics_bytes": 0, "timeline_bytes": 0}, 4)
     assert [line["update"] for line in recorder.evaluations()] == [2, 4]
     # once more, of the same update: it counts once
     recorder.evaluation(Progress(4, 40, 4), {"success_rate": 0.9})
@@ -82,7 +82,7 @@ def test_a_sink_that_fails_is_told_of_once_and_training_goes_on(tmp_path, monkey
     deaf = Deaf()
     recorder = Recorder(tmp_path, [deaf])
     path = tmp_path / "videos" / "rollout_1.mp4"
-    recorder.films.on_video(path, {})
+    recorder.videos.on_video(path, {})
     recorder.write(Progress(1, 8, 2), {"loss": 1.0, "entropy": float("nan"), "parity": 0.5}, "nothing")
     # by their groups, and only what is a number
     numbers = {"rollout/episodes": 2, "train/loss": 1.0, "rollout/env_steps": 8, "train/update": 1, "train/parity": 0.5}
@@ -108,5 +108,5 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     recorder.write(Progress(), {})
     recorder.evaluation(Progress(), {})
     with recorder:
-        assert recorder.films is None
+        assert recorder.videos is None
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from sparring.errors import UserError
-from sparring.record.films import Encoder
 from sparring.record.log import LOGGER
+from sparring.record.videos import _Encoder
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def told(caplog, monkeypatch):
 
 
 def test_jobs_are_done_in_order_in_a_thread_that_ends(told):
-    encoder, done = Encoder(), []
+    encoder, done = _Encoder(), []
     for job in range(5):
         assert encoder.submit(lambda job=job: done.append((job, threading.current_thread().name)))
     encoder.finish()
@@ -34,7 +34,7 @@ def test_jobs_are_done_in_order_in_a_thread_that_ends(told):
 
 def test_many_short_jobs_are_all_done():
     """The thread ends and begins again and again; none falls between."""
-    encoder, done = Encoder(), []
+    encoder, done = _Encoder(), []
     for job in range(300):
         encoder.submit(lambda job=job: done.append(job))
         if job % 7 == 0:
@@ -46,7 +46,7 @@ def test_many_short_jobs_are_all_done():
 
 
 def test_a_full_queue_leaves_out_without_waiting_and_says_how_many(told):
-    encoder, gate, done = Encoder(waiting=2), threading.Event(), []
+    encoder, gate, done = _Encoder(waiting=2), threading.Event(), []
     begun = threading.Event()
     encoder.submit(lambda: (begun.set(), gate.wait(10)))
     assert begun.wait(10)
@@ -64,7 +64,7 @@ def test_what_goes_wrong_costs_one_job_and_is_told_once(told):
     def fail(error):
         raise error
 
-    encoder, done = Encoder(), []
+    encoder, done = _Encoder(), []
     for error in (UserError("'1.mp4': no ffmpeg"), UserError("'2.mp4': no ffmpeg"), OSError(28, "disk is full")):
         encoder.submit(lambda error=error: fail(error))
     encoder.submit(lambda: done.append(1))
@@ -77,7 +77,7 @@ def test_what_goes_wrong_costs_one_job_and_is_told_once(told):
 
 
 def test_finishing_has_an_end(told):
-    encoder, gate = Encoder(), threading.Event()
+    encoder, gate = _Encoder(), threading.Event()
     encoder.submit(lambda: gate.wait(10))
     encoder.submit(lambda: None)
     encoder.finish(patience_s=0.1)

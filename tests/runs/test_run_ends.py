@@ -61,7 +61,7 @@ def test_a_start_that_fails_in_its_folder_has_crashed(tmp_path, monkeypatch):
 def test_how_it_ended_is_told_before_videos_are_waited_for(tmp_path, monkeypatch, error):
     run, waited, closed = Run(config_in(tmp_path)), [], []
     finish = lambda patience: waited.append((patience, status_in(tmp_path)["state"], list(closed)))  # noqa: E731
-    monkeypatch.setattr(run.recorder.films, "finish", finish)
+    monkeypatch.setattr(run.recorder.videos, "finish", finish)
     monkeypatch.setattr(run.recorder, "close", lambda failed=False: closed.append(failed))
     if error:
         monkeypatch.setattr(run.phase, "step", fail_with(error))

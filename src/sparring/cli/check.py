@@ -33,6 +33,7 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _tasks(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.envs.tabletop.tasks.registry import describe
+    from sparring.evaluation.files import text_table
 
     if arguments.sheet:
         from sparring.demos.show import task_rows
@@ -40,8 +41,5 @@ def _tasks(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         print(write_png(Path(arguments.sheet), contact_sheet(task_rows())))
         return 0
-    rows = [("task", "goal", "ranges"), *describe()]
-    widths = [max(len(str(row[i])) for row in rows) for i in range(3)]
-    for row in rows:
-        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(text_table([("task", "goal", "ranges"), *describe()], rule=False))
     return 0

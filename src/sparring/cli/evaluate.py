@@ -41,11 +41,7 @@ def add(commands) -> None:
 
 def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.config.text import parse_overrides
-    from sparring.evaluation.of_run import (
-        evaluate_checkpoint,
-        evaluate_explorer_checkpoint,
-        evaluate_world_model_checkpoint,
-    )
+    from sparring.evaluation.of_run import evaluate_checkpoint
 
     settings = parse_overrides(overrides)
     settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
@@ -59,12 +55,9 @@ def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(
             "--stochastic, --both and --videos go with neither --world-model nor --exploration; leave them out"
         )
-    if arguments.world_model:
-        evaluate_world_model_checkpoint(arguments.path, settings, path, arguments.against)
-    elif arguments.exploration:
-        evaluate_explorer_checkpoint(arguments.path, settings, path)
-    else:
-        evaluate_checkpoint(arguments.path, settings, not arguments.stochastic, arguments.videos, path, arguments.both)
+    kind = "eval_world_model" if arguments.world_model else "eval_exploration" if arguments.exploration else "eval"
+    greedy, both, against = not arguments.stochastic, arguments.both, arguments.against
+    evaluate_checkpoint(arguments.path, settings, kind, path, greedy, both, arguments.videos, against)
     return 0
 
 

@@ -31,7 +31,7 @@ def add(commands) -> None:
 def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from dataclasses import asdict
 
-    from sparring.evaluation.files import lined_up
+    from sparring.evaluation.files import text_table
     from sparring.runs.listing import find_runs
 
     folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE", "outputs"))
@@ -44,7 +44,7 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
         rows = [_HEAD, *map(_row, found)]
         # what went wrong, where something did
         columns = len(_HEAD) if any(run.why for run in found) else -1
-        print("\n".join(lined_up([row[:columns] for row in rows])))
+        print(text_table(row[:columns] for row in rows))
     return 0
 
 

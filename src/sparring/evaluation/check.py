@@ -1,10 +1,11 @@
-"""`sparring check`: is the installation, an env or a policy fit for training? Says what is wrong and how to fix it."""
+"""`sparring check`: is the installation, an env or a policy fit for training? Prints problems and how to fix them."""
 
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -12,72 +13,74 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
+from tensordict import TensorDict
 
+from sparring.collect.collector import Collector
 from sparring.config.resolve import describe_error, import_path
 from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, parse_overrides, value_text
+from sparring.data.video import find_ffmpeg
 from sparring.envs.backend import drawn
 from sparring.envs.configs import GymConfig
+from sparring.envs.env import Env, make_env
+from sparring.envs.gym import GymRobot
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
+from sparring.policies import POLICIES
+from sparring.policies.policy import Policy
+from sparring.policies.random import RandomPolicy
+from sparring.record.overlay import filmstrip, write_png
+from sparring.runs.run import Run
 
 ROBOTS = 4
-# of an env that has no time limit
+# decisions in an env that has no time limit
 PATIENCE = 1000
-# pictures that a contact sheet picks from
-FILM = 300
-# policies that a name alone does not make -> the setting they cannot do without, and words that would
+# frames that a contact sheet picks from
+FRAMES = 300
+# policies that need more than a name -> the setting, and an example
 NEEDS = {
     "vla": ("model_class", "policy.model_class=package.module:Class policy.model_path=WEIGHTS 'env.cameras=[head]'"),
     "pi0": ("model_path", "policy.model_path=FOLDER 'env.cameras=[head,wrist]'"),
 }
-# (what was looked at, whether it is right, what was seen)
+# (what was checked, whether it is right, what was found)
 Finding = tuple[str, bool, str]
 
 
 def check(name: str | None, overrides: list[str]) -> int:
     """Print the findings about the installation, or about an env or policy by name; 1 if anything is wrong."""
     good = True
-    for what, fine, seen in _findings(name, parse_overrides(overrides)):
+    for what, fine, found in _findings(name, parse_overrides(overrides)):
         good &= fine
-        print(f"{'ok  ' if fine else 'FAIL'}  {what}: {seen}", flush=True)
+        print(f"{'ok  ' if fine else 'FAIL'}  {what}: {found}", flush=True)
     return 0 if good else 1
 
 
 def _findings(name: str | None, settings: list[Setting]) -> Iterator[Finding]:
     if name is None:
-        yield from installation()
-        yield from env_findings(load_config(None, settings, inherit=False))
+        yield from _installation()
+        yield from _env_findings(load_config(None, settings, inherit=False))
     elif _is_policy(name):
         settings = [*settings, Setting("policy.name", name, "command line")]
-        yield from policy_findings(load_config(None, settings, inherit=False))
+        yield from _policy_findings(load_config(None, settings, inherit=False))
     else:
-        yield from env_findings(load_config(None, [*settings, _env_setting(name, settings)], inherit=False))
+        yield from _env_findings(load_config(None, [*settings, _env_setting(name, settings)], inherit=False))
 
 
-def installation() -> Iterator[Finding]:
+def _installation() -> Iterator[Finding]:
     yield "python", sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer is needed)"
     for package in ("torch", "tensordict", "mujoco", "gymnasium", "numba", "accelerate", "safetensors", "pydantic"):
         yield package, True, importlib.metadata.version(package)
-    yield torchvision_finding()
-    import torch
-
-    cuda = f"{torch.cuda.device_count()} visible" if torch.cuda.is_available() else "none, the CPU is used"
-    yield "GPUs", True, cuda
-    yield encoder_finding()
-
-
-def encoder_finding() -> Finding:
-    from sparring.data.video import find_ffmpeg
-
+    yield _torchvision()
+    yield "GPUs", True, f"{torch.cuda.device_count()} visible" if torch.cuda.is_available() else "none, the CPU is used"
     try:
-        return "video encoder", True, Path(find_ffmpeg()).name
+        yield "video encoder", True, Path(find_ffmpeg()).name
     except UserError as error:
-        return "video encoder", False, str(error)
+        yield "video encoder", False, str(error)
 
 
-def torchvision_finding() -> Finding:
-    """Beside a CPU build of torch, torchvision's import fails, and every transformers model with it."""
+def _torchvision() -> Finding:
+    """With a CPU build of torch, the import of torchvision fails, and every transformers model with it."""
     if importlib.util.find_spec("torchvision") is None:
         return "torchvision", True, "absent, as it should be beside a CPU build of torch"
     # in a process of its own: a broken one can poison this one
@@ -88,66 +91,9 @@ def torchvision_finding() -> Finding:
     return "torchvision", False, f"installed but broken ({reason}); pip uninstall torchvision"
 
 
-def env_findings(config: Config) -> Iterator[Finding]:
-    """What it shows and takes, and then whether it does so: the contract, the end of episodes, determinism, speed."""
-    from sparring.envs.env import make_env
-
-    envs = []
-    try:
-        for _ in range(2):
-            envs.append(make_env(config.env, ROBOTS, config.rollout.max_episode_steps))
-        yield from _shown_and_taken(config.env.name, envs[0].spec)
-        if isinstance(config.env, GymConfig):
-            _check_shapes(config)
-        yield from _played(*envs, config.rollout.action_steps, _sheet_path(config))
-    except Exception as error:  # an env is somebody else's code: whatever it raises is a finding
-        yield "contract", False, _in_words(error)
-    finally:
-        for env in envs:
-            env.close()
-
-
-def policy_findings(config: Config) -> Iterator[Finding]:
-    """Acts, scores what it did alike, and survives one update."""
-    from sparring.runs.run import Run
-
-    if (needed := _needed(config.policy)) is not None:
-        yield "policy", False, needed
-        return
-    run, doing = None, "policy"
-    try:
-        run = Run(config, folder=False, quiet=True)
-        parameters = sum(p.numel() for p in run.phase.model.parameters())
-        fresh = ", fresh weights (no policy.model_path)" if getattr(config.policy, "model_path", "") is None else ""
-        yield "policy", True, f"{config.policy.name}: {parameters:,} parameters{fresh}"
-        doing = "act and evaluate"
-        metrics = run.phase.step(0.0)
-        yield "act and evaluate", True, f"parity {metrics['parity']:.3g} (limit {config.ppo.parity_tolerance:g})"
-        yield "update", bool(np.isfinite(metrics["loss"])), f"loss {metrics['loss']:.4g}"
-    except Exception as error:  # a policy is somebody else's code too
-        yield doing, False, _in_words(error)
-    finally:
-        if run is not None:
-            run.phase.env.close()
-
-
-def _needed(policy) -> str | None:
-    """What more a policy has to be told, in words; None: nothing."""
-    key, words = NEEDS.get(policy.name, (None, ""))
-    if key is None or getattr(policy, key) is not None:
-        return None
-    return f"'{policy.name}' is not made by its name alone; write: sparring check {policy.name} {words} (docs/vla.md)"
-
-
 def _is_policy(name: str) -> bool:
-    from sparring.policies import POLICIES
-
-    if name in POLICIES:
-        return True
-    if ":" not in name or name.startswith("gym:"):
-        return False
-    from sparring.policies.policy import Policy
-
+    if name in POLICIES or ":" not in name or name.startswith("gym:"):
+        return name in POLICIES
     thing = import_path(name, "name")
     return isinstance(thing, type) and issubclass(thing, Policy)
 
@@ -166,19 +112,56 @@ def _env_setting(name: str, others: list[Setting]) -> Setting:
     return Setting("env.task", task, "command line")
 
 
-def _shown_and_taken(name: str, spec) -> Iterator[Finding]:
-    tasks = ", ".join(dict.fromkeys(task for task in spec.task_names if task))
-    yield "env", True, f"{name}: {tasks or 'no named task'}"
-    for key, (shape, dtype) in spec.observation.items():
-        yield f"observation/{key}", True, f"{list(shape)} {dtype}"
-    kind = f"one of {spec.discrete_actions}" if spec.discrete_actions else "continuous in [-1, 1]"
-    yield "action", True, f"{spec.action_dim} dims, {kind}"
+def _policy_findings(config: Config) -> Iterator[Finding]:
+    """Acts, scores its own actions alike, and survives one update."""
+    name = config.policy.name
+    key, example = NEEDS.get(name, (None, ""))
+    if key is not None and getattr(config.policy, key) is None:
+        needs = f"'{name}' is not made by its name alone; write: sparring check {name} {example} (docs/vla.md)"
+        yield "policy", False, needs
+        return
+    run, doing = None, "policy"
+    try:
+        run = Run(config, folder=False, quiet=True)
+        parameters = sum(p.numel() for p in run.phase.model.parameters())
+        fresh = ", fresh weights (no policy.model_path)" if getattr(config.policy, "model_path", "") is None else ""
+        yield "policy", True, f"{name}: {parameters:,} parameters{fresh}"
+        doing = "act and evaluate"
+        metrics = run.phase.step(0.0)
+        yield "act and evaluate", True, f"parity {metrics['parity']:.3g} (limit {config.ppo.parity_tolerance:g})"
+        yield "update", bool(np.isfinite(metrics["loss"])), f"loss {metrics['loss']:.4g}"
+    except Exception as error:  # a policy is somebody else's code: all that it raises is a finding
+        yield doing, False, str(error) if isinstance(error, UserError) else describe_error(error)
+    finally:
+        if run is not None:
+            run.phase.env.close()
 
 
-def _check_shapes(config: Config) -> None:
-    """In training only resets are looked at; a wrong shape of a step would be spread over the state by numpy."""
-    from sparring.envs.gym import GymRobot
+def _env_findings(config: Config) -> Iterator[Finding]:
+    """Its observations and actions, then the contract, the end of episodes, determinism and speed."""
+    envs: list[Env] = []
+    try:
+        for _ in range(2):
+            envs.append(make_env(config.env, ROBOTS, config.rollout.max_episode_steps))
+        spec = envs[0].spec
+        tasks = ", ".join(dict.fromkeys(task for task in spec.task_names if task))
+        yield "env", True, f"{config.env.name}: {tasks or 'no named task'}"
+        for key, (shape, dtype) in spec.observation.items():
+            yield f"observation/{key}", True, f"{list(shape)} {dtype}"
+        kind = f"one of {spec.discrete_actions}" if spec.discrete_actions else "continuous in [-1, 1]"
+        yield "action", True, f"{spec.action_dim} dims, {kind}"
+        if isinstance(config.env, GymConfig):
+            _check_step_shapes(config)
+        yield from _play_twice(envs[0], envs[1], config)
+    except Exception as error:  # an env is somebody else's code, too
+        yield "contract", False, str(error) if isinstance(error, UserError) else describe_error(error)
+    finally:
+        for env in envs:
+            env.close()
 
+
+def _check_step_shapes(config: Config) -> None:
+    """Training checks shapes at resets only; numpy would broadcast a wrong shape of a step over the state."""
     robot = GymRobot(config.env, config.rollout.max_episode_steps)
     robot.reset(seed=0)
     for _ in range(20):
@@ -189,72 +172,56 @@ def _check_shapes(config: Config) -> None:
     robot.close()
 
 
-def _played(env, again, chunk: int, sheet: Path) -> Iterator[Finding]:
-    """Random actions until every robot must have ended an episode, twice from the same seed; a film goes to `sheet`."""
-    from sparring.collect.collector import Collector
-    from sparring.policies.random import RandomPolicy
-    from sparring.record.overlay import filmstrip, write_png
-
-    first = Collector(env, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk)
-    limit = env.spec.max_episode_steps or PATIENCE
-    trail = [_digest(first.decide())]
-    # what is compiled or loaded on first use is not part of the speed
+def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
+    """Random actions until every robot must have ended an episode, twice from the same seed."""
+    chunk = config.rollout.action_steps
+    first, second = (Collector(e, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk) for e in (env, again))
+    digests = [_digest(first.decide())]
+    # the first decision compiles and loads; it is not part of the speed
     started, before = time.perf_counter(), first.env_steps
-    trail += [_digest(first.decide()) for _ in range(limit)]
+    digests += [_digest(first.decide()) for _ in range(env.spec.max_episode_steps or PATIENCE)]
     speed = (first.env_steps - before) / (time.perf_counter() - started)
     yield "contract", True, "reset and step return what they should"
     ended = len(first.episodes)
     advice = "" if ended else "; have it return terminated or truncated, or set rollout.max_episode_steps"
-    yield "episodes end", ended > 0, f"{ended} ended in {len(trail)} decisions of {ROBOTS} robots{advice}"
-    differs, film = _replayed(Collector(again, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk), trail)
-    yield "determinism", differs is None, _determinism(differs)
-    resuming = (
-        "none; resumed runs start episodes anew" if env.state() is None else "can be put back; runs resume exactly"
+    yield "episodes end", ended > 0, f"{ended} ended in {len(digests)} decisions of {ROBOTS} robots{advice}"
+    differs, frames = _replay(second, digests)
+    if differs is None:
+        yield "determinism", True, "the same seed gives the same trajectories"
+    else:
+        advice = "draw all randomness from the seed that reset() is given (self.np_random)"
+        yield "determinism", False, f"the same seed gave something else in decision {differs + 1}; {advice}"
+    resumes = env.state() is not None
+    yield (
+        "saved state",
+        True,
+        ("can be put back; runs resume exactly" if resumes else "none; resumed runs start episodes anew"),
     )
-    yield "saved state", True, resuming
     yield "speed", True, f"{speed:,.0f} env steps/s with {ROBOTS} robots and random actions"
-    yield "pictures", True, str(write_png(sheet, filmstrip(film))) if film else "none"
+    name = re.sub(r"[^\w.-]", "_", "_".join(getattr(config.env, "task", ())) or config.env.name)
+    sheet = Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{name}.png"
+    yield "pictures", True, str(write_png(sheet, filmstrip(frames))) if frames else "none"
 
 
-def _replayed(collector, trail: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
-    """The first decision that went otherwise than in `trail`, if any, and a film of one robot's first episode."""
-    env, film = collector.env, []
+def _replay(collector: Collector, digests: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
+    """The first decision that differs from `digests`, if any, and frames of one robot's first episode."""
+    env, frames = collector.env, []
     filming = env.backend.render(0) is not None
     env.backend.record([0] if filming else [])
-    for number, before in enumerate(trail):
+    for number, before in enumerate(digests):
         digest = _digest(collector.decide())
-        film += map(drawn, env.last.frames.get(0, []))
-        if filming and (0 in env.last.ended or len(film) >= FILM):
+        frames += map(drawn, env.last.frames.get(0, []))
+        if filming and (0 in env.last.ended or len(frames) >= FRAMES):
             filming = False
             env.backend.record([])
         if digest != before:
-            return number, film
-    return None, film
+            return number, frames
+    return None, frames
 
 
-def _determinism(differs: int | None) -> str:
-    if differs is None:
-        return "the same seed gives the same trajectories"
-    return (
-        f"the same seed gave something else in decision {differs + 1}; "
-        "draw all randomness from the seed that reset() is given (self.np_random)"
-    )
-
-
-def _digest(td) -> bytes:
-    """Of all that an env decides in a step."""
+def _digest(td: TensorDict) -> bytes:
+    """Of all that an env returns in a step."""
     digest = hashlib.blake2b()
     for _, value in sorted(td.select("observation", "next").items(True, True), key=lambda item: str(item[0])):
         digest.update(value.numpy().tobytes())
     return digest.digest()
-
-
-def _sheet_path(config: Config) -> Path:
-    """Where the pictures of this env go."""
-    name = "_".join(getattr(config.env, "task", ())) or config.env.name
-    safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
-    return Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{safe}.png"
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else describe_error(error)

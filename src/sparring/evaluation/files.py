@@ -1,7 +1,15 @@
-"""Files of an evaluation, and text tables."""
+"""Result files of evaluations, and the text table of every command.
 
+`sparring eval` writes next to the checkpoint, under a name that says what was evaluated:
+eval.json                videos/eval_0.mp4 ...                the episodes that the run was trained for
+eval_task-reach_d1.json  videos/eval_task-reach_d1_0.mp4 ...  other episodes, named after the changed settings
+"""
+
+import json
 import os
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,51 +18,67 @@ from zlib import crc32
 from sparring.config.text import value_text
 from sparring.errors import UserError
 
-# ---- Tables for people.
-
-
-def lined_up(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table whose first row is its head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
-
-
-# ---- Where `sparring eval` puts what it found: beside the checkpoint, under a name that says what was evaluated.
-#
-# eval.json                videos/eval_0.mp4 ...                on the episodes that the run was trained for
-# eval_task-reach_d1.json  videos/eval_task-reach_d1_0.mp4 ...  on others: called by the settings that make them so
-
-
-# letters of a name; file systems allow some more
+# letters of a file name; file systems allow some more
 LONGEST = 120
+
+
+def text_table(rows: Iterable[tuple[str, ...]], rule: bool = True) -> str:
+    """Left-aligned columns; the first row is the head, with a `rule` below it."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], *(["-" * len(lines[0])] if rule else []), *lines[1:]])
+
+
+@dataclass
+class EvaluationResult(ABC):
+    """What an evaluation measured on `episodes` held-out episodes."""
+
+    episodes: int
+    seed: int
+
+    @abstractmethod
+    def table(self) -> str:
+        """For people."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, float | None]:
+        """Metrics for a line of evaluations.jsonl."""
+
+    @abstractmethod
+    def content(self) -> dict:
+        """All measurements, for JSON."""
+
+    def write(self, path: Path, about: dict | None = None) -> Path:
+        """`about`: what was evaluated, and how."""
+        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {}) | self.content()
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
 
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """Of one evaluation; those of an earlier one of the same name are replaced."""
+    """Files of one evaluation; they replace those of an earlier one with the same name."""
 
     folder: Path
     name: str
-    # of the numbers
     json_file: Path
 
     @classmethod
     def of(cls, folder: Path, kind: str, changed: dict[str, Any], json_file: Path | None) -> "EvaluationFiles":
-        """`kind`: eval, eval_world_model, ...; `changed`: the settings that make other episodes than the run's own."""
-        name = "_".join([kind, *(_plain(f"{key.rpartition('.')[2]} {value_text(changed[key])}") for key in changed)])
+        """`kind`: eval, eval_world_model, ...; `changed`: settings whose episodes differ from those of the run."""
+        settings = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in changed.items()]
+        # "task [lift_d0]" -> "task-lift_d0"
+        name = "_".join([kind, *(re.sub(r"[^\w.-]+", "-", setting).strip("-") for setting in settings)])
         if len(name) > LONGEST:
             name = f"{name[: LONGEST - 9]}-{crc32(name.encode()):08x}"
         return cls(folder, name, json_file or folder / f"{name}.json")
-
-    def check_numbers(self) -> None:
-        refuse_unwritable(self.json_file)
 
     def check_videos(self) -> None:
         refuse_unwritable(self.folder / f"{self.name}.mp4", "leave out --videos")
 
     def remove_videos(self) -> None:
-        """Those of an earlier evaluation, of which there may have been more."""
+        """An earlier evaluation may have written more videos than this one will."""
         for folder, suffix in (("videos", "mp4"), ("samples", "png")):
             for file in (self.folder / folder).glob(f"{self.name}_*.{suffix}"):
                 if file.stem.removeprefix(f"{self.name}_").isdecimal():
@@ -62,17 +86,12 @@ class EvaluationFiles:
 
 
 def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder that is there and yours") -> None:
-    """Told before hours are spent. It is tried: rights alone do not tell."""
-    # a link to what is not there yet is somebody's
-    was_there = os.path.lexists(file)
+    """Called before hours are spent. It opens the file: permissions alone do not tell."""
+    # a link to a missing file belongs to somebody
+    existed = os.path.lexists(file)
     try:
         file.open("a").close()
     except OSError as error:
         raise UserError(f"'{file}': cannot write there ({error.strerror}); {instead}") from None
-    if not was_there:
+    if not existed:
         file.unlink()
-
-
-def _plain(text: str) -> str:
-    """Fit for the name of a file: "task [lift_d0]" -> "task-lift_d0"."""
-    return re.sub(r"[^\w.-]+", "-", text).strip("-")

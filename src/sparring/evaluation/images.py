@@ -1,16 +1,15 @@
-"""How alike two pictures are. Pictures are uint8 `[N, 3, H, W]`; figures are of values in [0, 1]."""
-
-import math
+"""Image similarity and object masks. Images are uint8 `[N, 3, H, W]`; figures are of values in [0, 1]."""
 
 import torch
+from tensordict import TensorDict
 from torch.nn import functional
 
-# in 1/255: a pixel one of whose colours changes by more than this has changed
+# in 1/255: a pixel has changed when one of its colours changes by more than this
 CHANGED = 8
-# of a segmentation: below are nothing, scenery and the robot; above LAST_OBJECT the screen and the goal's marker
+# ids of a segmentation: below FIRST_OBJECT nothing, scenery and the robot; above LAST_OBJECT the screen and the marker
 ROBOT, FIRST_OBJECT, LAST_OBJECT = 2, 3, 253
 WINDOW, SIGMA = 11, 1.5
-# of SSIM, for values in [0, 1]
+# constants of SSIM, for values in [0, 1]
 _C1, _C2 = 0.01**2, 0.03**2
 
 
@@ -22,11 +21,6 @@ def squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """`[N, H, W]` bool."""
     return (after.short() - before.short()).abs().amax(1) > CHANGED
-
-
-def psnr(mse: float) -> float:
-    """In dB, of the mean squared error over all pictures: that of single ones is infinite where nothing moves."""
-    return math.inf if mse == 0 else -10 * math.log10(mse)
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -52,55 +46,73 @@ def _blur(x: torch.Tensor) -> torch.Tensor:
     return flat[:, 0].unflatten(0, x.shape[:2])
 
 
-def objects(segmentation: torch.Tensor) -> torch.Tensor:
-    """`[N, 1, H, W]` numbers of a segmentation -> `[N, H, W]` bool: pixels of objects."""
-    return ((segmentation >= FIRST_OBJECT) & (segmentation <= LAST_OBJECT))[:, 0]
+class ObjectMasks:
+    """Pixels of objects in the next frame, by what the cameras have shown of them earlier in the episode."""
+
+    def __init__(self, segmentation: TensorDict):
+        """`segmentation`: of each camera `[E, T, 1, H, W]`."""
+        episodes, device = len(segmentation), segmentation.device
+        self.any_camera = _SeenObjects(episodes, device)
+        self.each_camera = {camera: _SeenObjects(episodes, device) for camera, _ in segmentation.items()}
+        self.places = {c: _CoveredObjects(episodes, *ids.shape[-2:], device) for c, ids in segmentation.items()}
+
+    def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+        """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame. `rows` `[E]` bool: which n of the episodes.
+
+        object: any object; covered: one that the robot stands in front of now, at the place where this camera saw it
+        last; hidden: one that no camera shows now, but one did; returning: one that this camera does not show, but did.
+        """
+        return {
+            "object": {camera: _is_object(after[camera]) for camera in self.each_camera},
+            "covered_object": {c: places.pixels(now[c], after[c], rows) for c, places in self.places.items()},
+            "hidden_object": self.hidden(now, after, rows),
+            "returning_object": {
+                c: seen.hidden({c: now[c]}, {c: after[c]}, rows)[c] for c, seen in self.each_camera.items()
+            },
+        }
+
+    def hidden(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`hidden_object` alone."""
+        ids = [{camera: frame[camera] for camera in self.each_camera} for frame in (now, after)]
+        return self.any_camera.hidden(*ids, rows)
 
 
-class Seen:
-    """Which objects each of N episodes has seen so far, in any camera; then, which pixels are of hidden ones.
+class _SeenObjects:
+    """Which objects each of N episodes has shown so far; only a memory knows where a hidden one is."""
 
-    A pixel of the next frame is of a hidden object when no camera shows the object now, but one did earlier in the
-    episode: only a memory can know how it looks and where it is.
-    """
-
-    def __init__(self, episodes: int, device: torch.device | str = "cpu"):
+    def __init__(self, episodes: int, device: torch.device | str | None = "cpu"):
         self.ever = torch.zeros(episodes, 256, dtype=torch.bool, device=device)
 
     def hidden(
         self, now: dict[str, torch.Tensor], after: dict[str, torch.Tensor], rows: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Segmentations `[n, 1, H, W]` by camera -> `[n, H, W]` bool of each; remembers what is seen now.
-
-        `rows` [N] bool: which n of the episodes these are.
-        """
+        """Ids `[n, 1, H, W]` by camera -> `[n, H, W]` bool: of an object seen before and not now. Adds those of now."""
         ever = self.ever[rows]
         visible = torch.zeros_like(ever)
-        for segmentation in now.values():
-            visible.scatter_(1, segmentation.flatten(1).long(), True)
-        out_of_sight = ever & ~visible
+        for ids in now.values():
+            visible.scatter_(1, ids.flatten(1).long(), True)
         self.ever[rows] = ever | visible
-        return {camera: _looked_up(out_of_sight, segmentation) for camera, segmentation in after.items()}
+        # [n, 256]
+        hidden = ever & ~visible
+        pixels = {
+            camera: hidden.gather(1, ids.flatten(1).long()).view(ids[:, 0].shape) for camera, ids in after.items()
+        }
+        return {camera: pixels[camera] & _is_object(ids) for camera, ids in after.items()}
 
 
-class Covered:
-    """Which pixels of a camera that stands still show an object next that the robot stands in front of now.
+class _CoveredObjects:
+    """Pixels of a fixed camera where the robot moves out of the way of the object that was last seen there."""
 
-    At each place the last object that was seen there: a pixel counts when that very object comes back into view. How it
-    looks there is in no picture of now; a memory can know.
-    """
-
-    def __init__(self, episodes: int, height: int, width: int, device: torch.device | str = "cpu"):
+    def __init__(self, episodes: int, height: int, width: int, device: torch.device | str | None = "cpu"):
         self.last = torch.zeros(episodes, height, width, dtype=torch.uint8, device=device)
 
     def pixels(self, now: torch.Tensor, after: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Segmentations `[n, 1, H, W]` -> `[n, H, W]` bool; remembers what is seen now. `rows` as for `Seen`."""
-        last = torch.where(objects(now), now[:, 0].to(torch.uint8), self.last[rows])
+        """Ids `[n, 1, H, W]` -> `[n, H, W]` bool; remembers the objects seen now."""
+        last = torch.where(_is_object(now), now[:, 0].to(torch.uint8), self.last[rows])
         self.last[rows] = last
-        return objects(after) & (now == ROBOT)[:, 0] & (after[:, 0] == last)
+        return _is_object(after) & (now == ROBOT)[:, 0] & (after[:, 0] == last)
 
 
-def _looked_up(table: torch.Tensor, segmentation: torch.Tensor) -> torch.Tensor:
-    """`[N, 256]` bool of the numbers in `[N, 1, H, W]`, where they are objects: `[N, H, W]`."""
-    picked = table.gather(1, segmentation.flatten(1).long()).view(segmentation[:, 0].shape)
-    return picked & objects(segmentation)
+def _is_object(ids: torch.Tensor) -> torch.Tensor:
+    """`[N, 1, H, W]` -> `[N, H, W]` bool."""
+    return ((ids >= FIRST_OBJECT) & (ids <= LAST_OBJECT))[:, 0]

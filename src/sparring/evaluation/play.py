@@ -1,10 +1,9 @@
-"""Held-out episodes of a policy."""
+"""Held-out episodes of a policy, from seeds that training never uses, with intervals and a baseline."""
 
-import json
 import math
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -17,94 +16,19 @@ from sparring.contract import EnvSpec
 from sparring.data.recorder import EpisodeRecorder
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
+from sparring.evaluation.files import EvaluationResult, text_table
 from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
 
-# ---- Sums that become means at the end.
-
-
-class Tally:
-    """`add` numbers under a name, some at a time; `mean` of all of them."""
-
-    def __init__(self):
-        self.sums: dict[str, float] = defaultdict(float)
-        self.counts: dict[str, int] = defaultdict(int)
-
-    def add(self, name: str, values: torch.Tensor, where: torch.Tensor | None = None) -> None:
-        """`where`: which of the values count; None: all."""
-        values = values if where is None else values[where]
-        self.sums[name] += float(values.double().sum())
-        self.counts[name] += values.numel()
-
-    def mean(self, name: str) -> float | None:
-        """None where there was nothing."""
-        return self.sums[name] / self.counts[name] if self.counts[name] else None
-
-    def ratio(self, name: str, other: str) -> float | None:
-        """Of two means; None where either is missing, or the other is 0."""
-        below = self.mean(other)
-        return self.mean(name) / below if below and self.counts[name] else None
-
-
-# ---- Episodes that training never sees, in memory.
-
-
-class _Kept:
-    """What an EpisodeRecorder takes for a store."""
-
-    def __init__(self):
-        self.episodes: list[TensorDict] = []
-
-    def append(self, episode: TensorDict, **info) -> None:
-        self.episodes.append(episode)
-
-
-def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk: int) -> TensorDict:
-    """Exactly `episodes` of them, of the eval split: `[E, T]`, filled up and `mask`ed where they are shorter.
-
-    Robot i plays numbers i, i+N, i+2N, ..., as in an evaluation.
-    """
-    collector = Collector(env, policy, seed, split="eval", chunk=chunk)
-    kept = _Kept()
-    recorder = EpisodeRecorder(kept, env.num_envs)
-    quota = [len(range(robot, episodes, env.num_envs)) for robot in range(env.num_envs)]
-    chosen: list[TensorDict] = []
-    while any(quota):
-        recorder.add(collector.decide())
-        # both tell of ended episodes in the order of the robots
-        for ended, episode in zip(collector.drain_episodes(), kept.episodes, strict=True):
-            if quota[ended.env]:
-                quota[ended.env] -= 1
-                chosen.append(episode)
-        kept.episodes.clear()
-    return _padded(chosen)
-
-
-def _padded(episodes: list[TensorDict]) -> TensorDict:
-    steps = torch.tensor([len(episode) for episode in episodes])
-    shape = [len(episodes), int(steps.max())]
-    padded = TensorDict({}, shape)
-    for key, first in episodes[0].items(True, True):
-        column = torch.zeros(*shape, *first.shape[1:], dtype=first.dtype)
-        for row, episode in zip(column, episodes, strict=True):
-            row[: len(episode)] = episode[key]
-        padded.set(key, column)
-    padded["mask"] = torch.arange(shape[1]) < steps[:, None]
-    return padded
-
-
-# ---- Evaluation: exactly so many episodes, from seeds that training never sees, with intervals and a baseline.
-
-
-# decisions without any episode ending, after which an evaluation gives up
+# decisions without the end of any episode, after which an evaluation gives up
 NEVER_ENDING = 20_000
-# robots that are filmed, where that is cheap, to choose from: failures are shown first
+# robots that are filmed where that is cheap, to choose from: failures are shown first
 WATCHED = 64
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A share of successes with its Wilson 95 % interval."""
+class _Rate:
+    """Share of successes with its Wilson 95 % interval."""
 
     successes: int
     episodes: int
@@ -115,84 +39,95 @@ class Rate:
 
 @dataclass(frozen=True)
 class Score:
-    """How one policy did on one task."""
+    """Result of one policy on one task."""
 
-    success: Rate
+    success: _Rate
     reward: float
     reward_std: float
     steps: float
 
 
-def wilson(successes: int, episodes: int, z: float = 1.959964) -> Rate:
-    """Wilson's score interval (formulas.md, section 5)."""
+def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
+    """Wilson's score interval."""
     if not 0 <= successes <= episodes or episodes < 1:
         raise ValueError(f"{successes} successes of {episodes} episodes is not a rate")
     p = successes / episodes
     centre = p + z * z / (2 * episodes)
     margin = z * math.sqrt(p * (1 - p) / episodes + z * z / (4 * episodes**2))
     scale = 1 + z * z / episodes
-    return Rate(successes, episodes, p, max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale))
+    return _Rate(successes, episodes, p, max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale))
+
+
+def held_out_env(config: Config, device: torch.device | str, robots: int | None = None) -> Env:
+    """With `robots` or as many as the run had, rounded up to the same number for each task."""
+    tasks = len(getattr(config.env, "task", ())) or 1
+    robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
+    return make_env(config.env, robots, config.rollout.max_episode_steps, device)
+
+
+def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[TensorDict, np.ndarray, list[Episode]]]:
+    """Decide until exactly `episodes` episodes are over: robot i plays numbers i, i+N, i+2N, ...
+
+    So short episodes do not crowd out long ones, and the same episodes are played for every N. Yields each decision
+    `[N]`, the robots whose episodes count in it, and all episodes that it ended.
+    """
+    robots = collector.env.num_envs
+    quota = np.array([len(range(robot, episodes, robots)) for robot in range(robots)])
+    since_last_end = 0
+    while quota.any():
+        counted = np.flatnonzero(quota)
+        td, ended = collector.decide(), collector.drain_episodes()
+        since_last_end = 0 if ended else since_last_end + 1
+        if since_last_end > NEVER_ENDING:
+            raise UserError(f"no episode ended in {NEVER_ENDING} decisions; give it a limit: rollout.max_episode_steps")
+        for episode in ended:
+            quota[episode.env] = max(quota[episode.env] - 1, 0)
+        yield td, counted, ended
 
 
 def play(
     policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, films: int = 0
 ) -> tuple[list[Episode], list[Film]]:
-    """Exactly `episodes` episodes: robot i plays numbers i, i+N, i+2N, ... and those beyond the last do not count.
-
-    So no robot's short episodes crowd out another's long ones, and the same episodes are played whatever N is.
-    `films`: so many of the robots' first episodes come as films, failures first.
-    """
+    """The episodes in the order in which they ended, and `films` of the robots' first ones, failures first."""
     training = policy.training
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
-    quota = [len(range(env_index, episodes, env.num_envs)) for env_index in range(env.num_envs)]
     if films:
         collector.camera.film(min(max(films, WATCHED if collector.camera.is_cheap else 0), episodes))
-    counted: list[Episode] = []
-    collector.start()
-    fruitless = 0
-    while any(quota):
-        collector.decide()
-        fruitless = 0 if collector.episodes else fruitless + 1
-        if fruitless > NEVER_ENDING:
-            raise UserError(f"no episode ended in {NEVER_ENDING} decisions; give it a limit: rollout.max_episode_steps")
-        for episode in collector.drain_episodes():
-            if quota[episode.env]:
-                quota[episode.env] -= 1
-                counted.append(episode)
+    decisions = held_out_decisions(collector, episodes)
+    played = [episode for _, counted, ended in decisions for episode in ended if episode.env in counted]
     policy.train(training)
-    return counted, collector.camera.drain_failures_first(films)
+    return played, collector.camera.drain_failures_first(films)
 
 
-def score_by_task(episodes: list[Episode], task_names: tuple[str, ...]) -> dict[str, Score]:
-    """One Score per task that was played; 'all' too when there are several."""
-    # several phrasings of one task have one name
-    played = dict.fromkeys(task_names[task] for task in sorted({e.task for e in episodes}))
-    scores = {name or "task": _score([e for e in episodes if task_names[e.task] == name]) for name in played}
-    return scores | ({"all": _score(episodes)} if len(played) > 1 else {})
-
-
-def _overall(scores: dict[str, Score]) -> Score:
-    """Of all tasks together."""
-    return scores["all"] if "all" in scores else next(iter(scores.values()))
-
-
-def _score(episodes: list[Episode]) -> Score:
-    rewards = np.array([e.reward for e in episodes])
-    return Score(
-        success=wilson(sum(e.success for e in episodes), len(episodes)),
-        reward=float(rewards.mean()),
-        reward_std=float(rewards.std()),
-        steps=float(np.mean([e.steps for e in episodes])),
-    )
+def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk: int) -> TensorDict:
+    """The transitions of held-out episodes: `[E, T]`, padded with zeros where `mask` is False."""
+    collector = Collector(env, policy, seed, split="eval", chunk=chunk)
+    recorded: list[TensorDict] = []
+    # a store in memory
+    recorder = EpisodeRecorder(SimpleNamespace(append=lambda rows, **_: recorded.append(rows)), env.num_envs)
+    chosen: list[TensorDict] = []
+    for td, counted, ended in held_out_decisions(collector, episodes):
+        recorder.add(td)
+        # both list ended episodes in the order of the robots
+        chosen += [rows for episode, rows in zip(ended, recorded, strict=True) if episode.env in counted]
+        recorded.clear()
+    steps = torch.tensor([len(rows) for rows in chosen])
+    shape = [len(chosen), int(steps.max())]
+    padded = TensorDict({}, shape)
+    for key, first in chosen[0].items(True, True):
+        column = torch.zeros(*shape, *first.shape[1:], dtype=first.dtype)
+        for row, episode in zip(column, chosen, strict=True):
+            row[: len(episode)] = episode[key]
+        padded.set(key, column)
+    padded["mask"] = torch.arange(shape[1]) < steps[:, None]
+    return padded
 
 
 @dataclass
-class Evaluation:
-    """A policy beside its baseline, on the same episodes."""
+class Evaluation(EvaluationResult):
+    """Scores of a policy and of a baseline on the same episodes."""
 
-    episodes: int
-    seed: int
     # who -> task -> score
     scores: dict[str, dict[str, Score]]
     films: list[Film]
@@ -200,42 +135,55 @@ class Evaluation:
     # why there are none although some were asked for
     no_films: str | None = None
 
+    @classmethod
+    def run(
+        cls,
+        config: Config,
+        policy: Policy,
+        device: torch.device | str,
+        greedy: bool = True,
+        films: int = 0,
+        both: bool = False,
+    ) -> "Evaluation":
+        """With the settings of a run, in an env of its own."""
+        env = held_out_env(config, device)
+        chunk, settings = config.rollout.action_steps, config.evaluation
+        try:
+            return evaluate(policy, env, settings.episodes, config.seed, chunk, greedy, settings.baseline, films, both)
+        finally:
+            env.close()
+
     def table(self) -> str:
         rows = [("policy", "task", "success", "95 % interval", "reward", "steps")]
         for who, tasks in self.scores.items():
             for task, score in tasks.items():
                 s = score.success
                 success = (f"{s.rate:.1%}", f"{s.low:.1%} - {s.high:.1%}") if self.spec.reports_success else ("-", "-")
-                rows.append(
-                    (who, task, *success, f"{score.reward:.2f} +- {score.reward_std:.2f}", f"{score.steps:.1f}")
-                )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+                reward = f"{score.reward:.2f} +- {score.reward_std:.2f}"
+                rows.append((who, task, *success, reward, f"{score.steps:.1f}"))
+        return text_table(rows)
 
     def numbers(self) -> dict[str, float | None]:
-        """For evaluations.jsonl: over all tasks, of each where there are several, and of who else has played."""
+        """Of all tasks, of each where there are several, and of the sampled and the random policy."""
         tasks = self.scores["policy"]
-        numbers = {"episodes": self.episodes} | self._told("", _overall(tasks))
-        for task in tasks if "all" in tasks else ():
-            numbers |= {} if task == "all" else self._told(f"{task}/", tasks[task])
-        for who, prefix in (("policy, sampled", "sampled_"), ("random", "random_")):
-            numbers |= self._told(prefix, _overall(self.scores[who])) if who in self.scores else {}
+        shown = {"": self.overall("policy")}
+        shown |= {f"{task}/": score for task, score in tasks.items() if "all" in tasks and task != "all"}
+        others = {"sampled_": "policy, sampled", "random_": "random"}
+        shown |= {prefix: self.overall(who) for prefix, who in others.items() if who in self.scores}
+        numbers: dict[str, float | None] = {"episodes": self.episodes}
+        for prefix, score in shown.items():
+            for name, value in (("rate", score.success.rate), ("low", score.success.low), ("high", score.success.high)):
+                numbers[f"{prefix}success_{name}"] = value if self.spec.reports_success else None
+            numbers |= {f"{prefix}reward": score.reward, f"{prefix}steps": score.steps}
         return numbers
 
-    def _told(self, prefix: str, score: Score) -> dict[str, float | None]:
-        success = score.success
-        known = (success.rate, success.low, success.high) if self.spec.reports_success else (None, None, None)
-        told = dict(zip(("success_rate", "success_low", "success_high"), known, strict=True))
-        return {
-            f"{prefix}{name}": value for name, value in (told | {"reward": score.reward, "steps": score.steps}).items()
-        }
+    def overall(self, who: str) -> Score:
+        """Of all tasks together."""
+        tasks = self.scores[who]
+        return tasks["all"] if "all" in tasks else next(iter(tasks.values()))
 
-    def write(self, path: Path, about: dict | None = None) -> Path:
-        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {})
-        content["scores"] = {w: {t: asdict(s) for t, s in tasks.items()} for w, tasks in self.scores.items()}
-        path.write_text(json.dumps(content, indent=2) + "\n")
-        return path
+    def content(self) -> dict:
+        return {"scores": {w: {t: asdict(score) for t, score in tasks.items()} for w, tasks in self.scores.items()}}
 
 
 def evaluate(
@@ -249,41 +197,35 @@ def evaluate(
     films: int = 0,
     both: bool = False,
 ) -> Evaluation:
-    """`policy` and, beside it, uniformly random actions on the same held-out episodes.
+    """`policy` and, as a baseline, uniformly random actions on the same held-out episodes.
 
-    `both`: with greedy actions and with sampled ones; so is any policy that says they do otherwise.
+    `both`: greedy and sampled actions; always so for a policy that says they differ.
     """
-    played, reels = play(policy, env, episodes, seed, chunk, greedy, films)
-    scores = {"policy": score_by_task(played, env.spec.task_names)}
+    played, shot = play(policy, env, episodes, seed, chunk, greedy, films)
+    scores = {"policy": _score_by_task(played, env.spec)}
     if greedy and (both or policy.reports_sampled):
-        sampled, _ = play(policy, env, episodes, seed, chunk, greedy=False)
-        scores["policy, sampled"] = score_by_task(sampled, env.spec.task_names)
+        played, _ = play(policy, env, episodes, seed, chunk, greedy=False)
+        scores["policy, sampled"] = _score_by_task(played, env.spec)
     if baseline:
-        random = RandomPolicy(env.spec, chunk).to(env.device)
-        scores["random"] = score_by_task(play(random, env, episodes, seed, chunk, greedy=False)[0], env.spec.task_names)
-    return Evaluation(episodes, seed, scores, reels, env.spec, _why_none(env) if films and not reels else None)
+        played, _ = play(RandomPolicy(env.spec, chunk).to(env.device), env, episodes, seed, chunk, greedy=False)
+        scores["random"] = _score_by_task(played, env.spec)
+    no_films = None
+    if films and not shot:
+        no_picture = getattr(env.backend, "no_picture", None)
+        no_films = (no_picture and no_picture(0)) or "the env draws nothing: its render() gives None"
+    return Evaluation(episodes, seed, scores, shot, env.spec, no_films)
 
 
-def _why_none(env: Env) -> str:
-    """Why nothing was filmed, as far as the env tells."""
-    told = getattr(env.backend, "no_picture", None)
-    return (told and told(0)) or "the env draws nothing: its render() gives None"
+def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, Score]:
+    """A score for each task that was played, and 'all' where there are several."""
 
+    def score(played: list[Episode]) -> Score:
+        rewards = np.array([episode.reward for episode in played])
+        success = wilson(sum(episode.success for episode in played), len(played))
+        steps = float(np.mean([episode.steps for episode in played]))
+        return Score(success, float(rewards.mean()), float(rewards.std()), steps)
 
-def evaluate_config(
-    config: Config, policy: Policy, device, greedy: bool = True, films: int = 0, both: bool = False
-) -> Evaluation:
-    """An evaluation as a run's config asks for it, in an env of its own."""
-    episodes, chunk, baseline = config.evaluation.episodes, config.rollout.action_steps, config.evaluation.baseline
-    env = held_out_env(config, device)
-    try:
-        return evaluate(policy, env, episodes, config.seed, chunk, greedy, baseline, films, both)
-    finally:
-        env.close()
-
-
-def held_out_env(config: Config, device, robots: int | None = None) -> Env:
-    """As many robots as the run had, or so many; of each task the same number."""
-    tasks = len(getattr(config.env, "task", ())) or 1
-    robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
-    return make_env(config.env, robots, config.rollout.max_episode_steps, device)
+    # several phrasings of one task have one name
+    tasks = dict.fromkeys(spec.task_names[task] for task in sorted({episode.task for episode in episodes}))
+    scores = {task or "task": score([e for e in episodes if spec.task_names[e.task] == task]) for task in tasks}
+    return scores | ({"all": score(episodes)} if len(tasks) > 1 else {})

@@ -1,44 +1,69 @@
-"""World-model evaluation on held-out episodes."""
+"""World-model evaluation on held-out episodes: one decision ahead, in open loop, with shuffled actions, half blind.
 
-import json
+Figures of images are per camera. `prediction`: the world model, with the memory it has by then; `copy`: the last frame
+again; `ceiling`: the true next frame through the tokenizer, the best prediction that it can express.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tensordict import TensorDict
 
 from sparring.config.schema import Config
 from sparring.envs.env import make_env
-from sparring.evaluation.files import lined_up
-from sparring.evaluation.images import Covered, Seen, changed, objects, psnr, squared_error, ssim
-from sparring.evaluation.play import Tally, held_out_episodes
+from sparring.evaluation.files import EvaluationResult, text_table
+from sparring.evaluation.images import ObjectMasks, changed, squared_error, ssim
+from sparring.evaluation.play import held_out_episodes
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.world_models.world_model import WorldModel
 
-# ---- How well a world model predicts episodes that it was not trained on, beside copying the last frame.
-#
-# Figures of pictures are per camera. `prediction` is the world model, one decision ahead with the memory it has by
-# then;
-# `copy` the last frame shown again; `ceiling` the true next frame through the tokenizer, the best it could predict.
-
-
 # decisions ahead, in open loop
 HORIZONS = (1, 5, 10, 20)
-# decisions that an open loop looks on before it closes its eyes, so that there is something to remember
-LOOKS_ON = 5
+# decisions that the model observes before the open loop starts, so that there is something to remember
+OBSERVED = 5
 # episodes at a time
 ROWS = 32
-# pixels of the next frame: of any object; of one that this camera saw at that very place, and that the robot stands in
-# front of now; of one that no camera shows now, but one did before; of one that this camera does not show now, but did
+# kinds of pixels of the next frame, see ObjectMasks
 OBJECTS = ("object", "covered_object", "hidden_object", "returning_object")
-TOKENS = ("accuracy", "accuracy_changed", "accuracy_copy")
+_TOKENS = {"accuracy": "all", "accuracy_changed": "changed", "accuracy_copy": "copying the last frame"}
+_PAIR = ("prediction", "copy")
+
+
+class _Tally:
+    """`add` numbers under a name, some at a time; `mean` of all of them."""
+
+    def __init__(self):
+        self.sums: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, int] = defaultdict(int)
+
+    def add(self, name: str, values: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """`where`: which of the values count; None: all."""
+        values = values if where is None else values[where]
+        self.sums[name] += float(values.double().sum())
+        self.counts[name] += values.numel()
+
+    def mean(self, name: str) -> float | None:
+        return self.sums[name] / self.counts[name] if self.counts[name] else None
+
+    def ratio(self, name: str, other: str) -> float | None:
+        """Of two means; None where either is missing, or the other is 0."""
+        below = self.mean(other)
+        return self.mean(name) / below if below and self.counts[name] else None
+
+    def psnr(self, name: str) -> float | None:
+        """In dB, of the mean squared error over all images; None where it is 0, as JSON has no infinity."""
+        mse = self.mean(name)
+        return -10 * math.log10(mse) if mse else None
 
 
 @torch.no_grad()
 def measure(model: WorldModel, episodes: TensorDict) -> dict:
     """Figures of `episodes [E, T]` (with `mask`), nested, for JSON; None where there was nothing to measure."""
     model.eval()
-    tally = Tally()
+    tally = _Tally()
     for rows in episodes.split(ROWS):
         rows = rows.to(next(model.parameters()).device)
         _one_ahead(model, rows, tally)
@@ -46,29 +71,15 @@ def measure(model: WorldModel, episodes: TensorDict) -> dict:
         _half_blind(model, rows, tally)
     return {
         "transitions": int(episodes["mask"].sum()),
-        "tokens": {name: tally.mean(name) for name in (*TOKENS, "cross_entropy")},
+        "tokens": {name: tally.mean(name) for name in (*_TOKENS, "cross_entropy")},
         "cameras": {camera: _camera_figures(tally, camera) for camera in model.cameras},
-        "open_loop": {str(k): {c: _open_figures(tally, c, k) for c in model.cameras} for k in HORIZONS},
+        "open_loop": {str(k): {c: _open_loop_figures(tally, c, k) for c in model.cameras} for k in HORIZONS},
         "shuffled_actions": _shuffled_figures(tally, model.cameras),
-        "half_blind": _half_blind_figures(tally, model),
+        "half_blind": {
+            "without": list(model.dispensable),
+            "cameras": {camera: _object_figures(tally, camera, "half_blind") for camera in _kept_cameras(model)},
+        },
     }
-
-
-def compare(model: dict, other: dict) -> dict:
-    """`measure` of a world model and of another on the same episodes: by how much the other is worse."""
-
-    def gap(*path: str) -> float | None:
-        mine, theirs = (_looked_up(figures, path) for figures in (model, other))
-        return None if mine is None or theirs is None else theirs - mine
-
-    cameras = {
-        camera: {"changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio")}
-        | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
-        for camera in model["cameras"]
-    }
-    blind = {camera: gap("half_blind", "cameras", camera, "prediction") for camera in model["half_blind"]["cameras"]}
-    half_blind = {"cameras": {camera: {"hidden_object_mse": worse} for camera, worse in blind.items()}}
-    return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras, "half_blind": half_blind}
 
 
 @torch.no_grad()
@@ -78,333 +89,260 @@ def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
     # [prediction | copy, E]
     sums = torch.zeros(2, len(episodes), dtype=torch.float64)
     for rows, own in zip(episodes.split(ROWS), sums.split(ROWS, 1), strict=True):
-        rows = rows.to(next(model.parameters()).device)
-        memory = model.empty_memory(len(rows))
-        for t in range(rows.shape[1]):
-            here = rows["mask"][:, t]
-            td = rows[:, t][here].set(("memory", "world_model"), memory[here])
-            predicted = model.predict(td)
-            memory[here] = predicted["memory"]
-            for camera, picture in predicted["image"].items():
+        for here, td, predicted in _predictions(model, rows.to(next(model.parameters()).device)):
+            for camera, image in predicted["image"].items():
                 before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
                 moved = changed(before, after)
-                for who, guess in enumerate((picture, before)):
-                    own[who, here.cpu()] += (squared_error(guess, after) * moved).flatten(1).sum(1).cpu()
+                for row, guess in enumerate((image, before)):
+                    own[row, here.cpu()] += (squared_error(guess, after) * moved).flatten(1).sum(1).cpu()
     return sums[0] / sums[1]
 
 
-def _tokens(model: WorldModel, td: TensorDict, tally: Tally) -> None:
-    told = model.correct_tokens(td)
-    right, copied = told["right"].float(), told["copied"]
-    tally.add("accuracy", right)
-    tally.add("accuracy_changed", right, ~copied)
-    tally.add("accuracy_copy", copied.float())
+def _predictions(
+    model: WorldModel, rows: TensorDict, without: tuple[str, ...] = ()
+) -> Iterator[tuple[torch.Tensor, TensorDict, TensorDict]]:
+    """Per decision of `rows [E, T]`: the episodes that go on `[E]` bool, their transitions and predictions `[n]`."""
+    memory = model.empty_memory(len(rows))
+    for t in range(rows.shape[1]):
+        here = rows["mask"][:, t]
+        td = rows[:, t][here].set(("memory", "world_model"), memory[here])
+        predicted = model.predict(td, without=without)
+        memory[here] = predicted["memory"]
+        yield here, td, predicted
 
 
-def _one_ahead(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
-    memory, shown = model.empty_memory(len(rows)), rows.get(("observation", "segmentation"), None)
-    seen = None if shown is None else _Sight(shown)
+def _one_ahead(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
+    memory, segmentation = model.empty_memory(len(rows)), rows.get(("observation", "segmentation"), None)
+    masks = None if segmentation is None else ObjectMasks(segmentation)
     for t in range(rows.shape[1]):
         here = rows["mask"][:, t]
         td = rows[:, t][here].set(("memory", "world_model"), memory[here])
         scored, predicted = model.score(td), model.predict(td)
         memory[here] = scored["memory"]
         tally.add("cross_entropy", scored["error"])
-        _tokens(model, td, tally)
-        _compare_pictures(td, predicted, model.reconstruct(td), tally)
-        if seen is not None:
-            _compare_objects(td, predicted, seen, here, tally)
+        tokens = model.correct_tokens(td)
+        tally.add("accuracy", tokens["right"].float())
+        tally.add("accuracy_changed", tokens["right"].float(), ~tokens["copied"])
+        tally.add("accuracy_copy", tokens["copied"].float())
+        ceiling, now, following = model.reconstruct(td), td["observation"], td["next", "observation"]
+        objects = {} if masks is None else masks.update(now["segmentation"], following["segmentation"], here)
+        for camera, image in predicted["image"].items():
+            before, after = now["image", camera], following["image", camera]
+            moved = changed(before, after)
+            tally.add(f"{camera}/changed", moved.float())
+            guesses = {"prediction": image, "copy": before, "ceiling": ceiling["image", camera]}
+            for who, guess in guesses.items():
+                error = squared_error(guess, after)
+                tally.add(f"{camera}/{who}/mse", error)
+                tally.add(f"{camera}/{who}/changed_mse", error, moved)
+                tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
+                for kind in objects if who in _PAIR else ():
+                    tally.add(f"{camera}/{who}/{kind}_mse", error, objects[kind][camera])
         if here.sum() > 1:
-            # what another robot did at that time, with the memory of what truly happened
-            other = td.clone(False).set("action", td["action"].roll(1, 0))
-            tally.add("shuffled/cross_entropy", model.score(other)["error"])
-            _compare_shuffled(td, model.predict(other), tally)
+            # the action of another robot at that time, with the memory of the true episode
+            shuffled = td.clone(False).set("action", td["action"].roll(1, 0))
+            tally.add("shuffled/cross_entropy", model.score(shuffled)["error"])
+            for camera, image in model.predict(shuffled)["image"].items():
+                before, after = now["image", camera], following["image", camera]
+                tally.add(f"{camera}/shuffled/changed_mse", squared_error(image, after), changed(before, after))
 
 
-def _compare_pictures(td: TensorDict, predicted: TensorDict, ceiling: TensorDict, tally: Tally) -> None:
-    for camera, picture in predicted["image"].items():
-        before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
-        moved = changed(before, after)
-        tally.add(f"{camera}/changed", moved.float())
-        shown = {"prediction": picture, "copy": before, "ceiling": ceiling["image", camera]}
-        for who, guess in shown.items():
-            error = squared_error(guess, after)
-            tally.add(f"{camera}/{who}/mse", error)
-            tally.add(f"{camera}/{who}/changed_mse", error, moved)
-            tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
-
-
-class _Sight:
-    """What has been seen so far: by any camera, by each for itself, and where."""
-
-    def __init__(self, shown: TensorDict):
-        # of each camera [E, T, 1, H, W]
-        shapes, device = {camera: numbers.shape for camera, numbers in shown.items()}, shown.device
-        self.by_any = Seen(len(shown), device)
-        self.by_each = {camera: Seen(len(shown), device) for camera in shapes}
-        self.places = {camera: Covered(len(shown), *shape[-2:], device) for camera, shape in shapes.items()}
-
-    def masks(self, now: TensorDict, after: TensorDict, here: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
-        """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame."""
-        return {
-            "object": {c: objects(after[c]) for c in self.by_each},
-            "covered_object": {c: places.pixels(now[c], after[c], here) for c, places in self.places.items()},
-            "hidden_object": self.by_any.hidden(dict(now.items()), dict(after.items()), here),
-            "returning_object": {c: s.hidden({c: now[c]}, {c: after[c]}, here)[c] for c, s in self.by_each.items()},
-        }
-
-
-def _compare_objects(td: TensorDict, predicted: TensorDict, seen: _Sight, here: torch.Tensor, tally: Tally) -> None:
-    """Where the env tells what each pixel belongs to."""
-    masks = seen.masks(td["observation", "segmentation"], td["next", "observation", "segmentation"], here)
-    for camera, picture in predicted["image"].items():
-        truth = td["next", "observation", "image", camera]
-        for who, guess in (("prediction", picture), ("copy", td["observation", "image", camera])):
-            error = squared_error(guess, truth)
-            for kind in OBJECTS:
-                tally.add(f"{camera}/{who}/{kind}_mse", error, masks[kind][camera])
-
-
-def _compare_shuffled(td: TensorDict, predicted: TensorDict, tally: Tally) -> None:
-    for camera, picture in predicted["image"].items():
-        before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
-        error = squared_error(picture, after)
-        tally.add(f"{camera}/shuffled/changed_mse", error, changed(before, after))
-
-
-def _open_loop(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
-    """The world model is told the actions, and sees only what it predicted itself."""
-    if rows.shape[1] <= LOOKS_ON:
+def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
+    """The world model is given the actions, and sees only its own predictions."""
+    if rows.shape[1] <= OBSERVED:
         return
-    rows = rows[rows["mask"][:, LOOKS_ON]]
+    rows = rows[rows["mask"][:, OBSERVED]]
     if not len(rows):
         return
     memory = model.empty_memory(len(rows))
-    for t in range(LOOKS_ON):
+    for t in range(OBSERVED):
         memory = model.observe(rows[:, t].set(("memory", "world_model"), memory))
-    start = rows[:, LOOKS_ON]["observation"]
+    start = rows[:, OBSERVED]["observation"]
     observation = start.clone(False)
-    for k in range(1, min(max(HORIZONS), rows.shape[1] - LOOKS_ON) + 1):
-        step = rows[:, LOOKS_ON + k - 1]
+    for k in range(1, min(max(HORIZONS), rows.shape[1] - OBSERVED) + 1):
+        step = rows[:, OBSERVED + k - 1]
         td = {"observation": observation, "action": step["action"], "memory": {"world_model": memory}}
         predicted = model.predict(TensorDict(td, [len(rows)]))
         memory = predicted["memory"]
-        observation = _imagined(observation, predicted)
+        observation = observation.clone(False).update(predicted.select("image", "state", strict=False))
         if k in HORIZONS:
-            for camera, picture in predicted["image"].items():
+            for camera, image in predicted["image"].items():
                 after = step["next", "observation", "image", camera]
-                for who, shown in (("prediction", picture), ("copy", start["image", camera])):
-                    tally.add(f"{camera}/{who}/open_{k}", squared_error(shown, after), step["mask"])
+                for who, guess in (("prediction", image), ("copy", start["image", camera])):
+                    tally.add(f"{camera}/{who}/open_{k}", squared_error(guess, after), step["mask"])
 
 
-def _half_blind(model: WorldModel, rows: TensorDict, tally: Tally) -> None:
+def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
     """With an explorer's cameras alone: pixels of objects that none of them shows now, but one did before.
 
-    There are many of these, since an arm's own camera sees little at a time; where they are, only a memory can know.
+    These are many, as an arm's own camera sees little at a time; only a memory knows where they are.
     """
-    left = tuple(camera for camera in model.cameras if camera not in model.dispensable)
-    if not model.dispensable or not left or ("observation", "segmentation") not in rows.keys(True):
+    kept, segmentation = _kept_cameras(model), rows.get(("observation", "segmentation"), None)
+    if not kept or segmentation is None:
         return
-    memory, seen = model.empty_memory(len(rows)), Seen(len(rows), rows["mask"].device)
-    for t in range(rows.shape[1]):
-        here = rows["mask"][:, t]
-        td = rows[:, t][here].set(("memory", "world_model"), memory[here])
-        predicted = model.predict(td, without=model.dispensable)
-        memory[here] = predicted["memory"]
+    masks = ObjectMasks(segmentation.select(*kept))
+    for here, td, predicted in _predictions(model, rows, without=model.dispensable):
         now, after = td["observation"], td["next", "observation"]
-        hidden = seen.hidden(*({c: one["segmentation", c] for c in left} for one in (now, after)), here)
-        for camera in left:
+        hidden = masks.hidden(now["segmentation"], after["segmentation"], here)
+        for camera in kept:
             for who, guess in (("prediction", predicted), ("copy", now)):
                 error = squared_error(guess["image", camera], after["image", camera])
                 tally.add(f"{camera}/{who}/half_blind", error, hidden[camera])
 
 
-def _imagined(observation: TensorDict, predicted: TensorDict) -> TensorDict:
-    return observation.clone(False).update(predicted.select("image", "state", strict=False))
+def _kept_cameras(model: WorldModel) -> list[str]:
+    """Those that a half-blind prediction uses; none where the model needs all of them."""
+    return [camera for camera in model.cameras if model.dispensable and camera not in model.dispensable]
 
 
-def _camera_figures(tally: Tally, camera: str) -> dict:
-    prefix = f"{camera}/prediction"
-    levels = {who: _psnr(tally, f"{camera}/{who}/mse") for who in ("prediction", "copy", "ceiling")}
+def _camera_figures(tally: _Tally, camera: str) -> dict:
+    psnr = {who: tally.psnr(f"{camera}/{who}/mse") for who in (*_PAIR, "ceiling")}
+    ratios = {who: tally.ratio(f"{camera}/{who}/changed_mse", f"{camera}/copy/changed_mse") for who in psnr}
     return {
         "changed_share": tally.mean(f"{camera}/changed"),
-        "changed_mse_ratio": tally.ratio(f"{prefix}/changed_mse", f"{camera}/copy/changed_mse"),
-        "changed_mse_ratio_ceiling": tally.ratio(f"{camera}/ceiling/changed_mse", f"{camera}/copy/changed_mse"),
-        "psnr": levels,
-        "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in levels},
-        "skill": skill(**levels),
+        "changed_mse_ratio": ratios["prediction"],
+        "changed_mse_ratio_ceiling": ratios["ceiling"],
+        "psnr": psnr,
+        "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in psnr},
+        "skill": _skill(**psnr),
     } | {f"{kind}_mse": _object_figures(tally, camera, f"{kind}_mse") for kind in OBJECTS}
 
 
-def _object_figures(tally: Tally, camera: str, name: str) -> dict:
-    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in ("prediction", "copy")}
+def _object_figures(tally: _Tally, camera: str, name: str) -> dict:
+    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in _PAIR}
     return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
 
 
-def _half_blind_figures(tally: Tally, model: WorldModel) -> dict:
-    left = [camera for camera in model.cameras if camera not in model.dispensable]
-    cameras = {camera: _object_figures(tally, camera, "half_blind") for camera in left} if model.dispensable else {}
-    return {"without": list(model.dispensable), "cameras": cameras}
-
-
-def skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
+def _skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
     """How much of the way from copying to the ceiling (PSNR); None where the ceiling lies below copying."""
     if None in (prediction, copy, ceiling) or ceiling <= copy:
         return None
     return (prediction - copy) / (ceiling - copy)
 
 
-def _open_figures(tally: Tally, camera: str, k: int) -> dict:
-    names = {who: f"{camera}/{who}/open_{k}" for who in ("prediction", "copy")}
-    levels = {who: _psnr(tally, name) for who, name in names.items()}
-    return {"psnr": levels, "mse_ratio": tally.ratio(names["prediction"], names["copy"])}
+def _open_loop_figures(tally: _Tally, camera: str, k: int) -> dict:
+    names = {who: f"{camera}/{who}/open_{k}" for who in _PAIR}
+    psnr = {who: tally.psnr(name) for who, name in names.items()}
+    return {"psnr": psnr, "mse_ratio": tally.ratio(names["prediction"], names["copy"])}
 
 
-def _shuffled_figures(tally: Tally, cameras: tuple[str, ...]) -> dict:
-    """By how much a prediction is worse when the world model is told another robot's action."""
-    shuffled, true = tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy")
-    figures: dict = {"cross_entropy_gap": None if shuffled is None else shuffled - true, "changed_mse_ratio_gap": {}}
+def _shuffled_figures(tally: _Tally, cameras: tuple[str, ...]) -> dict:
+    """By how much a prediction from another robot's action is worse."""
+    gaps = {}
     for camera in cameras:
-        below = f"{camera}/copy/changed_mse"
-        ratios = [tally.ratio(f"{camera}/{who}/changed_mse", below) for who in ("shuffled", "prediction")]
-        figures["changed_mse_ratio_gap"][camera] = None if None in ratios else ratios[0] - ratios[1]
-    return figures
+        error, copy = (f"{camera}/{who}/changed_mse" for who in ("shuffled", "copy"))
+        gaps[camera] = _gap(tally.ratio(error, copy), tally.ratio(f"{camera}/prediction/changed_mse", copy))
+    entropy = _gap(tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy"))
+    return {"cross_entropy_gap": entropy, "changed_mse_ratio_gap": gaps}
 
 
-def _psnr(tally: Tally, name: str) -> float | None:
-    mse = tally.mean(name)
-    # JSON has no infinity: where nothing moves at all, there is nothing to tell
-    return psnr(mse) if mse else None
+def _gap(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
 
 
-def _looked_up(figures: dict, path: tuple[str, ...]) -> float | None:
-    for key in path:
-        figures = figures[key]
-    return figures
-
-
-# ---- A world model on held-out episodes: figures, a table, a file.
+def _compare(model: dict, other: dict) -> dict:
+    """`measure` of a world model and of another on the same episodes: by how much the other is worse."""
+    cameras: dict[str, dict] = {}
+    for camera, mine in model["cameras"].items():
+        theirs = other["cameras"][camera]
+        cameras[camera] = {"changed_mse_ratio": _gap(theirs["changed_mse_ratio"], mine["changed_mse_ratio"])}
+        for kind in OBJECTS:
+            cameras[camera][f"{kind}_mse"] = _gap(*(figures[f"{kind}_mse"]["prediction"] for figures in (theirs, mine)))
+    half_blind = {
+        camera: {"hidden_object_mse": _gap(other["half_blind"]["cameras"][camera]["prediction"], mine["prediction"])}
+        for camera, mine in model["half_blind"]["cameras"].items()
+    }
+    entropy = _gap(other["tokens"]["cross_entropy"], model["tokens"]["cross_entropy"])
+    return {"cross_entropy": entropy, "cameras": cameras, "half_blind": {"cameras": half_blind}}
 
 
 @dataclass
-class WorldModelEvaluation:
-    """What `measure` found, on so many episodes of the eval split."""
+class WorldModelEvaluation(EvaluationResult):
+    """The figures of `measure` on held-out episodes."""
 
-    episodes: int
-    seed: int
     figures: dict
 
-    def table(self) -> str:
-        return "\n".join([*_cameras(self.figures), "", *_open_loop_figures(self.figures), "", *_in_words(self.figures)])
+    @classmethod
+    def run(
+        cls, config: Config, model: WorldModel, device: torch.device | str, against: WorldModel | None = None
+    ) -> "WorldModelEvaluation":
+        """With the settings of a run. `against`: another world model, e.g. one without memory, on the same episodes."""
+        episodes, fps = random_episodes(config, device)
+        figures = {"decision_seconds": config.rollout.action_steps / fps} | measure(model, episodes)
+        if against is not None:
+            figures["against"] = _compare(figures, measure(against, episodes))
+        return cls(config.evaluation.episodes, config.seed, figures)
 
     def numbers(self) -> dict[str, float | None]:
-        """For evaluations.jsonl: of all that was measured, what a curve is worth."""
         numbers = {"episodes": self.episodes} | self.figures["tokens"]
         for camera, found in self.figures["cameras"].items():
-            told = {"psnr": found["psnr"]["prediction"], "psnr_copy": found["psnr"]["copy"]}
-            told |= {"ssim": found["ssim"]["prediction"]}
-            told |= {name: found[name] for name in ("skill", "changed_mse_ratio")}
-            numbers |= {f"{camera}/{name}": value for name, value in told.items()}
+            shown = {"psnr": found["psnr"]["prediction"], "psnr_copy": found["psnr"]["copy"]}
+            shown |= {"ssim": found["ssim"]["prediction"]}
+            shown |= {name: found[name] for name in ("skill", "changed_mse_ratio")}
+            numbers |= {f"{camera}/{name}": value for name, value in shown.items()}
         return numbers
 
-    def write(self, path: Path, about: dict | None = None) -> Path:
-        content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {}) | self.figures
-        path.write_text(json.dumps(content, indent=2) + "\n")
-        return path
+    def content(self) -> dict:
+        return self.figures
+
+    def table(self) -> str:
+        rows = [("camera", "", "prediction", "copy last", "ceiling")]
+        for camera, found in self.figures["cameras"].items():
+            rows.append((camera, "PSNR, dB", *(_text(value, ".2f") for value in found["psnr"].values())))
+            rows.append((camera, "SSIM", *(_text(value, ".3f") for value in found["ssim"].values())))
+            ratios = [found["changed_mse_ratio"], 1.0, found["changed_mse_ratio_ceiling"]]
+            rows.append((camera, "changed pixels, MSE ratio", *(_text(ratio, ".3f") for ratio in ratios)))
+            for kind in OBJECTS:
+                errors = [found[f"{kind}_mse"][who] for who in _PAIR]
+                if None not in errors:
+                    name = f"{kind.replace('_', ' ')} pixels, MSE"
+                    rows.append((camera, name, *(_text(error, ".5f") for error in errors), ""))
+            rows.append((camera, "skill", _text(found["skill"], ".2f"), "0", "1"))
+        ahead = [("decisions ahead", "camera", "PSNR, dB", "copy last", "MSE ratio")]
+        for k, cameras in self.figures["open_loop"].items():
+            for camera, found in cameras.items():
+                psnr = [_text(found["psnr"][who], ".2f") for who in _PAIR]
+                ahead.append((k, camera, *psnr, _text(found["mse_ratio"], ".3f")))
+        return "\n".join([text_table(rows), "", text_table(ahead), "", *self._sentences()])
+
+    def _sentences(self) -> list[str]:
+        tokens, shuffled, blind = (self.figures[part] for part in ("tokens", "shuffled_actions", "half_blind"))
+        shares = ", ".join(f"{words} {_text(tokens[name], '.3f')}" for name, words in _TOKENS.items())
+        gaps = ", ".join(f"{camera} {_text(gap, '+.3f')}" for camera, gap in shuffled["changed_mse_ratio_gap"].items())
+        lines = [
+            f"token accuracy: {shares}; cross-entropy {_text(tokens['cross_entropy'], '.3f')} nats per token",
+            f"told another robot's action: cross-entropy {_text(shuffled['cross_entropy_gap'], '+.3f')}, "
+            f"MSE ratio of changed pixels {gaps}",
+        ]
+        for camera, found in blind["cameras"].items():
+            error, copy = (_text(found[who], ".5f") for who in _PAIR)
+            lines.append(
+                f"without {', '.join(blind['without'])}: MSE of {found['pixels']} pixels of hidden objects, {camera} "
+                f"{error} (copying the last frame {copy})"
+            )
+        against = self.figures.get("against", {"cameras": {}})
+        for camera, found in against["cameras"].items():
+            worse = [f"{kind.replace('_', ' ')} pixels {_text(found[f'{kind}_mse'], '+.5f')}" for kind in OBJECTS]
+            if hidden := against["half_blind"]["cameras"].get(camera):
+                error = _text(hidden["hidden_object_mse"], "+.5f")
+                worse.append(f"hidden object pixels without the other cameras {error}")
+            ratio = _text(found["changed_mse_ratio"], "+.3f")
+            lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(worse)}")
+        return lines
 
 
-def evaluate_world_model(
-    config: Config, model: WorldModel, device, against: WorldModel | None = None
-) -> WorldModelEvaluation:
-    """As a run's config asks for it, in an env of its own where robots act at random, as they do for a teacher.
-
-    `against`: another world model, e.g. one without a memory, on the same episodes.
-    """
-    seen, fps = foretold_episodes(config, device)
-    figures = {"decision_seconds": config.rollout.action_steps / fps} | measure(model, seen)
-    if against is not None:
-        figures["against"] = compare(figures, measure(against, seen))
-    return WorldModelEvaluation(config.evaluation.episodes, config.seed, figures)
-
-
-def foretold_episodes(config: Config, device) -> tuple[TensorDict, float]:
-    """Held-out episodes `[E, T]` in which robots act at random, and how many frames a second has."""
+def random_episodes(config: Config, device: torch.device | str) -> tuple[TensorDict, float]:
+    """Held-out episodes `[E, T]` of a teacher's random actions, and their frames per second."""
     rollout, teacher = config.rollout, config.teacher
     env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
     try:
         coloured = share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
-        correlation = coloured * teacher.correlation
-        explorer = ColouredNoise(env.spec, rollout.action_steps, correlation).to(env.device)
-        seen = held_out_episodes(env, explorer, config.evaluation.episodes, config.seed, rollout.action_steps)
+        policy = ColouredNoise(env.spec, rollout.action_steps, coloured * teacher.correlation).to(env.device)
+        episodes = held_out_episodes(env, policy, config.evaluation.episodes, config.seed, rollout.action_steps)
     finally:
         env.close()
-    return seen, env.spec.control_hz
+    return episodes, env.spec.control_hz
 
 
-def _cameras(figures: dict) -> list[str]:
-    rows = [("camera", "", "prediction", "copy last", "ceiling")]
-    for camera, found in figures["cameras"].items():
-        rows.append(
-            (camera, "PSNR, dB", *(_number(found["psnr"][who], 2) for who in ("prediction", "copy", "ceiling")))
-        )
-        rows.append((camera, "SSIM", *(_number(found["ssim"][who], 3) for who in ("prediction", "copy", "ceiling"))))
-        ratios = [found["changed_mse_ratio"], 1.0, found["changed_mse_ratio_ceiling"]]
-        rows.append((camera, "changed pixels, MSE ratio", *(_number(ratio, 3) for ratio in ratios)))
-        for name in OBJECTS:
-            values = [found[f"{name}_mse"][who] for who in ("prediction", "copy")]
-            words = f"{name.replace('_', ' ')} pixels, MSE"
-            rows += [] if None in values else [(camera, words, *(f"{value:.5f}" for value in values), "")]
-        rows.append((camera, "skill", _number(found["skill"], 2), "0", "1"))
-    return lined_up(rows)
-
-
-def _open_loop_figures(figures: dict) -> list[str]:
-    rows = [("decisions ahead", "camera", "PSNR, dB", "copy last", "MSE ratio")]
-    for k, cameras in figures["open_loop"].items():
-        for camera, found in cameras.items():
-            levels = [_number(found["psnr"][who], 2) for who in ("prediction", "copy")]
-            rows.append((k, camera, *levels, _number(found["mse_ratio"], 3)))
-    return lined_up(rows)
-
-
-def _in_words(figures: dict) -> list[str]:
-    tokens, shuffled = figures["tokens"], figures["shuffled_actions"]
-    shares = {words: _number(tokens[name], 3) for name, words in _TOKENS.items()}
-    gaps = [f"{camera} {_signed(gap, 3)}" for camera, gap in shuffled["changed_mse_ratio_gap"].items()]
-    lines = [
-        f"token accuracy: {', '.join(f'{words} {share}' for words, share in shares.items())}; "
-        f"cross-entropy {_number(tokens['cross_entropy'], 3)} nats per token",
-        f"told another robot's action: cross-entropy {_signed(shuffled['cross_entropy_gap'], 3)}, "
-        f"MSE ratio of changed pixels {', '.join(gaps)}",
-    ]
-    blind = figures["half_blind"]
-    for camera, found in blind["cameras"].items():
-        errors = [_number(found[who], 5) for who in ("prediction", "copy")]
-        lines.append(
-            f"without {', '.join(blind['without'])}: MSE of {found['pixels']} pixels of hidden objects, {camera} "
-            f"{errors[0]} (copying the last frame {errors[1]})"
-        )
-    return lines + _against(figures["against"]) if "against" in figures else lines
-
-
-def _against(figures: dict) -> list[str]:
-    lines = []
-    for camera, found in figures["cameras"].items():
-        gaps = [f"{name.replace('_', ' ')} pixels {_signed(found[f'{name}_mse'], 5)}" for name in OBJECTS]
-        ratio = _signed(found["changed_mse_ratio"], 3)
-        blind = figures["half_blind"]["cameras"].get(camera)
-        if blind:
-            gaps.append(f"hidden object pixels without the other cameras {_signed(blind['hidden_object_mse'], 5)}")
-        lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(gaps)}")
-    return lines
-
-
-_TOKENS = {"accuracy": "all", "accuracy_changed": "changed", "accuracy_copy": "copying the last frame"}
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "n/a" if value is None else f"{value:.{digits}f}"
-
-
-def _signed(value: float | None, digits: int) -> str:
-    return "n/a" if value is None else f"{value:+.{digits}f}"
+def _text(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)

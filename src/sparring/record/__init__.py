@@ -1,1 +1,1 @@
-"""Recording: the only writers of numbers, pictures and progress."""
+"""Recording: the only writers of metrics, videos, logs and progress."""

@@ -1,10 +1,12 @@
 """The `logging` section. Torch-free."""
 
+from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field
 
 from sparring.config.section import Section
+from sparring.errors import UserError
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
@@ -28,3 +30,17 @@ class LoggingConfig(Section):
         description="share of a run's time that making videos may take; evaluations are filmed anyway; 1: no limit",
     )
     rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")
+
+    def check_installed(self) -> None:
+        """Refuse what needs a missing package, before anything is built."""
+        # extra, which is also the module -> whether it is needed, the setting that asks for it, the package
+        needed = {
+            "tensorboard": (self.tensorboard, "tensorboard=true", "tensorboard"),
+            "wandb": (self.mode != "disabled", f"mode={self.mode}", "wandb"),
+            "rerun": (self.rerun, "rerun=true", "rerun-sdk"),
+        }
+        for extra, (asked, setting, package) in needed.items():
+            if asked and find_spec(extra) is None:
+                raise UserError(
+                    f"logging.{setting} needs the package {package}: pip install 'sparring[{extra}]', or leave it out"
+                )

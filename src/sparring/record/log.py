@@ -1,11 +1,11 @@
 """Messages: to the console for people, to files in the run folder for later.
 
-logs/                          (each file also has _YYYYMMDD_HHMMSS in its name, of when its process began)
-  rl_training.log              all of them, but for the DEBUG lines of the three below
-  env/env.log                  sparring.env: robots made and reset; what worker processes say, and how they died
+logs/                          (each file also has _YYYYMMDD_HHMMSS in its name, the start of its process)
+  rl_training.log              all messages but the DEBUG lines of the three below
+  env/env.log                  sparring.env: robots made and reset; messages and deaths of worker processes
   normalizer/normalizer.log    sparring.normalizer: statistics, with each line of metrics
   training/training.log        sparring.training: the numbers of each update
-train.log -> the newest of the first, of a process that trained
+train.log -> the newest rl_training.log of a process that trained
 """
 
 import logging
@@ -16,121 +16,95 @@ from pathlib import Path
 from torch import nn
 
 from sparring.normalize import Normalizer
+from sparring.record.configs import LoggingConfig
 
 LOGGER = "sparring"
 # loggers with a file of their own
 PARTS = ("env", "normalizer", "training")
-# messages that are kept until there is a folder to write them to
+# messages that are kept until there is a folder for them
 _KEPT_EARLY = 1000
 
 
-def log_to_console(config, quiet: bool = False, rank: int = 0) -> None:
-    """Of one of several processes only warnings, unless it is the main one; quiet: only errors.
+class RunLog:
+    """The handlers of one run's messages. Messages before `open_files` are kept for the files."""
 
-    What is said before `log_to_files` is kept for it.
-    """
-    logger = _taken_down()
-    console = logging.StreamHandler()
-    level = logging.getLevelName(config.console_level)
-    console.setLevel(logging.ERROR if quiet else max(level, logging.WARNING) if rank else level)
-    console.setFormatter(logging.Formatter(f"[process {rank}] %(message)s" if rank else "%(message)s"))
-    logger.addHandler(console)
-    logger.addHandler(_Early())
-    logger.setLevel(logging.DEBUG)
+    def __init__(self, config: LoggingConfig, quiet: bool = False, rank: int = 0):
+        """`quiet`: errors only; a `rank` other than the main process: warnings only."""
+        self.config, self.folder = config, None
+        console = logging.StreamHandler()
+        level = logging.getLevelName(config.console_level)
+        console.setLevel(logging.ERROR if quiet else max(level, logging.WARNING) if rank else level)
+        console.setFormatter(logging.Formatter(f"[process {rank}] %(message)s" if rank else "%(message)s"))
+        self.early = _EarlyMessages()
+        self.handlers: list[logging.Handler] = [console, self.early]
+        self.activate()
+
+    def open_files(self, folder: Path | None) -> None:
+        """Write to the logs of a run folder, where there is one."""
+        self.folder = folder
+        self.handlers.remove(self.early)
+        if folder is not None and self.config.enable_file_logging:
+            stamp = time.strftime("%Y%m%d_%H%M%S")
+            for part in ("", *PARTS):
+                path = folder / "logs" / part / f"{part or 'rl_training'}_{stamp}.log"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = logging.FileHandler(path)
+                file.setLevel(self.config.file_level)
+                file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+                file.addFilter(logging.Filter(f"{LOGGER}.{part}") if part else _is_for_all)
+                for record in self.early.records:
+                    if record.levelno >= file.level:
+                        file.handle(record)
+                self.handlers.append(file)
+        self.activate()
+
+    def activate(self) -> None:
+        """Take the messages, also after another run of this process did; closed files open again on their own."""
+        logger = logging.getLogger(LOGGER)
+        for handler in [handler for handler in logger.handlers if handler not in self.handlers]:
+            logger.removeHandler(handler)
+            handler.close()
+        for handler in self.handlers:
+            logger.addHandler(handler)
+        logger.propagate = False
+        # what no handler keeps is never formatted
+        logger.setLevel(min(handler.level for handler in self.handlers))
+
+    def link(self) -> None:
+        """train.log leads to the main one of these files."""
+        files = [Path(handler.baseFilename) for handler in self.handlers if isinstance(handler, logging.FileHandler)]
+        if self.folder is not None and files:
+            link = self.folder / "train.log"
+            link.unlink(missing_ok=True)
+            try:
+                link.symlink_to(Path("logs", files[0].name))
+            except OSError:  # some file systems know no links; the log itself is there
+                pass
+
+    def update(self, update: int, metrics: dict[str, float]) -> None:
+        log = logging.getLogger(f"{LOGGER}.training")
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("update %d: %s", update, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def normalizers(self, update: int, model: nn.Module) -> None:
+        log = logging.getLogger(f"{LOGGER}.normalizer")
+        if not log.isEnabledFor(logging.DEBUG):
+            return
+        for name, module in model.named_modules():
+            # one that has seen no numbers yet has nothing to say
+            if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", 1)):
+                log.debug("update %d: %s: %s", update, name, module.in_words())
 
 
-def log_to_files(config, folder: Path | None) -> list[logging.Handler]:
-    """From now on also to the logs of a run folder, where there is one. By these handlers, for `log_by`."""
-    logger = logging.getLogger(LOGGER)
-    early = [handler for handler in logger.handlers if isinstance(handler, _Early)]
-    files = _files(config, folder) if folder is not None and config.enable_file_logging else []
-    for handler in early:
-        logger.removeHandler(handler)
-    for file in files:
-        logger.addHandler(file)
-        for record in (record for handler in early for record in handler.records if record.levelno >= file.level):
-            file.handle(record)
-    # what nobody keeps need not be put into words
-    logger.setLevel(min(handler.level for handler in logger.handlers))
-    return list(logger.handlers)
-
-
-def log_by(handlers: list[logging.Handler]) -> None:
-    """As before another run of this process was made; files that it closed are opened again by what is said."""
-    if logging.getLogger(LOGGER).handlers == handlers:
-        return
-    logger = _taken_down()
-    for handler in handlers:
-        logger.addHandler(handler)
-    logger.setLevel(min(handler.level for handler in handlers))
-
-
-def link_log(folder: Path | None, handlers: list[logging.Handler]) -> None:
-    """train.log leads to the main one of these logs, which is the first."""
-    files = [Path(handler.baseFilename) for handler in handlers if isinstance(handler, logging.FileHandler)]
-    if folder is not None and files:
-        _link(folder / "train.log", folder / "logs" / files[0].name)
-
-
-def log_update(update: int, metrics: dict[str, float]) -> None:
-    log = logging.getLogger(f"{LOGGER}.training")
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("update %d: %s", update, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-
-
-def log_normalizers(update: int, model: nn.Module) -> None:
-    log = logging.getLogger(f"{LOGGER}.normalizer")
-    if not log.isEnabledFor(logging.DEBUG):
-        return
-    for name, module in model.named_modules():
-        # one that may see something later says nothing yet
-        if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", 1)):
-            log.debug("update %d: %s: %s", update, name, module.in_words())
-
-
-class _Early(logging.Handler):
+class _EarlyMessages(logging.Handler):
     def __init__(self):
-        super().__init__()
+        super().__init__(logging.DEBUG)
         self.records: deque[logging.LogRecord] = deque(maxlen=_KEPT_EARLY)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
 
 
-def _taken_down() -> logging.Logger:
-    logger = logging.getLogger(LOGGER)
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate = False
-    return logger
-
-
-def _files(config, folder: Path) -> list[logging.FileHandler]:
-    logs, stamp = folder / "logs", time.strftime("%Y%m%d_%H%M%S")
-    paths = {part: logs / part / f"{part}_{stamp}.log" for part in PARTS}
-    files = []
-    for part, path in ({"": logs / f"rl_training_{stamp}.log"} | paths).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path)
-        file.setLevel(config.file_level)
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        file.addFilter(logging.Filter(f"{LOGGER}.{part}") if part else _is_for_all)
-        files.append(file)
-    return files
-
-
 def _is_for_all(record: logging.LogRecord) -> bool:
-    """The main log is read by people: the parts' details are in files of their own."""
+    """People read the main log: details of the parts are in files of their own."""
     return record.levelno > logging.DEBUG or record.name not in [f"{LOGGER}.{part}" for part in PARTS]
-
-
-def _link(link: Path, file: Path) -> None:
-    if link.exists() and not link.is_symlink():
-        # of an earlier version, which had no others
-        link.rename(file.with_name("rl_training_earlier.log"))
-    link.unlink(missing_ok=True)
-    try:
-        link.symlink_to(file.relative_to(link.parent))
-    except OSError:  # some file systems know no links; the log itself is there
-        pass

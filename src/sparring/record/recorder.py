@@ -1,4 +1,4 @@
-"""Recorder: the only writer of numbers and pictures in a run folder."""
+"""Recorder: the only writer of numbers and videos in a run folder."""
 
 import json
 import logging
@@ -6,57 +6,52 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from sparring.collect.timing import Span
 from sparring.phases.phase import Progress
-from sparring.record.films import PATIENCE_S, Films
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
 from sparring.record.sinks import Sink
+from sparring.record.videos import PATIENCE_S, VideoWriter
 
 log = logging.getLogger(LOGGER)
 
-# for what is still being encoded; what went wrong is to be told soon, and before `launch` loses its patience
+# seconds for videos that are being encoded: the error is shown soon, and before `launch` loses its patience
 AFTER_AN_ERROR_S = 2.0
 
 
 class Recorder:
-    """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl` and, as `films`, videos and pictures.
+    """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl` and `videos`; without a folder, nothing.
 
-    Without a folder, nothing. Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for what is
-    still being drawn and encoded; what ends by an exception is closed.
+    Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for the encoder.
     """
 
     def __init__(
         self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False, video_share: float = 1.0
     ):
         self.folder = folder
+        self.metrics_file, self.evaluations_file, self.timeline_file = (
+            folder and folder / name for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl")
+        )
         self.sinks = sinks or []
-        # videos that are there, told by the encoder's thread, for the sinks, which are this one's
+        # complete videos, from the encoder's thread; sinks are used in this one only
         self._complete: deque[Path] = deque()
-        self.films: Films | None = None
+        self.videos: VideoWriter | None = None
         if folder is not None:
-            self.films = Films(folder, rerun, lambda file, line: self._complete.append(file), video_share)
+            self.videos = VideoWriter(folder, rerun, lambda file, line: self._complete.append(file), video_share)
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if self.films is not None:
+        if self.videos is not None:
             # who interrupts twice does not want to wait
-            self.films.finish(0.0 if kind is KeyboardInterrupt else AFTER_AN_ERROR_S if kind else PATIENCE_S)
+            self.videos.finish(0.0 if kind is KeyboardInterrupt else AFTER_AN_ERROR_S if kind else PATIENCE_S)
             self._share_videos()
         if kind is not None:
             self.close(failed=True)
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.folder / "episode_metrics.jsonl"
-
-    @property
-    def evaluations_file(self) -> Path:
-        return self.folder / "evaluations.jsonl"
 
     def write(self, progress: Progress, metrics: dict[str, float], accuracy: str | None = None) -> None:
         """A line of metrics by their short names; `accuracy`: which of them is `avg_acc`."""
@@ -86,7 +81,7 @@ class Recorder:
         self._to_sinks(progress.updates, numbers)
 
     def evaluations(self) -> list[dict]:
-        """The lines so far; the last one may be torn, where a process was killed."""
+        """The lines so far; a last one without its end was torn when a process was killed."""
         if self.folder is None or not self.evaluations_file.exists():
             return []
         return [json.loads(line) for line in self.evaluations_file.read_text().split("\n")[:-1]]
@@ -94,7 +89,7 @@ class Recorder:
     def timeline(self, spans: list[Span]) -> None:
         """Who was at which stage, from when to when: lines of timeline.jsonl."""
         if self.folder is not None and spans:
-            with (self.folder / "timeline.jsonl").open("a") as file:
+            with self.timeline_file.open("a") as file:
                 file.writelines(json.dumps(vars(span)) + "\n" for span in spans)
 
     def close(self, failed: bool = False) -> None:
@@ -102,33 +97,21 @@ class Recorder:
         self._each_sink(lambda sink: sink.close(failed))
         self.sinks = []
 
-    def _share_videos(self) -> None:
-        """Those that are complete, with the sinks."""
-        while self._complete:
-            file = self._complete.popleft()
-            self._each_sink(lambda sink, file=file: sink.video(file.stem, file))
-
     def state_dict(self) -> dict:
-        return {"metrics_bytes": self._bytes("episode_metrics.jsonl"), "timeline_bytes": self._bytes("timeline.jsonl")}
+        return {"metrics_bytes": _size(self.metrics_file), "timeline_bytes": _size(self.timeline_file)}
 
     def load_state_dict(self, state: dict, updates: int) -> None:
-        """Forget lines that a run wrote after the checkpoint it now goes on from: it will write them again."""
+        """Remove lines that were written after the checkpoint: the resumed run writes them again."""
         if self.folder is None:
             return
-        # checkpoints of earlier versions do not tell how long the timeline was
-        known = {"episode_metrics.jsonl": state["metrics_bytes"], "timeline.jsonl": state.get("timeline_bytes")}
-        for name, size in known.items():
-            if size is not None and size < self._bytes(name):
-                os.truncate(self.folder / name, size)
-        # not by their bytes: an update is evaluated after it is saved
+        for file, size in ((self.metrics_file, state["metrics_bytes"]), (self.timeline_file, state["timeline_bytes"])):
+            if size < _size(file):
+                os.truncate(file, size)
+        # not by size: an update is evaluated after it is saved
         self._keep_evaluations(updates)
 
-    def _bytes(self, name: str) -> int:
-        file = self.folder / name if self.folder else None
-        return file.stat().st_size if file and file.exists() else 0
-
     def _keep_evaluations(self, updates: int) -> None:
-        """Of the first so many updates."""
+        """Those up to this update."""
         kept = [line for line in self.evaluations() if line["update"] <= updates]
         if self.evaluations_file.exists():
             partial = self.evaluations_file.with_suffix(".partial")
@@ -139,21 +122,30 @@ class Recorder:
         numbers = {name: float(value) for name, value in numbers.items() if value is not None and _is_finite(value)}
         self._each_sink(lambda sink: sink.write(update, numbers))
 
-    def _each_sink(self, does) -> None:
+    def _share_videos(self) -> None:
+        while self._complete:
+            file = self._complete.popleft()
+            self._each_sink(lambda sink, file=file: sink.video(file.stem, file))
+
+    def _each_sink(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             try:
-                does(sink)
-            except Exception as error:  # somebody else's code, and the training is not for its sake
+                call(sink)
+            except Exception as error:  # a sink is somebody else's code; training goes on without it
                 self.sinks.remove(sink)
                 log.warning("%s failed and gets no more numbers: %s", type(sink).__name__, error)
 
 
 def _append(file: Path, line: dict) -> None:
-    """As JSON; numbers that are not finite become null, so that every reader can read it."""
+    """As JSON, which has no NaN and no infinity: they become null."""
     clean = {name: value if _is_finite(value) else None for name, value in line.items()}
     with file.open("a") as lines:
         lines.write(json.dumps(clean | {"timestamp": time.time()}) + "\n")
 
 
-def _is_finite(value) -> bool:
+def _size(file: Path | None) -> int:
+    return file.stat().st_size if file and file.exists() else 0
+
+
+def _is_finite(value: float | int | None) -> bool:
     return not isinstance(value, float) or math.isfinite(value)

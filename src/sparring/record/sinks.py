@@ -1,30 +1,58 @@
-"""Where numbers go besides the run folder."""
+"""Optional packages that record a run: TensorBoard, Weights & Biases, Rerun. They are extras, imported where used."""
 
+import io
 import time
 import uuid
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from sparring.collect.camera import Film
+from sparring.config.schema import Config
 from sparring.errors import UserError
+from sparring.phases.replay import Foretold
 from sparring.record.configs import LoggingConfig
 
-# ---- Numbers for TensorBoard, in `<run folder>/tensorboard`. Needs the extra `tensorboard`, but no TensorFlow.
-
-
-# how old what a browser shows may be
+# age of what a browser shows of TensorBoard, at most
 FLUSH_S = 10
+# how long the end of a run waits for uploads
+UPLOAD_S = 300.0
+_JPEG_QUALITY = 85
+
+
+class Sink(Protocol):
+    """Takes numbers besides the run folder. An exception while a run goes on ends the sink, not the run."""
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        """Finite numbers, by their names in groups."""
+
+    def video(self, name: str, path: Path) -> None:
+        """A complete video."""
+
+    def close(self, failed: bool) -> None:
+        """The run is over."""
+
+
+def make_sinks(config: Config, folder: Path, update: int) -> list[Sink]:
+    """Those of the `logging` section; `update`: how far the run has come."""
+    sinks: list[Sink] = []
+    if config.logging.tensorboard:
+        sinks.append(TensorBoard(folder, update))
+    if config.logging.mode != "disabled":
+        sinks.append(WeightsAndBiases(config.logging, folder, config.dump()))
+    return sinks
 
 
 class TensorBoard:
-    """Its own thread writes; one event holds all numbers of a line."""
+    """Events in `<run folder>/tensorboard`, written by its own thread; needs no TensorFlow."""
 
     def __init__(self, folder: Path, update: int):
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=FLUSH_S)
-        # what an earlier process wrote of updates to come is not shown: they are made again
+        # hides later updates of an earlier process: they are made again
         self._add(update + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, update: int, numbers: dict[str, float]) -> None:
@@ -34,115 +62,128 @@ class TensorBoard:
         self._add(update, summary=Summary(value=values))
 
     def video(self, name: str, path: Path) -> None:
-        """It shows no MP4; the files are in videos/."""
+        """TensorBoard shows no MP4; the files are in videos/."""
 
     def close(self, failed: bool) -> None:
         self.writer.close()
 
-    def _add(self, update: int, **what) -> None:
+    def _add(self, update: int, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self.writer.add_event(Event(wall_time=time.time(), step=update, **what))
-
-
-# ---- Numbers and videos in Weights & Biases, or in `<run folder>/wandb` until `wandb sync`. Needs the extra `wandb`.
-#
-# A process of W&B's own writes all of it to disk and uploads; where the network fails it tries again, and training does
-# not wait for it.
-
-
-# how long the end of a run waits for what is not uploaded yet
-UPLOAD_S = 300.0
+        self.writer.add_event(Event(wall_time=time.time(), step=update, **content))
 
 
 class WeightsAndBiases:
-    """A run of theirs for a run folder, also after a stop; its steps are updates."""
+    """One W&B run for a run folder, also after a stop; its steps are updates. A process of W&B's own uploads."""
 
-    def __init__(self, logging: LoggingConfig, folder: Path, config: dict):
+    def __init__(self, logging: LoggingConfig, folder: Path, settings: dict):
         import wandb
 
+        # the same id for every process that trains in this folder
+        id_file = folder / "wandb" / "id"
+        if not id_file.exists():
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12])
         try:
             self.run = wandb.init(
                 project=logging.project,
                 name=logging.name or folder.resolve().name,
-                id=_kept_id(folder),
+                id=id_file.read_text().strip(),
                 # offline every process leaves a part, which `wandb sync` joins by their id
                 resume="allow" if logging.mode == "online" else None,
                 mode=logging.mode,
                 dir=folder,
-                config=config,
-                # what is said goes to our logs
+                config=settings,
+                # messages go to our logs
                 settings=wandb.Settings(console="off", silent=True, finish_timeout=UPLOAD_S),
             )
         except (wandb.Error, OSError) as error:
-            told = str(error).rstrip(".")
+            reason = str(error).rstrip(".")
             raise UserError(
-                f"logging.mode={logging.mode}: Weights & Biases did not start: {told}; log in (wandb login), or use "
+                f"logging.mode={logging.mode}: Weights & Biases did not start: {reason}; log in (wandb login), or use "
                 "logging.mode=offline and upload later (wandb sync)"
             ) from None
 
     def write(self, update: int, numbers: dict[str, float]) -> None:
-        # steps that it has had before, of a run that went back to its last checkpoint, it leaves as they were
+        # W&B ignores steps that it already has, of a run that went back to its last checkpoint
         self.run.log(numbers, step=update)
 
     def video(self, name: str, path: Path) -> None:
-        # a panel for each place, as in rollout_000051_0: of two with one key a step would keep the second only
-        kind, _, *place = name.split("_")
-        key = "_".join(["videos/" + kind, *place[-1:]])
-        # with the step that is open: videos are complete when they are
         import wandb
 
+        # a panel for each place, as in rollout_000051_0: a step keeps only one video of a key
+        kind, _, *place = name.split("_")
+        key = "_".join(["videos/" + kind, *place[-1:]])
+        # with the step that is open: encoding takes its time
         self.run.log({key: wandb.Video(str(path), caption=name, format="mp4")}, commit=False)
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
 
 
-def _kept_id(folder: Path) -> str:
-    """Of the run folder, for good."""
-    file = folder / "wandb" / "id"
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(uuid.uuid4().hex[:12])
-    return file.read_text().strip()
+class RerunFile:
+    """`recording.rrd` for the Rerun viewer; a resumed run writes `recording-2.rrd`, ...: the viewer opens all as one.
 
+    An episode has the name of its video, on the timeline `step`: `<name>/camera/<camera>`, `<name>/state`, `action`,
+    `reward`, `value`. A prediction is on the timeline `decision`, with `<name>/true/<camera>` and
+    `<name>/predicted/<camera>` instead of cameras, and without value.
+    """
 
-# ---- Where numbers go beside the files of the run folder: TensorBoard, Weights & Biases. Their packages are extras.
+    def __init__(self, folder: Path):
+        # before training, as it takes half a second
+        import rerun
 
+        self._rerun, self._stream, self.folder = rerun, None, folder
 
-class Sink(Protocol):
-    """What it raises while a run goes on ends the sink, not the run."""
+    def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:
+        for camera, pictures in views.items():
+            self._pictures("step", f"{name}/camera/{camera}", pictures)
+        self._numbers("step", name, film)
+        # before the first step there is no reward, after the last no decision
+        self._series("step", f"{name}/reward", film.rewards, first=1)
+        if np.isfinite(film.values).any():
+            self._series("step", f"{name}/value", film.values)
 
-    def write(self, update: int, numbers: dict[str, float]) -> None:
-        """Finite numbers, by their names in groups."""
+    def prediction(self, name: str, prediction: Foretold) -> None:
+        for kind, cameras in (("true", prediction.true), ("predicted", prediction.predicted)):
+            for camera, pictures in cameras.items():
+                self._pictures("decision", f"{name}/{kind}/{camera}", list(pictures), first=1)
+        self._numbers("decision", name, prediction)
+        self._series("decision", f"{name}/reward", prediction.rewards, first=1)
 
-    def video(self, name: str, path: Path) -> None:
-        """A video that is complete."""
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
 
-    def close(self, failed: bool) -> None:
-        """The run is over."""
+    def _numbers(self, timeline: str, name: str, episode: Film | Foretold) -> None:
+        for part, rows in (("state", episode.states), ("action", episode.actions)):
+            if rows.shape[1]:
+                self._series(timeline, f"{name}/{part}", rows)
 
+    def _series(self, timeline: str, entity: str, values: np.ndarray, first: int = 0) -> None:
+        """`[T]` or `[T, K]`, the first of them at moment `first`."""
+        columns = self._rerun.Scalars.columns(scalars=values.astype(np.float64).ravel())
+        if values.ndim == 2:
+            columns = columns.partition([values.shape[1]] * len(values))
+        self._send(timeline, entity, len(values), first, columns)
 
-def check_installed(logging) -> None:
-    """Tells what is missing for a `logging` section, before anything is built."""
-    # what is imported, by the name of the extra -> whether and how it is asked for, and its package
-    wanted = {
-        "tensorboard": (logging.tensorboard, "tensorboard=true", "tensorboard"),
-        "wandb": (logging.mode != "disabled", f"mode={logging.mode}", "wandb"),
-        "rerun": (logging.rerun, "rerun=true", "rerun-sdk"),
-    }
-    for extra, (asked, setting, package) in wanted.items():
-        if asked and find_spec(extra) is None:
-            raise UserError(
-                f"logging.{setting} needs the package {package}: pip install 'sparring[{extra}]', or leave it out"
-            )
+    def _pictures(self, timeline: str, entity: str, pictures: list[np.ndarray], first: int = 0) -> None:
+        from PIL import Image
 
+        blobs = []
+        for picture in pictures:
+            file = io.BytesIO()
+            Image.fromarray(np.ascontiguousarray(picture)).save(file, "JPEG", quality=_JPEG_QUALITY)
+            blobs.append(file.getvalue())
+        columns = self._rerun.EncodedImage.columns(blob=blobs, media_type=["image/jpeg"] * len(blobs))
+        self._send(timeline, entity, len(blobs), first, columns)
 
-def make_sinks(config, folder: Path, update: int) -> list[Sink]:
-    """Those that the `logging` section of a run's config asks for; `update`: how far the run has come."""
-    sinks: list[Sink] = []
-    if config.logging.tensorboard:
-        sinks.append(TensorBoard(folder, update))
-    if config.logging.mode != "disabled":
-        sinks.append(WeightsAndBiases(config.logging, folder, config.dump()))
-    return sinks
+    def _send(self, timeline: str, entity: str, count: int, first: int, columns: Any) -> None:
+        if self._stream is None:
+            self._stream = self._rerun.RecordingStream("sparring", recording_id=str(self.folder.resolve()))
+            path, number = self.folder / "recording.rrd", 2
+            while path.exists():
+                path, number = self.folder / f"recording-{number}.rrd", number + 1
+            self._stream.save(path)
+        times = self._rerun.TimeColumn(timeline, sequence=range(first, first + count))
+        self._stream.send_columns(entity, [times], columns)

@@ -14,9 +14,10 @@ from torch import nn
 from sparring.config.resolve import resolve
 from sparring.config.schema import Config
 from sparring.errors import LeftAlone
-from sparring.evaluation.exploration import ExplorationEvaluation, evaluate_exploration
-from sparring.evaluation.play import Evaluation, evaluate_config
-from sparring.evaluation.world_model import WorldModelEvaluation, evaluate_world_model
+from sparring.evaluation.exploration import ExplorationEvaluation
+from sparring.evaluation.files import EvaluationResult
+from sparring.evaluation.play import Evaluation
+from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.noise import random_state, seed_everything, set_random_state
 from sparring.phases import PHASES
 from sparring.phases.phase import Collects, Filmed, Phase, ShowsPictures, Timed
@@ -24,9 +25,9 @@ from sparring.processes.child import usable_cores
 from sparring.processes.distributed import Distributed
 from sparring.processes.signals import Interrupt
 from sparring.record.console import Console
-from sparring.record.log import LOGGER, link_log, log_by, log_normalizers, log_to_console, log_to_files, log_update
+from sparring.record.log import LOGGER, RunLog
 from sparring.record.recorder import Recorder
-from sparring.record.sinks import check_installed, make_sinks
+from sparring.record.sinks import make_sinks
 from sparring.runs.checkpoint import (
     CheckpointError,
     load_pretrained,
@@ -49,9 +50,9 @@ class Run:
         self.config = config
         self.distributed = phase.distributed if phase else Distributed(config.device)
         self.folder = config.run_folder if folder and self.distributed.is_main else None
-        log_to_console(config.logging, quiet, self.distributed.rank)
+        self.log = RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
-            check_installed(config.logging)
+            config.logging.check_installed()
         checkpoint = choose_checkpoint(config) if self.folder else None
         # the main process decides where to go on from; the others are told
         checkpoint = self.distributed.gather_objects([checkpoint])[0]
@@ -81,7 +82,7 @@ class Run:
             if self.folder:
                 open_folder(config)
             with self._told_if_it_fails():
-                self.log_handlers = log_to_files(config.logging, self.folder)
+                self.log.open_files(self.folder)
                 self._link_log()
                 self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
                 if checkpoint is not None:
@@ -138,7 +139,7 @@ class Run:
         with self._alone(), self.recorder, self._told():
             return self._train()
 
-    def evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
+    def evaluate(self) -> EvaluationResult | None:
         """Held-out episodes by the main process, with videos; the others wait."""
         with self._alone(), self.recorder, self._told(trains=False):
             return self._evaluate()
@@ -166,7 +167,7 @@ class Run:
     @contextmanager
     def _told(self, trains: bool = True) -> Iterator[None]:
         """status.json says that it goes on, and then how it ended, also while videos are still being encoded."""
-        log_by(self.log_handlers)
+        self.log.activate()
         before = self.status.ended
         self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
         self._link_log()
@@ -179,7 +180,7 @@ class Run:
     def _link_log(self) -> None:
         """Of a finished run, train.log stays with what was said while it trained."""
         if not self.status.was_finished:
-            link_log(self.folder, self.log_handlers)
+            self.log.link()
 
     @contextmanager
     def _told_if_it_fails(self) -> Iterator[None]:
@@ -203,7 +204,7 @@ class Run:
                 metrics["steps_per_second"] = speed
                 for name, value in metrics.items():
                     self.pending[name].append(value)
-                log_update(progress.updates, metrics)
+                self.log.update(progress.updates, metrics)
                 # where no robot acts, updates are all there is to count
                 made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
                 self.console.progress(self.fraction, made[0], _in_words(metrics), made[1], metrics)
@@ -250,7 +251,7 @@ class Run:
         elif self.phase.progress.updates:
             self._stop_early("failed")
 
-    def _evaluate(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation | None:
+    def _evaluate(self) -> EvaluationResult | None:
         """Once after an update, however often it is asked for."""
         updates, evaluation = self.evaluated
         if updates == self.phase.progress.updates:
@@ -280,42 +281,42 @@ class Run:
         self.pending.clear()
         self.recorder.write(progress, self.distributed.mean_of_all(means), self.phase.accuracy)
         self.status.progress(progress, self.fraction)
-        log_normalizers(progress.updates, self.phase.model)
+        self.log.normalizers(progress.updates, self.phase.model)
 
     def _write_pictures(self) -> None:
         """What the phase has to show, by the main process."""
         if self.folder is not None and isinstance(self.phase, ShowsPictures) and (shown := self.phase.pictures()):
             # the last one is what people look for
-            self.recorder.films.prediction(shown, self.phase.progress, self.phase.env.spec, self.fraction >= 1)
+            self.recorder.videos.prediction(shown, self.phase.progress, self.phase.env.spec, self.fraction >= 1)
 
-    def _evaluate_here(self) -> Evaluation | WorldModelEvaluation | ExplorationEvaluation:
+    def _evaluate_here(self) -> EvaluationResult:
         config, device = self.config, self.distributed.device
         model = self.phase.model
         # of several, it is the world model whose figures tell more; `sparring eval` evaluates the policy
         model = model["world_model"] if isinstance(model, nn.ModuleDict) else model
         if isinstance(model, WorldModel):
-            evaluation = evaluate_world_model(config, model, device)
+            evaluation = WorldModelEvaluation.run(config, model, device)
         elif self.phase.explores:
-            evaluation = evaluate_exploration(config, model, device)
+            evaluation = ExplorationEvaluation.run(config, model, device)
         else:
-            evaluation = evaluate_config(config, model, device, films=config.rollout.render_episodes)
+            evaluation = Evaluation.run(config, model, device, films=config.rollout.render_episodes)
         if self.folder is not None:
             evaluation.write(self.folder / "evaluation.json")
         self.recorder.evaluation(self.phase.progress, evaluation.numbers())
         self.status.evaluated(self.recorder.evaluations())
         if self.folder is not None and isinstance(evaluation, Evaluation):
-            self.recorder.films.evaluation(evaluation.films, self.phase.progress, evaluation.spec)
+            self.recorder.videos.evaluation(evaluation.films, self.phase.progress, evaluation.spec)
         return evaluation
 
     def _film_what_comes(self) -> None:
         """When a run begins or goes on, and after every checkpoint, where there is time for it."""
         episodes = self.config.rollout.render_episodes
-        if self.folder is not None and isinstance(self.phase, Filmed) and self.recorder.films.affords(episodes):
+        if self.folder is not None and isinstance(self.phase, Filmed) and self.recorder.videos.affords(episodes):
             self.phase.film(episodes)
 
     def _write_films(self) -> None:
         if self.folder is not None and isinstance(self.phase, Filmed) and (films := self.phase.drain_films()):
-            self.recorder.films.rollouts(films, self.phase.progress, self.phase.env.spec)
+            self.recorder.videos.rollouts(films, self.phase.progress, self.phase.env.spec)
 
     def _stop_early(self, how: str = "stopped") -> None:
         self.console.end()

@@ -17,6 +17,7 @@ from sparring.config.legacy import Renamed, rename
 from sparring.config.schema import Config, load_config, schema_for
 from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
+from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
 
 # what each starts from: key -> phase
@@ -163,10 +164,8 @@ def summary(output: Path) -> str:
     if then:
         told = f"when they were played: {_text(then[-1])}"
         rows.append(("adversarial", "error on what earlier explorers found, nats a token", _text(now[-1]), told))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     looks = [_to_look_at(folder_of(phase, output)) for phase in CHAIN]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *filter(None, looks)])
+    return "\n".join([text_table(rows), *filter(None, looks)])
 
 
 def _to_look_at(folder: Path) -> str | None:

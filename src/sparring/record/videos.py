@@ -1,0 +1,303 @@
+"""Videos of episodes and predictions: drawn, encoded and listed by a thread while training goes on."""
+
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from sparring.collect.camera import Film
+from sparring.contract import EnvSpec
+from sparring.data.video import find_ffmpeg
+from sparring.envs.backend import SEAM
+from sparring.errors import UserError
+from sparring.phases.phase import Progress
+from sparring.phases.replay import Foretold
+from sparring.record.log import LOGGER
+from sparring.record.overlay import Scene, filmstrip, write_png
+from sparring.record.sinks import RerunFile
+
+log = logging.getLogger(LOGGER)
+# jobs that wait for the encoder; a run films a few episodes at a time
+WAITING = 32
+# seconds that the end of a run waits for the encoder
+PATIENCE_S = 120.0
+# seconds that a video takes, until one was made
+FIRST_GUESS_S = 1.5
+# small files soon; yuv420p and the index in front are what browsers want; one thread, as training goes on
+_CODING = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1"]
+_PLAYABLE = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
+_NICE = 10
+
+
+class VideoWriter:
+    """Writes `videos/*.mp4`, `videos/index.jsonl`, `samples/*.png` and, with `rerun`, `recording.rrd` in a folder.
+
+    The encoder does it; `finish` waits for it. `on_video(file, line of the index)` is called in the encoder's thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rerun: bool = False,
+        on_video: Callable[[Path, dict], None] | None = None,
+        share: float = 1.0,
+    ):
+        """`share`: of the time from now on that videos may take; those of evaluations always may."""
+        self.folder, self.on_video = folder, on_video
+        self.share, self.began = share, time.monotonic()
+        self.encoder = _Encoder()
+        self.rerun = RerunFile(folder) if rerun else None
+
+    def affords(self, videos: int = 1) -> bool:
+        """Whether there is time for so many more, if they take as long as those before."""
+        encoder = self.encoder
+        each = encoder.seconds / encoder.done if encoder.done else FIRST_GUESS_S
+        return self.share == 1 or encoder.seconds + videos * each <= self.share * (time.monotonic() - self.began)
+
+    def rollouts(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
+        """Training episodes that ended in this update."""
+        for film in films:
+            self.film(f"rollout_{progress.updates:06d}_{film.episode.env}", "rollout", film, progress, spec)
+
+    def evaluation(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
+        # with the update: a policy may be evaluated twice while no episode ends
+        update = f"_{progress.updates:06d}" if progress.episodes else ""
+        for number, film in enumerate(films):
+            self.film(f"episode_{_number(progress):06d}{update}_{number}", "evaluation", film, progress, spec)
+
+    def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec, settings: str = "") -> Path:
+        """An episode as a video and as six of its moments; returns where the video will be.
+
+        `settings`: those of `sparring eval` that change the episodes.
+        """
+        path, episode = self.folder / "videos" / f"{name}.mp4", film.episode
+        success = episode.success if spec.reports_success else None
+        line = _index_line(name, kind, progress, spec.task_names[episode.task], episode.steps, episode.reward)
+        line |= {"success": success, "cameras": list(spec.film_cameras), "settings": settings}
+        if self.encoder.submit(partial(self._make_film, line, film, spec)):
+            log.info("to look at: %s", path)
+        return path
+
+    def prediction(self, prediction: Foretold, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
+        """An episode with a world model's prediction: its middle as an image; with time or `anyway`, a video of all."""
+        number, rewards, task = _number(progress), prediction.rewards, spec.task_names[prediction.task]
+        line = _index_line(f"episode_{number:06d}", "prediction", progress, task, len(rewards), float(rewards.sum()))
+        line |= {"cameras": list(prediction.true), "strip": f"samples/episode_{number:04d}_pred_vs_gt.png"}
+        self.encoder.submit(partial(self._make_prediction, line, prediction, spec, anyway))
+
+    def finish(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait for all that was filmed."""
+        self.encoder.finish(patience_s)
+        if self.rerun is not None:
+            self.rerun.flush()
+
+    def _make_film(self, line: dict, film: Film, spec: EnvSpec) -> None:
+        film = film.developed()
+        write_png(self.folder / line["strip"], filmstrip(film.frames))
+        views = by_camera(film.frames, spec.film_cameras)
+        self._make_video(line, _film_scene(film, views, spec))
+        if self.rerun is not None:
+            self.rerun.film(Path(line["file"]).stem, film, views)
+
+    def _make_prediction(self, line: dict, prediction: Foretold, spec: EnvSpec, anyway: bool) -> None:
+        write_png(self.folder / line["strip"], prediction.moment(line["steps"] // 2))
+        if not (anyway or self.affords()):
+            return
+        self._make_video(line, _prediction_scene(prediction, spec))
+        if self.rerun is not None:
+            self.rerun.prediction(Path(line["file"]).stem, prediction)
+
+    def _make_video(self, line: dict, scene: Scene) -> None:
+        file = write_video(self.folder / line["file"], scene.frames(), scene.fps)
+        with (self.folder / "videos" / "index.jsonl").open("a") as index:
+            index.write(json.dumps(line) + "\n")
+        if self.on_video is not None:
+            self.on_video(file, line)
+
+
+class _Encoder:
+    """Does jobs in the order they came, in a thread that lives only while there are some.
+
+    When `waiting` jobs wait, a further one is left out: a missing video is better than training that waits, or a queue
+    that fills the memory. A job that fails costs its video and a warning, one for each type of error.
+    """
+
+    def __init__(self, waiting: int = WAITING):
+        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(waiting)
+        self._thread: threading.Thread | None = None
+        # held while a job is put in and while the thread finds that there is none
+        self._lock = threading.Lock()
+        self._warned: set[type[Exception]] = set()
+        self.left_out = 0
+        # finished jobs, and how long they took
+        self.done, self.seconds = 0, 0.0
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Never waits. False: the job was left out."""
+        with self._lock:
+            try:
+                self._jobs.put_nowait(job)
+            except queue.Full:
+                self.left_out += 1
+                return False
+            if self._thread is None:
+                # a daemon: a process that is told to end at once does
+                self._thread = threading.Thread(target=self._work, name="encoder", daemon=True)
+                self._thread.start()
+        return True
+
+    def finish(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait until all is done, but not longer than `patience_s`."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(patience_s)
+            if thread.is_alive():
+                log.warning("%s videos or pictures are not ready after %.0f s", self._jobs.qsize() + 1, patience_s)
+        if self.left_out:
+            advice = "set rollout.render_episodes lower, or training.save_every and training.log_every higher"
+            left_out, self.left_out = self.left_out, 0
+            log.warning("%s videos or pictures were left out, as %s waited; %s", left_out, self._jobs.maxsize, advice)
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            began = time.monotonic()
+            try:
+                job()
+            except Exception as error:  # drawing, disks and ffmpeg fail in many ways; training goes on in each
+                level = logging.DEBUG if type(error) in self._warned else logging.WARNING
+                self._warned.add(type(error))
+                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                log.log(level, "a picture or video is missing: %s", reason)
+            self.done, self.seconds = self.done + 1, self.seconds + time.monotonic() - began
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            try:
+                return self._jobs.get_nowait()
+            except queue.Empty:
+                self._thread = None
+                return None
+
+
+def write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
+    """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play, by a process of low priority."""
+    frames = iter(frames)
+    first = next(frames)
+    given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{first.shape[1]}x{first.shape[0]}", "-r", str(fps)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    command = [find_ffmpeg(), "-y", "-v", "error", *given, "-i", "-", *_CODING, *_PLAYABLE, str(partial)]
+    with tempfile.TemporaryFile() as output:
+        # in its own session: Ctrl-C is ours to answer, and must not cut a video short
+        ffmpeg = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=output, start_new_session=True)
+        try:
+            try:
+                # never below our own niceness, which an unprivileged process may not lower
+                os.setpriority(os.PRIO_PROCESS, ffmpeg.pid, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+            except OSError:
+                pass  # it has ended, or may not be changed
+            for frame in itertools.chain([first], frames):
+                ffmpeg.stdin.write(np.ascontiguousarray(frame).data)
+            ffmpeg.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended, and says why
+        except BaseException:
+            ffmpeg.kill()
+            raise
+        finally:
+            code = ffmpeg.wait()
+        if code:
+            output.seek(0)
+            reason = output.read().decode(errors="replace").strip().splitlines()
+            partial.unlink(missing_ok=True)
+            raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {code}'})")
+    partial.replace(path)
+    return path
+
+
+def by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
+    """`[H, M W, 3]` each -> `[H, W, 3]` of each of the M cameras, without their edges."""
+    if len(cameras) < 2:
+        return {cameras[0] if cameras else "": frames}
+    width = frames[0].shape[1] // len(cameras)
+    columns = {camera: slice(i * width + SEAM, (i + 1) * width - SEAM) for i, camera in enumerate(cameras)}
+    return {camera: [frame[SEAM:-SEAM, inside] for frame in frames] for camera, inside in columns.items()}
+
+
+def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
+    """Each frame with the reward of the step that led to it and the value of the newest decision."""
+    # [T + 1]: no reward before the first step, no decision after the last
+    rewards, values = np.concatenate([[0.0], film.rewards]), np.concatenate([film.values, film.values[-1:]])
+    captions = [
+        (f"step {moment}/{len(film.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
+        for moment, (reward, total) in enumerate(zip(rewards, rewards.cumsum(), strict=True))
+    ]
+    if np.isfinite(film.values).any():
+        captions = [(*texts, f"value {_figure(value)}") for texts, value in zip(captions, values, strict=True)]
+    # a simulator may have stopped drawing on the way
+    captions = captions[: len(film.frames)]
+    success = film.episode.success if spec.reports_success else None
+    return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
+
+
+def _prediction_scene(prediction: Foretold, spec: EnvSpec) -> Scene:
+    cameras, rewards = prediction.true.keys(), prediction.rewards
+    # camera -> [T, H, W, 3]
+    pairs = {camera: (prediction.predicted[camera], prediction.true[camera]) for camera in cameras}
+    rows = [
+        [(f"{camera}, predicted", list(predicted)), (f"{camera}, true", list(true))]
+        for camera, (predicted, true) in pairs.items()
+    ]
+    errors = [np.abs(predicted.astype(np.int16) - true).mean((1, 2, 3)) for predicted, true in pairs.values()]
+    captions = [
+        (
+            f"decision {t}/{len(rewards)}",
+            f"reward {_figure(reward)}",
+            f"sum {_figure(total)}",
+            f"off by {off:.1f} of 255",
+        )
+        for t, (reward, total, off) in enumerate(zip(rewards, rewards.cumsum(), np.mean(errors, 0), strict=True), 1)
+    ]
+    return Scene(rows, _title(spec, prediction.task), captions, None, prediction.rate)
+
+
+def _index_line(name: str, kind: str, progress: Progress, task: str, steps: int, reward: float) -> dict:
+    """A line of index.jsonl, in the order of its keys."""
+    return {
+        "file": f"videos/{name}.mp4",
+        "kind": kind,
+        "settings": "",
+        "update": progress.updates,
+        "episode": progress.episodes,
+        "task": task,
+        "success": None,
+        # JSON has no NaN and no infinity
+        "reward": reward if math.isfinite(reward) else None,
+        "steps": steps,
+        "cameras": [],
+        "strip": f"samples/{name}.png",
+    }
+
+
+def _title(spec: EnvSpec, task: int) -> str:
+    return ": ".join(filter(None, (spec.task_names[task], spec.instructions[task])))
+
+
+def _number(progress: Progress) -> int:
+    """Where no robot acts, updates are all there is to count."""
+    return progress.episodes or progress.updates
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
