@@ -16,19 +16,19 @@ from sparring.cli.main import main
 from sparring.data.episode_files import take_lock
 from sparring.errors import UserError
 from sparring.report import curves, tail
-from sparring.report.curves import BINS, Curves, Table, Timeline
-from sparring.report.media import Picture, spread, strips, videos, within
-from sparring.report.page import Collection, page
+from sparring.report.curves import BINS, Curves, Timeline
+from sparring.report.media import Picture, _spread, _within, find_strips, find_videos
+from sparring.report.page import Collection
 from sparring.report.run_folder import (
     RunFolder,
-    as_row,
-    defaults,
-    differences,
-    labels,
-    read_config,
-    read_status,
+    _CurvesFile,
+    _defaults,
+    _differences,
+    _labels,
+    _read_config,
+    _read_status,
+    _short_names,
     runs_in,
-    short_names,
 )
 from sparring.report.tail import Tail
 
@@ -131,13 +131,13 @@ def test_what_is_no_number_is_missing():
     points = table.points()
     assert sorted(points["curves"]) == ["late", "y"]
     assert [x if x == x else None for x in points["curves"]["y"]["mean"].tolist()] == [1, None, None]
-    assert table.ends("y") == (1, 1) and table.last("word") is None
+    assert table.mean("y") == 1 and table.mean("word") is None
 
 
 def test_a_table_starts_anew_when_its_file_was_cut(tmp_path):
     file = tmp_path / "episode_metrics.jsonl"
     write_lines(file, [metrics_line(update) for update in range(1, 11)])
-    table = Table(file)
+    table = _CurvesFile(file)
     table.refresh()
     before = table.stamp
     write_lines(file, [metrics_line(update) for update in range(1, 6)])
@@ -145,7 +145,7 @@ def test_a_table_starts_anew_when_its_file_was_cut(tmp_path):
     assert table.curves.rows == 5 and table.stamp != before
     write_lines(file, [metrics_line(6)], "a")
     table.refresh()
-    assert table.curves.rows == 6 and table.curves.last("update") == 6
+    assert table.curves.rows == 6 and table.curves.points()["axes"]["update"].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 # --- stages ---
@@ -222,7 +222,7 @@ def test_failures_come_first_then_the_newest(tmp_path):
     (run / "videos" / "rollout_000012_1.mp4").write_bytes(b"x")
     (run / "videos" / "episode_000008.mp4").write_bytes(b"x")
     (run / "videos" / "unfinished.mp4").touch()
-    found = videos(run)
+    found = find_videos(run)
     assert [video.file.removeprefix("videos/") for video in found] == [
         "episode_000160_1.mp4",
         "rollout_000012_1.mp4",
@@ -245,7 +245,7 @@ def test_what_was_evaluated_since_is_told_apart_and_shown_once(tmp_path):
     line = {"kind": "eval", "update": 20, "settings": "env.task=[lift_d0]", "success": False}
     lines = [line | {"file": "videos/eval_task-lift_d0_0.mp4"}, line | {"file": "videos/eval_1.mp4", "settings": ""}]
     write_lines(run / "videos" / "index.jsonl", lines, "a")
-    found = {video.file.removeprefix("videos/"): (video.kind, video.settings) for video in videos(run)}
+    found = {video.file.removeprefix("videos/"): (video.kind, video.settings) for video in find_videos(run)}
     assert found == {
         "episode_000160_0.mp4": ("evaluation", None),
         "episode_000160_1.mp4": ("evaluation", None),
@@ -259,16 +259,16 @@ def test_only_predictions_are_shown_as_such(tmp_path):
     run = make_run(tmp_path / "run", pictures=True)
     for name in ("rollout_000003_0.png", "episode_000160_000020_0.png"):
         (run / "samples" / name).write_bytes(b"x")
-    assert [strip.file for strip in strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
+    assert [strip.file for strip in find_strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
 
 
 def test_pictures_are_chosen_by_number_and_by_size():
     pictures = [Picture(str(i), "strip", bytes=10 * i) for i in range(1, 8)]
-    assert [picture.file for picture in spread(pictures, 4)] == ["1", "3", "5", "7"]
-    assert [picture.file for picture in within(pictures, 45)] == ["1", "2"]
-    assert [picture.file for picture in within(pictures[::-1], 45)] == ["4"]
+    assert [picture.file for picture in _spread(pictures, 4)] == ["1", "3", "5", "7"]
+    assert [picture.file for picture in _within(pictures, 45)] == ["1", "2"]
+    assert [picture.file for picture in _within(pictures[::-1], 45)] == ["4"]
     # 30 leaves 15: a large one does not keep small ones out
-    assert [picture.file for picture in within([pictures[2], pictures[1], pictures[0]], 45)] == ["3", "1"]
+    assert [picture.file for picture in _within([pictures[2], pictures[1], pictures[0]], 45)] == ["3", "1"]
 
 
 # --- settings ---
@@ -276,21 +276,21 @@ def test_pictures_are_chosen_by_number_and_by_size():
 
 def test_runs_are_called_by_what_differs(tmp_path):
     runs = [make_run(tmp_path / f"run{seed}", seed=seed) for seed in range(3)]
-    configs = [read_config(run) for run in runs]
-    assert labels(configs, ["a", "b", "c"]) == ["seed 0", "seed 1", "seed 2"]
-    assert differences(configs) == [{"key": "seed", "values": ["0", "1", "2"]}]
+    configs = [_read_config(run) for run in runs]
+    assert _labels(configs, ["a", "b", "c"]) == ["seed 0", "seed 1", "seed 2"]
+    assert _differences(configs) == [{"key": "seed", "values": ["0", "1", "2"]}]
     # the same settings, too many differences, no config: names it is
-    assert labels([configs[0]] * 2, ["a", "b"]) == ["a", "b"]
-    assert labels([{"a": 1, "b": 1, "c": 1, "d": 1}, {"a": 2, "b": 2, "c": 2, "d": 2}], ["x", "y"]) == ["x", "y"]
-    assert labels([configs[0], {}], ["a", "b"]) == ["a", "b"]
-    assert short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+    assert _labels([configs[0]] * 2, ["a", "b"]) == ["a", "b"]
+    assert _labels([{"a": 1, "b": 1, "c": 1, "d": 1}, {"a": 2, "b": 2, "c": 2, "d": 2}], ["x", "y"]) == ["x", "y"]
+    assert _labels([configs[0], {}], ["a", "b"]) == ["a", "b"]
+    assert _short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 
 
 def test_one_run_is_compared_with_the_defaults(tmp_path):
     run = make_run(tmp_path / "run", seed=3)
-    config = read_config(run)
-    assert differences([config, defaults(config)]) == [{"key": "seed", "values": ["3", "0"]}]
-    assert defaults(config | {"env.name": "not.there:Env"}) is None
+    config = _read_config(run)
+    assert _differences([config, _defaults(config)]) == [{"key": "seed", "values": ["3", "0"]}]
+    assert _defaults(config | {"env.name": "not.there:Env"}) is None
 
 
 # --- status ---
@@ -300,36 +300,36 @@ def test_a_run_that_says_running_is_looked_for(tmp_path):
     here = {"state": "running", "host": platform.node()}
     run = make_run(tmp_path / "a", **here, pid=os.getpid())
     # the number of a process that lives may be another's by now
-    assert read_status(run)["state"] == "killed"
+    assert _read_status(run)["state"] == "killed"
     lock = take_lock(run)
-    assert read_status(run)["state"] == "running"
+    assert _read_status(run)["state"] == "running"
     os.close(lock)
 
 
 def test_where_there_are_no_locks_a_run_is_looked_for_by_its_number(tmp_path, monkeypatch):
     monkeypatch.setattr("sparring.runs.listing.is_held", lambda folder: None)
     here = {"state": "running", "host": platform.node()}
-    assert read_status(make_run(tmp_path / "a", **here, pid=os.getpid()))["state"] == "running"
+    assert _read_status(make_run(tmp_path / "a", **here, pid=os.getpid()))["state"] == "running"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run = make_run(tmp_path / "b", **here, pid=gone.pid)
-    assert read_status(run)["state"] == "killed"
+    assert _read_status(run)["state"] == "killed"
 
 
 def test_a_run_of_another_machine_lives_while_its_lock_is_held(tmp_path):
     run = make_run(tmp_path / "run", state="running", host="another machine")
-    assert read_status(run)["state"] == "killed"
+    assert _read_status(run)["state"] == "killed"
     lock = take_lock(run)
-    assert read_status(run)["state"] == "running"
+    assert _read_status(run)["state"] == "running"
     os.close(lock)
-    assert read_status(run)["state"] == "killed"
+    assert _read_status(run)["state"] == "killed"
 
 
 def test_without_a_status_nothing_is_claimed(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "status.json").write_text("{")
-    assert read_status(run) == {"state": "unknown", "why": "this run kept no status.json"}
-    assert read_status(tmp_path / "none")["state"] == "waiting"
+    assert _read_status(run) == {"state": "unknown", "why": "this run kept no status.json"}
+    assert _read_status(tmp_path / "none")["state"] == "waiting"
 
 
 # --- a run ---
@@ -368,35 +368,6 @@ def test_only_what_changed_gets_a_new_version(tmp_path):
     (path / "samples" / "episode_0200_pred_vs_gt.png").write_bytes(b"x")
     run.refresh(4)
     assert {name for name, version in run.changed.items() if version == 4} == {"media"}
-
-
-def test_runs_of_earlier_versions_are_shown_too(tmp_path):
-    """Flat names, the last evaluation only, no status."""
-    path = tmp_path / "run"
-    lines = [{"update": i, "total_steps": 10 * i, "timestamp": BEGAN + i, "success_rate": 0.5} for i in (1, 2)]
-    write_lines(path / "episode_metrics.jsonl", lines)
-    rate = {"successes": 3, "episodes": 4, "rate": 0.75, "low": 0.3, "high": 0.95}
-    scores = {"policy": {"reach_d0": {"success": rate, "reward": 2.0}}, "random": {"reach_d0": {"reward": 1.0}}}
-    (path / "evaluation.json").write_text(json.dumps({"episodes": 4, "scores": scores}))
-    run = open_run(path)
-    points = run.parts["evaluations"]
-    assert points["axes"]["total_steps"].tolist() == [20]
-    assert points["curves"]["eval/success_high"]["mean"].tolist() == pytest.approx([0.95])
-    assert points["curves"]["eval/random_reward"]["mean"].tolist() == [1]
-    about = run.parts["about"]
-    assert (
-        about["last"]["success_rate"] == 0.75 and about["progress"]["env_steps"] == 20 and about["state"] == "unknown"
-    )
-
-
-def test_of_several_tasks_all_are_what_counts():
-    def score(rate):
-        return {"success": {"rate": rate, "low": rate - 0.1, "high": rate + 0.1}, "reward": rate}
-
-    scores = {who: {"push": score(0.2), "lift": score(0.4), "all": score(0.3)} for who in ("policy", "random")}
-    row = as_row({"episodes": 8, "scores": scores})
-    assert (row["eval/success_rate"], row["eval/push/success_rate"], row["eval/random_reward"]) == (0.3, 0.2, 0.3)
-    assert not any("all" in name for name in row)
 
 
 def test_run_folders_are_found_below_a_folder(tmp_path):
@@ -467,6 +438,6 @@ def test_text_of_a_run_cannot_leave_its_place(tmp_path):
     run = make_run(tmp_path / "run", why="</script><script>alert(1)</script>")
     collection = Collection([run], lambda path: RunFolder(path, lambda run, picture: ""))
     collection.refresh()
-    made = page(collection.changes(), live=False)
+    made = collection.page(live=False)
     assert b"<script>alert" not in made
     assert content_of(made)["runs"]["0"]["about"]["why"] == "</script><script>alert(1)</script>"

@@ -14,7 +14,7 @@ from doubles_report import make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
 from sparring.errors import UserError
-from sparring.report.server import HOST, byte_range, open_server
+from sparring.report.server import HOST, _byte_range, open_server
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_videos_are_served_in_ranges(tmp_path, serve):
     ],
 )
 def test_byte_ranges(header, expected):
-    assert byte_range(header, 100) == expected
+    assert _byte_range(header, 100) == expected
 
 
 def test_nothing_but_pictures_of_the_runs_can_be_read(tmp_path, serve):

@@ -1,5 +1,6 @@
-"""The report page."""
+"""The report page: one HTML file with everything in it. Its own script draws it; it fetches nothing."""
 
+import base64
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -10,18 +11,22 @@ import orjson
 from sparring import __version__
 from sparring.errors import UserError
 from sparring.record.names import meanings
-from sparring.report.media import data_uri
-from sparring.report.run_folder import RunFolder, defaults, differences, labels, runs_in, short_names
+from sparring.report.media import TYPES, Picture
+from sparring.report.run_folder import RunFolder, runs_in, side_by_side
 
-# ---- Several runs on one page: what each has to show, what they are called, what differs.
+SCRIPTS = ("draw.js", "charts.js", "sections.js", "page.js")
+# content policy of a live page, which may talk to its own server, and of one that may talk to nobody
+_MAY_FETCH = {
+    True: "img-src 'self' data:; media-src 'self'; connect-src 'self'",
+    False: "img-src data:; media-src blob:",
+}
 
 
 class Collection:
     """The runs in and below some folders. `changes(since)` is all that is new after that version."""
 
     def __init__(self, paths: list[Path], make: Callable[[Path], RunFolder]):
-        self.paths = paths
-        self.make = make
+        self.paths, self.make = paths, make
         self.version = 0
         self.runs: dict[Path, RunFolder] = {}
         # runs keep their number when others come or go
@@ -31,19 +36,20 @@ class Collection:
 
     def refresh(self) -> None:
         self.version += 1
-        # a folder that is not there yet is waited for
+        # a folder that does not exist yet is waited for
         found = [run for path in self.paths for run in (runs_in(path) or [path])]
         self.runs = {path: self.runs.get(path) or self.make(path) for path in dict.fromkeys(found)}
         for path, run in self.runs.items():
             self.numbers.setdefault(path, len(self.numbers))
             run.refresh(self.version)
-        together = self._side_by_side()
+        together = {"order": [str(self.numbers[path]) for path in self.runs], "sparring": __version__}
+        together |= side_by_side(list(self.runs.values())) | {"meanings": meanings()}
         if together != self._together:
             self._together, self._together_changed = together, self.version
 
     def changes(self, since: int = 0) -> bytes:
-        """As JSON: `runs`: number -> part -> content, of parts that changed; `order`, labels and settings."""
-        if since > self.version:  # of a page that another process served
+        """As JSON: `runs`: number -> part -> content, of parts that changed; `together`: order, labels, settings."""
+        if since > self.version:  # from a page that another process served
             since = 0
         changed = {
             str(self.numbers[path]): {name: run.parts[name] for name, at in run.changed.items() if at > since}
@@ -54,35 +60,21 @@ class Collection:
             content["together"] = self._together
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _side_by_side(self) -> dict:
-        runs = list(self.runs.values())
-        configs, names = [run.config for run in runs], short_names(list(self.runs))
-        if len(runs) > 1:
-            compared, columns = differences(configs), None
-        else:
-            usual = defaults(configs[0]) if configs[0] else None
-            compared, columns = (differences([configs[0], usual]), ["this run", "default"]) if usual else ([], None)
-        return {
-            "order": [str(self.numbers[path]) for path in self.runs],
-            "labels": labels(configs, names),
-            "names": names,
-            "settings": compared,
-            # of one run, what its settings are compared with
-            "columns": columns,
-            "meanings": meanings(),
-            "sparring": __version__,
+    def page(self, live: bool) -> bytes:
+        """The HTML with all content; a live one asks for more."""
+        assets = files("sparring.report") / "assets"
+        texts = {
+            "POLICY": _MAY_FETCH[live].encode(),
+            "STYLE": (assets / "style.css").read_bytes(),
+            "SCRIPT": b"".join((assets / name).read_bytes() for name in SCRIPTS),
+            "LIVE": b"live" if live else b"",
+            # so that no text of a run can end the script element
+            "CONTENT": self.changes().replace(b"<", b"\\u003c"),
         }
-
-
-# ---- The page: one HTML file with everything in it. What it shows is drawn by its own script; nothing is fetched.
-
-
-SCRIPTS = ("draw.js", "charts.js", "sections.js", "page.js")
-# a page that may talk to its own server, and one that may talk to nobody
-_MAY_FETCH = {
-    True: "img-src 'self' data:; media-src 'self'; connect-src 'self'",
-    False: "img-src data:; media-src blob:",
-}
+        html = (assets / "page.html").read_bytes()
+        for name, text in texts.items():
+            html = html.replace(b"{{%s}}" % name.encode(), text, 1)
+        return html
 
 
 def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
@@ -95,29 +87,17 @@ def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
         raise UserError(f"{listed}: no run there; give run folders, e.g. outputs/finetune_rl")
     have_pictures = [run for run in runs if any((run / name).exists() for name in ("videos", "samples"))]
     share = budget // max(1, len(have_pictures))
-    collection = Collection(runs, lambda path: RunFolder(path, lambda run, seen: data_uri(run / seen.file), share))
+
+    def data_uri(run: Path, picture: Picture) -> str:
+        content = (run / picture.file).read_bytes()
+        return f"data:{TYPES[Path(picture.file).suffix]};base64,{base64.b64encode(content).decode()}"
+
+    collection = Collection(runs, lambda path: RunFolder(path, data_uri, share))
     collection.refresh()
     try:
-        output.write_bytes(page(collection.changes(), live=False))
+        output.write_bytes(collection.page(live=False))
     except OSError as error:
         raise UserError(
             f"'{output}': cannot write there ({error.strerror}); give --output FILE in a folder that is there and yours"
         ) from None
     return collection
-
-
-def page(content: bytes, live: bool) -> bytes:
-    """The page with this content; a live one asks for more."""
-    assets = files("sparring.report") / "assets"
-    texts = {
-        "POLICY": _MAY_FETCH[live].encode(),
-        "STYLE": (assets / "style.css").read_bytes(),
-        "SCRIPT": b"".join((assets / name).read_bytes() for name in SCRIPTS),
-        "LIVE": b"live" if live else b"",
-        # so that no text of a run can end the script element
-        "CONTENT": content.replace(b"<", b"\\u003c"),
-    }
-    shell = (assets / "page.html").read_bytes()
-    for name, text in texts.items():
-        shell = shell.replace(b"{{%s}}" % name.encode(), text, 1)
-    return shell

@@ -1,4 +1,4 @@
-"""What the report reads of a run folder."""
+"""All that the report shows of one run folder, in parts that are made again only when they changed."""
 
 import re
 from collections.abc import Callable
@@ -10,122 +10,61 @@ from sparring.config.schema import load_config
 from sparring.config.text import Setting, flatten, read_settings, value_text
 from sparring.errors import UserError
 from sparring.report import media
-from sparring.report.curves import Curves, Table, Timeline
+from sparring.report.curves import Curves, Timeline
+from sparring.report.tail import Follower
 from sparring.runs.listing import lives, read_json, run_folders, seconds_of
 
-# ---- How a run stands: what it wrote about itself last, and whether it still lives.
-
-
-def read_status(folder: Path) -> dict:
-    """`status.json`, with the state `killed` where a run had no time to write how it ended."""
-    status = read_json(folder / "status.json")
-    if not status:
-        started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
-        why = "this run kept no status.json" if started else "nothing has been written here yet"
-        return {"state": "unknown" if started else "waiting", "why": why}
-    if status.get("state") == "running" and lives(folder, status) is False:
-        return status | {"state": "killed", "why": "its process is gone and did not say why"}
-    return status
-
-
-# ---- Which settings make runs differ, from each other or from the defaults.
-
-
-# these say where and how loudly, not what is trained
+# settings that say where and how loudly, not what is trained
 IDLE = ("output", "resume", "logging.")
-# with more than so many, a name says more
+# with more differences than this, a folder's name says more
 _IN_A_LABEL = 3
-# what the defaults of the others depend on
+# settings that the defaults of others depend on
 _CHOICES = ("phase", "algorithm", "env.name", "policy.name", "world_model.name", "rewards.name")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Dotted keys and values of a run; none where there is no config, or none that can be read."""
-    try:
-        return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-    except UserError:
-        return {}
+def runs_in(path: Path) -> list[Path]:
+    """The path itself if it is a run folder, and those below it."""
+    if re.fullmatch(r"checkpoint-\d+", path.name):
+        raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
 
+    def by_number(folder: Path) -> list:
+        """seed2 before seed10."""
+        return [[int(word) if word.isdigit() else word for word in re.split(r"(\d+)", part)] for part in folder.parts]
 
-def differences(configs: list[dict[str, Any]]) -> list[dict]:
-    """Keys whose values differ, each with the values of every config in words, None where a config lacks it."""
-    keys = sorted({key for config in configs for key in config if not key.startswith(IDLE)})
-    rows = [{"key": key, "values": [_words(config, key) for config in configs]} for key in keys]
-    return [row for row in rows if len(set(row["values"])) > 1]
-
-
-def defaults(config: dict[str, Any]) -> dict[str, Any] | None:
-    """What a run of the same phase, env, policy, ... has where nothing else is said; None where that is not known."""
-    chosen = [Setting(key, config[key], "the run") for key in _CHOICES if config.get(key) is not None]
-    try:
-        return flatten(load_config(None, chosen, inherit=False, to_run=False).dump())
-    except UserError:  # of another version, or with classes that are not here
-        return None
-
-
-def labels(configs: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """What to call runs beside each other: what differs, if that is little and tells them apart; else their names."""
-    differ = differences(configs)
-    if not 0 < len(differ) <= _IN_A_LABEL or not all(configs):
-        return names
-    told = [
-        ", ".join(f"{row['key'].rpartition('.')[2]} {row['values'][i]}" for row in differ) for i in range(len(configs))
-    ]
-    return told if len(set(told)) == len(told) else names
-
-
-def short_names(folders: list[Path]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
-
-
-def _words(config: dict[str, Any], key: str) -> str | None:
-    return value_text(config[key]) if key in config else None
-
-
-# ---- Everything there is to show of one run folder, in parts that are made again only when they changed.
+    return sorted(run_folders(path), key=by_number)
 
 
 class RunFolder:
-    """`parts` is what a page draws; `changed` tells at which version each part was made."""
+    """`parts` is the content of a page; `changed` is the version at which each part was made."""
 
     def __init__(self, path: Path, source: Callable[[Path, media.Picture], str], budget: int | None = None):
-        self.path = path
-        # where a page finds a picture: an address, or the picture itself
-        self.source = source
-        # bytes of pictures that the page may hold; None: it holds none
-        self.budget = budget
-        self.metrics = Table(path / "episode_metrics.jsonl")
-        self.evaluations = Table(path / "evaluations.jsonl")
+        """`source`: address or content of a picture; `budget`: bytes of pictures in a page that holds them."""
+        self.path, self.source, self.budget = path, source, budget
+        self.metrics = _CurvesFile(path / "episode_metrics.jsonl")
+        self.evaluations = _CurvesFile(path / "evaluations.jsonl")
         self.timeline = Timeline(path / "timeline.jsonl")
-        self.config: dict = {}
+        self.config: dict[str, Any] = {}
         self.parts: dict[str, dict | None] = {}
         self.changed: dict[str, int] = {}
         self._stamps: dict[str, object] = {}
 
     def refresh(self, version: int) -> None:
-        """Read what is new; parts that differ from what they were get this version."""
+        """Read new lines and files; parts that differ from before get this version."""
         for reader in (self.metrics, self.evaluations, self.timeline):
             reader.refresh()
-        if self._differs("config", _written(self.path / "config.yaml")):
-            self.config = read_config(self.path)
-        videos, strips = media.videos(self.path), media.strips(self.path)
-        last = self._last_evaluation()
+        file = self.path / "config.yaml"
+        if self._differs("config", file.stat().st_mtime_ns if file.exists() else None):
+            self.config = _read_config(self.path)
+        videos, strips = media.find_videos(self.path), media.find_strips(self.path)
         self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
-        # of both, so that they are drawn over the same time
-        began = min(
-            filter(None, (part.curves.first("timestamp") for part in (self.metrics, self.evaluations))), default=None
-        )
+        # the first of both, so that they are drawn over the same time
+        firsts = (part.curves.first("timestamp") for part in (self.metrics, self.evaluations))
+        began = min(filter(None, firsts), default=None)
         self._update("metrics", [self.metrics.stamp, began], version, lambda: self._metrics(began))
-        evaluations = self._evaluations(last)
-        self._update("evaluations", [self.evaluations.stamp, last, began], version, lambda: evaluations.points(began))
+        evaluations = self.evaluations
+        self._update("evaluations", [evaluations.stamp, began], version, lambda: evaluations.curves.points(began))
         self._update("timeline", self.timeline.stamp, version, self.timeline.lanes)
-        about = self._about(last)
+        about = self._about()
         self._update("about", about, version, lambda: about)
 
     def _update(self, name: str, stamp: object, version: int, make: Callable[[], dict | None]) -> None:
@@ -141,15 +80,12 @@ class RunFolder:
 
     def _metrics(self, began: float | None) -> dict:
         curves = self.metrics.curves
-        names = {name: re.fullmatch(r"(?:perf/)?behind_(\d+)", name) for name in curves.names}
+        names = {name: re.fullmatch(r"perf/behind_(\d+)", name) for name in curves.names}
         behind = {int(match[1]): curves.mean(name) for name, match in names.items() if match and name in curves}
         return curves.points(began) | {"behind": [[k, behind[k]] for k in sorted(behind)]}
 
     def _media(self, videos: list[media.Picture], strips: list[media.Picture]) -> dict:
-        chosen, shown = media.spread(strips), videos[: media.VIDEOS]
-        if self.budget is not None:
-            chosen = media.within(chosen, self.budget // 4)
-            shown = media.within(shown, self.budget - sum(strip.bytes for strip in chosen))
+        shown, chosen = media.choose(videos, strips, self.budget)
         return {
             "videos": [asdict(video) | {"src": self.source(self.path, video)} for video in shown],
             "strips": [asdict(strip) | {"src": self.source(self.path, strip)} for strip in chosen],
@@ -158,90 +94,90 @@ class RunFolder:
             "budget": self.budget,
         }
 
-    def _last_evaluation(self) -> dict:
-        """Of runs that kept only their last one, and of those before the first line."""
-        return {} if self.evaluations.curves.rows else read_json(self.path / "evaluation.json")
-
-    def _evaluations(self, last: dict) -> Curves:
-        if not last:
-            return self.evaluations.curves
-        curves = Curves()
-        now = {name: self.metrics.curves.last(name) for name in ("update", "total_steps", "episode", "timestamp")}
-        curves.add([now | as_row(last)])
-        return curves
-
-    def _about(self, last: dict) -> dict:
-        status, metrics = read_status(self.path), self.metrics.curves
-        progress = status.get("progress") or {
-            "updates": metrics.last("update"),
-            "env_steps": metrics.last("total_steps"),
-            "episodes": metrics.last("episode"),
-        }
-        first, last_time = metrics.ends("timestamp") or (None, None)
-        evaluations = self._evaluations(last)
+    def _about(self) -> dict:
+        status = _read_status(self.path)
+        unread = {reader.path.name: reader.unreadable for reader in (self.metrics, self.evaluations, self.timeline)}
         return {
             "path": str(self.path),
             "phase": status.get("phase") or self.config.get("phase"),
             "task": status.get("task") or self.config.get("env.task") or self.config.get("env.name"),
             "state": status["state"],
-            "why": status.get("why"),
-            "progress": progress,
-            "seconds": seconds_of(status) if status.get("started") else first and last_time - first,
-            "last": status.get("last") or success(evaluations, best=False),
-            "best": status.get("best") or success(evaluations, best=True),
-            "system": status.get("system"),
-            "unreadable": {
-                reader.path.name: reader.unreadable
-                for reader in (self.metrics, self.evaluations, self.timeline)
-                if reader.unreadable
-            },
-        }
+            "seconds": seconds_of(status) if status.get("started") else None,
+            "unreadable": {name: lines for name, lines in unread.items() if lines},
+        } | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 
 
-def success(evaluations: Curves, best: bool) -> dict | None:
-    """The last or best success of evaluations, with its interval."""
-    points = evaluations.points()
-    curves = {name.removeprefix("eval/"): points["curves"][name]["mean"] for name in points["curves"]}
-    rates = curves.get("success_rate")
-    known = [i for i, rate in enumerate(rates) if rate == rate] if rates is not None else []
-    if not known:
-        return None
-    at = max(known, key=lambda i: rates[i]) if best else known[-1]
-    names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
-    found = {name: float(curves[column][at]) for name, column in names.items() if column in curves}
-    return found | {"update": float(points["axes"]["update"][at]) if "update" in points["axes"] else None}
+class _CurvesFile(Follower):
+    """The curves of a JSONL file."""
+
+    def forget(self) -> None:
+        self.curves = Curves()
+
+    def add(self, rows: list[dict]) -> None:
+        self.curves.add(rows)
 
 
-def as_row(evaluation: dict) -> dict:
-    """An evaluation.json of a policy as a line of evaluations.jsonl."""
-    row = {}
-    for who, before in (("policy", ""), ("random", "random_")):
-        tasks = (evaluation.get("scores") or {}).get(who) or {}
-        for task, score in tasks.items():
-            name = "" if len(tasks) == 1 or task == "all" else f"{task}/"
-            rate = score.get("success") or {}
-            row[f"eval/{name}{before}success_rate"] = rate.get("rate")
-            row[f"eval/{name}{before}success_low"] = rate.get("low")
-            row[f"eval/{name}{before}success_high"] = rate.get("high")
-            row[f"eval/{name}{before}reward"] = score.get("reward")
-    return row | ({"eval/episodes": evaluation.get("episodes")} if row else {})
+def _read_status(folder: Path) -> dict:
+    """`status.json`, with the state `killed` where a run had no time to write how it ended."""
+    status = read_json(folder / "status.json")
+    if not status:
+        started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
+        why = "this run kept no status.json" if started else "nothing has been written here yet"
+        return {"state": "unknown" if started else "waiting", "why": why}
+    if status.get("state") == "running" and lives(folder, status) is False:
+        return status | {"state": "killed", "why": "its process is gone and did not say why"}
+    return status
 
 
-def _written(file: Path) -> int | None:
-    """When; None where it is not there."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Dotted keys and values of a run; none where there is no config, or none that can be read."""
     try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:
+        return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
+    except UserError:
+        return {}
+
+
+def side_by_side(runs: list[RunFolder]) -> dict:
+    """Names and labels of runs, and their settings that differ: from each other, or of one run from the defaults."""
+    configs, names = [run.config for run in runs], _short_names([run.path for run in runs])
+    settings, columns = _differences(configs), None
+    if len(runs) == 1 and configs[0] and (usual := _defaults(configs[0])) is not None:
+        settings, columns = _differences([configs[0], usual]), ["this run", "default"]
+    return {"labels": _labels(configs, names), "names": names, "settings": settings, "columns": columns}
+
+
+def _differences(configs: list[dict[str, Any]]) -> list[dict]:
+    """Keys whose values differ, each with the values of every config as text, None where a config lacks it."""
+    keys = sorted({key for config in configs for key in config if not key.startswith(IDLE)})
+    rows = [{"key": k, "values": [value_text(c[k]) if k in c else None for c in configs]} for k in keys]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def _defaults(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The config of a run with the same phase, env, policy, ... and nothing else set; None where it is unknown."""
+    chosen = [Setting(key, config[key], "the run") for key in _CHOICES if config.get(key) is not None]
+    try:
+        return flatten(load_config(None, chosen, inherit=False, to_run=False).dump())
+    except UserError:  # with classes that are not here
         return None
 
 
-def runs_in(path: Path) -> list[Path]:
-    """The path itself if it is a run folder, and those below it."""
-    if re.fullmatch(r"checkpoint-\d+", path.name):
-        raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
-    return sorted(run_folders(path), key=_by_number)
+def _labels(configs: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """The settings that differ, if they are few and tell the runs apart; else their names."""
+    differ = _differences(configs)
+    if not 0 < len(differ) <= _IN_A_LABEL or not all(configs):
+        return names
+    keys = [row["key"].rpartition(".")[2] for row in differ]
+    values = zip(*(row["values"] for row in differ), strict=True)
+    labels = [", ".join(f"{key} {value}" for key, value in zip(keys, own, strict=True)) for own in values]
+    return labels if len(set(labels)) == len(labels) else names
 
 
-def _by_number(folder: Path) -> list:
-    """seed2 before seed10."""
-    return [[int(word) if word.isdigit() else word for word in re.split(r"(\d+)", part)] for part in folder.parts]
+def _short_names(folders: list[Path]) -> list[str]:
+    """The last parts of paths, as many as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]

@@ -1,9 +1,10 @@
-"""The page, live: a small server that only this machine can reach."""
+"""The live page: a small server that only this machine can reach."""
 
 import errno
 import os
 import re
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from sparring.errors import UserError
 from sparring.report.media import TYPES
-from sparring.report.page import Collection, page
+from sparring.report.page import Collection
 from sparring.report.run_folder import RunFolder
 
 HOST = "127.0.0.1"
@@ -20,7 +21,7 @@ HOST = "127.0.0.1"
 _MORE_PORTS = 50
 
 
-class Watch(ThreadingHTTPServer):
+class _Server(ThreadingHTTPServer):
     """Serves the page, what changed since a version, and the runs' pictures."""
 
     daemon_threads = True
@@ -29,14 +30,16 @@ class Watch(ThreadingHTTPServer):
 
     def __init__(self, paths: list[Path], port: int):
         super().__init__((HOST, port), _Handler)
-        self.collection = Collection(paths, self._run)
-        # of a page in several tabs, every one asks in a thread of its own
+        self.collection = Collection(
+            paths, lambda path: RunFolder(path, lambda run, seen: f"runs/{self.collection.numbers[run]}/{seen.file}")
+        )
+        # every tab asks in a thread of its own
         self.lock = Lock()
 
-    def changes(self, since: int) -> bytes:
+    def refreshed(self, answer: Callable[[Collection], bytes]) -> bytes:
         with self.lock:
             self.collection.refresh()
-            return self.collection.changes(since)
+            return answer(self.collection)
 
     def picture(self, number: int, file: str) -> Path | None:
         """A file that the page may show: right below videos/ or samples/ of a run, and nothing else."""
@@ -47,25 +50,22 @@ class Watch(ThreadingHTTPServer):
         path = runs[number] / file
         return path if path.is_file() and path.resolve().is_relative_to(runs[number].resolve()) else None
 
-    def _run(self, path: Path) -> RunFolder:
-        return RunFolder(path, lambda run, seen: f"runs/{self.collection.numbers[run]}/{seen.file}")
-
     def handle_error(self, request, client_address) -> None:
         """A browser that hangs up in the middle of a video is no error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
-def open_server(paths: list[Path], port: int) -> Watch:
-    """On this port or the next free one."""
+def open_server(paths: list[Path], port: int) -> _Server:
+    """A server on this port or the next free one."""
     for candidate in range(port, min(port + _MORE_PORTS, 65536)):
         try:
-            server = Watch(paths, candidate)
+            server = _Server(paths, candidate)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             continue
-        # what is wrong with a run is not wrong with the port
+        # an error of a run is not one of the port
         try:
             server.collection.refresh()
         except BaseException:
@@ -76,20 +76,21 @@ def open_server(paths: list[Path], port: int) -> Watch:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Watch
+    server: _Server
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        # a page of another site may not read this one by a name that leads here
+        # a page of another site may not read this one by a name that resolves to this machine
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         address = urlsplit(self.path)
         if host not in (HOST, "localhost"):
             self._refuse(HTTPStatus.FORBIDDEN)
         elif address.path == "/":
-            self._send(page(self.server.changes(0), live=True), "text/html; charset=utf-8")
+            self._send(self.server.refreshed(lambda runs: runs.page(live=True)), "text/html; charset=utf-8")
         elif address.path == "/data.json":
-            since = parse_qs(address.query).get("since", ["0"])[0]
-            self._send(self.server.changes(int(since) if since.isdecimal() else 0), "application/json")
+            text = parse_qs(address.query).get("since", ["0"])[0]
+            since = int(text) if text.isdecimal() else 0
+            self._send(self.server.refreshed(lambda runs: runs.changes(since)), "application/json")
         elif match := re.fullmatch(r"/runs/(\d+)/(.+)", unquote(address.path)):
             path = self.server.picture(int(match[1]), match[2])
             self._send_file(path) if path else self._refuse(HTTPStatus.NOT_FOUND)
@@ -99,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_) -> None:
-        """Nobody wants a line for every question."""
+        """No line for every request."""
 
     def _refuse(self, status: HTTPStatus) -> None:
         self._send(status.phrase.encode(), "text/plain", status)
@@ -110,15 +111,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _send_file(self, path: Path) -> None:
-        """Whole, or the range that was asked for: without ranges a browser cannot seek in a video."""
+        """All, or the range of the request: without ranges a browser cannot seek in a video."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            asked = byte_range(self.headers.get("Range"), size)
+            asked = _byte_range(self.headers.get("Range"), size)
             if asked is None:
-                self._begin(
-                    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-                    {"Content-Range": f"bytes */{size}", "Content-Length": "0"},
-                )
+                refusal = {"Content-Range": f"bytes */{size}", "Content-Length": "0"}
+                self._begin(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, refusal)
                 return
             first, last = asked
             part = "Range" in self.headers
@@ -137,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
+def _byte_range(header: str | None, size: int) -> tuple[int, int] | None:
     """First and last byte of `bytes=first-last`, `bytes=first-` or `bytes=-count`; None if there are no such bytes."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "bytes=0-")
     if not match or match[0] == "bytes=-":

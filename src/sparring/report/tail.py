@@ -1,4 +1,4 @@
-"""New whole lines of a JSONL file that somebody else writes."""
+"""New whole lines of a JSONL file that another process writes."""
 
 import os
 from abc import ABC, abstractmethod
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import orjson
 
-# what comes of it stays in a processor's cache: a quarter faster than blocks of 4 MB
+# a block and its rows fit into a processor's cache: a quarter faster than blocks of 4 MB
 BLOCK = 1 << 19
-# enough of what was read last to know it again: every line ends with a time
+# last bytes that were read, to know them again: every line ends with a time
 _FINGERPRINT = 64
 
 
@@ -23,7 +23,7 @@ class Tail:
         self._seen = b""
 
     def was_cut(self) -> bool:
-        """Whether what was read is no longer there: a run that goes on from a checkpoint forgets later lines."""
+        """Whether lines that were read are gone: a resumed run removes those after its checkpoint."""
         if not self.offset:
             return False
         try:
@@ -34,13 +34,13 @@ class Tail:
             return True
 
     def rows(self) -> Iterator[list[dict]]:
-        """The objects of the lines that are new, some hundred at a time."""
+        """The objects of new lines, some hundred at a time."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
             return
         with file:
-            # a line that is being written while we read is of the next time
+            # a line that is being written now is for the next time
             end = os.fstat(file.fileno()).st_size
             file.seek(self.offset)
             rest = b""
@@ -56,11 +56,10 @@ class Tail:
         lines, rows = text.split(b"\n"), []
         for line in lines:
             try:
-                row = orjson.loads(line)
+                rows.append(orjson.loads(line))
             except orjson.JSONDecodeError:
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
+                pass
+        rows = [row for row in rows if isinstance(row, dict)]
         if len(rows) < len(lines):
             # a resumed run may leave an empty line where a torn one was cut
             self.unreadable += sum(bool(line.strip()) for line in lines) - len(rows)
@@ -68,7 +67,7 @@ class Tail:
 
 
 class Follower(ABC):
-    """What the lines of a file come to, as far as it has been written."""
+    """Adds up the rows of a file that grows, and starts anew when it was cut."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -92,7 +91,7 @@ class Follower(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Be as if nothing had been read."""
+        """Start anew."""
 
     @abstractmethod
     def add(self, rows: list[dict]) -> None:
