@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparring.data.lerobot import of_numbers
+from sparring.data.lerobot import number_statistics
 from sparring.normalize import Normalizer, RunningNormalizer, fit_all
 
 
@@ -48,7 +48,7 @@ def test_statistics_travel_with_the_weights():
 def test_fitted_in_every_mode_the_inverse_gives_back_what_was_there(mode, seen):
     rows = np.random.default_rng(0).normal([3.0, -0.2, 5.0], [2.0, 0.01, 0.0], (1000, 3)).astype(np.float32)
     normalizer = RunningNormalizer(3) if seen else Normalizer(3)
-    normalizer.fit(of_numbers(rows), mode)
+    normalizer.fit(number_statistics(rows), mode)
     x = torch.from_numpy(rows)
     y = normalizer(x)
     torch.testing.assert_close(normalizer.inverse(y), x, rtol=1e-6, atol=1e-6)
@@ -67,7 +67,7 @@ def test_fitted_in_every_mode_the_inverse_gives_back_what_was_there(mode, seen):
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantile"])
 @pytest.mark.parametrize("of_actions", ["mean_std", "min_max"])
 def test_what_is_seen_and_what_is_done_are_scaled_each_in_its_way(mode, of_actions):
-    statistics = of_numbers(np.random.default_rng(1).exponential(1.0, (500, 2)))
+    statistics = number_statistics(np.random.default_rng(1).exponential(1.0, (500, 2)))
     state, privileged, action = RunningNormalizer(2), RunningNormalizer(2), Normalizer(2)
     names = ("observation/state", "observation/privileged", "action")
     fit_all({name: statistics for name in names}, state, privileged, action, mode, of_actions)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparring.demos.show import head, task_rows
+from sparring.demos.show import task_rows
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
@@ -53,9 +53,10 @@ def view_rows() -> list[list[tuple[str, np.ndarray]]]:
 def _start(seed: int = 0, **config) -> np.ndarray:
     env = Tabletop(TabletopConfig(**{"task": "stack_d1", "threads": 1} | config), 1)
     env.reset(EpisodeSeeds(seed))
-    picture = head(env.render(0))
+    picture = env.render(0)
     env.close()
-    return picture
+    # the first camera of those side by side
+    return picture[:, : picture.shape[0]]
 
 
 def _from_above(points: np.ndarray, size: int) -> np.ndarray:

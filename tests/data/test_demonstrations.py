@@ -11,8 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from sparring.data import demonstrations, video
-from sparring.data import lerobot as statistics
+from sparring.data import demonstrations, lerobot, video
 from sparring.data.demonstrations import Demonstrations
 from sparring.data.lerobot import DatasetError
 from sparring.demos.plan import Plan
@@ -87,20 +86,20 @@ def test_a_video_that_is_too_short_or_none(tmp_path):
 
 def test_statistics_of_numbers():
     values = np.random.default_rng(0).normal(size=(500, 3))
-    found = statistics.of_numbers(values)
+    found = lerobot.number_statistics(values)
     assert found["count"].tolist() == [500]
     for name, expected in {
         "mean": values.mean(0), "std": values.std(0), "min": values.min(0), "max": values.max(0),
         "q01": np.quantile(values, 0.01, axis=0), "q99": np.quantile(values, 0.99, axis=0),
     }.items():  # fmt: skip
         assert np.array_equal(found[name], expected)
-    assert statistics.of_numbers(np.array([True, False]))["mean"].tolist() == [0.5]
+    assert lerobot.number_statistics(np.array([True, False]))["mean"].tolist() == [0.5]
 
 
 def test_statistics_of_pictures_are_those_of_their_pixels():
     frames = np.random.default_rng(1).integers(10, 200, (5, 8, 6, 3), dtype=np.uint8)
     frames[..., 1] //= 2
-    found = statistics.of_pictures(statistics.pixel_counts(frames), 5)
+    found = lerobot.picture_statistics(lerobot.pixel_counts(frames), 5)
     pixels = frames.reshape(-1, 3) / 255
     assert found["count"].tolist() == [5] and found["mean"].shape == (3, 1, 1)
     for name in ("mean", "std", "min", "max"):

@@ -18,7 +18,6 @@ import pytest
 from sparring.cli.main import main
 from sparring.data.demonstrations import Demonstrations
 from sparring.demos import assemble, plan
-from sparring.demos import plan as names
 from sparring.demos import record as record_module
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
@@ -187,8 +186,8 @@ def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path
             raise KeyboardInterrupt
         real(path, values)
 
-    real = assemble._write_json
-    monkeypatch.setattr(assemble, "_write_json", stopped)
+    real = assemble.write_json
+    monkeypatch.setattr(assemble, "write_json", stopped)
     with pytest.raises(KeyboardInterrupt):
         record(SHORT, 6, tmp_path / "again", quiet=True)
     with pytest.raises(UserError, match="is still being recorded"):
@@ -370,12 +369,11 @@ def test_mixed_tasks(tmp_path):
 def test_every_entry_has_a_name(task, mode):
     for object_state in ("state", "privileged"):
         env = Tabletop(TabletopConfig(task=task, control_mode=mode, object_state=object_state, threads=1), 1)
-        found = {"state": names.state_names(env), "action": names.action_names(env)}
+        found = plan.entry_names(env)
         assert len(found["action"]) == env.spec.action_dim
         if object_state == "privileged":
-            found["privileged"] = names.privileged_names(env)
-            assert len(found["privileged"]) == env.spec.observation["privileged"][0][0]
-        assert len(found["state"]) == env.spec.observation["state"][0][0]
+            assert len(found["observation.privileged"]) == env.spec.observation["privileged"][0][0]
+        assert len(found["observation.state"]) == env.spec.observation["state"][0][0]
         assert all(len(set(of)) == len(of) for of in found.values())
 
 

@@ -1,4 +1,14 @@
-"""Demonstrations as action chunks."""
+"""Demonstrations: episodes of a LeRobotDataset v3.0 folder under the keys of the data contract, and as action chunks.
+
+demos = Demonstrations("outputs/demos/lift_d0", cameras=["head"], image_size=64)
+len(demos), demos.lengths             episodes, and the steps of each
+demos.episode(3)                      TensorDict [T]: observation/*, action [T, 1, A], next/*
+demos.instruction(3)                  what was asked for, in words
+demos.statistics["action"]["q99"]     mean, std, min, max, q01, ..., q99
+
+What was asked for and is not there is refused when it is opened, with what was found and what was expected. Training
+reads random windows: `cache=True` decodes every picture once, into memory-mapped files next to the folder.
+"""
 
 import hashlib
 import math
@@ -11,26 +21,16 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.data import lerobot as statistics
-from sparring.data import video
+from sparring.contract import EnvSpec
+from sparring.data import lerobot, video
 from sparring.data.buffer import check_whole
-from sparring.data.lerobot import POINTS, Clip, DatasetError, check_videos, read_dataset, video_features
+from sparring.data.lerobot import POINTS, DatasetError, read_dataset
 from sparring.errors import UserError
-
-# ---- Demonstrations: episodes of a LeRobotDataset v3.0 folder, under the keys of the data contract.
-#
-# demos = Demonstrations("outputs/demos/lift_d0", cameras=["head"], image_size=64)
-# len(demos), demos.lengths             episodes, and the steps of each
-# demos.episode(3)                      TensorDict [T]: observation/*, action [T, 1, A], next/*
-# demos.instruction(3)                  what was asked for, in words
-# demos.statistics["action"]["q99"]     mean, std, min, max, q01, ..., q99
-#
-# What was asked for and is not there is refused when it is opened, with what was found and what was expected. Training
-# reads random windows: `cache=True` decodes every picture once, into memory-mapped files beside the folder.
-
 
 # feature of LeRobot -> our key
 _VECTORS = {"observation.state": "state", "observation.privileged": "privileged"}
+# entries of an env's observation that a dataset holds, besides pictures and the task
+_NUMBERS = ("state", "privileged", "points")
 
 
 class Demonstrations:
@@ -64,13 +64,13 @@ class Demonstrations:
         self.lengths = self.dataset.lengths
         # [E + 1]: where each episode begins among all steps
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self._features = {_camera_name(key): key for key in video_features(self.dataset.info)}
+        self._features = {_camera_name(key): key for key in self.dataset.clips}
         recorded = self.dataset.columns[POINTS].shape[1] if POINTS in self.dataset.columns else 0
         self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded)
         self.points = recorded if points is None else points
         self.cameras = tuple(self._features if cameras is None else cameras)
         for camera in self.cameras:
-            check_videos(self.dataset, self._features[camera])
+            self.dataset.check_videos(self._features[camera])
         self.recorded_shapes = {camera: self._image_shape(camera, None) for camera in self.cameras}
         self.image_shapes = {camera: self._image_shape(camera, image_size) for camera in self.cameras}
         self._cache = {camera: self._cached(camera) for camera in self.cameras} if cache else {}
@@ -153,7 +153,7 @@ class Demonstrations:
                 if wrong:
                     seen = f"{wrong[0]} of {feature} has {told[wrong[0]].size} entries"
                     raise DatasetError(f"'{self.path}/meta/stats.json': {seen}, expected {size}")
-                found[feature.replace(".", "/")] = statistics.of_numbers(self.numbers(feature)) | told
+                found[feature.replace(".", "/")] = lerobot.number_statistics(self.numbers(feature)) | told
         return found
 
     def _check_camera(self, camera: str) -> None:
@@ -196,14 +196,10 @@ class Demonstrations:
         height, width = shape[1:] if shape[0] == 3 else shape[:2]
         return height, width
 
-    def _clip(self, camera: str, episode: int) -> Clip:
-        return self.dataset.clips[self._features[camera]][episode]
-
     def _decode(self, camera: str, episode: int) -> np.ndarray:
-        clip = self._clip(camera, episode)
-        length, shape = int(self.lengths[episode]), self.image_shapes[camera]
+        file, start = self.dataset.clips[self._features[camera]][episode]
         try:
-            frames = video.decode(clip.file, clip.start, length, self.fps, *shape)
+            frames = video.decode(file, start, int(self.lengths[episode]), self.fps, *self.image_shapes[camera])
         except UserError as error:
             raise DatasetError(f"{error} (episode {episode}, camera {camera})") from None
         # [T, H, W, 3] -> [T, 3, H, W]
@@ -212,7 +208,7 @@ class Demonstrations:
     def _cached(self, camera: str) -> np.ndarray:
         """Decoded before, or now. The name tells which files it was made of, so an old one is never taken for new."""
         height, width = self.image_shapes[camera]
-        files = sorted({self._clip(camera, episode).file for episode in range(len(self))})
+        files = sorted({file for file, _ in self.dataset.clips[self._features[camera]]})
         made_of = [(str(file.relative_to(self.path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         mark = hashlib.sha256(repr((made_of, self.lengths.tolist())).encode()).hexdigest()[:12]
         folder = self.path.resolve()
@@ -249,24 +245,18 @@ def _floats(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
-# ---- ActionChunks: what demonstrators saw and what they did from there on, drawn at random for imitation.
-#
-# Letters: B drawn steps, H steps of a chunk, A action dims, F steps of all demonstrations that are used.
-
-
-# what is read of a dataset beside pictures and the task; its keys are entries of the env's observation
-_NUMBERS = ("state", "privileged", "points")
-
-
 class ActionChunks:
     """`sample(B)`: the observation of a step, each equally likely, and the `horizon` actions from there on.
 
-    As an env with `spec` would show it: entries it does not have are left out, vectors are padded to its sizes, and
-    `observation/task` indexes its instructions. Of each dataset only the first `episodes` are used (None: all).
-    Datasets with pictures must have been opened with cache=True.
+    It is what an env with `spec` would show: entries it does not have are left out, vectors are padded to its sizes,
+    and `observation/task` indexes its instructions. Of each dataset only the first `episodes` are used (None: all).
+    Datasets with pictures must have been opened with cache=True. B drawn steps, H steps of a chunk, A action dims, F
+    steps of all demonstrations that are used.
     """
 
-    def __init__(self, demonstrations: Sequence[Demonstrations], horizon: int, spec, episodes: int | None = None):
+    def __init__(
+        self, demonstrations: Sequence[Demonstrations], horizon: int, spec: EnvSpec, episodes: int | None = None
+    ):
         self.demonstrations, self.horizon = list(demonstrations), horizon
         self.lengths = [demos.lengths[:episodes] for demos in self.demonstrations]
         # where each dataset begins among the F steps, and where the last one ends
@@ -315,9 +305,9 @@ class ActionChunks:
     def statistics(self) -> dict[str, dict[str, np.ndarray]]:
         """Of the steps that are used: "observation/state", "observation/privileged" and "action" (without padding)."""
         vectors = {name: values for name, values in self._observation.items() if values.ndim == 2}
-        found = {f"observation/{name}": statistics.of_numbers(values.numpy()) for name, values in vectors.items()}
+        found = {f"observation/{name}": lerobot.number_statistics(values.numpy()) for name, values in vectors.items()}
         scored = self._action[:, : self._action.shape[1] - self._action_padding]
-        return found | {"action": statistics.of_numbers(scored.numpy())}
+        return found | {"action": lerobot.number_statistics(scored.numpy())}
 
     def _joined(self, feature: str, shape: tuple[int, ...]) -> torch.Tensor:
         """`[F, *shape]` float32 of all datasets, vectors padded with zeros."""
@@ -337,7 +327,7 @@ class ActionChunks:
             pictures[here] = cache[step[here] - self._starts[number]]
         return torch.from_numpy(pictures)
 
-    def _task_of_each_step(self, spec) -> torch.Tensor:
+    def _task_of_each_step(self, spec: EnvSpec) -> torch.Tensor:
         """`[F]`: by what was said, as a dataset numbers its instructions in its own way."""
         parts = []
         for demos, steps in zip(self.demonstrations, np.diff(self._starts), strict=True):
@@ -353,7 +343,7 @@ class ActionChunks:
             parts.append(np.array(known)[index])
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
-    def _refuse_what_is_not_recorded(self, spec, shown: dict[str, tuple[int, ...]]) -> None:
+    def _refuse_what_is_not_recorded(self, spec: EnvSpec, shown: dict[str, tuple[int, ...]]) -> None:
         for demos in self.demonstrations:
             mistakes = []
             for name, shape in shown.items():

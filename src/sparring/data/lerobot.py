@@ -1,4 +1,15 @@
-"""Datasets in LeRobot's layout."""
+"""Datasets in LeRobot's layout (LeRobotDataset v3.0): reads ours and LeRobot's own, refuses what does not fit together.
+
+meta/info.json                        features, fps, how paths are made
+meta/stats.json                       statistics of each feature
+meta/tasks.parquet                    task_index -> the instruction
+meta/episodes/chunk-*/file-*.parquet  an episode a row: its length, and in which files it begins where
+meta/sparring.json                    what else we know (ours only)
+data/chunk-*/file-*.parquet           a frame a row: state, action, reward, ...
+videos/<camera>/chunk-*/file-*.mp4    the pictures, many episodes a file
+
+Numbers are all read at once (hundreds of bytes a frame, with points some KB); pictures stay in their files. Torch-free.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,89 +20,16 @@ import numpy as np
 
 from sparring.errors import UserError
 
-# ---- Normalisation statistics of a dataset, under the names that LeRobot gives them. Numpy only.
-
-
-QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
-
-
-def of_numbers(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Of rows `[F, D]` or numbers `[F]`: `[D]` each, or `[1]`; `count` is `[1]`."""
-    values = values.reshape(len(values), -1).astype(np.float64)
-    quantiles = np.quantile(values, list(QUANTILES.values()), axis=0)
-    return {
-        "min": values.min(axis=0),
-        "max": values.max(axis=0),
-        "mean": values.mean(axis=0),
-        "std": values.std(axis=0),
-        "count": np.array([len(values)]),
-        **dict(zip(QUANTILES, quantiles, strict=True)),
-    }
-
-
-def of_points(clouds: np.ndarray) -> dict[str, np.ndarray]:
-    """Of clouds `[F, P, D]`: `[D]` each, over points and frames, which fit a cloud of any size.
-
-    All but min and max are those of at most 1000 frames, evenly spread: a dataset has hundreds of millions of points.
-    """
-    few = clouds[:: max(len(clouds) // 1000, 1)]
-    found = of_numbers(few.reshape(-1, clouds.shape[-1]))
-    exact = {"min": clouds.min(axis=(0, 1)), "max": clouds.max(axis=(0, 1)), "count": np.array([len(clouds)])}
-    return found | {name: value.astype(found[name].dtype) for name, value in exact.items()}
-
-
-def pixel_counts(frames: np.ndarray) -> np.ndarray:
-    """`[3, 256]`: how often each value occurs in each channel of `[T, H, W, 3]` uint8."""
-    return np.stack([np.bincount(frames[..., channel].ravel(), minlength=256) for channel in range(3)])
-
-
-def of_pictures(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]:
-    """Of `pixel_counts` of so many frames: `[3, 1, 1]` each, with pixels in 0..1."""
-    levels = np.arange(256) / 255
-    below = np.cumsum(counts, axis=1)
-    total = below[:, -1:]
-    mean = counts @ levels / total[:, 0]
-    square = counts @ levels**2 / total[:, 0]
-    values = {
-        "min": levels[np.argmax(counts > 0, axis=1)],
-        "max": levels[255 - np.argmax(counts[:, ::-1] > 0, axis=1)],
-        "mean": mean,
-        "std": np.sqrt(np.maximum(square - mean**2, 0)),
-        **{name: levels[np.argmax(below >= part * total, axis=1)] for name, part in QUANTILES.items()},
-    }
-    return {"count": np.array([frames])} | {name: value.reshape(3, 1, 1) for name, value in values.items()}
-
-
-# ---- Reads the files of a LeRobotDataset v3.0 folder, ours or LeRobot's own, and refuses what does not fit together.
-#
-# meta/info.json                        features, fps, how paths are made
-# meta/stats.json                       statistics of each feature
-# meta/tasks.parquet                    task_index -> what was asked for, in words
-# meta/episodes/chunk-*/file-*.parquet  an episode a row: its length, and in which files it begins where
-# meta/sparring.json                    what else we know (ours only)
-# data/chunk-*/file-*.parquet           a frame a row: state, action, reward, ...
-# videos/<camera>/chunk-*/file-*.mp4    the pictures, many episodes a file
-#
-# Numbers are all read at once (hundreds of bytes a frame, with points some KB); pictures stay in their files.
-
-
 # while episodes are still being recorded they lie in this folder, and there is no meta/info.json
 RECORDING = "recording"
 # the one feature of two axes that is read: [P, 6] a frame
 POINTS = "observation.points"
 _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
 class DatasetError(UserError):
     """A dataset that cannot be read, or is not what was asked for."""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Where the pictures of an episode are."""
-
-    file: Path
-    start: float
 
 
 @dataclass(frozen=True)
@@ -104,13 +42,19 @@ class Dataset:
     columns: dict[str, np.ndarray]
     # [E]
     lengths: np.ndarray
-    # video feature -> E clips
-    clips: dict[str, list[Clip]]
+    # video feature -> of each episode, the file and the second in which its pictures begin
+    clips: dict[str, list[tuple[Path, float]]]
     instructions: tuple[str, ...]
     # feature -> "mean", "std", ... -> values
     statistics: dict[str, dict[str, np.ndarray]]
     # of meta/sparring.json; empty where others recorded
     extras: dict[str, Any]
+
+    def check_videos(self, feature: str) -> None:
+        """They are there; whether they are whole shows when they are decoded."""
+        for file in dict.fromkeys(file for file, _ in self.clips[feature]):
+            if not file.exists():
+                raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
 
 
 def parquet():
@@ -127,8 +71,9 @@ def read_dataset(path: str | Path) -> Dataset:
     info = _read_info(path)
     episodes = _read_episodes(path, info)
     columns = _read_columns(path, info, episodes)
-    statistics = _read_json(path / "meta/stats.json") if (path / "meta/stats.json").exists() else {}
-    extras = _read_json(path / "meta/sparring.json") if (path / "meta/sparring.json").exists() else {}
+    stats, extras = (
+        _read_json(file) if file.exists() else {} for file in (path / "meta/stats.json", path / "meta/sparring.json")
+    )
     dataset = Dataset(
         path=path,
         info=info,
@@ -136,16 +81,14 @@ def read_dataset(path: str | Path) -> Dataset:
         lengths=episodes["length"].astype(np.int64),
         clips=_clips(path, info, episodes),
         instructions=_read_instructions(path),
-        statistics={
-            feature: {name: np.array(value) for name, value in values.items()} for feature, values in statistics.items()
-        },
+        statistics={of: {name: np.array(value) for name, value in values.items()} for of, values in stats.items()},
         extras=extras,
     )
     _check_frames(dataset)
     return dataset
 
 
-def video_features(info: dict[str, Any]) -> list[str]:
+def _video_features(info: dict[str, Any]) -> list[str]:
     return [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
 
 
@@ -176,7 +119,7 @@ def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
     if not files:
         raise DatasetError(f"'{path}' has no meta/episodes/chunk-*/file-*.parquet")
     wanted = ["episode_index", "length", "data/chunk_index", "data/file_index"]
-    for feature in video_features(info):
+    for feature in _video_features(info):
         wanted += [f"videos/{feature}/{what}" for what in ("chunk_index", "file_index", "from_timestamp")]
     parts = [_read_table(file, wanted) for file in files]
     columns = {name: np.concatenate([_numbers(part[name], file) for part, file in zip(parts, files, strict=True)])
@@ -210,24 +153,17 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
     return {name: values[order] for name, values in columns.items()}
 
 
-def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) -> dict[str, list[Clip]]:
+def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) -> dict[str, list[tuple[Path, float]]]:
     clips = {}
-    for feature in video_features(info):
+    for feature in _video_features(info):
         chunks, files, starts = (
             episodes[f"videos/{feature}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
         )
         clips[feature] = [
-            Clip(path / info["video_path"].format(video_key=feature, chunk_index=int(c), file_index=int(f)), float(s))
+            (path / info["video_path"].format(video_key=feature, chunk_index=int(c), file_index=int(f)), float(s))
             for c, f, s in zip(chunks, files, starts, strict=True)
         ]
     return clips
-
-
-def check_videos(dataset: Dataset, feature: str) -> None:
-    """They are there; whether they are whole shows when they are decoded."""
-    for file in dict.fromkeys(clip.file for clip in dataset.clips[feature]):
-        if not file.exists():
-            raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
 
 
 def _read_instructions(path: Path) -> tuple[str, ...]:
@@ -317,7 +253,7 @@ def _numbers(column, path: Path) -> np.ndarray:
 def _rows(column, shape: list[int], path: Path) -> np.ndarray:
     """`[F]` where an entry is one number, else `[F, *shape]`."""
     entries = flat = column.combine_chunks()
-    if not _is_list(entries):
+    if not str(entries.type).startswith(("list", "fixed_size_list", "large_list")):
         return _numbers(column, path)
     from pyarrow.compute import list_value_length
 
@@ -331,5 +267,47 @@ def _rows(column, shape: list[int], path: Path) -> np.ndarray:
     return flat.to_numpy(zero_copy_only=False).reshape(len(entries), *shape)
 
 
-def _is_list(values) -> bool:
-    return str(values.type).startswith(("list", "fixed_size_list", "large_list"))
+def number_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Of rows `[F, D]` or numbers `[F]`: `[D]` each, or `[1]`; `count` is `[1]`."""
+    values = values.reshape(len(values), -1).astype(np.float64)
+    quantiles = np.quantile(values, list(_QUANTILES.values()), axis=0)
+    found = {
+        "min": values.min(axis=0),
+        "max": values.max(axis=0),
+        "mean": values.mean(axis=0),
+        "std": values.std(axis=0),
+    }
+    return found | {"count": np.array([len(values)])} | dict(zip(_QUANTILES, quantiles, strict=True))
+
+
+def point_statistics(clouds: np.ndarray) -> dict[str, np.ndarray]:
+    """Of clouds `[F, P, D]`: `[D]` each, over points and frames, which fit a cloud of any size.
+
+    All but min and max are those of at most 1000 frames, evenly spread: a dataset has hundreds of millions of points.
+    """
+    few = clouds[:: max(len(clouds) // 1000, 1)]
+    found = number_statistics(few.reshape(-1, clouds.shape[-1]))
+    exact = {"min": clouds.min(axis=(0, 1)), "max": clouds.max(axis=(0, 1)), "count": np.array([len(clouds)])}
+    return found | {name: value.astype(found[name].dtype) for name, value in exact.items()}
+
+
+def pixel_counts(frames: np.ndarray) -> np.ndarray:
+    """`[3, 256]`: how often each value occurs in each channel of `[T, H, W, 3]` uint8."""
+    return np.stack([np.bincount(frames[..., channel].ravel(), minlength=256) for channel in range(3)])
+
+
+def picture_statistics(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]:
+    """Of `pixel_counts` of so many frames: `[3, 1, 1]` each, with pixels in 0..1."""
+    levels = np.arange(256) / 255
+    below = np.cumsum(counts, axis=1)
+    total = below[:, -1:]
+    mean = counts @ levels / total[:, 0]
+    square = counts @ levels**2 / total[:, 0]
+    values = {
+        "min": levels[np.argmax(counts > 0, axis=1)],
+        "max": levels[255 - np.argmax(counts[:, ::-1] > 0, axis=1)],
+        "mean": mean,
+        "std": np.sqrt(np.maximum(square - mean**2, 0)),
+        **{name: levels[np.argmax(below >= part * total, axis=1)] for name, part in _QUANTILES.items()},
+    }
+    return {"count": np.array([frames])} | {name: value.reshape(3, 1, 1) for name, value in values.items()}

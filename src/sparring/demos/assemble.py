@@ -1,8 +1,12 @@
-"""Recorded blocks, and datasets assembled from them."""
+"""Makes a LeRobotDataset v3.0 folder (see data/lerobot.py) out of recorded blocks of episodes.
+
+meta/info.json is written last, in one stroke: without it a folder is no dataset, so an interrupted one is never read.
+"""
 
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,129 +15,13 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from sparring.data import lerobot as statistics
 from sparring.data import video
-from sparring.data.lerobot import POINTS, RECORDING, parquet, pixel_counts
-from sparring.data.video import encode
-from sparring.demos import plan as names
-from sparring.demos.plan import Plan
-from sparring.envs.backend import Arrays, EpisodeSeeds
+from sparring.data.lerobot import POINTS, RECORDING, number_statistics, parquet, picture_statistics, point_statistics
+from sparring.demos.plan import Plan, entry_names
+from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.files import flush, flush_tree
-
-# ---- Plays the expert for a block of episodes and writes those worth keeping.
-#
-# Which episodes a block holds follows from its number, and what happens in them from their seeds: any process may
-# record
-# any block, at any time, and the same bytes come out. A block appears under its name only when it is complete.
-#
-# block-000007/numbers.npz     of the kept episodes, one after another (see `Block`)
-# block-000007/0-head.mp4      pictures of the first kept one
-
-
-@dataclass(frozen=True)
-class Block:
-    """A recorded block: K episodes kept of those tried, F steps in all."""
-
-    folder: Path
-    # "number", "seed", "task", "success", "length": [K]; "state", "privileged", "action": [F, D]; "points": [F, P, 6];
-    # "reward": [F]; "pixels/<camera>": [K, 3, 256], see pixel_counts
-    numbers: Arrays
-
-    @property
-    def kept(self) -> int:
-        return len(self.numbers["number"])
-
-    def clip(self, episode: int, camera: str) -> Path:
-        return self.folder / f"{episode}-{camera}.mp4"
-
-
-def block_folder(folder: Path, number: int) -> Path:
-    return folder / f"block-{number:06d}"
-
-
-def read_block(folder: Path) -> Block | None:
-    """None where its numbers cannot be read: it is to be recorded again."""
-    try:
-        with np.load(folder / "numbers.npz") as file:
-            return Block(folder, dict(file))
-    except (OSError, EOFError, ValueError, BadZipFile):
-        return None
-
-
-class BlockRecorder:
-    """Records blocks of a plan into `folder`; one env, used again and again."""
-
-    def __init__(self, plan: Plan, folder: Path):
-        self._plan, self._folder = plan, folder
-        self._env = Tabletop(plan.env, plan.robots, plan.max_episode_steps)
-        self._expert = Expert(self._env, plan.noise, plan.seed)
-        self._vectors = [name for name in ("state", "privileged", "points") if name in self._env.spec.observation]
-
-    def __call__(self, number: int) -> int:
-        """Record block `number`; the same number comes back."""
-        seeds = EpisodeSeeds(self._plan.seed, first_env=number * self._plan.robots, total_envs=self._plan.robots)
-        tracks, lengths, success = self._play(seeds)
-        kept = np.flatnonzero(success | self._plan.keep_failures)
-        numbers = {
-            "number": seeds.first_env + kept,
-            "seed": np.array([seeds(int(row), 0) for row in kept], np.int64),
-            "task": tracks["task"][0, kept],
-            "success": success[kept],
-            "length": lengths[kept],
-        }
-        for name in (*self._vectors, "action", "reward"):
-            parts = [tracks[name][: lengths[row], row] for row in kept]
-            # an empty first part tells shape and type where nothing is kept
-            numbers[name] = np.concatenate([tracks[name][:0, 0], *parts])
-        self._write(number, numbers, tracks, lengths, kept)
-        return number
-
-    def _play(self, seeds: EpisodeSeeds) -> tuple[Arrays, np.ndarray, np.ndarray]:
-        """One episode of every robot: what was seen, done and earned `[T, N, ...]`, and `[N]` lengths and successes."""
-        env, steps = self._env, self._env.spec.max_episode_steps
-        shapes = env.spec.observation | {"action": ((env.spec.action_dim,), "float32"), "reward": ((), "float32")}
-        tracks = {name: np.empty((steps, env.num_envs, *shape), dtype) for name, (shape, dtype) in shapes.items()}
-        lengths, success = np.zeros(env.num_envs, np.int64), np.zeros(env.num_envs, bool)
-        observation = env.reset(seeds)
-        for t in range(steps):
-            # what is recorded is exactly what the robots are told
-            action = self._expert().astype(np.float32)
-            step = env.step(action)
-            for name, values in (observation | {"action": action[:, 0], "reward": step.reward[:, 0]}).items():
-                tracks[name][t] = values
-            # where tasks are mixed, the shorter ones go on with another episode, which is not recorded
-            first = step.ended[lengths[step.ended] == 0]
-            lengths[first], success[first] = t + 1, step.success[first]
-            observation = step.observation
-        return tracks, lengths, success
-
-    def _write(self, number: int, numbers: Arrays, tracks: Arrays, lengths: np.ndarray, kept: np.ndarray) -> None:
-        target = block_folder(self._folder, number)
-        partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        fps = int(self._env.spec.control_hz)
-        for camera in self._plan.env.cameras:
-            counts = np.zeros((len(kept), 3, 256), np.int64)
-            for k, row in enumerate(kept):
-                # [T, 3, H, W] -> [T, H, W, 3]
-                frames = tracks[f"image/{camera}"][: lengths[row], row].transpose(0, 2, 3, 1)
-                counts[k] = pixel_counts(frames)
-                encode(Block(partial, {}).clip(k, camera), frames, fps, self._plan.pixel_format)
-            numbers[f"pixels/{camera}"] = counts
-        np.savez(partial / "numbers.npz", **numbers)
-        flush_tree(partial)
-        os.replace(partial, target)
-        flush(self._folder)
-
-
-# ---- Makes a LeRobotDataset v3.0 folder out of recorded blocks (see data/lerobot.py for the layout).
-#
-# meta/info.json comes last, in one stroke: without it a folder is no dataset, so what was interrupted is never read.
-
 
 # LeRobot keeps the time within a video in float32: beyond 1000 s it could no longer tell frames to a tenth of a ms
 _FRAMES_PER_FILE = 20_000
@@ -145,10 +33,41 @@ _DATA, _VIDEO = f"data/{_PLACE}.parquet", f"videos/{{video_key}}/{_PLACE}.mp4"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """An episode of the dataset: the k-th of its block, and its rows in there; then its place in the dataset."""
+class EpisodeBlock:
+    """A recorded block: K episodes kept of those tried, F steps in all.
 
-    block: Block
+    block-000007/numbers.npz     of the kept episodes, one after another
+    block-000007/0-head.mp4      pictures of the first kept one
+    """
+
+    folder: Path
+    number: int
+    # "number", "seed", "task", "success", "length": [K]; "state", "privileged", "action": [F, D]; "points": [F, P, 6];
+    # "reward": [F]; "pixels/<camera>": [K, 3, 256], see pixel_counts
+    numbers: Arrays
+
+    @classmethod
+    def read(cls, folder: Path, number: int) -> "EpisodeBlock | None":
+        """None where its numbers cannot be read: it is to be recorded again."""
+        try:
+            with np.load(cls(folder, number, {}).path / "numbers.npz") as file:
+                return cls(folder, number, dict(file))
+        except (OSError, EOFError, ValueError, BadZipFile):
+            return None
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"block-{self.number:06d}"
+
+    def clip(self, episode: int, camera: str) -> Path:
+        return self.path / f"{episode}-{camera}.mp4"
+
+
+@dataclass(frozen=True)
+class _Episode:
+    """The k-th episode of a block, its rows in there, and its place in the dataset."""
+
+    block: EpisodeBlock
     k: int
     rows: slice
     file: int
@@ -164,21 +83,19 @@ class Kept:
         return self.block.numbers[name][self.k]
 
 
-def assemble(output: Path, plan: Plan, blocks: list[Block], episodes: int) -> dict[str, Any]:
-    """The first `episodes` kept ones of these blocks; what was written into meta/info.json."""
-    # of an assembly that was interrupted
+def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int) -> None:
+    """A dataset of the first `episodes` kept ones of these blocks."""
+    # what an interrupted assembly left
     for name in PARTS:
         shutil.rmtree(output / name, ignore_errors=True)
     env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
     fps, cameras = int(env.spec.control_hz), plan.env.cameras
     kept = _pick(blocks, episodes)
-    said = [env.spec.instructions[episode.number("task")] for episode in kept]
+    phrases = [env.spec.instructions[episode.number("task")] for episode in kept]
     # in the order of the env, each once: tasks that differ in their starts only are put in the same words
-    instructions = [text for text in dict.fromkeys(env.spec.instructions) if text in said]
-    columns = _columns(kept, fps, np.array([instructions.index(text) for text in said]))
-    pixels = {_video_key(camera): _gathered(kept, f"pixels/{camera}") for camera in cameras}
-    features = _features(env, columns, plan, fps)
-
+    instructions = [text for text in dict.fromkeys(env.spec.instructions) if text in phrases]
+    columns = _columns(kept, fps, np.array([instructions.index(text) for text in phrases]))
+    pixels = {_video_key(name): np.stack([episode.number(f"pixels/{name}") for episode in kept]) for name in cameras}
     for file, group in groupby(kept, lambda episode: episode.file):
         of_file = list(group)
         rows = slice(of_file[0].first, of_file[-1].first + of_file[-1].length)
@@ -187,18 +104,23 @@ def assemble(output: Path, plan: Plan, blocks: list[Block], episodes: int) -> di
             path = output / _VIDEO.format(video_key=_video_key(camera), **_place(file))
             path.parent.mkdir(parents=True, exist_ok=True)
             _join(path, of_file, camera, output / RECORDING)
-    _write_table(
-        output / f"meta/episodes/{_PLACE.format(**_place(0))}.parquet", _episodes(kept, said, columns, pixels, fps)
-    )
+    table = _episodes(kept, phrases, columns, pixels, fps)
+    _write_table(output / f"meta/episodes/{_PLACE.format(**_place(0))}.parquet", table)
     _write_tasks(output / "meta/tasks.parquet", instructions)
-    frames = len(columns["index"])
-    _write_json(output / "meta/stats.json", _as_lists(_statistics(columns, pixels, slice(0, len(kept)), slice(None))))
-    _write_json(output / "meta/sparring.json", plan.settings() | _told(kept, env))
+    write_json(output / "meta/stats.json", _statistics(columns, pixels, slice(0, len(kept)), slice(None)))
+    # what LeRobot has no place for, of each episode
+    extras = {
+        "episodes_tried": int(kept[-1].number("number")) + 1,
+        "episode_numbers": [int(episode.number("number")) for episode in kept],
+        "episode_seeds": [int(episode.number("seed")) for episode in kept],
+        "episode_tasks": [env.spec.task_names[episode.number("task")] for episode in kept],
+    }
+    write_json(output / "meta/sparring.json", plan.settings() | extras)
     info = {
         "codebase_version": "v3.0",
         "robot_type": "sparring_arm" if len(env.mounts) == 1 else "sparring_two_arms",
         "total_episodes": len(kept),
-        "total_frames": frames,
+        "total_frames": len(columns["index"]),
         "total_tasks": len(instructions),
         "chunks_size": _FILES_PER_CHUNK,
         "data_files_size_in_mb": 100,
@@ -207,39 +129,36 @@ def assemble(output: Path, plan: Plan, blocks: list[Block], episodes: int) -> di
         "splits": {"train": f"0:{len(kept)}"},
         "data_path": _DATA,
         "video_path": _VIDEO if cameras else None,
-        "features": features,
+        "features": _features(env, columns, plan, fps),
     }
     env.close()
     for name in PARTS:
         if (output / name).exists():
             flush_tree(output / name)
     flush(output)
-    _write_json(output / "meta/info.json", info)
-    return info
+    write_json(output / "meta/info.json", info)
 
 
-def _pick(blocks: list[Block], episodes: int) -> list[Kept]:
+def _pick(blocks: list[EpisodeBlock], episodes: int) -> list[_Episode]:
     kept, file, first, first_in_file = [], 0, 0, 0
     for block in blocks:
         start = 0
         for k, length in enumerate(block.numbers["length"][: episodes - len(kept)].tolist()):
             if first_in_file and first_in_file + length > _FRAMES_PER_FILE:
                 file, first_in_file = file + 1, 0
-            kept.append(Kept(block, k, slice(start, start + length), file, first, first_in_file))
+            kept.append(_Episode(block, k, slice(start, start + length), file, first, first_in_file))
             start, first, first_in_file = start + length, first + length, first_in_file + length
     return kept
 
 
-def _join(path: Path, episodes: list[Kept], camera: str, folder: Path) -> None:
-    """ffmpeg joins what it can of damaged clips and says nothing: frames would be missing, so they are counted."""
+def _join(path: Path, episodes: list[_Episode], camera: str, folder: Path) -> None:
+    """ffmpeg silently joins what it can of damaged clips, so the frames are counted."""
     clips = [episode.block.clip(episode.k, camera) for episode in episodes]
-    try:
+    # the damaged clip is named below
+    with suppress(UserError):
         video.join(path, clips, folder)
         if video.count(path) == sum(episode.length for episode in episodes):
             return
-    except UserError:
-        # which clip is to blame is said below
-        pass
     for episode, clip in zip(episodes, clips, strict=True):
         whole = video.count(clip)
         if whole != episode.length:
@@ -250,28 +169,22 @@ def _join(path: Path, episodes: list[Kept], camera: str, folder: Path) -> None:
     raise UserError(f"'{path}' was not written whole; is the disk full? run the same command again")
 
 
-def _columns(kept: list[Kept], fps: int, tasks: np.ndarray) -> Arrays:
+def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
     """Feature -> `[F]` or `[F, D]` (points: `[F, P, 6]`), all frames."""
     lengths = np.array([episode.length for episode in kept])
     frames, ends = int(lengths.sum()), np.cumsum(lengths)
     within = np.arange(frames) - np.repeat(ends - lengths, lengths)
-    done = np.zeros(frames, bool)
-    done[ends - 1] = True
-    success = np.zeros(frames, bool)
-    success[ends - 1] = [episode.number("success") for episode in kept]
+    done = np.isin(np.arange(frames), ends - 1)
 
-    def recorded(name):
+    def recorded(name: str) -> np.ndarray:
         return np.concatenate([episode.block.numbers[name][episode.rows] for episode in kept])
 
-    vectors = {"observation.state": recorded("state")}
-    for name in ("privileged", "points"):
-        if name in kept[0].block.numbers:
-            vectors[f"observation.{name}"] = recorded(name)
-    return vectors | {
+    observed = [name for name in ("state", "privileged", "points") if name in kept[0].block.numbers]
+    return {f"observation.{name}": recorded(name) for name in observed} | {
         "action": recorded("action"),
         "next.reward": recorded("reward"),
         "next.done": done,
-        "next.success": success,
+        "next.success": done & np.repeat([episode.number("success") for episode in kept], lengths),
         "timestamp": (within / fps).astype(np.float32),
         "frame_index": within,
         "episode_index": np.repeat(np.arange(len(kept)), lengths),
@@ -281,14 +194,10 @@ def _columns(kept: list[Kept], fps: int, tasks: np.ndarray) -> Arrays:
 
 
 def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
-    said = {"observation.state": names.state_names(env), "action": names.action_names(env)}
-    if "observation.privileged" in columns:
-        said["observation.privileged"] = names.privileged_names(env)
-    if POINTS in columns:
-        # of its axes, as of a picture's
-        said[POINTS] = ["points", "x_y_z_r_g_b"]
+    # of points the axes are named, as those of a picture are
+    names = entry_names(env) | {POINTS: ["points", "x_y_z_r_g_b"]}
     features = {
-        name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": said.get(name)}
+        name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": names.get(name)}
         for name, values in columns.items()
     }
     size = plan.env.image_size
@@ -297,24 +206,17 @@ def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str,
             "dtype": "video",
             "shape": [size, size, 3],
             "names": ["height", "width", "channels"],
-            "info": {
-                "video.height": size,
-                "video.width": size,
-                "video.codec": video.CODEC,
-                "video.pix_fmt": plan.pixel_format,
-                "video.is_depth_map": False,
-                "video.fps": fps,
-                "video.channels": 3,
-                "has_audio": False,
-            },
+            "info": {"video.height": size, "video.width": size, "video.codec": video.CODEC}
+            | {"video.pix_fmt": plan.pixel_format, "video.is_depth_map": False, "video.fps": fps}
+            | {"video.channels": 3, "has_audio": False},
         }
     return features
 
 
-def _episodes(kept: list[Kept], said: list[str], columns: Arrays, pixels: Arrays, fps: int) -> dict[str, list]:
+def _episodes(kept: list[_Episode], phrases: list[str], columns: Arrays, pixels: Arrays, fps: int) -> dict[str, list]:
     """Column -> an entry for each episode."""
     rows = []
-    for number, (episode, text) in enumerate(zip(kept, said, strict=True)):
+    for number, (episode, text) in enumerate(zip(kept, phrases, strict=True)):
         place, end = _place(episode.file), episode.first + episode.length
         row = {"episode_index": number, "tasks": [text], "length": episode.length}
         row |= {f"data/{key}": value for key, value in place.items()}
@@ -325,33 +227,20 @@ def _episodes(kept: list[Kept], said: list[str], columns: Arrays, pixels: Arrays
             row[f"videos/{key}/to_timestamp"] = (episode.first_in_file + episode.length) / fps
         row |= {f"meta/episodes/{key}": value for key, value in _place(0).items()}
         of_episode = _statistics(columns, pixels, slice(number, number + 1), slice(episode.first, end))
-        for feature, values in _as_lists(of_episode).items():
+        for feature, values in of_episode.items():
             row |= {f"stats/{feature}/{name}": value for name, value in values.items()}
         rows.append(row)
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _statistics(columns: Arrays, pixels: Arrays, episodes: slice, rows: slice) -> dict[str, dict[str, np.ndarray]]:
+def _statistics(columns: Arrays, pixels: Arrays, episodes: slice, rows: slice) -> dict[str, dict[str, list]]:
     found = {
-        name: statistics.of_points(values[rows]) if name == POINTS else statistics.of_numbers(values[rows])
+        name: point_statistics(values[rows]) if name == POINTS else number_statistics(values[rows])
         for name, values in columns.items()
     }
     frames = int(found["index"]["count"][0])
-    return found | {key: statistics.of_pictures(counts[episodes].sum(axis=0), frames) for key, counts in pixels.items()}
-
-
-def _told(kept: list[Kept], env: Tabletop) -> dict[str, Any]:
-    """What LeRobot has no place for, of each episode."""
-    return {
-        "episodes_tried": int(kept[-1].number("number")) + 1,
-        "episode_numbers": [int(episode.number("number")) for episode in kept],
-        "episode_seeds": [int(episode.number("seed")) for episode in kept],
-        "episode_tasks": [env.spec.task_names[episode.number("task")] for episode in kept],
-    }
-
-
-def _gathered(kept: list[Kept], name: str) -> np.ndarray:
-    return np.stack([episode.number(name) for episode in kept])
+    found |= {key: picture_statistics(counts[episodes].sum(axis=0), frames) for key, counts in pixels.items()}
+    return {feature: {name: value.tolist() for name, value in values.items()} for feature, values in found.items()}
 
 
 def _video_key(camera: str) -> str:
@@ -360,10 +249,6 @@ def _video_key(camera: str) -> str:
 
 def _place(file: int) -> dict[str, int]:
     return {"chunk_index": file // _FILES_PER_CHUNK, "file_index": file % _FILES_PER_CHUNK}
-
-
-def _as_lists(values: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, list]]:
-    return {name: {key: value.tolist() for key, value in of_name.items()} for name, of_name in values.items()}
 
 
 def _write_table(path: Path, columns: dict[str, Any], metadata: dict[bytes, bytes] | None = None) -> None:
@@ -387,18 +272,16 @@ def _write_table(path: Path, columns: dict[str, Any], metadata: dict[bytes, byte
 
 def _write_tasks(path: Path, instructions: list[str]) -> None:
     """LeRobot reads it with pandas and looks the words up in the index; this says so in pandas' own way."""
-    fields = [("task_index", "int64"), ("task", "unicode")]
     described = [
-        {"name": name, "field_name": name, "pandas_type": kind, "metadata": None}
-        | {"numpy_type": "int64" if kind == "int64" else "object"}
-        for name, kind in fields
+        {"name": name, "field_name": name, "pandas_type": kind, "metadata": None, "numpy_type": numpy}
+        for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
     ]
     pandas = {"index_columns": ["task"], "column_indexes": [], "columns": described}
     columns = {"task_index": np.arange(len(instructions)), "task": instructions}
     _write_table(path, columns, {b"pandas": json.dumps(pandas).encode()})
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values, indent=2))
     flush(partial)

@@ -1,7 +1,7 @@
-"""What is to be recorded."""
+"""What is to be recorded: the config of a recording, its plan, and the names of what it holds."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +14,20 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.tasks.registry import TASKS, find
 from sparring.errors import UserError
 
-# ---- What each entry of a recorded state and action is called.
-
-
-_HAND = ["hand_x", "hand_y", "hand_z"]
-_TURN = ["turn_x", "turn_y", "turn_z"]
+# episodes that a process plays at once: enough to keep the simulator busy, and their pictures in a quarter of a GB
+_ROBOTS, _BYTES = 16, 2**28
+# these change neither physics nor pictures
+_FREE_TO_DIFFER = {"threads", "video_renderer"}
 _ACTIONS = {
     "delta_qpos": [f"joint_step.{k}" for k in range(6)] + ["finger_step"],
-    "delta_ee_pos": [*_HAND, "finger_step"],
-    "delta_ee": [*_HAND, *_TURN, "finger_step"],
+    "delta_ee_pos": ["hand_x", "hand_y", "hand_z", "finger_step"],
+    "delta_ee": ["hand_x", "hand_y", "hand_z", "turn_x", "turn_y", "turn_z", "finger_step"],
     "qpos": [f"joint.{k}" for k in range(6)] + ["fingers"],
 }
 
 
-def state_names(env: Tabletop) -> list[str]:
-    return _entries(env, robot=True, world=env.config.object_state == "state")
-
-
-def privileged_names(env: Tabletop) -> list[str]:
-    return _entries(env, robot=False, world=True)
-
-
-def action_names(env: Tabletop) -> list[str]:
-    names = _ACTIONS[env.config.control_mode]
-    return names if len(env.mounts) == 1 else [f"{side}_{name}" for side in ("left", "right") for name in names]
-
-
-def _entries(env: Tabletop, robot: bool, world: bool) -> list[str]:
-    now = env.situation()
-    blocks = observe.layout(now.objects.shape[1], now.mechanisms.shape[1], len(env.mounts), robot, world)
-    names = []
-    for name, place in blocks.items():
-        size = place.stop - place.start
-        names += [name] if size == 1 else [f"{name}.{k}" for k in range(size)]
-    return names
-
-
-# ---- The config of a recording: the env section of any run, with the defaults of a dataset.
-
-
 def demo_config(tasks: list[str], file: str | None, settings: list[Setting]) -> Config:
-    """What is seen is all that the robot's cameras see; where the objects are is recorded apart from its state."""
+    """By default all cameras of the robot are recorded, and object positions apart from its state."""
     cameras = TASKS[tasks[0]].scene.cameras if tasks[0] in TASKS else ()
     if any(setting.key in ("env.task", "task_name") for setting in settings):
         raise UserError(f"the task is given twice: as {' '.join(tasks)} and as an override; leave the override out")
@@ -62,10 +35,8 @@ def demo_config(tasks: list[str], file: str | None, settings: list[Setting]) -> 
     others = [s.value for s in [*given, *settings] if s.key == "env.name" and s.value != "tabletop"]
     if others:
         raise UserError(f"env.name={others[-1]} has no scripted experts; only the built-in tabletop has them")
-    defaults = [
-        Setting("env.cameras", list(cameras), "default"),
-        Setting("env.object_state", "privileged", "default"),
-    ]
+    shown = {"env.cameras": list(cameras), "env.object_state": "privileged"}
+    defaults = [Setting(key, value, "default") for key, value in shown.items()]
     # `rollout.n_envs` must be a multiple of the tasks, though recording has its own number of robots
     asked = [Setting("env.task", tasks, "command line"), Setting("rollout.n_envs", len(tasks), "command line")]
     return load_config(None, [*defaults, *given, *settings, *asked], inherit=False)
@@ -75,18 +46,9 @@ def demo_folder(tasks: list[str]) -> Path:
     return Path(os.environ.get("OUTPUT_BASE", "outputs")) / "demos" / "_".join(tasks)
 
 
-# ---- What is to be recorded: everything that decides which episodes a dataset holds, and nothing else.
-
-
-# episodes that a process plays at once: enough to keep the simulator busy, and their pictures in a quarter of a GB
-_ROBOTS, _BYTES = 16, 2**28
-# these change neither physics nor pictures
-_FREE_TO_DIFFER = {"threads", "video_renderer"}
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Picklable: worker processes are given one."""
+    """Everything that decides which episodes a dataset holds. Picklable, for worker processes."""
 
     env: TabletopConfig
     max_episode_steps: int | None = None
@@ -101,9 +63,8 @@ class Plan:
         if not 0 <= self.noise <= 1:
             raise UserError(f"--noise {self.noise:g}: expected 0 to 1, the deviation of what is added to an action")
         if self.env.cameras and self.env.image_size % 2:
-            raise UserError(
-                f"env.image_size={self.env.image_size} is odd; a video needs an even number of pixels a side"
-            )
+            size = self.env.image_size
+            raise UserError(f"env.image_size={size} is odd; a video needs an even number of pixels a side")
         # a dataset has no place for them, or readers add them themselves
         for key in ("depth", "segmentation", "pad_state", "pad_action"):
             if getattr(self.env, key):
@@ -125,13 +86,27 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """As JSON; a recording goes on only under the same ones."""
         env = self.env.model_dump(mode="json", exclude=_FREE_TO_DIFFER)
-        return {
-            "sparring_version": __version__,
-            "env": env,
-            "control_mode": self.env.control_mode,
-            "max_episode_steps": self.max_episode_steps,
-            "seed": self.seed,
-            "noise": self.noise,
-            "keep_failures": self.keep_failures,
-            "pixel_format": self.pixel_format,
-        }
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "env"}
+        return {"sparring_version": __version__, "env": env, "control_mode": self.env.control_mode} | own
+
+
+def entry_names(env: Tabletop) -> dict[str, list[str]]:
+    """Feature -> what each entry of a recorded state, privileged state and action is called."""
+    actions = _ACTIONS[env.config.control_mode]
+    if len(env.mounts) > 1:
+        actions = [f"{side}_{name}" for side in ("left", "right") for name in actions]
+    return {
+        "observation.state": _observed_names(env, robot=True, world=env.config.object_state == "state"),
+        "observation.privileged": _observed_names(env, robot=False, world=True),
+        "action": actions,
+    }
+
+
+def _observed_names(env: Tabletop, robot: bool, world: bool) -> list[str]:
+    now = env.situation()
+    blocks = observe.layout(now.objects.shape[1], now.mechanisms.shape[1], len(env.mounts), robot, world)
+    names = []
+    for name, place in blocks.items():
+        size = place.stop - place.start
+        names += [name] if size == 1 else [f"{name}.{k}" for k in range(size)]
+    return names

@@ -1,6 +1,9 @@
 """Records scripted experts: many robots at once, in several processes, going on where it was stopped.
 
-outputs/demos/lift_d0/recording/   blocks of episodes, see block.py; gone when the dataset is complete
+Which episodes a block holds follows from its number, and what happens in them from their seeds: any process may record
+any block, at any time, and the same bytes come out. A block appears under its name only when it is complete.
+
+outputs/demos/lift_d0/recording/   blocks of episodes, see EpisodeBlock; gone when the dataset is complete
 outputs/demos/lift_d0/meta, data, videos
 """
 
@@ -16,19 +19,23 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolE
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sparring.config.text import flatten
-from sparring.data.lerobot import RECORDING, parquet
-from sparring.data.video import find_ffmpeg
-from sparring.demos.assemble import PARTS, BlockRecorder, assemble, block_folder, read_block
+from sparring.data.lerobot import RECORDING, parquet, pixel_counts
+from sparring.data.video import encode, find_ffmpeg
+from sparring.demos.assemble import PARTS, EpisodeBlock, assemble, write_json
 from sparring.demos.plan import Plan
+from sparring.envs.backend import Arrays, EpisodeSeeds
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.child import share_of_cores
-from sparring.processes.files import flush
+from sparring.processes.files import flush, flush_tree
 from sparring.record.console import Console
 
 log = logging.getLogger(__name__)
@@ -38,57 +45,62 @@ _PATIENCE = 128
 
 
 def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: bool = False) -> dict[str, Any]:
-    """A dataset of exactly so many episodes in `output`; what its meta/sparring.json holds."""
-    _check(plan)
-    told = output / "meta/sparring.json"
-    if (output / "meta/info.json").exists():
-        _refuse_another(output, told, plan, episodes)
-        shutil.rmtree(output / RECORDING, ignore_errors=True)
-        return json.loads(told.read_text())
-    console = Console(quiet=quiet)
-    try:
-        with _held(output / RECORDING, plan) as folder:
-            blocks = _record_blocks(plan, episodes, folder, workers, console)
-            assemble(output, plan, [read_block(block_folder(folder, number)) for number in range(blocks)], episodes)
-        shutil.rmtree(output / RECORDING)
-    except OSError as error:
-        raise UserError(f"--output '{output}': cannot write there ({error.strerror or error})") from None
-    finally:
-        console.end()
-    return json.loads(told.read_text())
-
-
-def _check(plan: Plan) -> None:
-    """What is missing is said before anything is written, by this process and not by a worker."""
+    """A dataset of exactly so many episodes in `output`; returns what its meta/sparring.json holds."""
+    # what is missing is refused before anything is written, by this process and not by a worker
     parquet()
     find_ffmpeg()
     env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
     Expert(env)
     env.close()
+    extras = output / "meta/sparring.json"
+    # a finished dataset is never changed
+    if (output / "meta/info.json").exists():
+        if not extras.exists():
+            raise UserError(f"'{output}' holds a dataset that was not recorded here; give another --output")
+        saved = json.loads(extras.read_text())
+        _refuse_other_settings(output, saved, plan.settings())
+        if (there := len(saved["episode_seeds"])) != episodes:
+            raise UserError(f"'{output}' is complete with {there} episodes; give another --output")
+        shutil.rmtree(output / RECORDING, ignore_errors=True)
+        return saved
+    console = Console(quiet=quiet)
+    try:
+        with _held(output / RECORDING, plan) as folder:
+            needed = _record_blocks(plan, episodes, folder, workers, console)
+            assemble(output, plan, [EpisodeBlock.read(folder, number) for number in range(needed)], episodes)
+        shutil.rmtree(output / RECORDING)
+    except OSError as error:
+        raise UserError(f"--output '{output}': cannot write there ({error.strerror or error})") from None
+    finally:
+        console.end()
+    return json.loads(extras.read_text())
 
 
 def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, console: Console) -> int:
-    """Have blocks recorded until the first ones hold enough episodes; how many these are."""
+    """Record blocks until the first ones hold enough episodes; returns how many these are."""
     kept = _recorded_before(folder)
-    found = sum(kept.values())
-    doing = "going on" if kept else "compiling and recording the first episodes"
+    found, doing = sum(kept.values()), "going on" if kept else "compiling and recording the first episodes"
     console.progress(min(found / episodes, 1), len(kept) * plan.robots * plan.steps, doing)
     with _recorders(plan, folder, workers) as start:
         running, next_block, room_checked = set(), 0, False
         while (needed := _first_enough(kept, episodes)) is None:
-            # none is begun that will hardly be needed
-            while not running or (
-                len(running) < workers and sum(kept.values()) + len(running) * plan.robots < episodes
-            ):
+            # do not begin one that is probably not needed
+            while not running or (len(running) < workers and found + len(running) * plan.robots < episodes):
                 if next_block not in kept:
                     running.add(start(next_block))
                 next_block += 1
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                kept[future.result()] = read_block(block_folder(folder, future.result())).kept
-            _show(console, kept, plan, episodes)
-            if not room_checked and sum(kept.values()):
-                _refuse_without_room(folder, sum(kept.values()), episodes)
+            kept.update(future.result() for future in done)
+            found, tried = sum(kept.values()), len(kept) * plan.robots
+            if not found and tried >= _PATIENCE:
+                raise UserError(
+                    f"the expert managed none of {tried} episodes of {', '.join(plan.env.task)} (control mode "
+                    f"{plan.env.control_mode}, noise {plan.noise:g}, {plan.steps} steps); try another --control-mode, "
+                    "less --noise or a larger rollout.max_episode_steps"
+                )
+            console.progress(min(found / episodes, 1), tried * plan.steps, _progress(found, tried, episodes))
+            if found and not room_checked:
+                _refuse_without_room(folder, found, episodes)
                 room_checked = True
     return needed
 
@@ -97,46 +109,33 @@ def _recorded_before(folder: Path) -> dict[int, int]:
     """Block -> episodes kept in it; a block that cannot be read is recorded again."""
     kept = {}
     for path in sorted(folder.glob("block-??????")):
-        block = read_block(path)
-        if block is None:
+        number = int(path.name[-6:])
+        if (block := EpisodeBlock.read(folder, number)) is None:
             log.warning("'%s' is damaged and is recorded again", path)
             shutil.rmtree(path)
         else:
-            kept[int(path.name[-6:])] = block.kept
+            kept[number] = len(block.numbers["number"])
     return kept
 
 
 def _first_enough(kept: dict[int, int], episodes: int) -> int | None:
     """How many of the first blocks hold enough episodes; None: not yet, or one among them is still missing."""
     found = 0
-    for number in range(len(kept)):
-        if number not in kept:
-            return None
+    for number in takewhile(kept.__contains__, count()):
         found += kept[number]
         if found >= episodes:
             return number + 1
     return None
 
 
-def _show(console: Console, kept: dict[int, int], plan: Plan, episodes: int) -> None:
-    tried, found = len(kept) * plan.robots, sum(kept.values())
-    if not found and tried >= _PATIENCE:
-        raise UserError(
-            f"the expert managed none of {tried} episodes of {', '.join(plan.env.task)} (control mode "
-            f"{plan.env.control_mode}, noise {plan.noise:g}, {plan.steps} steps); try another --control-mode, less "
-            "--noise or a larger rollout.max_episode_steps"
-        )
-    console.progress(min(found / episodes, 1), tried * plan.steps, _progress(found, tried, episodes))
-
-
 def _progress(found: int, tried: int, episodes: int) -> str:
-    """In the numbers of the end: more of a block than is needed is nobody's business."""
+    """Without the episodes that the last block holds beyond what is needed."""
     failed = f", {tried - found} failed" if tried > found else ""
     return f"{min(found, episodes)} of {episodes} episodes{failed}"
 
 
 def _refuse_without_room(folder: Path, found: int, episodes: int) -> None:
-    """By the size of what is recorded; at the end blocks and dataset lie beside each other for a moment."""
+    """Estimated from what is recorded; at the end blocks and dataset both lie there for a moment."""
     each = sum(file.stat().st_size for file in folder.glob("block-??????/*")) / found
     needed, free = each * (max(episodes - found, 0) + episodes), shutil.disk_usage(folder).free
     if needed > free:
@@ -149,88 +148,132 @@ def _refuse_without_room(folder: Path, found: int, episodes: int) -> None:
 
 @contextmanager
 def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
-    """A function that starts the recording of a block and returns a Future of its number."""
+    """A function that starts the recording of a block and returns a Future of its number and kept episodes."""
     if workers == 1:
-        recorder = BlockRecorder(plan, folder)
+        recorder = _BlockRecorder(plan, folder)
         with ThreadPoolExecutor(1) as pool:
             yield lambda number: pool.submit(recorder, number)
         return
     if not plan.env.threads:
-        threads = share_of_cores(workers)
-        plan = replace(plan, env=plan.env.model_copy(update={"threads": threads}))
-    # a forked process would inherit the threads of simulator and numba in an unknown state
-    spawn = multiprocessing.get_context("spawn")
+        plan = replace(plan, env=plan.env.model_copy(update={"threads": share_of_cores(workers)}))
     try:
-        with ProcessPoolExecutor(workers, spawn, _begin, (plan, folder)) as pool:
+        # a forked process would inherit the threads of simulator and numba in an unknown state
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (plan, folder)) as pool:
             yield lambda number: pool.submit(_record, number)
     except BrokenProcessPool:
-        raise UserError(
-            "a worker process died (out of memory?); the same command goes on, try fewer --workers"
-        ) from None
+        said = "a worker process died (out of memory?); the same command goes on, try fewer --workers"
+        raise UserError(said) from None
 
 
-_recorder: BlockRecorder | None = None
+class _BlockRecorder:
+    """Records blocks of a plan into `folder`; one env, used again and again."""
+
+    def __init__(self, plan: Plan, folder: Path):
+        self._plan, self._folder = plan, folder
+        self._env = Tabletop(plan.env, plan.robots, plan.max_episode_steps)
+        self._expert = Expert(self._env, plan.noise, plan.seed)
+        self._vectors = [name for name in ("state", "privileged", "points") if name in self._env.spec.observation]
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        """Record a block; returns its number and how many of its episodes were kept."""
+        seeds = EpisodeSeeds(self._plan.seed, first_env=number * self._plan.robots, total_envs=self._plan.robots)
+        tracks, lengths, success = self._play(seeds)
+        kept = np.flatnonzero(success | self._plan.keep_failures)
+        numbers = {
+            "number": seeds.first_env + kept,
+            "seed": np.array([seeds(int(row), 0) for row in kept], np.int64),
+            "task": tracks["task"][0, kept],
+            "success": success[kept],
+            "length": lengths[kept],
+        }
+        for name in (*self._vectors, "action", "reward"):
+            parts = [tracks[name][: lengths[row], row] for row in kept]
+            # an empty first part tells shape and type where nothing is kept
+            numbers[name] = np.concatenate([tracks[name][:0, 0], *parts])
+        self._write(number, numbers, tracks, lengths, kept)
+        return number, len(kept)
+
+    def _play(self, seeds: EpisodeSeeds) -> tuple[Arrays, np.ndarray, np.ndarray]:
+        """One episode of every robot: what was seen, done and earned `[T, N, ...]`, and `[N]` lengths and successes."""
+        env, steps = self._env, self._env.spec.max_episode_steps
+        shapes = env.spec.observation | {"action": ((env.spec.action_dim,), "float32"), "reward": ((), "float32")}
+        tracks = {name: np.empty((steps, env.num_envs, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        lengths, success = np.zeros(env.num_envs, np.int64), np.zeros(env.num_envs, bool)
+        observation = env.reset(seeds)
+        for t in range(steps):
+            # recorded exactly as the robots get it
+            action = self._expert().astype(np.float32)
+            step = env.step(action)
+            for name, values in (observation | {"action": action[:, 0], "reward": step.reward[:, 0]}).items():
+                tracks[name][t] = values
+            # where tasks are mixed, the shorter ones go on with another episode, which is not recorded
+            first = step.ended[lengths[step.ended] == 0]
+            lengths[first], success[first] = t + 1, step.success[first]
+            observation = step.observation
+        return tracks, lengths, success
+
+    def _write(self, number: int, numbers: Arrays, tracks: Arrays, lengths: np.ndarray, kept: np.ndarray) -> None:
+        block = EpisodeBlock(self._folder, number, numbers)
+        partial = block.path.with_name(f"{block.path.name}.partial-{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        fps = int(self._env.spec.control_hz)
+        for camera in self._plan.env.cameras:
+            counts = np.zeros((len(kept), 3, 256), np.int64)
+            for k, row in enumerate(kept):
+                # [T, 3, H, W] -> [T, H, W, 3]
+                frames = tracks[f"image/{camera}"][: lengths[row], row].transpose(0, 2, 3, 1)
+                counts[k] = pixel_counts(frames)
+                encode(partial / block.clip(k, camera).name, frames, fps, self._plan.pixel_format)
+            numbers[f"pixels/{camera}"] = counts
+        np.savez(partial / "numbers.npz", **numbers)
+        flush_tree(partial)
+        os.replace(partial, block.path)
+        flush(self._folder)
+
+
+_recorder: _BlockRecorder | None = None
 
 
 def _begin(plan: Plan, folder: Path) -> None:
-    """In a worker process. Ctrl-C is the parent's business."""
+    """In a worker process; the parent handles Ctrl-C."""
     global _recorder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _recorder = BlockRecorder(plan, folder)
+    _recorder = _BlockRecorder(plan, folder)
 
 
-def _record(number: int) -> int:
+def _record(number: int) -> tuple[int, int]:
     return _recorder(number)
 
 
 @contextmanager
 def _held(folder: Path, plan: Plan) -> Iterator[Path]:
-    """The folder of a recording, for this process alone, with the settings it began with."""
-    if not (folder / "settings.json").exists():
-        _refuse_what_others_wrote(folder.parent)
+    """The folder of a recording, locked for this process, with the settings it began with."""
+    settings, output = folder / "settings.json", folder.parent
+    there = [name for name in PARTS if (output / name).exists()]
+    # what an interrupted assembly left will be deleted, so nothing else may lie there
+    if there and not settings.exists():
+        raise UserError(f"'{output}' holds {', '.join(there)} of something else; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"'{folder.parent}' is being recorded by another process; wait for it") from None
-        settings = folder / "settings.json"
+            raise UserError(f"'{output}' is being recorded by another process; wait for it") from None
         # which episodes a block holds follows from its number and the robots
         now = plan.settings() | {"robots": plan.robots}
         if settings.exists():
-            _refuse_other_settings(folder.parent, json.loads(settings.read_text()), now)
+            _refuse_other_settings(output, json.loads(settings.read_text()), now)
         else:
-            partial = settings.with_suffix(".partial")
-            partial.write_text(json.dumps(now, indent=2))
-            flush(partial)
-            os.replace(partial, settings)
-            flush(folder)
+            write_json(settings, now)
         for partial in folder.glob("block-*.partial-*"):
             shutil.rmtree(partial)
         yield folder
-
-
-def _refuse_what_others_wrote(output: Path) -> None:
-    """What an interrupted assembly left is deleted, so nothing else may lie there."""
-    there = [name for name in PARTS if (output / name).exists()]
-    if there:
-        raise UserError(f"'{output}' holds {', '.join(there)} of something else; give another --output")
-
-
-def _refuse_another(output: Path, told: Path, plan: Plan, episodes: int) -> None:
-    """A finished dataset is never changed."""
-    if not told.exists():
-        raise UserError(f"'{output}' holds a dataset that was not recorded here; give another --output")
-    saved = json.loads(told.read_text())
-    _refuse_other_settings(output, saved, plan.settings())
-    if len(saved["episode_seeds"]) != episodes:
-        raise UserError(f"'{output}' is complete with {len(saved['episode_seeds'])} episodes; give another --output")
 
 
 def _refuse_other_settings(output: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     saved, now = flatten(saved), flatten(now)
     changed = [f"  {key}: {saved.get(key)} there, {value} now" for key, value in now.items() if saved.get(key) != value]
     if changed:
-        raise UserError(
-            "\n".join([f"'{output}' holds a recording with other settings; give another --output:", *changed])
-        )
+        first = f"'{output}' holds a recording with other settings; give another --output:"
+        raise UserError("\n".join([first, *changed]))

@@ -9,9 +9,11 @@ from sparring.data.demonstrations import Demonstrations
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
+from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.record.console import clock
 
+# of a contact sheet
 _EPISODES, _MOMENTS = 6, 5
 
 
@@ -28,7 +30,11 @@ def summary(demos: Demonstrations) -> Iterator[str]:
     yield f"action     {demos.action_dim} entries"
     if demos.points:
         yield f"points     {demos.points} a step: x, y, z, r, g, b"
-    yield f"successes  {_successes(demos)}"
+    if "next.success" in demos.dataset.columns:
+        success = demos.numbers("next.success")[demos.starts[1:] - 1]
+        yield f"successes  {int(success.sum()):,} of {len(demos):,} episodes ({success.mean():.1%})"
+    else:
+        yield "successes  not said"
     if extras:
         tried = f"{len(demos):,} episodes kept of {extras['episodes_tried']:,} tried"
         yield f"recorded   {tried}, noise {extras['noise']:g}, seed {extras['seed']}"
@@ -41,33 +47,20 @@ def summary(demos: Demonstrations) -> Iterator[str]:
 
 def moments(demos: Demonstrations) -> list[list[tuple[str, np.ndarray]]]:
     """Rows of (caption, picture) for a contact sheet: a row for each of a few episodes, moments of all cameras."""
-    episodes = np.unique(np.linspace(0, len(demos) - 1, _EPISODES).round().astype(int))
-    return [_row(demos, int(episode)) for episode in episodes]
-
-
-def _row(demos: Demonstrations, episode: int) -> list[tuple[str, np.ndarray]]:
-    steps = np.linspace(0, demos.lengths[episode] - 1, _MOMENTS).round().astype(int)
-    row = []
-    for camera in demos.cameras:
-        # [T, 3, H, W] -> [T, H, W, 3]
-        frames = demos.images(camera, episode).transpose(0, 2, 3, 1)
-        for number, step in enumerate(steps):
-            caption = f"{episode}: {camera} {step}" if number == 0 else str(step)
-            row.append((caption, _enlarged(frames[step])))
-    return row
-
-
-def _enlarged(picture: np.ndarray) -> np.ndarray:
-    """At least as large as a caption is long."""
-    times = max(128 // picture.shape[1], 1)
-    return picture.repeat(times, axis=0).repeat(times, axis=1)
-
-
-def _successes(demos: Demonstrations) -> str:
-    if "next.success" not in demos.dataset.columns:
-        return "not said"
-    ends = demos.numbers("next.success")[demos.starts[1:] - 1]
-    return f"{int(ends.sum()):,} of {len(demos):,} episodes ({ends.mean():.1%})"
+    rows = []
+    for episode in np.unique(np.linspace(0, len(demos) - 1, _EPISODES).round().astype(int)).tolist():
+        steps = np.linspace(0, demos.lengths[episode] - 1, _MOMENTS).round().astype(int)
+        row = []
+        for camera in demos.cameras:
+            # [T, 3, H, W] -> [T, H, W, 3]
+            frames = demos.images(camera, episode).transpose(0, 2, 3, 1)
+            # at least as large as a caption is long
+            times = max(128 // frames.shape[2], 1)
+            for number, step in enumerate(steps):
+                caption = f"{episode}: {camera} {step}" if number == 0 else str(step)
+                row.append((caption, frames[step].repeat(times, axis=0).repeat(times, axis=1)))
+        rows.append(row)
+    return rows
 
 
 def _action_table(demos: Demonstrations) -> Iterator[str]:
@@ -80,44 +73,37 @@ def _action_table(demos: Demonstrations) -> Iterator[str]:
         yield f"  {label!s:22}" + "".join(f"{float(found[name].ravel()[entry]):9.3f}" for name in columns)
 
 
-# ---- how each built-in task begins, and how it looks when its scripted expert is done
-
-# where experts do best: hands that can turn
-CONTROL = "delta_ee"
-
-
 def task_rows(seed: int = 0) -> list[list[tuple[str, np.ndarray]]]:
     """One row for each task: the start of each of its distributions, then d0 done."""
     names = dict.fromkeys(name.rsplit("_d", 1)[0] for name in TASKS)
     return [_task_row([name for name in TASKS if name.rsplit("_d", 1)[0] == stem], seed) for stem in names]
 
 
-def start_and_end(task: str, seed: int = 0, **config) -> tuple[np.ndarray, np.ndarray]:
-    """What the head camera sees of one episode, at its start and after its expert has played it."""
-    from sparring.envs.tabletop.experts import Expert
+def _task_row(tasks: list[str], seed: int) -> list[tuple[str, np.ndarray]]:
+    if len(tasks) == 1:
+        # one distribution only: several of its starts
+        return [(tasks[0], _start_and_end(tasks[0], seed + k)[0]) for k in range(4)]
+    pictures = {task: _start_and_end(task, seed) for task in tasks}
+    done = pictures[tasks[0]][1]
+    return [(task, start) for task, (start, _) in pictures.items()] + [(f"{tasks[0]}, done", done)]
 
-    env = Tabletop(TabletopConfig(task=(task,), control_mode=CONTROL, threads=1, **config), 1)
+
+def _start_and_end(task: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the head camera sees of one episode, at its start and after its expert has played it."""
+    # hands that can turn are where experts do best
+    env = Tabletop(TabletopConfig(task=(task,), control_mode="delta_ee", threads=1), 1)
     env.reset(EpisodeSeeds(seed, "eval"))
-    start = end = head(env.render(0))
+    start = end = _head(env.render(0))
     if TASKS[task].expert is not None:
         expert = Expert(env)
         # the step that ends an episode begins the next one
         for _ in range(env.spec.max_episode_steps - 1):
             env.step(expert())
-        end = head(env.render(0))
+        end = _head(env.render(0))
     env.close()
     return start, end
 
 
-def head(picture: np.ndarray) -> np.ndarray:
-    """Of all cameras side by side, the first."""
+def _head(picture: np.ndarray) -> np.ndarray:
+    """The first of the cameras, which are square and side by side."""
     return picture[:, : picture.shape[0]]
-
-
-def _task_row(tasks: list[str], seed: int) -> list[tuple[str, np.ndarray]]:
-    if len(tasks) == 1:
-        # one distribution only: several of its starts
-        return [(tasks[0], start_and_end(tasks[0], seed + k)[0]) for k in range(4)]
-    pictures = {task: start_and_end(task, seed) for task in tasks}
-    done = pictures[tasks[0]][1]
-    return [(task, start) for task, (start, _) in pictures.items()] + [(f"{tasks[0]}, done", done)]
