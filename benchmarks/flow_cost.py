@@ -20,7 +20,6 @@ from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
 from sparring.contract import EnvSpec
 from sparring.policies.configs import FlowConfig
-from sparring.policies.flow.chain import Terms
 from sparring.policies.flow.policy import FlowPolicy
 
 METHODS = ("flow_sde", "flow_sde_one_step", "flow_noise")
@@ -56,11 +55,11 @@ def head(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
     flat = td[0]
     with torch.no_grad():
         _, about = policy.encode(flat)
-    states, steps = flat["trace", "states"], policy._steps(flat["trace", "first"])
+    states, first = flat["trace", "states"], flat["trace", "first"]
 
     def turn() -> None:
-        mean, std = policy._replay(about, states[:, :-1], steps)
-        Terms.of(mean, std, states[:, 1:]).log_prob.sum().backward()
+        _, _, terms = policy._score(about, states, first)
+        terms.log_prob.sum().backward()
 
     return turn
 

@@ -116,7 +116,7 @@ class RedrawsNoise(FlowPolicy):
     def evaluate(self, td):
         _, about = self.encode(td)
         noise = torch.rand(len(td), self.noise_size, device=about.device).clamp(1e-6, 1 - 1e-6)
-        _, trace = self._sample(about.detach(), noise)
+        _, trace = self._sample(self, about.detach(), noise)
         td = td.clone()
         td["trace", "states"], td["trace", "first"] = trace["states"].detach(), trace["first"]
         return super().evaluate(td)
@@ -126,10 +126,10 @@ class ShiftsTheGrid(FlowPolicy):
     """Scores at the middles of the denoising steps."""
 
     def evaluate(self, td):
-        times = self.grid.times.clone()
-        self.grid.times -= 0.5 * self.grid.size
+        times = self.times.clone()
+        self.times -= 0.5 * self.step_size
         scored = super().evaluate(td)
-        self.grid.times.copy_(times)
+        self.times.copy_(times)
         return scored
 
 

@@ -5,7 +5,7 @@
 
 Both have the same random weights of pi0's full size in bf16, and the same inputs: 2 cameras of 224 px, 32 text tokens,
 chunks of 50 actions, 10 denoising steps. transformers runs its own `sample_actions`, eagerly; the native VLA runs
-`Fast.sample`: kernels of our own (on GPUs of Hopper's generation) and compiled code, as one CUDA graph. Both are timed
+`ActingGraphs.sample`: kernels of our own (on Hopper GPUs) and compiled code, as one CUDA graph. Both are timed
 by CUDA events from inputs on the GPU to actions on the GPU, and medians are compared. Also told: how long the first one
 takes, which compiles, and (--parts) what its parts take.
 
@@ -25,7 +25,7 @@ from transformers import PI0Config, PI0ForConditionalGeneration
 
 from sparring.policies.native.checkpoint import from_transformers, settings_of
 from sparring.policies.native.config import PRESETS
-from sparring.policies.native.hopper.graphs import CudaGraph, Fast
+from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.native.model import Inputs, NativeModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -127,8 +127,8 @@ def measure(pi0, native: NativeModel, batch: int, args) -> dict:
     their = theirs(pi0, native, inputs, noise, args.steps)
     their_actions = their()
     result = {"batch": batch, "transformers_ms": round(median_ms(their, max(rounds // 2, 1), device), 2)}
-    record = CudaGraph if device != "cpu" else lambda function, tensors: function
-    fast = Fast(native, args.steps, True, not args.no_compile, args.autotune, record, not args.no_kernels)
+    record = None if device != "cpu" else lambda function, tensors: function
+    fast = ActingGraphs(native, args.steps, True, not args.no_compile, args.autotune, record, not args.no_kernels)
     started = time.perf_counter()
     actions = fast.sample(inputs, noise)
     result["first_s"] = round(time.perf_counter() - started, 1)

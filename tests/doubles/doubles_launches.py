@@ -3,56 +3,58 @@
 import torch
 from torch.nn import functional as F
 
-from sparring.policies.native.model import rotate
-
-COUNTERS = 1
+from sparring.policies.native.model import _rotate as rotate
 
 
-def norm(x, scale):
-    y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + scale.float())).to(x.dtype)
+class Kernels:
+    def __init__(self, device):
+        pass
 
+    @staticmethod
+    def norm(x, scale):
+        y = x.float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + scale.float())).to(x.dtype)
 
-def project(x, weight, turns, q, keys, values, at):
-    q.copy_(_turned(F.linear(x, weight), turns, q.shape[2], keys, values, at))
+    @staticmethod
+    def project(x, weight, turns, q, keys, values, at):
+        q.copy_(_turned(F.linear(x, weight), turns, q.shape[2], keys, values, at))
 
+    @staticmethod
+    def turn(qkv, turns, heads, keys, values, at):
+        q = _turned(qkv, turns, heads, keys, values, at)
+        # [B, T, kv * g, d] -> [B, kv, T * g, d]
+        return q.unflatten(2, (keys.shape[1], -1)).transpose(1, 2).flatten(2, 3)
 
-def turn(qkv, turns, heads, keys, values, at):
-    q = _turned(qkv, turns, heads, keys, values, at)
-    # [B, T, kv * g, d] -> [B, kv, T * g, d]
-    return q.unflatten(2, (keys.shape[1], -1)).transpose(1, 2).flatten(2, 3)
+    @staticmethod
+    def weigh(scores, seen, tokens, states, at, scale):
+        batch, length = len(seen), scores.shape[2]
+        # [B, kv, T, g, L]
+        each = scores.view(batch, -1, tokens, scores.shape[1] // tokens, length)
+        hidden = _hidden(seen[:, :length], tokens, states, at)[:, None, :, None]
+        each.copy_(torch.softmax((each.float() * scale).masked_fill(hidden, float("-inf")), -1))
 
+    @staticmethod
+    def attend(q, keys, values, seen, states, at):
+        tokens, group = q.shape[1], q.shape[2] // keys.shape[1]
+        # [B, heads, T, C]
+        shown = ~_hidden(seen, tokens, states, at)[:, None]
+        keys, values = (cached.repeat_interleave(group, 1) for cached in (keys, values))
+        return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, shown).transpose(1, 2).flatten(2)
 
-def weigh(scores, seen, tokens, told, at, scale):
-    batch, length = len(seen), scores.shape[2]
-    # [B, kv, T, g, L]
-    each = scores.view(batch, -1, tokens, scores.shape[1] // tokens, length)
-    hidden = _hidden(seen[:, :length], tokens, told, at)[:, None, :, None]
-    each.copy_(torch.softmax((each.float() * scale).masked_fill(hidden, float("-inf")), -1))
+    @staticmethod
+    def gate(x, weight):
+        first, second = F.linear(x, weight).chunk(2, -1)
+        return F.gelu(first, approximate="tanh") * second
 
+    gated = gate
 
-def attend(q, keys, values, seen, told, at, counters):
-    tokens, group = q.shape[1], q.shape[2] // keys.shape[1]
-    # [B, heads, T, C]
-    shown = ~_hidden(seen, tokens, told, at)[:, None]
-    keys, values = (cached.repeat_interleave(group, 1) for cached in (keys, values))
-    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, shown).transpose(1, 2).flatten(2)
+    @staticmethod
+    def gelu_product(x, weight, bias):
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
-
-def gate(x, weight):
-    first, second = F.linear(x, weight).chunk(2, -1)
-    return F.gelu(first, approximate="tanh") * second
-
-
-gated = gate
-
-
-def gelu_product(x, weight, bias):
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-
-
-def add(name, x, y, weight, counters):
-    return x + F.linear(y, weight)
+    @staticmethod
+    def add(name, x, y, weight):
+        return x + F.linear(y, weight)
 
 
 def _turned(qkv, turns, heads, keys, values, at):
@@ -64,9 +66,9 @@ def _turned(qkv, turns, heads, keys, values, at):
     return rotate(query, turns)
 
 
-def _hidden(seen, tokens, told, at):
+def _hidden(seen, tokens, states, at):
     """[B, T, L]."""
     hidden = ~seen[:, None].repeat(1, tokens, 1)
     hidden[:, :, at + tokens :] = True
-    hidden[:, :told, at + told :] = True
+    hidden[:, :states, at + states :] = True
     return hidden

@@ -1,4 +1,4 @@
-"""Run by test_native_vla_steps.py: the kernels by Triton's interpreter on the CPU, against the plain network.
+"""Run by test_native_forward.py: the kernels by Triton's interpreter on the CPU, against the plain network.
 
 Prints how far each case is from it, relative to the largest velocity. The interpreter knows no bf16: fp16 stands in.
 """
@@ -7,12 +7,11 @@ import json
 import math
 
 import torch
-from doubles_launches import gelu_product
+from doubles_launches import Kernels as PlainKernels
 from doubles_native import make_inputs, make_model
 
-from sparring.policies.native.hopper import forward as steps
-from sparring.policies.native.hopper import launch as launches
-from sparring.policies.native.hopper.forward import Steps
+from sparring.policies.native.hopper import forward, launch
+from sparring.policies.native.hopper.forward import HopperForward
 
 
 @torch.no_grad()
@@ -21,25 +20,25 @@ def difference(model, memory: bool) -> float:
     generator = torch.Generator().manual_seed(1)
     x, t = torch.randn(2, 5, 8, generator=generator), torch.rand(2, generator=generator)
     expected = model.velocity(x, t, model.prefix(inputs))
-    own = Steps(model, 9, lambda function: function)
+    own = HopperForward(model, 9, lambda function: function)
     cache = own.prefix(inputs)
     # what a step leaves in the cache does not matter to the next
     own.velocity(x + 1, t, cache)
     velocity = own.velocity(x, t, cache)
-    assert not own._counters.any()
+    assert not own._kernels.counters.any()
     return float((velocity - expected).abs().max() / expected.abs().max())
 
 
 def main() -> None:
     torch.set_num_threads(1)
     # on CPUs torch has another activation there
-    launches.gelu_product = gelu_product
-    tables, found = dict(launches.TILES), {}
+    launch._gelu_product = PlainKernels.gelu_product
+    tables, found = dict(launch.TILES), {}
     sizes = {"layers": 2, "width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
     for most, tiles in [*tables.items(), ("many", tables[math.inf])]:
-        launches.TILES.clear()
-        launches.TILES[math.inf] = tiles
-        steps.FEW = 0 if most == "many" else 1000
+        launch.TILES.clear()
+        launch.TILES[math.inf] = tiles
+        forward.FEW = 0 if most == "many" else 1000
         found[f"{most} fp16"] = difference(make_model(**sizes, kv_heads=1, memory_size=3).half(), memory=True)
         if most != 64:
             found[f"{most} fp32"] = difference(make_model(**sizes, heads=4, kv_heads=2), memory=False)

@@ -14,7 +14,7 @@ from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.policies.configs import PI0PolicyConfig
-from sparring.policies.pi0.policy import PI0Policy
+from sparring.policies.pi0 import PI0Policy
 
 INSTRUCTIONS = ("push the block", "lift it", "stack the red block onto the green one")
 LORA = {"lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.5}

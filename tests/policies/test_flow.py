@@ -29,7 +29,7 @@ from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import FlowConfig
-from sparring.policies.flow.chain import FlowNoise, FlowSDE, Grid, ode_step
+from sparring.policies.flow.chain import FlowNoise, FlowSDE
 from sparring.policies.flow.policy import FlowPolicy
 
 # ---- the parity gate
@@ -55,7 +55,7 @@ def test_with_images_padding_and_a_longer_horizon(method, encoder):
     parity.check(1e-4)
     flat = buffer.get()
     assert flat["action"].shape[1:] == (4, DIMS + 2) and (flat["action"][..., DIMS:] == 0).all()
-    scored = policy.scored.scored
+    scored = policy.scored_steps
     assert (flat["trace", "dims"] == DIMS * scored).all()
 
 
@@ -118,7 +118,7 @@ def test_counted_padding_shows_in_the_score(reduction):
     policy, buffer = rollout_of(MUTANTS["padding counted"], seen={"padding": 2}, reduction=reduction)
     parity = gate(policy, buffer)
     # the normals of the real dims are as they were: it is the sum that is wrong
-    assert parity.drift <= 1e-4 and parity.dims == 2 * policy.grid.steps and parity.score > 0.1
+    assert parity.drift <= 1e-4 and parity.dims == 2 * policy.sampling_steps and parity.score > 0.1
 
 
 def test_a_ratio_is_taken_before_anything_is_rounded_to_float32():
@@ -138,7 +138,7 @@ def test_the_reduction_is_one_setting():
     summed = buffer.get()
     policy_mean, buffer_mean = rollout_of(num_envs=4, reduction="mean")
     mean = buffer_mean.get()
-    numbers = mean["next", "executed"] * DIMS * policy.grid.steps
+    numbers = mean["next", "executed"] * DIMS * policy.sampling_steps
     torch.testing.assert_close(mean["log_prob"], summed["log_prob"] / numbers)
 
 
@@ -149,7 +149,7 @@ def test_each_step_of_a_denoising_mdp_has_a_log_prob_of_its_own():
 
 
 def test_flow_noise_stays_within_its_bounds():
-    kernel = FlowNoise(Grid(2), (0.1, 0.2), width=4, horizon=1, action_dim=1)
+    kernel = FlowNoise(2, (0.1, 0.2), width=4, horizon=1, action_dim=1)
     nn.init.normal_(kernel.net[-1].weight, std=100.0)
     x, about = torch.zeros(500, 2, 1, 1), torch.randn(500, 4)
     steps = torch.tensor([[0, 1]]).expand(500, 2)
@@ -163,7 +163,7 @@ def test_the_entropy_is_that_of_all_scored_steps(method):
     flat = buffer.get()
     entropy = policy.evaluate(flat)["entropy"]
     _, about = policy._encode(flat)
-    _, std = policy._replay(about, flat["trace", "states"][:, :-1], policy._steps(flat["trace", "first"]))
+    _, std = policy._replay(about, flat["trace", "states"][:, :-1], policy._steps_from(flat["trace", "first"]))
     terms = torch.distributions.Normal(0.0, std).entropy().sum((1, 3))
     mask = torch.arange(4) < flat["next", "executed"][:, None]
     torch.testing.assert_close(entropy, (terms * mask).sum(-1), rtol=1e-5, atol=1e-4)
@@ -182,13 +182,12 @@ def exact_velocity(x, t, spread):
 
 def sampled_std(steps: int, level: float | None, spread=0.3, draws=200_000) -> float:
     generator = torch.Generator().manual_seed(0)
-    grid = Grid(steps)
-    kernel = FlowSDE(grid, level) if level else None
+    kernel = FlowSDE(steps, level) if level else None
     x = torch.randn(draws, 1, 1, 1, generator=generator)
     for k in range(steps):
         v = exact_velocity(x, 1 - k / steps, spread)
         if kernel is None:
-            x = ode_step(x, v, grid.size)
+            x = x - v / steps
         else:
             mean, std = kernel(x, v, torch.full((draws, 1), k), None)
             x = mean + std * torch.randn(x.shape, generator=generator)
@@ -373,8 +372,8 @@ def imitated(**config):
 def drawn(policy, about):
     """[512, 2, A] by the ODE from noise."""
     x = torch.randn(512, 2, DIMS, generator=torch.Generator().manual_seed(1))
-    for k in range(policy.grid.steps):
-        x = ode_step(x, policy._velocity_at(k, x, about), policy.grid.size)
+    for k in range(policy.sampling_steps):
+        x = policy._ode_step(x, policy._velocity(policy, k, x, about))
     return x
 
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import distributions as D
 
-from sparring.policies.heads import DiscreteHead, GaussianHead, SquashedGaussianHead, StateDependentHead, TokenHead
+from sparring.policies.heads import _DiscreteHead as DiscreteHead
+from sparring.policies.heads import _GaussianHead as GaussianHead
+from sparring.policies.heads import _SquashedGaussianHead as SquashedGaussianHead
+from sparring.policies.heads import _StateDependentHead as StateDependentHead
+from sparring.policies.heads import _TokenHead as TokenHead
 
 
 def features(batch=5, width=4):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.policies.encoders import KeypointEncoder
+from sparring.policies.encoders import _KeypointEncoder as KeypointEncoder
 
 
 def seeing_brightness() -> KeypointEncoder:

@@ -14,11 +14,9 @@ from doubles_native import Instructed, make_inputs, make_model, make_native
 from test_native_graphs import Replayed
 
 from sparring.envs.env import Env
-from sparring.policies import native
-from sparring.policies.native.hopper import forward as seeing
-from sparring.policies.native.hopper import forward as steps
-from sparring.policies.native.hopper.forward import Cache, Steps, fits, full_rows, runs_on
-from sparring.policies.native.hopper.graphs import Fast
+from sparring.policies.native.hopper import forward
+from sparring.policies.native.hopper.forward import Cache, HopperForward
+from sparring.policies.native.hopper.graphs import ActingGraphs
 
 CUT = {"width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
 # tiles for up to so many tokens (or those of many), and precision
@@ -28,17 +26,16 @@ TOLERANCES = {"64 fp16": 5e-3, "inf fp16": 5e-3, "many fp16": 5e-3, "inf fp32": 
 @pytest.fixture
 def plain_launches(monkeypatch):
     monkeypatch.setitem(sys.modules, "sparring.policies.native.hopper.launch", doubles_launches)
-    monkeypatch.setattr(native, "launches", doubles_launches, raising=False)
-    monkeypatch.setattr(steps, "runs_on", lambda weight: True)
+    monkeypatch.setattr(forward, "_has_hopper", lambda weight: True)
 
 
 @pytest.fixture(params=["few", "many"])
 def few_and_many(monkeypatch, request):
-    monkeypatch.setattr(steps, "FEW", 1000 if request.param == "few" else 0)
+    monkeypatch.setattr(forward, "FEW", 1000 if request.param == "few" else 0)
 
 
 def make_steps(model, room=9):
-    return Steps(model, room, lambda function: function)
+    return HopperForward(model, room, lambda function: function)
 
 
 @pytest.mark.parametrize(("memory", "shared"), [(False, 1), (True, 2)])
@@ -57,7 +54,7 @@ def test_a_step_is_what_the_network_does(plain_launches, few_and_many, memory, s
 def test_pictures_are_seen_as_usual():
     vision = make_model(image_size=30, patch_size=6, vision_heads=4).vision
     images = torch.rand(3, 3, 30, 30)
-    seen = seeing.see(vision, images, torch.float32, doubles_launches.gelu_product)
+    seen = forward._see_patches(vision, images, torch.float32, doubles_launches.Kernels.gelu_product)
     torch.testing.assert_close(seen, vision(images, torch.float32))
 
 
@@ -68,15 +65,15 @@ def test_without_pictures_words_are_enough(plain_launches):
 
 def test_products_are_cut_where_their_last_tiles_would_keep_few_units_busy():
     # 68 x 8 tiles on 132 units: four full rounds, and 16 tiles more
-    assert full_rows(8704, 2048, units=132) == 8448
-    assert full_rows(8448, 2048, units=132) == 8448
+    assert forward._full_rows(8704, 2048, units=132) == 8448
+    assert forward._full_rows(8448, 2048, units=132) == 8448
     # the rest would not be little
-    assert full_rows(8000, 2048, units=132) == 8000
-    assert full_rows(544, 2048, units=132) == 544
+    assert forward._full_rows(8000, 2048, units=132) == 8000
+    assert forward._full_rows(544, 2048, units=132) == 544
 
 
 def test_rows_that_are_cut_are_all_added_to(plain_launches, monkeypatch):
-    monkeypatch.setattr(steps, "full_rows", lambda rows, width, units: rows - 4)
+    monkeypatch.setattr(forward, "_full_rows", lambda rows, width, units: rows - 4)
     model = make_model(**CUT | {"mlp": 192})
     torch.testing.assert_close(make_steps(model).prefix(make_inputs()).features, model.prefix(make_inputs()).features)
 
@@ -90,8 +87,8 @@ def test_a_chunk_that_has_no_room_is_refused(plain_launches):
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_policy_acts_the_same(plain_launches, greedy):
     plain, policy = make_native(method="flow_noise", **CUT), make_native(method="flow_noise", **CUT)
-    fast = Fast(policy.model, policy.grid.steps, False, False, record=Replayed, kernels=True, room=6)
-    policy._graphs = lambda td: fast
+    fast = ActingGraphs(policy.model, policy.sampling_steps, False, False, record=Replayed, kernels=True, room=6)
+    policy._acting_graphs = lambda robots: fast
     for seed in range(2):
         seen = Env(Instructed(3)).reset(seed).select("observation")
         size = plain.start_size if greedy else plain.noise_size
@@ -105,24 +102,26 @@ def test_a_policy_acts_the_same(plain_launches, greedy):
 
 
 def test_networks_that_kernels_cannot_run_do_without(plain_launches):
-    assert fits(make_model(**CUT))
+    assert HopperForward.can_run(make_model(**CUT))
     # tiles of 64 do not fit in, nor does what an adapter adds
-    assert not fits(make_model())
+    assert not HopperForward.can_run(make_model())
     adapted = make_native(lora_r=2, **CUT).model
-    assert not fits(adapted)
-    fast = Fast(adapted, 4, False, False, record=Replayed, kernels=True)
+    assert not HopperForward.can_run(adapted)
+    fast = ActingGraphs(adapted, 4, False, False, record=Replayed, kernels=True)
     inputs, noise = make_inputs(), torch.randn(3, 4, 8)
     torch.testing.assert_close(fast.sample(inputs, noise), adapted.sample(inputs, noise, 4))
     assert not isinstance(fast.prefix(inputs), Cache)
 
 
 def test_kernels_are_for_gpus():
-    assert not runs_on(torch.zeros(1, dtype=torch.bfloat16)) and not fits(make_model(**CUT))
+    assert not forward._has_hopper(torch.zeros(1, dtype=torch.bfloat16)) and not HopperForward.can_run(
+        make_model(**CUT)
+    )
 
 
 def test_nothing_breaks_the_graph_that_is_compiled(plain_launches):
     model, inputs = make_model(**CUT), make_inputs()
-    compiled = Steps(model, 9, lambda function: torch.compile(function, backend="eager", fullgraph=True))
+    compiled = HopperForward(model, 9, lambda function: torch.compile(function, backend="eager", fullgraph=True))
     x, t = torch.randn(3, 4, 8), torch.rand(3)
     with torch.no_grad():
         velocity = compiled.velocity(x, t, compiled.prefix(inputs))
@@ -145,7 +144,7 @@ def test_kernels_do_what_the_network_does():
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or not runs_on(torch.zeros(1, dtype=torch.bfloat16, device="cuda")),
+    not torch.cuda.is_available() or not forward._has_hopper(torch.zeros(1, dtype=torch.bfloat16, device="cuda")),
     reason="needs a GPU of Hopper's generation",
 )
 @pytest.mark.parametrize("robots", [1, 3, 40, 80])
@@ -155,7 +154,7 @@ def test_on_a_gpu_kernels_give_the_same(robots):
         *(None if x is None else x.cuda() for x in make_inputs(robots, lengths=tuple(i % 7 + 1 for i in range(robots))))
     )
     noise = torch.randn(robots, 5, 8, device="cuda")
-    fast = Fast(model, 4, half=True, kernels=True)
+    fast = ActingGraphs(model, 4, half=True, kernels=True)
     with torch.no_grad():
         for moved in (0, 1):
             given = inputs._replace(state=inputs.state + moved)

@@ -11,7 +11,7 @@ from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
-from sparring.policies.native.hopper.graphs import Fast
+from sparring.policies.native.hopper.graphs import ActingGraphs
 
 # setting the flags below makes torch speak of GPUs that are not there
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
@@ -42,21 +42,21 @@ class Replayed:
 
 
 def fast_of(model, half=False, steps=4, record=Replayed):
-    return Fast(model, steps, half, compiled=False, record=record)
+    return ActingGraphs(model, steps, half, compiled=False, record=record)
 
 
 def make_fast(policy):
     """A policy that acts as it would on a GPU."""
-    fast = fast_of(policy.model, policy.config.precision == "bf16", policy.grid.steps)
+    fast = fast_of(policy.model, policy.config.precision == "bf16", policy.sampling_steps)
 
-    def graphs(td):
-        if not fast.admits(len(td)):
+    def graphs(robots):
+        if not fast.admits(robots):
             return None
         fast.refresh(policy._learned)
         policy._learned = False
         return fast
 
-    policy._graphs = graphs
+    policy._acting_graphs = graphs
     return policy
 
 
@@ -100,7 +100,7 @@ def test_copies_follow_what_learns_and_what_is_loaded():
 
     def agrees():
         expected = fast_of(policy.model, half=True).sample(policy.encoder(seen), policy._start(seen))
-        return torch.equal(policy.act(seen.clone())["action"], policy._emitted(expected))
+        return torch.equal(policy.act(seen.clone())["action"], policy._action_of(expected))
 
     assert agrees()
     before = policy.act(seen.clone())["action"]
@@ -140,9 +140,9 @@ def test_weights_are_read_where_they_are_if_they_can_be():
 def test_moved_weights_are_noticed():
     model = make_model()
     fast = fast_of(model)
-    assert fast.fits()
+    assert fast.is_valid()
     model.action_out.weight.data = model.action_out.weight.data.clone()
-    assert not fast.fits()
+    assert not fast.is_valid()
 
 
 def test_too_many_batch_sizes_are_not_recorded():
@@ -156,8 +156,8 @@ def test_too_many_batch_sizes_are_not_recorded():
 
 def test_a_copy_of_a_policy_has_no_graphs():
     policy = make_native()
-    policy._fast = fast_of(policy.model)
-    assert copy.deepcopy(policy)._fast is None and policy._fast is not None
+    policy._graphs = fast_of(policy.model)
+    assert copy.deepcopy(policy)._graphs is None and policy._graphs is not None
 
 
 def test_it_is_for_gpus():
@@ -165,7 +165,7 @@ def test_it_is_for_gpus():
     seen = Env(Instructed(3)).reset(0).select("observation")
     with pytest.raises(UserError, match="policy.fast=true needs a GPU, but the policy is on cpu; leave it out"):
         policy.act(seen)
-    assert make_native(precision="bf16")._graphs(seen) is None
+    assert make_native(precision="bf16")._acting_graphs(3) is None
 
 
 def test_nothing_breaks_the_graph_that_is_compiled():
@@ -183,7 +183,7 @@ def test_on_a_gpu_graphs_give_the_same(compiled):
     model = make_model().cuda().bfloat16()
     inputs = type(make_inputs())(*(None if x is None else x.cuda() for x in make_inputs()))
     noise = torch.randn(3, 4, 8, device="cuda")
-    fast = Fast(model, 4, half=True, compiled=compiled)
+    fast = ActingGraphs(model, 4, half=True, compiled=compiled)
     with torch.no_grad():
         expected = model.sample(inputs, noise, 4)
         assert (fast.sample(inputs, noise) - expected).abs().max() < 0.05 * expected.abs().max()

@@ -7,12 +7,13 @@ from doubles_native import INSTRUCTIONS, SIZES, Instructed, make_inputs, make_mo
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import LoraConfig
+from sparring.policies.instructions import ByteTokenizer, FileTokenizer, TokenTable
 from sparring.policies.lora import adapt, merge
-from sparring.policies.native.checkpoint import from_transformers, load_into, read_model, save_model, to_transformers
+from sparring.policies.native.checkpoint import from_transformers, read_model, save_model, to_transformers
 from sparring.policies.native.config import PRESETS, NativeVLAConfig
 from sparring.policies.native.model import NativeModel, attend
 from sparring.policies.native.policy import NativeVLA
-from sparring.policies.native.text import ByteTokenizer, make_tokenizer, token_table
+from sparring.policies.weights import load_strictly
 
 # ---- who sees whom
 
@@ -210,7 +211,7 @@ def test_adapters_are_folded_in_before_anything_is_written(tmp_path):
     merge(model)
     save_model(model, tmp_path)
     again = make_model()
-    load_into(again, read_model(tmp_path).weights, str(tmp_path))
+    load_strictly(again, read_model(tmp_path).weights, str(tmp_path))
     torch.testing.assert_close(again.features(inputs), before, atol=1e-4, rtol=1e-4)
 
 
@@ -238,7 +239,8 @@ def test_a_pi0_that_is_made_differently_is_refused():
 
 
 def test_bytes_are_tokens():
-    tokens, text = token_table(INSTRUCTIONS, ByteTokenizer(), 256, 258)
+    tokenizer = ByteTokenizer(begin=256, vocabulary=258)
+    tokens, text = TokenTable([tokenizer(text) for text in INSTRUCTIONS])(torch.arange(3))
     assert tokens.shape == text.shape == (3, 14) and text.sum(1).tolist() == [14, 8, 1]
     assert tokens[1, :8].tolist() == [256, *b"push it"] and tokens[1, 8:].eq(0).all()
 
@@ -250,9 +252,12 @@ def test_a_tokenizer_of_a_checkpoint_is_read(tmp_path):
     library.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "removed")
     library.normalizer = tokenizers.normalizers.Replace("\n", " \n")
     library.save(str(tmp_path / "tokenizer.json"))
-    for tokenizer in (make_tokenizer(str(tmp_path), None), make_tokenizer(None, str(tmp_path))):
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = FileTokenizer(str(path), "policy.tokenizer")
         assert tokenizer("push it") == [0, 1, 2, 3] and tokenizer.vocabulary == 5
+    policy = NativeVLA(NativeVLAConfig(tokenizer=str(tmp_path)), Instructed(1).spec, 4)
+    assert policy.encoder.instructions.ids[1, :4].tolist() == [0, 1, 2, 3]
     # it travels with weights that are saved
     save_model(make_model(), tmp_path / "saved", tokenizer=tmp_path)
     policy = NativeVLA(NativeVLAConfig(model_path=str(tmp_path / "saved")), Instructed(1).spec, 4)
-    assert policy.encoder.tokens[1, :4].tolist() == [0, 1, 2, 3]
+    assert policy.encoder.instructions.ids[1, :4].tolist() == [0, 1, 2, 3]

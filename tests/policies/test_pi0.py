@@ -45,7 +45,7 @@ def test_the_ode_is_sample_actions_with_the_same_noise(checkpoint, attention):
         attention_mask=torch.cat([torch.ones_like(images), text["attention_mask"]], 1),
         pixel_attention_mask=torch.ones(5, 2, dtype=torch.bool),
     )
-    assert policy.grid.steps == STEPS and policy.horizon == CHUNK
+    assert policy.sampling_steps == STEPS and policy.horizon == CHUNK
     assert (expected.std() > 0.3) and (acted - expected[:, :3]).abs().max() < 1e-5
 
 

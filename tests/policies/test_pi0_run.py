@@ -9,7 +9,8 @@ import torch
 
 from sparring.api import load_policy
 from sparring.cli.main import main
-from sparring.policies.lora import adapter_weights, load_adapters, save_adapters
+from sparring.policies.lora import _learned as adapter_weights
+from sparring.policies.lora import load_adapters, save_adapters
 from sparring.runs.checkpoint import read_weights
 
 SHORT = [

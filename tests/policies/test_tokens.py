@@ -16,7 +16,7 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig
-from sparring.policies.heads import TokenHead
+from sparring.policies.heads import _TokenHead as TokenHead
 
 
 def head_of(chunk=2, action_dim=3, bins=5) -> TokenHead:

@@ -410,7 +410,7 @@ def test_observations_that_there_are_not():
 
 def test_missing_tokenizers(tmp_path):
     told = sentence(tokenizer=str(tmp_path))
-    assert f"'{tmp_path}' has no tokenizer" in told and told.endswith("or set policy.tokenizer=bytes")
+    assert f"'{tmp_path}' has no tokenizer" in told and told.endswith("policy.tokenizer=bytes")
     assert "policy.model_path is not given" in sentence(tokenizer="checkpoint")
     assert sentence(max_tokens=4) == "policy.max_tokens=4, but an instruction has 7 tokens; raise it, or null"
 

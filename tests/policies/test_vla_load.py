@@ -14,9 +14,9 @@ from torch import nn
 
 from sparring import VLAModelInterface, load_vla_model
 from sparring.errors import UserError
-from sparring.policies.vla.interface import _Elsewhere as Elsewhere
-from sparring.policies.vla.interface import cast, place
-from sparring.policies.vla.load import Fit
+from sparring.policies.vla.load import _DeviceHooks as DeviceHooks
+from sparring.policies.vla.load import cast_frozen, place
+from sparring.policies.weights import WeightsFit
 
 SIZES = {"action_dim": DIMS, "proprio_dim": STATE}
 
@@ -251,11 +251,11 @@ class Answer(NamedTuple):
 @pytest.mark.parametrize("kind", [dict, lambda told: TensorDict(told, [3])])
 def test_structures_are_moved_as_they_are(kind):
     """To a part that is elsewhere, and back; meta stands for a GPU."""
-    elsewhere, told = Elsewhere(torch.device("meta")), kind({"state": torch.zeros(3, 4)})
+    elsewhere, told = DeviceHooks(torch.device("meta")), kind({"state": torch.zeros(3, 4)})
     (moved,), _ = elsewhere.before(None, (told,), {})
     assert type(moved) is type(told) and moved["state"].device.type == "meta"
     assert elsewhere.reader.type == "cpu"
-    answer = Elsewhere(torch.device("meta")).after(None, (), Answer(torch.zeros(3), told))
+    answer = DeviceHooks(torch.device("meta")).after(None, (), Answer(torch.zeros(3), told))
     assert type(answer) is Answer and answer.mean.device.type == answer.seen["state"].device.type == "meta"
 
 
@@ -270,7 +270,7 @@ def test_outputs_of_transformers_keep_their_kind():
 def test_only_floating_numbers_are_cast():
     model = nn.Linear(2, 2).requires_grad_(False)
     model.table = nn.Parameter(torch.arange(300), requires_grad=False)
-    cast(model, "bf16")
+    cast_frozen(model, "bf16")
     assert model.weight.dtype == torch.bfloat16 and model.table.dtype == torch.int64
 
 
@@ -281,7 +281,7 @@ def test_hundreds_of_names_take_no_time():
     """Some of them are told, each with its nearest."""
     names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(100) for part in "qkvo"]
     began = time.monotonic()
-    told = str(Fit(tuple(names), tuple(f"policy.{name}" for name in names), ()))
+    told = str(WeightsFit(tuple(names), tuple(f"policy.{name}" for name in names), ()))
     assert time.monotonic() - began < 5
     assert told.startswith(f"400 missing from it:\n  {names[0]} (nearest: policy.{names[0]})\n")
     assert told.count("\n  and 380 more") == 2 and len(told.splitlines()) == 2 * 22

@@ -24,7 +24,7 @@ from sparring.phases.configs import ImitateConfig
 from sparring.phases.imitate import Imitate
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, LoraConfig, PI0PolicyConfig
-from sparring.policies.native.hopper.graphs import Fast
+from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.policy import make_policy
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory_errors import OutOfMemory, memory_told
@@ -322,8 +322,8 @@ def test_a_native_vla_records_its_graphs():
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     policy = make_native()
-    fast = Fast(policy.model, policy.grid.steps, half=False, compiled=False, record=record)
-    policy._graphs = lambda td: fast
+    fast = ActingGraphs(policy.model, policy.sampling_steps, half=False, compiled=False, record=record)
+    policy._acting_graphs = lambda robots: fast
     collector = Collector(Env(Instructed(ROBOTS)), policy, seed=0, chunk=4)
     told = sentence(collector.collect, RolloutBuffer(2))
     assert "out of memory while acting: 300 MiB more were asked for" in told and "Set rollout.n_envs=2 or less" in told

@@ -1,4 +1,4 @@
-"""The `policy` section of pi0. Torch-free."""
+"""The `policy` section: one config class per kind of policy, but for those with a folder of their own. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -7,7 +7,11 @@ from pydantic import Field
 
 from sparring.config.section import Section
 
-# ---- LoRA's part of the `policy` and `world_model` sections. Torch-free.
+PositiveInt = Annotated[int, Field(gt=0)]
+# settings of a flow policy that no other method reads
+OF_DENOISING_MDP = ("kernel", "denoising_steps", "denoising_discount")
+# what another method may not read
+OF_A_METHOD = (*OF_DENOISING_MDP, "noise_level", "noise_range")
 
 
 class LoraConfig(Section):
@@ -25,21 +29,11 @@ class LoraConfig(Section):
         (), description="parts, or weights alone, that learn in full beside the adapters; named as lora_targets are"
     )
 
-
-def set_without_lora(values: Mapping) -> list[str]:
-    """Which settings of a section would not be read, because it has no `lora_r`."""
-    usual = {name: field.default for name, field in LoraConfig.model_fields.items() if name != "lora_r"}
-    return [name for name, default in usual.items() if values.get(name, default) != default]
-
-
-# ---- The `policy` section: one config class per kind of policy. Torch-free.
-
-
-PositiveInt = Annotated[int, Field(gt=0)]
-# settings of a flow policy that no other method reads
-OF_DENOISING_MDP = ("kernel", "denoising_steps", "denoising_discount")
-# what another method may not read
-OF_A_METHOD = (*OF_DENOISING_MDP, "noise_level", "noise_range")
+    @classmethod
+    def set_without_rank(cls, values: Mapping) -> list[str]:
+        """Which settings of a section are set though they are not read without a `lora_r`."""
+        defaults = {name: field.default for name, field in LoraConfig.model_fields.items() if name != "lora_r"}
+        return [name for name, default in defaults.items() if values.get(name, default) != default]
 
 
 class EncoderConfig(Section):

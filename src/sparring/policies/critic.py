@@ -6,23 +6,24 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import CriticConfig
 from sparring.policies.encoders import mlp
 
 PRIVILEGED = ("observation", "privileged")
-# updates: returns grow as a policy learns
+# updates that the unit of returns averages over: returns grow as a policy learns
 _MEMORY = 10
 
 
 class Critic(nn.Module):
     """V of the encoder's features.
 
-    Where the env shows `observation/privileged`, the critic alone reads it: it judges in training with what the policy
-    will never see. What its network tells is counted in units of the returns' spread, once `fit_returns` has seen some.
+    Where the env shows `observation/privileged`, the critic alone reads it: in training it may know what the policy
+    never sees. The network's output is in units of the returns' spread, once `fit_returns` has seen some.
     """
 
-    def __init__(self, config: CriticConfig, spec, features: int, normalize: bool):
+    def __init__(self, config: CriticConfig, spec: EnvSpec, features: int, normalize: bool):
         super().__init__()
         privileged = math.prod(spec.observation["privileged"][0]) if "privileged" in spec.observation else 0
         self.in_keys = [PRIVILEGED] if privileged else []
@@ -44,12 +45,12 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def raise_by(self, level: float) -> None:
-        """Every value."""
+        """Adds `level` to every value."""
         self.output.bias += level * self.returns.scale
 
     @torch.no_grad()
     def fit_returns(self, returns: torch.Tensor, sum_over_processes) -> float:
-        """To returns [B] and the latest before them; the unit from now on. No value changes by it: PopArt."""
+        """Fits the unit to returns [B] and those of the latest updates, and gives it. Values stay the same (PopArt)."""
         shift, unit = self.returns.shift.clone(), 1 / self.returns.scale
         self.returns.update(returns[:, None], sum_over_processes)
         finer = unit * self.returns.scale

@@ -1,4 +1,10 @@
-"""Action heads: Gaussian, gSDE and discrete tokens."""
+"""Action heads: features -> a distribution over action chunks, drawn from and scored.
+
+A head gives the distribution's parameters (`parameters_of`), draws an action (`sample`) and scores one (`score`). A
+sample is scored as it was drawn: clipping belongs to the env. Scores are unreduced over chunk positions.
+
+Letters: B decisions, C chunk positions, A action dims, F features.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,28 +12,39 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# ---- Action distributions: features -> a chunk of actions and its score.
-#
-# A head says how actions are distributed (`parameters`), draws one (`sample`) and scores one (`score`). The sample is
-# scored as it was drawn: clipping belongs to the env. A `Score` is unreduced over chunk positions, and holds the terms
-# that the parity gate compares.
-#
-# Letters: B decisions, C chunk positions, A action dims, F features.
-
+from sparring.contract import EnvSpec
+from sparring.errors import UserError
+from sparring.policies.configs import ActorCriticConfig
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
-# a policy that imitates keeps at least this standard deviation, to explore with later
-LEAST_STD = 0.05
+# an imitating policy keeps at least this standard deviation, to explore with later
+_LEAST_STD = 0.05
 
 # the mean [B, C, ...] and the log of the standard deviation, broadcastable to it (None where there is none)
 Parameters = tuple[torch.Tensor, torch.Tensor | None]
 
 
+def make_head(config: ActorCriticConfig, spec: EnvSpec, width: int, chunk: int) -> "_ActionHead":
+    """The head of policy.distribution, for `width` features."""
+    kind, choices, dims = config.distribution, spec.discrete_actions, spec.action_dim - spec.action_padding
+    if kind == "auto":
+        kind = "discrete" if choices else "gaussian"
+    if (kind == "discrete") != bool(choices):
+        takes = f"one of {choices} choices" if choices else "continuous actions"
+        raise UserError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
+    if kind == "discrete":
+        return _DiscreteHead(width, chunk, choices)
+    if kind == "tokens":
+        return _TokenHead(width, chunk, dims, config.bins)
+    head_class = {"gaussian": _GaussianHead, "squashed": _SquashedGaussianHead, "gsde": _StateDependentHead}[kind]
+    return head_class(width, chunk, dims, config.init_std)
+
+
 @dataclass
-class Score:
+class _Score:
     """How likely a chunk is, position by position: all [B, C]."""
 
-    # float64: what a ratio is the difference of
+    # float64: a ratio is a difference of two
     log_prob: torch.Tensor
     entropy: torch.Tensor
     # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
@@ -40,17 +57,50 @@ class Score:
         return torch.zeros_like(self.entropy) if self.squares is None else self.squares.sum(-1)
 
 
-class GaussianHead(nn.Module):
+class _ActionHead(nn.Module):
+    """What all heads have. `linear` maps features to the mean, or to the logits of each choice."""
+
+    # whether log_std depends on the weights alone, so that a trace need not hold it
+    constant_std = True
+    # whether it draws one noise for several decisions (`Policy.noise_hold`)
+    holds_noise = False
+    # whether its actions may be scaled as demonstrations are (policy.normalize_actions)
+    takes_scaled_actions = False
+
+    def __init__(self, features: int, outputs: int, noise_size: int):
+        super().__init__()
+        self.noise_size = noise_size
+        # a fresh policy is near its mean everywhere, so that early exploration is even
+        self.linear = nn.Linear(features, outputs)
+        nn.init.orthogonal_(self.linear.weight, 0.01)
+        nn.init.zeros_(self.linear.bias)
+
+    def parameters_of(self, features: torch.Tensor) -> Parameters:
+        raise NotImplementedError
+
+    def mode(self, mean: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
+        """By uniform `noise` [B, noise_size]."""
+        raise NotImplementedError
+
+    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
+        raise NotImplementedError
+
+    def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Terms `[B, C]` of a loss."""
+        return {"cross_entropy": -self.score(parameters, action).log_prob}
+
+
+class _GaussianHead(_ActionHead):
     """Independent normals, one learned standard deviation per action dim."""
 
-    # whether log_std is a function of the weights alone, so that a trace need not hold it
-    constant_std = True
+    takes_scaled_actions = True
 
     def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
-        super().__init__()
+        super().__init__(features, chunk * action_dim, chunk * action_dim)
         self.chunk, self.action_dim = chunk, action_dim
-        self.noise_size = chunk * action_dim
-        self.linear = small_output(features, chunk * action_dim)
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(init_std)))
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
@@ -65,27 +115,28 @@ class GaussianHead(nn.Module):
         # uniform -> normal through the inverse of its distribution function
         return torch.addcmul(mean, log_std.exp(), torch.special.ndtri(noise).view_as(mean))
 
-    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
+    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
         mean, log_std = parameters
         squares = ((action - mean) * (-log_std).exp()).square()
         # [B, C, A] -> [B, C], accumulated in float64; the volume is one number where log_std is one vector
         volume = log_std.sum(-1, dtype=torch.float64) + self.action_dim * LOG_SQRT_2PI
         log_prob = torch.sub(-volume, squares.sum(-1, dtype=torch.float64), alpha=0.5)
         entropy = (volume + 0.5 * self.action_dim).float().expand(log_prob.shape)
-        return Score(log_prob, entropy, squares, self.action_dim)
+        return _Score(log_prob, entropy, squares, self.action_dim)
 
     def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Terms `[B, C]` of a loss: the mean's error, and the width that its errors call for."""
+        """The mean's error, and the width that its errors call for."""
         mean, log_std = parameters
         squares = (action - mean).square()
         # the negative log-likelihood, of which only the width learns: a mean under it would be learnt ever faster
-        width = log_std + 0.5 * squares.detach().clamp_min(LEAST_STD**2) * (-2 * log_std).exp()
+        width = log_std + 0.5 * squares.detach().clamp_min(_LEAST_STD**2) * (-2 * log_std).exp()
         return {"error": squares.mean(-1), "width": width.mean(-1)}
 
 
-class SquashedGaussianHead(GaussianHead):
+class _SquashedGaussianHead(_GaussianHead):
     """tanh of normals: never outside [-1, 1]. Scored in action space, i.e. with tanh's Jacobian."""
 
+    takes_scaled_actions = False
     # atanh of float32 numbers this close to 1 is still finite and exact enough to score
     limit = 1.0 - 1e-6
     # demonstrated actions at the bounds would have their mean at infinity; this close to 1 is as good
@@ -97,7 +148,7 @@ class SquashedGaussianHead(GaussianHead):
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
         return self.mode(super().sample(features, parameters, noise))
 
-    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
+    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
         # from the action that was emitted, in acting and in replay alike
         sample = torch.atanh(action)
         score = super().score(parameters, sample)
@@ -113,14 +164,20 @@ class SquashedGaussianHead(GaussianHead):
         return super().imitation(parameters, torch.atanh(action.clamp(-self.imitated_limit, self.imitated_limit)))
 
 
-class StateDependentHead(GaussianHead):
+def _log_slope(x: torch.Tensor) -> torch.Tensor:
+    """log(1 - tanh(x)^2), in a form that neither overflows nor cancels."""
+    return 2.0 * (math.log(2.0) - x - nn.functional.softplus(-2.0 * x))
+
+
+class _StateDependentHead(_GaussianHead):
     """Generalised state-dependent exploration (gSDE): the noise is a random linear function of the features.
 
-    The function stays the same for several decisions (the policy's `noise_hold`), so that a robot explores along
-    smooth arcs instead of trembling. Scored as the normal it is for any one decision.
+    The function stays the same for several decisions, so that a robot explores along smooth arcs instead of trembling.
+    Scored as the normal it is for any one decision.
     """
 
     constant_std = False
+    holds_noise = True
 
     def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
         super().__init__(features, chunk, action_dim, init_std)
@@ -129,7 +186,7 @@ class StateDependentHead(GaussianHead):
         self.log_std = nn.Parameter(torch.full((features, chunk * action_dim), math.log(init_std)))
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
-        mean = self.linear(features).view(-1, self.chunk, self.action_dim)
+        mean, _ = super().parameters_of(features)
         # the features are trained to act, not to widen the noise
         variance = features.detach().square() @ (2 * self.log_std).exp() + 1e-6
         return mean, 0.5 * variance.log().view_as(mean)
@@ -141,17 +198,14 @@ class StateDependentHead(GaussianHead):
         return mean + torch.einsum("bf,bfa->ba", features, weights).view_as(mean)
 
 
-class DiscreteHead(nn.Module):
+class _DiscreteHead(_ActionHead):
     """One of n actions per step of the chunk; an action is its index. There is no sigma: the mean is the log-probs."""
 
-    constant_std = True
     log_std = None
 
     def __init__(self, features: int, chunk: int, choices: int):
-        super().__init__()
+        super().__init__(features, chunk * choices, chunk)
         self.chunk, self.choices = chunk, choices
-        self.noise_size = chunk
-        self.linear = small_output(features, chunk * choices)
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, n]
@@ -161,48 +215,27 @@ class DiscreteHead(nn.Module):
         return mean.argmax(-1, keepdim=True).float()
 
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
-        # the first index whose cumulative probability passes the uniform number
-        below = parameters[0].exp().cumsum(-1) < noise[..., None]
-        return below.sum(-1, keepdim=True).clamp_max(self.choices - 1).float()
+        return _drawn(parameters[0], noise)[..., None].float()
 
-    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
+    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
         log_probs = parameters[0]
         log_prob = log_probs.gather(-1, action.long())[..., 0].double()
-        return Score(log_prob, -(log_probs.exp() * log_probs).sum(-1), None, 1)
+        return _Score(log_prob, -(log_probs.exp() * log_probs).sum(-1), None, 1)
 
 
-def _log_slope(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - tanh(x)^2), in a form that neither overflows nor cancels."""
-    return 2.0 * (math.log(2.0) - x - nn.functional.softplus(-2.0 * x))
-
-
-def small_output(features: int, outputs: int) -> nn.Linear:
-    """A fresh policy is near its mean everywhere, so that early exploration is even."""
-    linear = nn.Linear(features, outputs)
-    nn.init.orthogonal_(linear.weight, 0.01)
-    nn.init.zeros_(linear.bias)
-    return linear
-
-
-# ---- Actions as tokens: every number of a chunk is one of a few bins.
-
-
-class TokenHead(nn.Module):
+class _TokenHead(_ActionHead):
     """Uniform bins in [-1, 1]; each dim of each position is drawn by itself, all in parallel.
 
-    An action is its bin's centre, which tells the bin again exactly; any other number is scored as the bin it lies in,
-    so demonstrations need no conversion. There is no sigma: the mean is the log-probs, as in DiscreteHead.
+    An action is its bin's centre, from which the bin follows exactly; any other number is scored as the bin it lies in,
+    so demonstrations need no conversion. There is no sigma: the mean is the log-probs, as in _DiscreteHead.
     """
 
-    constant_std = True
     log_std = None
 
     def __init__(self, features: int, chunk: int, action_dim: int, bins: int):
-        super().__init__()
+        super().__init__(features, chunk * action_dim * bins, chunk * action_dim)
         self.shape = (chunk, action_dim, bins)
         self.action_dim, self.bins = action_dim, bins
-        self.noise_size = chunk * action_dim
-        self.linear = small_output(features, chunk * action_dim * bins)
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, A, bins]
@@ -212,17 +245,14 @@ class TokenHead(nn.Module):
         return self._centre(mean.argmax(-1))
 
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
-        log_probs = parameters[0]
-        # the first bin whose cumulative probability passes the uniform number
-        below = log_probs.exp().cumsum(-1) < noise.view(log_probs.shape[:-1])[..., None]
-        return self._centre(below.sum(-1).clamp_max(self.bins - 1))
+        return self._centre(_drawn(parameters[0], noise))
 
-    def score(self, parameters: Parameters, action: torch.Tensor) -> Score:
+    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
         log_probs = parameters[0]
         # [B, C, A] -> [B, C], accumulated in float64
         chosen = log_probs.gather(-1, self._bin(action)[..., None])[..., 0]
         entropy = -(log_probs.exp() * log_probs).sum((-1, -2))
-        return Score(chosen.sum(-1, dtype=torch.float64), entropy, None, self.action_dim)
+        return _Score(chosen.sum(-1, dtype=torch.float64), entropy, None, self.action_dim)
 
     def _centre(self, index: torch.Tensor) -> torch.Tensor:
         return (2 * index + 1).float() / self.bins - 1
@@ -230,3 +260,9 @@ class TokenHead(nn.Module):
     def _bin(self, action: torch.Tensor) -> torch.Tensor:
         # a centre is half a bin away from the next one: no rounding reaches there
         return ((action + 1) * (self.bins / 2)).floor().clamp(0, self.bins - 1).long()
+
+
+def _drawn(log_probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The first index [...] whose cumulative probability, of log_probs [..., n], passes the uniform number."""
+    below = log_probs.exp().cumsum(-1) < noise.view(log_probs.shape[:-1])[..., None]
+    return below.sum(-1).clamp_max(log_probs.shape[-1] - 1)

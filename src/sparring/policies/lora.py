@@ -1,4 +1,4 @@
-"""LoRA through peft: low-rank adapters beside the weights of any network, which then stay as they are.
+"""LoRA through peft: low-rank adapters on the weights of any network, which then stay as they are.
 
 A layer's output W x becomes W x + (lora_alpha / r) B A x; B starts at zero, so nothing changes until it learns.
 """
@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
-from sparring.policies.configs import LoraConfig, set_without_lora
-from sparring.policies.encoders import matching, means, weights_meant
+from sparring.policies.configs import LoraConfig
+from sparring.policies.weights import WeightsFit, match_names, match_parameters, name_matches
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # how peft names what is inside the model that it wraps
 _WRAPPED = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
-# where peft puts the weights that adapters are beside
-_BESIDE = ".base_layer."
+# where peft puts the weights of a layer that has adapters
+_BASE = ".base_layer."
 # a weight of an adapter, and the adapter's name in it, which peft leaves out of files
 _ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
 
@@ -36,33 +36,37 @@ def adapt(
     """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; no adapters with lora_r=0.
 
     Adapters and what learns in full are float32, whatever the frozen weights are. `section`: where the config is.
-    `frozen`: patterns of weights that learn in no way, not by adapters either; `critic_parts`: of some in full.
+    `frozen`: patterns of weights that do not learn, nor get adapters; `critic_parts`: of some that learn in full.
     """
     # by names of the module as it is: adapters change them
-    still = weights_meant(module, frozen, f"{section}.frozen")
+    held = match_parameters(module, frozen, f"{section}.frozen")
     if config.lora_r:
-        _add_adapters(module, config, section, critic_parts)
-    else:
-        _refuse_unread(config, section)
-    _hold(module, still)
-
-
-def _add_adapters(module: nn.Module, config: LoraConfig, section: str, critic_parts: Iterable[str]) -> None:
-    whole = _whole_parts(module, config.modules_to_save, f"{section}.modules_to_save")
-    whole = _outermost([*whole, *_whole_parts(module, critic_parts, f"{section}.critic_parts")])
-    targets = _targets(module, config.lora_targets, whole, section)
-    adapters = _peft().LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        # exact names: the end of a name would mean other layers too
-        target_modules="|".join(re.escape(name) for name in targets),
-    )
-    _inject(module, adapters, whole)
+        whole = _whole_parts(module, config.modules_to_save, f"{section}.modules_to_save")
+        whole = _outermost([*whole, *_whole_parts(module, critic_parts, f"{section}.critic_parts")])
+        targets = _targets(module, config.lora_targets, whole, section)
+        adapters = _peft().LoraConfig(
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            # exact names: the end of a name would select other layers too
+            target_modules="|".join(re.escape(name) for name in targets),
+        )
+        _inject(module, adapters, whole)
+    elif unread := config.set_without_rank(dict(config)):
+        value = getattr(config, unread[0])
+        value = list(value) if isinstance(value, tuple) else value
+        raise UserError(f"{section}.{unread[0]}={value} is not read without LoRA; set {section}.lora_r, e.g. 16")
+    for weight in held:
+        weight.requires_grad_(False)
+    held_ids = set(map(id, held))
+    for name, weight in module.named_parameters():
+        # with its adapters
+        if id(weight) in held_ids and name.endswith(f"{_BASE}weight"):
+            module.get_submodule(name.removesuffix(f"{_BASE}weight")).requires_grad_(False)
 
 
 def merge(module: nn.Module) -> None:
-    """Folds the adapters into the weights they stand beside, in place: the network is a plain one again."""
+    """Adds the adapters to their weights, in place: the network is a plain one again."""
     from peft.tuners.lora import LoraLayer
 
     _adapters(module)
@@ -82,46 +86,45 @@ def refuse_adapters(module: nn.Module, doing: str) -> None:
         )
 
 
-def adapter_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> tensor of all that LoRA lets learn: the adapters, and the parts that learn in full."""
-    whole = _adapters(module).modules_to_save or ()
-    return {
-        _ADAPTER.sub(r"\1", key): tensor
-        for key, tensor in module.state_dict().items()
-        if _ADAPTER.search(key) or _within(key.replace(_BESIDE, "."), whole)
-    }
-
-
 def save_adapters(module: nn.Module, folder: str | Path) -> None:
-    """What learned, alone, as peft keeps it: `PeftModel.from_pretrained(base, folder)` opens it too."""
+    """What learned, alone, in peft's format: `PeftModel.from_pretrained(base, folder)` opens it too."""
     folder = Path(folder)
     # cloned, because an optimiser's parameters are views of one vector
-    weights = {_WRAPPED + key: w.detach().cpu().clone().contiguous() for key, w in adapter_weights(module).items()}
+    weights = {_WRAPPED + key: w.detach().cpu().clone().contiguous() for key, w in _learned(module).items()}
     _adapters(module).save_pretrained(folder)
     save_file(weights, folder / _WEIGHTS)
 
 
 def load_adapters(module: nn.Module, folder: str | Path) -> None:
     """Those that `save_adapters` or peft wrote, strictly; a module that has none yet is adapted as they were."""
+    folder = Path(folder)
     if not hasattr(module, "peft_config"):
-        _adapt_like(module, Path(folder))
-    expected, given = adapter_weights(module), _read(Path(folder) / _WEIGHTS)
-    wrong = [f"{key} is missing" for key in expected if key not in given]
-    wrong += [f"{key} is unexpected" for key in given if key not in expected]
-    wrong += [
-        f"{key} is {list(given[key].shape)} instead of {list(w.shape)}"
-        for key, w in expected.items()
-        if key in given and given[key].shape != w.shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        _adapt_like(module, folder)
+    file = folder / _WEIGHTS
+    try:
+        given = {key.removeprefix(_WRAPPED): w for key, w in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"'{file}' cannot be read as adapters: {error}") from None
+    expected = _learned(module)
+    fit = WeightsFit.of(expected, given)
+    if not fit.exact:
         raise UserError(
-            f"the adapters in '{folder}' do not fit: {', '.join(wrong[:3])}{more}; use the model, lora_r, "
-            "lora_targets and modules_to_save they were made with"
+            f"the adapters in '{folder}' do not fit: {fit.sentence}; use the model, lora_r, lora_targets and "
+            "modules_to_save they were made with"
         )
     with torch.no_grad():
         for key, tensor in expected.items():
             tensor.copy_(given[key])
+
+
+def _learned(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> tensor of all that learns with LoRA: the adapters, and the parts that learn in full."""
+    whole = _adapters(module).modules_to_save or ()
+    return {
+        _ADAPTER.sub(r"\1", key): tensor
+        for key, tensor in module.state_dict().items()
+        if _ADAPTER.search(key) or _within(key.replace(_BASE, "."), whole)
+    }
 
 
 # ---- which layers
@@ -131,7 +134,7 @@ def _whole_parts(module: nn.Module, patterns: Iterable[str], key: str) -> list[s
     """Modules and bare weights that learn in full, without those that are inside of another one of them."""
     weights = [name for name, _ in module.named_parameters()]
     names = [name for name, _ in module.named_modules() if name]
-    whole = _outermost(matching([*names, *weights], patterns, key))
+    whole = _outermost(match_names([*names, *weights], patterns, key))
     for name in whole:
         if not any(_within(weight, [name]) for weight in weights):
             raise UserError(f"{key}: '{name}' has no weights that could learn")
@@ -152,10 +155,10 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
     closed += tuple(f"{name}." for name in whole)
     kinds = {name: part for name, part in module.named_modules() if name and isinstance(part, _ADAPTABLE)}
     if patterns:
-        wanted = matching([name for name, _ in module.named_modules() if name], patterns, f"{section}.lora_targets")
-        named = [name for name in wanted if name in kinds]
-        # a part that is meant as a whole means its linear layers
-        found = [n for n in named if isinstance(kinds[n], nn.Linear) or any(means(p, n) for p in patterns)]
+        names = [name for name, _ in module.named_modules() if name]
+        selected = [name for name in match_names(names, patterns, f"{section}.lora_targets") if name in kinds]
+        # a part that is selected as a whole stands for its linear layers
+        found = [n for n in selected if isinstance(kinds[n], nn.Linear) or any(name_matches(p, n) for p in patterns)]
     else:
         found = [name for name, part in kinds.items() if isinstance(part, nn.Linear)]
     targets = [name for name in found if not f"{name}.".startswith(closed) and f"{name}.weight" not in whole]
@@ -173,7 +176,7 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
 
 
 def _inject(module: nn.Module, config, whole: list[str]) -> None:
-    """The adapters that peft's `config` describes, beside parts that learn in full."""
+    """The adapters that peft's `config` describes, and parts that learn in full."""
     if hasattr(module, "peft_config"):
         raise UserError("this network has LoRA adapters already; merge() them first")
     learns = [weight for name, weight in module.named_parameters() if _within(name, whole)]
@@ -181,7 +184,7 @@ def _inject(module: nn.Module, config, whole: list[str]) -> None:
     _peft().inject_adapter_in_model(config, module)
     # adapters are made in training mode, where they drop out
     module.train(module.training)
-    # told afterwards: peft would keep a second copy of these parts in the module
+    # set afterwards: peft would keep a second copy of these parts in the module
     config.modules_to_save = whole or None
     for weight in learns:
         weight.requires_grad_(True)
@@ -196,16 +199,6 @@ def _inject(module: nn.Module, config, whole: list[str]) -> None:
             layer.use_nested_tensor = False
 
 
-def _hold(module: nn.Module, weights: list[nn.Parameter]) -> None:
-    """They stay as they are, and so does what is beside them."""
-    for weight in weights:
-        weight.requires_grad_(False)
-    held = set(map(id, weights))
-    for name, weight in module.named_parameters():
-        if id(weight) in held and name.endswith(f"{_BESIDE}weight"):
-            module.get_submodule(name.removesuffix(f"{_BESIDE}weight")).requires_grad_(False)
-
-
 def _adapt_like(module: nn.Module, folder: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' has no adapter_config.json; give a folder that save_adapters or peft wrote")
@@ -217,7 +210,7 @@ def _adapt_like(module: nn.Module, folder: Path) -> None:
     if not isinstance(saved, peft.LoraConfig):
         raise UserError(f"the adapter_config.json in '{folder}' is of {saved.peft_type}, expected LORA")
     whole = _whole_parts(module, saved.modules_to_save or (), "modules_to_save")
-    # peft writes down that they are no longer to learn
+    # peft's files say that adapters no longer learn
     saved.modules_to_save, saved.inference_mode = None, False
     _inject(module, saved, whole)
 
@@ -229,23 +222,9 @@ def _adapters(module: nn.Module):
     return module.peft_config["default"]
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return {key.removeprefix(_WRAPPED): w for key, w in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"'{file}' cannot be read as adapters: {error}") from None
-
-
 def _peft():
     try:
         import peft
     except ImportError:
         raise UserError("LoRA needs peft, which is not installed: pip install 'sparring[vla]'") from None
     return peft
-
-
-def _refuse_unread(config: LoraConfig, section: str) -> None:
-    for name in set_without_lora(dict(config)):
-        value = getattr(config, name)
-        value = list(value) if isinstance(value, tuple) else value
-        raise UserError(f"{section}.{name}={value} is not read without LoRA; set {section}.lora_r, e.g. 16")

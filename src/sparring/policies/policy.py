@@ -1,4 +1,4 @@
-"""Policy: turns observations into action chunks and scores them again."""
+"""Policy: turns observations into action chunks, and scores chunks taken before."""
 
 from collections.abc import Mapping
 
@@ -9,49 +9,12 @@ from torch import nn
 
 from sparring.config.resolve import resolve
 from sparring.config.section import Section
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.policies import POLICIES
 from sparring.processes.memory_errors import memory_told
 
-# ---- A memory that needs no learning: running means of what was seen in an episode, over short and long spans.
-#
-# What a policy remembers is read only by later decisions, and a decision is scored from its own row: gradients could
-# not
-# reach whatever wrote the memory. So how it is written is fixed, and policies learn how to read it.
-#
-# Letters: B decisions, M numbers of memory, D numbers of what is seen.
-
-
-# decisions over which the longest trace averages; the shortest is the last decision alone
-LONGEST = 100
-
-
-class Traces(nn.Module):
-    """Number 0 is a clock, t / (t + 1) at decision t; each other one follows what was seen in a direction of its own.
-
-    A trace is the mean of all that was seen until that is more than its span, and an exponential average from then on:
-    what was seen once counts as much as what is seen now, where one that starts from zeros would hardly show it.
-    """
-
-    def __init__(self, inputs: int, size: int):
-        super().__init__()
-        # [M - 1, D] of length 1, always the same: weights that have learned to read them load anywhere
-        directions = np.random.default_rng(0).standard_normal((size - 1, inputs))
-        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-        self.register_buffer("directions", torch.from_numpy(directions).float(), persistent=False)
-        rates = 1 / np.geomspace(LONGEST, 1, size - 1)
-        self.register_buffer("rates", torch.from_numpy(rates).float(), persistent=False)
-
-    @torch.no_grad()
-    def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """As it entered a decision [B, M], and what was seen there [B, D] -> as it enters the next one [B, M]."""
-        clock, traces = memory[:, :1], memory[:, 1:]
-        # 1 / (t + 1): the share of the newest in a mean
-        rates = torch.maximum(1 - clock, self.rates)
-        return torch.cat([1 / (2 - clock), traces.lerp(seen @ self.directions.T, rates)], 1)
-
-
-# ---- Policy: turns observations into action chunks, and can score them again.
+Statistics = Mapping[str, Mapping[str, np.ndarray]]
 
 
 class Policy(nn.Module):
@@ -63,19 +26,19 @@ class Policy(nn.Module):
 
     # whether sampled and greedy behaviour differ enough for an evaluation to show both
     reports_sampled: bool = False
-    # steps of an action chunk: what a decision executes
+    # steps of an action chunk that a decision executes
     chunk: int = 1
-    # steps it plans, of which the first `chunk` are executed; imitation shows it so many
+    # steps it plans, of which the first `chunk` are executed; demonstrations have as many
     horizon: int = 1
-    # what evaluate reads beside the action, and minibatches therefore gather: observation/*, memory/policy, trace/*
+    # what evaluate reads besides the action, so what minibatches gather: observation/*, memory/policy, trace/*
     in_keys: list[tuple[str, ...]]
-    # what update_normalizers reads of them; None: all
+    # those of them that update_normalizers reads; None: all
     normalized_keys: list[tuple[str, ...]] | None = None
-    # uniform random numbers a decision takes
+    # uniform random numbers of a decision
     noise_size: int = 0
-    # uniform random numbers a greedy decision starts from, found in `start`
+    # uniform random numbers that a greedy decision starts from, given in `start`
     start_size: int = 0
-    # numbers of memory/policy, which it carries from one decision of an episode to the next (`remember`); 0: none
+    # numbers of memory/policy, carried from one decision of an episode to the next (`remember`); 0: none
     memory_size: int = 0
     # decisions over which a robot's noise stays the same
     noise_hold: int = 1
@@ -85,19 +48,19 @@ class Policy(nn.Module):
     learns_entropy: bool = True
     # whether `log_prob` is a mean over what was scored instead of a sum
     averages_log_prob: bool = False
-    # whether it scores all that was drawn, so that two scores of a decision tell two policies apart; else only fresh
-    # data can be learned from
+    # whether it scores all that was drawn, so that a ratio of two scores compares two policies; else only fresh data
+    # can be learned from
     scores_all: bool = True
 
     @property
     def step_weights(self) -> torch.Tensor | None:
-        """Where each denoising step is an action of its own, `log_prob` is [B, S]; [S]: their advantages' weights."""
+        """[S], weights of advantages where each denoising step is an action of its own and `log_prob` is [B, S]."""
         return None
 
     def act(self, td: TensorDict) -> TensorDict:
         """Adds `action` to a decision `td [N]`, and what scoring it again needs to `trace/*`.
 
-        Without `noise` in it, acts greedily; a policy whose mode depends on where it starts is told so in `start`
+        Without `noise` in it, acts greedily; a policy whose mode depends on its start reads that from `start`
         (uniform numbers, as `noise`). `log_prob` and `value` may be added too, or left to `complete`.
         """
         raise NotImplementedError
@@ -136,16 +99,16 @@ class Policy(nn.Module):
     def imitation_loss(
         self, td: TensorDict, generator: torch.Generator
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """How badly it does what a demonstrator did, and numbers to log.
+        """How far it is from what a demonstrator did, and numbers to log.
 
         `td [B]`: `observation`, `action [B, horizon, A]`, and `valid [B, horizon]`, false past the episode's end.
         """
         raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss()")
 
-    def fit_normalizers(self, statistics: Mapping[str, Mapping[str, np.ndarray]], state: str, action: str) -> None:
+    def fit_normalizers(self, statistics: Statistics, state: str, action: str) -> None:
         """To demonstrations: "observation/state", "observation/privileged" and "action" -> their statistics.
 
-        `state` and `action`: mean_std, min_max or quantile. Those that are fitted already stay as they are.
+        `state` and `action`: mean_std, min_max or quantile. Normalizers that are fitted already stay as they are.
         """
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
@@ -167,12 +130,41 @@ def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
     return (torch.arange(chunk, device=executed.device) < executed[..., None]).float()
 
 
-# ---- From the `policy` section of a config to a Policy.
-
-
-def make_policy(config: Section, spec, chunk: int, device: str | torch.device = "cpu") -> Policy:
+def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.device = "cpu") -> Policy:
     """A fresh policy for an env with this spec, acting in chunks of `chunk` steps."""
     with memory_told(f"making the policy ({config.name})"):
         policy = resolve(config.name, POLICIES, "policy")(config, spec, chunk)
     with memory_told(f"moving the policy to {device}", policy):
         return policy.to(device)
+
+
+class MemoryTraces(nn.Module):
+    """A memory without weights: running means of observations over short and long spans of an episode.
+
+    A decision is scored from its own row, so gradients could not reach whatever wrote the memory. How it is written is
+    therefore fixed, and policies learn to read it. Number 0 is a clock, t / (t + 1) at decision t; each other one
+    follows a random projection of the observations: their mean until that is longer than its span, an exponential
+    average from then on. (An exponential average from zeros would hardly show what was seen once.)
+
+    Letters: B decisions, M numbers of memory, D numbers of an observation.
+    """
+
+    # decisions over which the slowest trace averages; the fastest holds the last decision alone
+    longest_span = 100
+
+    def __init__(self, inputs: int, size: int):
+        super().__init__()
+        # [M - 1, D] of length 1, always the same: weights that have learned to read them load anywhere
+        directions = np.random.default_rng(0).standard_normal((size - 1, inputs))
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        self.register_buffer("directions", torch.from_numpy(directions).float(), persistent=False)
+        rates = 1 / np.geomspace(self.longest_span, 1, size - 1)
+        self.register_buffer("rates", torch.from_numpy(rates).float(), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """The memory that entered a decision [B, M], and its observations [B, D] -> that of the next one [B, M]."""
+        clock, traces = memory[:, :1], memory[:, 1:]
+        # 1 / (t + 1): the share of the newest in a mean
+        rates = torch.maximum(1 - clock, self.rates)
+        return torch.cat([1 / (2 - clock), traces.lerp(seen @ self.directions.T, rates)], 1)

@@ -1,8 +1,9 @@
-"""Random actions: the baseline of every evaluation, and what a world model is first shown."""
+"""Random actions: the baseline of every evaluation, and the first data of a world model."""
 
 import torch
 from tensordict import TensorDict
 
+from sparring.contract import EnvSpec
 from sparring.policies.policy import Policy
 
 
@@ -11,7 +12,7 @@ class RandomPolicy(Policy):
 
     in_keys = []
 
-    def __init__(self, spec, chunk: int):
+    def __init__(self, spec: EnvSpec, chunk: int):
         super().__init__()
         self.spec, self.chunk = spec, chunk
         self.noise_size = chunk * spec.action_dim
@@ -29,18 +30,18 @@ class RandomPolicy(Policy):
 
 
 class ColouredNoise(RandomPolicy):
-    """Random actions that change slowly: an arm that keeps its direction for a while gets about.
+    """Random actions that change slowly, so that an arm moves further.
 
-    Each step's action is as uniform in [-1, 1] as RandomPolicy's, but resembles the one before: behind it is a normal
-    number that follows x' = r x + sqrt(1 - r^2) e (AR(1)), drawn anew where an episode begins. `correlation` [N] is r
-    of each robot; 0 is RandomPolicy. What a robot does depends on its noise since its episode began, on nothing else.
+    Each step's action is as uniform in [-1, 1] as RandomPolicy's, but correlated with the one before: it comes from a
+    normal AR(1) process x' = r x + sqrt(1 - r^2) e, which starts anew with each episode. `correlation` [N] is r of each
+    robot; 0 is RandomPolicy. An action depends on the robot's noise since its episode began, and on nothing else.
     """
 
-    def __init__(self, spec, chunk: int, correlation: torch.Tensor):
+    def __init__(self, spec: EnvSpec, chunk: int, correlation: torch.Tensor):
         super().__init__(spec, chunk)
         # [N, 1]
         self.register_buffer("correlation", correlation.float()[:, None], persistent=False)
-        # [N, A]: the normal numbers behind the last actions, which a stopped run must find again
+        # [N, A]: the process at the last actions, saved with a run
         self.register_buffer("last", torch.zeros(len(correlation), spec.action_dim))
 
     def _uniform(self, td: TensorDict) -> torch.Tensor:
@@ -53,14 +54,14 @@ class ColouredNoise(RandomPolicy):
             steps.append(last)
             correlation = self.correlation
         self.last.copy_(last)
-        # float32 rounds what is far out to 0 or 1, which no uniform number may be
+        # float32 rounds the tails to 0 or 1, which no uniform number may be
         return torch.special.ndtr(torch.stack(steps, 1).double()).float().clamp(2**-24, 1 - 2**-24)
 
 
 def share_of(robots: int, share: float, first: int = 0, tasks: int = 1) -> torch.Tensor:
-    """`[N]` bool: which of the robots from number `first` on belong to a share that is spread evenly over all.
+    """`[N]` bool: which robots, counted from number `first`, belong to a share that is spread evenly over all of them.
 
-    Over the robots of each of the tasks too, which are dealt out in turn.
+    It is spread evenly over the robots of each task too; tasks are assigned to robots in turn.
     """
     robot = torch.arange(first, first + robots)
     place = (robot // tasks + robot % tasks).double()

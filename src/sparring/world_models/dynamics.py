@@ -16,9 +16,10 @@ from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
 from sparring.policies.encoders import InstructionEncoder
 from sparring.policies.lora import adapt
-from sparring.policies.native.checkpoint import load_into, read_model
+from sparring.policies.native.checkpoint import read_model
 from sparring.policies.native.config import Sizes
-from sparring.policies.native.model import Layer, RMSNorm, attend, rotation
+from sparring.policies.native.model import GemmaLayer, RMSNorm, attend, rotation
+from sparring.policies.weights import load_strictly
 from sparring.world_models.configs import TokenWorldModelConfig
 
 _KEY = "world_model.trunk"
@@ -152,7 +153,8 @@ class VLATrunk(nn.Module):
         weights, sizes, *_ = read_model(config.trunk, _KEY)
         self.into = nn.Linear(width, sizes.width)
         self.base = _Layers(sizes)
-        load_into(self.base, {name: w for name, w in weights.items() if name.startswith("trunk")}, config.trunk, _KEY)
+        own = {name: w for name, w in weights.items() if name.startswith("trunk")}
+        load_strictly(self.base, own, f"{_KEY}={config.trunk}")
         adapt(self.base, config, "world_model")
         self.back = nn.Linear(sizes.width, width)
         if config.precision == "bf16":
@@ -171,7 +173,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.head_dim = sizes.head_dim
         shape = (sizes.width, sizes.mlp, sizes.heads, sizes.kv_heads, sizes.head_dim)
-        self.trunk = nn.ModuleList(Layer(*shape) for _ in range(sizes.layers))
+        self.trunk = nn.ModuleList(GemmaLayer(*shape) for _ in range(sizes.layers))
         self.trunk_norm = RMSNorm(sizes.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

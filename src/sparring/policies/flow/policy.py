@@ -1,4 +1,7 @@
-"""The flow-matching policy and its transformer."""
+"""The flow policy: a transformer denoises action chunks, conditioned on what an encoder sees.
+
+Letters: B decisions, H steps of a chunk, A action dims, F features, W width.
+"""
 
 import copy
 import math
@@ -7,27 +10,101 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
-from sparring.policies.actor_critic import EncodedPolicy
 from sparring.policies.configs import FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import ObservationEncoder
-from sparring.policies.flow.chain import FlowChain, uniform
+from sparring.policies.flow.chain import FlowChain
 
-# ---- A transformer over the steps of an action chunk, conditioned by adaptive layer norm (DiT).
-#
-# Letters: B rows, H steps of a chunk, A action dims, W width.
+# of the time from 0 to 1, in one step of the consistency term
+_LONGEST_STRIDE = 0.2
 
 
-class ActionTransformer(nn.Module):
-    """(noisy chunk, time, condition) -> one vector per step of the chunk. A fresh one answers zero."""
+class FlowPolicy(FlowChain):
+    """The critic reads the encoder's features and does not shape them."""
 
-    def __init__(self, horizon: int, action_dim: int, width: int, layers: int, heads: int, dropout: float = 0.0):
+    def __init__(self, config: FlowConfig, spec: EnvSpec, chunk: int):
+        if config.width % config.heads:
+            raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
+        super().__init__(config, spec, chunk, config.width, config.normalize_actions)
+        self.encoder = ObservationEncoder(config, spec)
+        self.condition = nn.Linear(self.encoder.size, config.width)
+        self.velocity = _ActionTransformer(config, self.horizon, self.action_dim)
+        self.target = self.aim = None
+        if config.consistency:
+            # follows the velocity slowly
+            self.target = copy.deepcopy(self.velocity).requires_grad_(False)
+            # added to the condition where the velocity is to point at the end of the path, not along it
+            self.aim = nn.Parameter(torch.randn(config.width) * 0.02)
+        self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
+        self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys, *self.trace_keys]
+
+    def encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+        features, condition = self._encode(td)
+        return features, condition if self.aim is None else condition + self.aim
+
+    def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+        return self._run(self.velocity, x, t, prefix)
+
+    def value(self, td: TensorDict) -> torch.Tensor:
+        with self._precision():
+            features = self.encoder(td)
+        return self.value_of(features.float(), td)
+
+    def imitation_loss(
+        self, td: TensorDict, generator: torch.Generator
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        _, condition = self._encode(td)
+        points = self._points(td, generator)
+        loss = points.mean((self.denoise(points.x, points.t, condition) - points.velocity).square())
+        metrics = {"flow_matching": loss.detach()}
+        if self.target is not None:
+            velocity = self.denoise(points.x, points.t, condition + self.aim)
+            end = self._later_end(points.x, points.t, condition, generator)
+            aimed = (points.x - end) / points.t[:, None, None].clamp_min(1e-3)
+            consistency = points.mean((velocity - aimed).square())
+            loss = loss + self.config.consistency * consistency
+            metrics["consistency"] = consistency.detach()
+        return loss, metrics
+
+    def _encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [B, F], and what the action transformer reads of them [B, W]."""
+        with self._precision():
+            features = self.encoder(td)
+            condition = self.condition(features).float()
+        return features.float(), condition
+
+    def _run(self, net: nn.Module, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        with self._precision():
+            velocity = net(x, t, condition)
+        return velocity.float()
+
+    @torch.no_grad()
+    def _later_end(
+        self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Where the slow network gets from a point a little further along the path: this one must get there too."""
+        self.target.eval()
+        for slow, fast in zip(self.target.parameters(), self.velocity.parameters(), strict=True):
+            slow.lerp_(fast, 1 - self.config.target_decay)
+        uniform = torch.rand(len(t), generator=generator, device=generator.device).to(t.device)
+        stride = torch.minimum(t, _LONGEST_STRIDE * uniform)
+        later = t - stride
+        x = x - stride[:, None, None] * self._run(self.target, x, t, condition)
+        return x - later[:, None, None] * self._run(self.target, x, later, condition + self.aim)
+
+
+class _ActionTransformer(nn.Module):
+    """(noisy chunk, time, condition) -> one vector per step of the chunk (a DiT). A fresh one answers zero."""
+
+    def __init__(self, config: FlowConfig, horizon: int, action_dim: int):
         super().__init__()
+        width = config.width
         self.input = nn.Linear(action_dim, width)
         self.position = nn.Parameter(torch.randn(horizon, width) * 0.02)
-        self.time = TimeEmbedding(width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.time = _TimeEmbedding(width)
+        self.blocks = nn.ModuleList(_DiTBlock(width, config.heads, config.dropout) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulation = _zeroed(nn.Linear(width, 2 * width))
         self.output = _zeroed(nn.Linear(width, action_dim))
@@ -35,15 +112,15 @@ class ActionTransformer(nn.Module):
     def forward(self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         # [B, H, A], [B], [B, W] -> [B, H, A]
         tokens = self.input(x) + self.position
-        # what is known of a row beside its tokens: [B, 1, W]
-        about = nn.functional.silu(self.time(t) + condition)[:, None]
+        # [B, 1, W]
+        condition = nn.functional.silu(self.time(t) + condition)[:, None]
         for block in self.blocks:
-            tokens = block(tokens, about)
-        shift, scale = self.modulation(about).chunk(2, -1)
+            tokens = block(tokens, condition)
+        shift, scale = self.modulation(condition).chunk(2, -1)
         return self.output(torch.addcmul(shift, self.norm(tokens), 1 + scale))
 
 
-class Block(nn.Module):
+class _DiTBlock(nn.Module):
     """Attention and an MLP, both shifted, scaled and gated by the condition. A fresh one changes nothing."""
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -57,12 +134,12 @@ class Block(nn.Module):
         )
         self.modulation = _zeroed(nn.Linear(width, 6 * width))
 
-    def forward(self, tokens: torch.Tensor, about: torch.Tensor) -> torch.Tensor:
-        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(about).chunk(6, -1)
-        tokens = torch.addcmul(tokens, gate_1, self.attend(torch.addcmul(shift_1, self.norm(tokens), 1 + scale_1)))
+    def forward(self, tokens: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(condition).chunk(6, -1)
+        tokens = torch.addcmul(tokens, gate_1, self._attend(torch.addcmul(shift_1, self.norm(tokens), 1 + scale_1)))
         return torch.addcmul(tokens, gate_2, self.mlp(torch.addcmul(shift_2, self.norm(tokens), 1 + scale_2)))
 
-    def attend(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _attend(self, tokens: torch.Tensor) -> torch.Tensor:
         # [B, H, 3W] -> [3, B, heads, H, W / heads]
         split = self.queries_keys_values(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         queries, keys, values = split.unbind(0)
@@ -72,7 +149,7 @@ class Block(nn.Module):
         return self.attended(attended.transpose(1, 2).flatten(2))
 
 
-class TimeEmbedding(nn.Module):
+class _TimeEmbedding(nn.Module):
     """A time in [0, 1] as sines of many wavelengths, then an MLP."""
 
     def __init__(self, width: int):
@@ -91,90 +168,3 @@ def _zeroed(linear: nn.Linear) -> nn.Linear:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
-
-
-# ---- The flow policy: a transformer denoises action chunks, told of what an encoder sees.
-#
-# Letters: B decisions, H steps of a chunk, A action dims, F features, W width.
-
-
-# along a path, in one step of the consistency term
-_LONGEST_STRIDE = 0.2
-
-
-class FlowPolicy(FlowChain, EncodedPolicy):
-    """The critic reads the encoder's features and does not shape them."""
-
-    def __init__(self, config: FlowConfig, spec, chunk: int):
-        if config.width % config.heads:
-            raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
-        super().__init__(config, spec, chunk, config.width, config.normalize_actions)
-        self.encoder = ObservationEncoder(config, spec)
-        self.condition = nn.Linear(self.encoder.size, config.width)
-        self.velocity = ActionTransformer(
-            self.horizon, self.action_dim, config.width, config.layers, config.heads, config.dropout
-        )
-        self.target = self.aim = None
-        if config.consistency:
-            # follows the velocity slowly
-            self.target = copy.deepcopy(self.velocity).requires_grad_(False)
-            # told to the network where its velocity is to point at the end of the path, not along it
-            self.aim = nn.Parameter(torch.randn(config.width) * 0.02)
-        self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
-        self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys, *self.trace_keys]
-
-    def encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-        features, about = self._encode(td)
-        return features, about if self.aim is None else about + self.aim
-
-    def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        return self._velocity(self.velocity, x, t, prefix)
-
-    def judge(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        return self.critic(features.detach(), td)
-
-    def value(self, td: TensorDict) -> torch.Tensor:
-        with self._precision():
-            features = self.encoder(td)
-        return self.judge(features.float(), td)
-
-    def imitation_loss(
-        self, td: TensorDict, generator: torch.Generator
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        _, about = self._encode(td)
-        shown = self.shown(td, generator)
-        loss = shown.loss(lambda x, t: self.denoise(x, t, about))
-        told = {"flow_matching": loss.detach()}
-        if self.target is not None:
-            velocity = self.denoise(shown.x, shown.t, about + self.aim)
-            end = self._later_end(shown.x, shown.t, about, generator)
-            aimed = (shown.x - end) / shown.t[:, None, None].clamp_min(1e-3)
-            told["consistency"] = shown.mean((velocity - aimed).square())
-            loss = loss + self.config.consistency * told["consistency"]
-        return loss, {name: value.detach() for name, value in told.items()}
-
-    def fit_normalizers(self, statistics, state: str, action: str) -> None:
-        self._fit(statistics, self.actions, state, action)
-
-    def _encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features [B, F], and what the action transformer is told of them [B, W]."""
-        with self._precision():
-            features = self.encoder(td)
-            about = self.condition(features).float()
-        return features.float(), about
-
-    def _velocity(self, net: nn.Module, x: torch.Tensor, t: torch.Tensor, about: torch.Tensor) -> torch.Tensor:
-        with self._precision():
-            velocity = net(x, t, about)
-        return velocity.float()
-
-    @torch.no_grad()
-    def _later_end(self, x, t, about, generator) -> torch.Tensor:
-        """Where a point a little further along the path leads to, by the slow network: this one must lead there too."""
-        self.target.eval()
-        for slow, fast in zip(self.target.parameters(), self.velocity.parameters(), strict=True):
-            slow.lerp_(fast, 1 - self.config.target_decay)
-        stride = torch.minimum(t, _LONGEST_STRIDE * uniform(len(t), generator, t.device))
-        later = t - stride
-        x = x - stride[:, None, None] * self._velocity(self.target, x, t, about)
-        return x - later[:, None, None] * self._velocity(self.target, x, later, about + self.aim)

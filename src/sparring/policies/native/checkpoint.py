@@ -1,4 +1,4 @@
-"""Checkpoints of pi0's layout and presets for the native VLA."""
+"""Checkpoints of the native VLA: a folder with its weights and sizes, or transformers' pi0 (extra `vla`)."""
 
 import json
 import shutil
@@ -11,18 +11,15 @@ from typing import NamedTuple
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from sparring.errors import UserError
 from sparring.policies.lora import refuse_adapters
 from sparring.policies.native.config import Sizes
 from sparring.policies.native.model import NativeModel
-from sparring.policies.pi0.checkpoint import load_pi0, read_json, transformers
+from sparring.policies.pi0 import load_pi0, transformers
+from sparring.policies.weights import Weights, read_json
 
-# ---- Weights from transformers' pi0 and back (extra `vla`). What is one matrix here is several there.
-
-
-Weights = dict[str, torch.Tensor]
+_SIZES, _WEIGHTS, _TOKENIZER = "native_vla.json", "model.safetensors", "tokenizer.json"
 
 # here -> there, which is joined in this order
 _VISION_LAYER = {
@@ -47,6 +44,76 @@ _FIXED = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "attention_bi
 _FIXED_VISION = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "num_channels": 3}
 _FIXED_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
 _FIXED_TIME = {"min_period": 4e-3, "max_period": 4.0}
+# sizes: here -> in transformers' configs of vision, text, actions and the whole
+_VISION_SIZES = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "vision_width": "hidden_size",
+    "vision_layers": "num_hidden_layers",
+    "vision_heads": "num_attention_heads",
+    "vision_mlp": "intermediate_size",
+}
+_TEXT_SIZES = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "mlp": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+_ACTION_SIZES = {"expert_width": "hidden_size", "expert_mlp": "intermediate_size"}
+_OWN_SIZES = {"max_state_dim": "max_state_dim", "max_action_dim": "max_action_dim"}
+
+
+class SavedModel(NamedTuple):
+    weights: Weights
+    sizes: Sizes
+    # how a pi0 plans, where it is one
+    horizon: int | None = None
+    sampling_steps: int | None = None
+    # whether it is transformers' pi0, and whether it reads words, by a tokenizer.json in its folder
+    is_pi0: bool = False
+    needs_tokenizer: bool = False
+
+
+def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
+    """Weights and sizes, for policy.model_path; with the `tokenizer.json` of a folder, where the model has one."""
+    refuse_adapters(model, "save_model")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / _WEIGHTS)
+    (folder / _SIZES).write_text(json.dumps(asdict(model.sizes), indent=2) + "\n")
+    if tokenizer is not None:
+        shutil.copyfile(Path(tokenizer) / _TOKENIZER, folder / _TOKENIZER)
+
+
+def read_model(folder: str | Path, key: str = "policy.model_path") -> SavedModel:
+    """Of a folder that `save_model` wrote, or that transformers saved a pi0 to. `key`: the setting it was given as."""
+    path = Path(folder).expanduser()
+    if (path / _SIZES).is_file():
+        try:
+            sizes, has_tokenizer = Sizes(**read_json(path / _SIZES)), (path / _TOKENIZER).is_file()
+            return SavedModel(load_file(path / _WEIGHTS), sizes, needs_tokenizer=has_tokenizer)
+        except (UserError, TypeError, OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{path} is no whole checkpoint of a native VLA: {error}") from error
+    if (path / "config.json").is_file():
+        kind = read_json(path / "config.json").get("model_type")
+        if kind != "pi0":
+            hint = "; for another one see policy.name=vla" if key.startswith("policy.") else ""
+            raise UserError(f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'{hint}")
+        pi0 = load_pi0(folder, dtype="auto", key=key)
+        plan = pi0.config.chunk_size, pi0.config.num_inference_steps
+        return SavedModel(*from_transformers(pi0), *plan, is_pi0=True, needs_tokenizer=True)
+    missing = "a file, not a folder" if path.is_file() else "no such folder"
+    found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else missing
+    raise UserError(
+        f"{key}={folder}: neither {_SIZES} (a native VLA) nor config.json (transformers' pi0) is there ({found}); give "
+        "a folder with one of them"
+    )
+
+
+# ---- transformers' pi0: what is one matrix here is several there
 
 
 def from_transformers(source) -> tuple[Weights, Sizes]:
@@ -81,7 +148,7 @@ def to_transformers(model: NativeModel):
     left = [name for name in missing if not name.startswith("model.dit.embed_tokens")]
     if left or weights:
         raise UserError(f"this version of transformers has another pi0: {', '.join([*left, *weights][:5])}")
-    # not its buffers: in bf16 the waves that tell the time would be others
+    # not its buffers: bf16 would change the waves that encode the time
     widest = reduce(torch.promote_types, (weight.dtype for weight in model.parameters()))
     for weight in theirs.parameters():
         weight.data = weight.data.to(widest)
@@ -117,7 +184,7 @@ def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
 
 
 def _plain(name: str) -> str:
-    """Some versions wrap the vision tower once more."""
+    """Without the wrapper that some versions put around the vision tower."""
     return name.replace(".vision_model.", ".")
 
 
@@ -139,58 +206,8 @@ def _sizes(config) -> Sizes:
         _require("rope_parameters", SimpleNamespace(**part.rope_parameters), _FIXED_ROPE)
     alike = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     _require("dit_config", action, {name: getattr(text, name) for name in alike})
-    return Sizes(
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        vision_width=vision.hidden_size,
-        vision_layers=vision.num_hidden_layers,
-        vision_heads=vision.num_attention_heads,
-        vision_mlp=vision.intermediate_size,
-        vocabulary=text.vocab_size,
-        width=text.hidden_size,
-        mlp=text.intermediate_size,
-        layers=text.num_hidden_layers,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
-        expert_width=action.hidden_size,
-        expert_mlp=action.intermediate_size,
-        max_state_dim=config.max_state_dim,
-        max_action_dim=config.max_action_dim,
-    )
-
-
-def settings_of(sizes: Sizes) -> dict:
-    """Of transformers' `PI0Config`, for these sizes."""
-    alike = {
-        "model_type": "gemma",
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocabulary,
-    }
-    text = {"hidden_size": sizes.width, "intermediate_size": sizes.mlp, **alike}
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": sizes.vision_width,
-        "intermediate_size": sizes.vision_mlp,
-        "num_hidden_layers": sizes.vision_layers,
-        "num_attention_heads": sizes.vision_heads,
-        "image_size": sizes.image_size,
-        "patch_size": sizes.patch_size,
-        "vision_use_head": False,
-    }
-    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": sizes.width}
-    # a token that no word has
-    vlm |= {"image_token_id": sizes.vocabulary, "hidden_size": sizes.width}
-    action = {"hidden_size": sizes.expert_width, "intermediate_size": sizes.expert_mlp, **alike}
-    return {
-        "vlm_config": vlm,
-        "dit_config": action,
-        "max_state_dim": sizes.max_state_dim,
-        "max_action_dim": sizes.max_action_dim,
-    }
+    parts = ((vision, _VISION_SIZES), (text, _TEXT_SIZES), (action, _ACTION_SIZES), (config, _OWN_SIZES))
+    return Sizes(**{ours: getattr(part, theirs) for part, names in parts for ours, theirs in names.items()})
 
 
 def _require(section: str, config, expected: dict) -> None:
@@ -200,76 +217,16 @@ def _require(section: str, config, expected: dict) -> None:
             raise UserError(f"pi0's {section}.{name} is {given}, expected {value}: such a model cannot be converted")
 
 
-# ---- A folder with a native VLA: its weights and its sizes. Also reads transformers' pi0.
+def settings_of(sizes: Sizes) -> dict:
+    """Of transformers' `PI0Config`, for these sizes."""
 
+    def named(names: dict[str, str]) -> dict[str, int]:
+        return {theirs: getattr(sizes, ours) for ours, theirs in names.items()}
 
-_SIZES, _WEIGHTS, _THEIR_CONFIG, TOKENIZER = "native_vla.json", "model.safetensors", "config.json", "tokenizer.json"
-
-
-def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
-    """Weights and sizes, for policy.model_path; with the `tokenizer.json` of a folder, where the model has one."""
-    refuse_adapters(model, "save_model")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / _WEIGHTS)
-    (folder / _SIZES).write_text(json.dumps(asdict(model.sizes), indent=2) + "\n")
-    if tokenizer is not None:
-        shutil.copyfile(Path(tokenizer) / TOKENIZER, folder / TOKENIZER)
-
-
-class Saved(NamedTuple):
-    weights: Weights
-    sizes: Sizes
-    # how a pi0 plans, where it is one
-    horizon: int | None = None
-    sampling_steps: int | None = None
-
-
-def read_model(folder: str | Path, key: str = "policy.model_path") -> Saved:
-    """Of a folder that `save_model` wrote, or that transformers saved a pi0 to. `key`: what it was given as."""
-    path = Path(folder).expanduser()
-    if (path / _SIZES).is_file():
-        return _read_own(path)
-    config = path / _THEIR_CONFIG
-    if config.is_file():
-        kind = read_json(config).get("model_type")
-        if kind != "pi0":
-            hint = "; for another one see policy.name=vla" if key.startswith("policy.") else ""
-            raise UserError(f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'{hint}")
-        pi0 = load_pi0(folder, dtype="auto", key=key)
-        return Saved(*from_transformers(pi0), pi0.config.chunk_size, pi0.config.num_inference_steps)
-    missing = "a file, not a folder" if path.is_file() else "no such folder"
-    found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else missing
-    raise UserError(
-        f"{key}={folder}: neither {_SIZES} (a native VLA) nor {_THEIR_CONFIG} (transformers' pi0) is there "
-        f"({found}); give a folder with one of them"
-    )
-
-
-def is_own(folder: str | Path) -> bool:
-    return (Path(folder).expanduser() / _SIZES).is_file()
-
-
-def _read_own(path: Path) -> Saved:
-    try:
-        sizes = Sizes(**read_json(path / _SIZES))
-        return Saved(load_file(path / _WEIGHTS), sizes)
-    except (UserError, TypeError, OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} is no whole checkpoint of a native VLA: {error}") from error
-
-
-def load_into(model: nn.Module, weights: Weights, folder: str, key: str = "policy.model_path") -> None:
-    """Strictly; a memory may be new."""
-    own = model.state_dict()
-    missing = [name for name in own if name not in weights and not name.startswith("memory_in.")]
-    unexpected = [name for name in weights if name not in own]
-    reshaped = [
-        f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
-        for name, value in weights.items()
-        if name in own and value.shape != own[name].shape
-    ]
-    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
-    told = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in wrong.items() if names]
-    if told:
-        raise UserError(f"the weights in {key}={folder} do not fit: {'; '.join(told)}")
-    model.load_state_dict(weights, strict=False)
+    text = {"model_type": "gemma", **named(_TEXT_SIZES)}
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **named(_VISION_SIZES)}
+    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": sizes.width}
+    # a token that no word has
+    vlm |= {"image_token_id": sizes.vocabulary, "hidden_size": sizes.width}
+    # layers and heads are those of the text
+    return {"vlm_config": vlm, "dit_config": {**text, **named(_ACTION_SIZES)}, **named(_OWN_SIZES)}

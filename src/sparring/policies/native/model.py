@@ -1,4 +1,14 @@
-"""The native VLA's network: vision tower, language model and action expert."""
+"""The native VLA's network: vision tower, language model and action expert.
+
+Images and words become a prefix, once a decision; an expert that attends to it denoises actions. The two are
+transformers of the same depth and heads but different widths, in the shape of Gemma; the vision tower has that of
+SigLIP. In each layer the expert's tokens attend to the prefix's keys and values of that layer and to their own. Images
+and words see each other; state and memory see these and each other; actions see all. So only actions depend on noise
+and time, and the rest is cached.
+
+Letters: B rows, N cameras, T tokens, L keys or tokens of the prefix, d numbers of a head, H steps of a chunk,
+A action dims, W width.
+"""
 
 import math
 from typing import NamedTuple
@@ -9,12 +19,12 @@ from torch.nn import functional as F
 
 from sparring.policies.native.config import Sizes
 
-# ---- A transformer layer in the shape of Gemma, taken apart so that two of them can share one attention.
-#
-# Letters: B rows, T tokens, L keys, d numbers of a head.
-
-
+# of all norms, and of the rotation of queries and keys
 _EPSILON, _BASE = 1e-6, 10_000.0
+# shortest and longest period of the waves that encode the time
+_PERIODS = (4e-3, 4.0)
+# keys come in multiples of so many: rows of 16 bytes in bf16
+_MULTIPLE = 8
 # cos and sin, [B, T, 1, d/2] each
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,7 +41,7 @@ class RMSNorm(nn.Module):
         return (y * (1.0 + self.weight.float())).to(x.dtype)
 
 
-class Layer(nn.Module):
+class GemmaLayer(nn.Module):
     """`project` before the attention, `finish` after it; keys and values of others may be among those attended to."""
 
     def __init__(self, width: int, mlp: int, heads: int, kv_heads: int, head_dim: int):
@@ -49,7 +59,7 @@ class Layer(nn.Module):
         """Queries [B, T, heads, d], keys and values [B, kv heads, T, d]."""
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 2)
-        return rotate(q, rotation), rotate(k, rotation).transpose(1, 2), v.transpose(1, 2)
+        return _rotate(q, rotation), _rotate(k, rotation).transpose(1, 2), v.transpose(1, 2)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x = x + self.out(attended)
@@ -64,7 +74,7 @@ def rotation(positions: torch.Tensor, head_dim: int) -> Rotation:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
+def _rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
     # [B, T, heads, d]: number i and i + d/2 are turned together
     cos, sin = by
     first, second = x.float().chunk(2, -1)
@@ -86,22 +96,18 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
     return (weights @ v).unflatten(2, (tokens, -1)).transpose(1, 2).reshape(batch, tokens, heads * size)
 
 
-# ---- The vision encoder: a picture as a row of patches, in the shape of SigLIP.
+class _VisionEncoder(nn.Module):
+    """Images [N, 3, S, S] in [-1, 1] -> features of each patch, [N, P, W]."""
 
-
-_VISION_EPSILON = 1e-6
-
-
-class VisionEncoder(nn.Module):
-    """Pictures [N, 3, S, S] in [-1, 1] -> what is seen in each patch, [N, P, W]."""
-
-    def __init__(self, image_size: int, patch_size: int, width: int, layers: int, heads: int, mlp: int):
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.patches = nn.Conv2d(3, width, patch_size, patch_size)
-        self.count = (image_size // patch_size) ** 2
+        width = sizes.vision_width
+        self.patches = nn.Conv2d(3, width, sizes.patch_size, sizes.patch_size)
+        self.count = (sizes.image_size // sizes.patch_size) ** 2
         self.places = nn.Parameter(torch.randn(self.count, width) * 0.02)
-        self.blocks = nn.ModuleList(VisionBlock(width, heads, mlp) for _ in range(layers))
-        self.norm = LayerNorm(width, _VISION_EPSILON)
+        blocks = (_VisionBlock(width, sizes.vision_heads, sizes.vision_mlp) for _ in range(sizes.vision_layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = _LayerNorm(width, _EPSILON)
 
     def forward(self, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # [N, 3, S, S] -> [N, W, s, s] -> [N, P, W]
@@ -111,7 +117,7 @@ class VisionEncoder(nn.Module):
         return self.norm(x)
 
 
-class LayerNorm(nn.LayerNorm):
+class _LayerNorm(nn.LayerNorm):
     """In fp32, whatever the precision of the rest and of its weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,15 +125,15 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
-class VisionBlock(nn.Module):
+class _VisionBlock(nn.Module):
     def __init__(self, width: int, heads: int, mlp: int):
         super().__init__()
         self.heads = heads
-        self.attention_norm = LayerNorm(width, _VISION_EPSILON)
+        self.attention_norm = _LayerNorm(width, _EPSILON)
         # queries, keys and values, one product instead of three
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp_norm = LayerNorm(width, _VISION_EPSILON)
+        self.mlp_norm = _LayerNorm(width, _EPSILON)
         self.up = nn.Linear(width, mlp)
         self.down = nn.Linear(mlp, width)
 
@@ -138,29 +144,12 @@ class VisionBlock(nn.Module):
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         # [N, P, 3W] -> 3 x [N, heads, P, d]
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return x + self.out(_attend(q, k, v).transpose(1, 2).flatten(2))
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    if q.dtype != torch.float32:
-        return F.scaled_dot_product_attention(q, k, v)
-    # fused kernels choose their way by the batch's size: in fp32 the parity gate would notice
-    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
-
-
-# ---- The network: images and words become a prefix, once a decision; an expert that attends to it denoises actions.
-#
-# The two are transformers of the same depth and heads but different widths. In each layer the expert's tokens attend to
-# the prefix's keys and values of that layer beside their own. Who sees whom: images and words each other; state and
-# memory these and each other; actions all. So only actions depend on noise and time, and the rest is cached.
-#
-# Letters: B rows, N cameras, T words, L tokens of the prefix, H steps of a chunk, A action dims, W width.
-
-
-# shortest and longest period of the waves that tell the time
-_PERIODS = (4e-3, 4.0)
-# tokens that are attended to are so many: rows of 16 bytes in bf16
-_MULTIPLE = 8
+        if q.dtype != torch.float32:
+            attended = F.scaled_dot_product_attention(q, k, v)
+        else:
+            # fused kernels choose their way by the batch's size: in fp32 the parity gate would notice
+            attended = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+        return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
 class Inputs(NamedTuple):
@@ -183,9 +172,9 @@ class Prefix(NamedTuple):
     # [B, layers, kv heads, L, d] each
     keys: torch.Tensor
     values: torch.Tensor
-    # [B, L] bool: false where a text is padded, and where L is filled up
+    # [B, L] bool: false where a text is padded, and where L is
     mask: torch.Tensor
-    # [B, W] float32: the mean of what became of the images and words; None where it was not asked for
+    # [B, W] float32: the mean of the last layer's tokens; None where it was not asked for
     features: torch.Tensor | None
 
 
@@ -195,22 +184,17 @@ class NativeModel(nn.Module):
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.sizes = sizes
-        self.vision = VisionEncoder(
-            sizes.image_size,
-            sizes.patch_size,
-            sizes.vision_width,
-            sizes.vision_layers,
-            sizes.vision_heads,
-            sizes.vision_mlp,
-        )
+        self.vision = _VisionEncoder(sizes)
         self.projector = nn.Linear(sizes.vision_width, sizes.width)
         self.words = nn.Embedding(sizes.vocabulary, sizes.width)
         # unit size once it is scaled by sqrt(width)
         nn.init.normal_(self.words.weight, std=sizes.width**-0.5)
         shape = (sizes.heads, sizes.kv_heads, sizes.head_dim)
-        self.trunk = nn.ModuleList(Layer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
+        self.trunk = nn.ModuleList(GemmaLayer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
         self.trunk_norm = RMSNorm(sizes.width)
-        self.expert = nn.ModuleList(Layer(sizes.expert_width, sizes.expert_mlp, *shape) for _ in range(sizes.layers))
+        self.expert = nn.ModuleList(
+            GemmaLayer(sizes.expert_width, sizes.expert_mlp, *shape) for _ in range(sizes.layers)
+        )
         self.expert_norm = RMSNorm(sizes.expert_width)
         self.state_in = nn.Linear(sizes.max_state_dim, sizes.expert_width)
         self.memory_in = nn.Linear(sizes.memory_size, sizes.expert_width) if sizes.memory_size else None
@@ -224,43 +208,51 @@ class NativeModel(nn.Module):
 
     def prefix(self, inputs: Inputs, features: bool = True) -> Prefix:
         """All that does not depend on noise or time."""
-        seen, keys, values, mean = self.see(inputs, features)
-        x = self.told(inputs)
+        seen, keys, values, mean = self._read(inputs, features)
+        x = self.state_tokens(inputs)
         turns = rotation(_following(seen, x.shape[1]), self.sizes.head_dim)
-        seen = _seen_beside(seen, x.shape[1])
+        seen = _extend_mask(seen, x.shape[1])
         for number, layer in enumerate(self.expert):
             q, k, v = layer.project(x, turns)
-            keys[number], values[number] = _beside(keys[number], k), _beside(values[number], v)
-            # nobody reads what becomes of them after that
+            keys[number], values[number] = _extend(keys[number], k), _extend(values[number], v)
+            # their last layer's output is not read
             if number < len(self.expert) - 1:
                 x = layer.finish(x, attend(q, keys[number], values[number], seen))
         return Prefix(torch.stack(keys, 1), torch.stack(values, 1), seen, mean)
 
     def features(self, inputs: Inputs) -> torch.Tensor:
         """`prefix(inputs).features`, and nothing else of it."""
-        return self.see(inputs, features=True)[-1]
+        return self._read(inputs, features=True)[-1]
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
         """Of actions [B, H, A] at times [B], in float32; A may be less than max_action_dim."""
         dims, x = x.shape[-1], self.embed(x, t)
         turns = rotation(_following(prefix.mask, x.shape[1]), self.sizes.head_dim)
-        seen = _seen_beside(prefix.mask, x.shape[1])
+        seen = _extend_mask(prefix.mask, x.shape[1])
         for number, layer in enumerate(self.expert):
             q, k, v = layer.project(x, turns)
-            k, v = _beside(prefix.keys[:, number], k), _beside(prefix.values[:, number], v)
+            k, v = _extend(prefix.keys[:, number], k), _extend(prefix.values[:, number], v)
             x = layer.finish(x, attend(q, k, v, seen))
         return self.emit(x, dims)
 
     def sample(self, inputs: Inputs, noise: torch.Tensor, steps: int) -> torch.Tensor:
         """Actions [B, H, A], from noise by the ODE."""
         prefix = self.prefix(inputs, features=False)
-        return denoised(noise, steps, lambda x, t: self.velocity(x, t, prefix))
+        return self.integrate(noise, steps, lambda x, t: self.velocity(x, t, prefix))
 
-    # ---- the parts of `prefix` and `velocity`
+    @staticmethod
+    def integrate(noise: torch.Tensor, steps: int, velocity) -> torch.Tensor:
+        """The ODE from `noise` [B, H, A] to actions, in float32."""
+        x = noise.float()
+        for step in range(steps):
+            x = x - velocity(x, x.new_full((len(x),), 1 - step / steps)) / steps
+        return x
 
-    def see(self, inputs: Inputs, features: bool):
+    # ---- the parts of `prefix` and `velocity`, which hopper/forward.py puts together in its own way
+
+    def _read(self, inputs: Inputs, features: bool):
         """Which tokens count [B, L], each layer's keys and values of images and words, and features [B, W]."""
-        x, seen, turns = self.shown(inputs, self.vision)
+        x, seen, turns = self.prompt(inputs, self.vision)
         keys, values = [], []
         for number, layer in enumerate(self.trunk):
             q, k, v = layer.project(x, turns)
@@ -268,19 +260,15 @@ class NativeModel(nn.Module):
             values.append(v)
             if features or number < len(self.trunk) - 1:
                 x = layer.finish(x, attend(q, k, v, seen))
-        if not features:
-            return seen, keys, values, None
-        return seen, keys, values, self.mean(x, seen)
+        return seen, keys, values, self.pool(x, seen) if features else None
 
-    def shown(self, inputs: Inputs, vision):
-        """Images and words as tokens [B, L, W], which of them count [B, L], and what they are turned by.
+    def prompt(self, inputs: Inputs, vision):
+        """Images and words as tokens [B, L, W], which of them count [B, L], and their rotation.
 
         `vision(images, dtype)` does what `self.vision` does.
         """
-        dtype = self._dtype()
-        cameras = inputs.images.shape[1]
+        dtype, cameras, seen = self._dtype(), inputs.images.shape[1], inputs.text
         x = self.words(inputs.tokens).to(dtype) * self.sizes.width**0.5
-        seen = inputs.text
         if cameras:
             # [B * N, P, W] -> [B, N * P, W]
             patches = self.projector(vision(inputs.images.flatten(0, 1), dtype))
@@ -288,12 +276,12 @@ class NativeModel(nn.Module):
             seen = F.pad(seen, (cameras * self.vision.count, 0), value=True)
         return x, seen, rotation(seen.cumsum(1) - 1, self.sizes.head_dim)
 
-    def mean(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Of what became of tokens that count: features [B, W]."""
+    def pool(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Features [B, W]: the mean over the last layer's tokens that count."""
         counted = seen[..., None].float()
         return (self.trunk_norm(x).float() * counted).sum(1) / counted.sum(1)
 
-    def told(self, inputs: Inputs) -> torch.Tensor:
+    def state_tokens(self, inputs: Inputs) -> torch.Tensor:
         """State and memory as tokens, [B, 1 or 2, expert width]."""
         tokens = [self.state_in(_padded(inputs.state, self.sizes.max_state_dim, self._dtype()))]
         if self.memory_in is not None and inputs.memory is not None:
@@ -308,7 +296,7 @@ class NativeModel(nn.Module):
         return self.time_out(F.silu(self.time_in(torch.cat([action, time], -1))))
 
     def emit(self, x: torch.Tensor, dims: int) -> torch.Tensor:
-        """What became of them: a velocity [B, H, dims]."""
+        """The last layer's tokens -> a velocity [B, H, dims]."""
         return self.action_out(self.expert_norm(x))[..., :dims].float()
 
     def _dtype(self) -> torch.dtype:
@@ -316,33 +304,21 @@ class NativeModel(nn.Module):
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.words.weight.dtype
 
 
-def denoised(noise: torch.Tensor, steps: int, velocity) -> torch.Tensor:
-    """By the ODE, in float32."""
-    x = noise.float()
-    for step in range(steps):
-        x = x - velocity(x, x.new_full((len(x),), 1 - step / steps)) / steps
-    return x
-
-
 def _padded(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     return F.pad(x.to(dtype), (0, size - x.shape[-1]))
 
 
-def _beside(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Keys or values of more tokens, filled up with zeros that nobody sees: matrix products of odd sizes are slow."""
+def _extend(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Keys or values of more tokens, padded with zeros that are masked: matrix products of odd sizes are slow."""
     # [B, kv heads, L, d]
-    empty = new.new_zeros(*new.shape[:2], _room(cached.shape[2] + new.shape[2]), new.shape[3])
-    return torch.cat([cached, new, empty], 2)
+    room = -(cached.shape[2] + new.shape[2]) % _MULTIPLE
+    return torch.cat([cached, new, new.new_zeros(*new.shape[:2], room, new.shape[3])], 2)
 
 
-def _seen_beside(seen: torch.Tensor, count: int) -> torch.Tensor:
+def _extend_mask(seen: torch.Tensor, count: int) -> torch.Tensor:
     """[B, L]: the same for the mask."""
     seen = F.pad(seen, (0, count), value=True)
-    return F.pad(seen, (0, _room(seen.shape[1])), value=False)
-
-
-def _room(length: int) -> int:
-    return -length % _MULTIPLE
+    return F.pad(seen, (0, -seen.shape[1] % _MULTIPLE), value=False)
 
 
 def _following(seen: torch.Tensor, count: int) -> torch.Tensor:

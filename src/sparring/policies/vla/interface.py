@@ -1,18 +1,19 @@
-"""What a VLA model offers, and models wrapped into it."""
+"""The interface of a VLA model of your own: what it must have, and the observations that it reads."""
 
-import inspect
-from collections.abc import Mapping
+import difflib
+import math
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from sparring.contract import EnvSpec
 from sparring.errors import UserError
-from sparring.policies.encoders import matching
-
-# ---- What a model must offer to be trained here, and how it is told when it does not.
+from sparring.normalize import RunningNormalizer
+from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
+from sparring.policies.vla.config import VLAConfig
 
 
 @runtime_checkable
@@ -32,10 +33,14 @@ class VLAModelInterface(Protocol):
             better repeatable than drawing in `forward`.
         imitation_loss(observations, actions, valid [B, C]) -> a scalar
             Default: the mean of -log_prob.
+
+    A model with a flow head needs two other methods only; drawing, scoring and the value are done here:
+        encode(observations) -> features [B, F] for the value, and a prefix for `denoise`, a row per decision
+        denoise(x [B, H, A], t [B], prefix) -> the velocity noise - action, [B, H, A]; t = 1 is noise, 0 the action
     """
 
     def forward(self, observations: TensorDict) -> torch.Tensor:
-        """Actions [B, action_dim]. With a keyword `deterministic` it is told whether to draw or to give the mode."""
+        """Actions [B, action_dim]. Where it has a keyword `deterministic`, that asks for the mode, or for a draw."""
         ...
 
     def get_value(self, observations: TensorDict) -> torch.Tensor:
@@ -47,153 +52,107 @@ class VLAModelInterface(Protocol):
         ...
 
 
-@runtime_checkable
-class FlowModelInterface(Protocol):
-    """A model that denoises needs these two only: drawing, scoring and the value are done for it."""
+class VLAObservations(nn.Module):
+    """`td [B]` -> a TensorDict [B] with the model's keys: rgb, depth, proprio, language, or those of the config."""
 
-    def encode(self, observations: TensorDict) -> tuple[torch.Tensor, torch.Tensor | TensorDict]:
-        """Features [B, F] for the value head, and what `denoise` is told, a row per decision."""
-        ...
+    def __init__(self, config: VLAConfig, spec: EnvSpec):
+        super().__init__()
+        self.shown, self.instructions = spec.observation, spec.instructions
+        # the model's key -> ours: a name, or a list of names to stack
+        self.sources = _sources(config.observation_keys, spec)
+        names = [name for source in self.sources.values() for name in _listed(source)]
+        # each once, in order
+        self.in_keys = [("observation", *name.split("/")) for name in dict.fromkeys(names)]
+        self.as_float = config.images == "float"
+        self.normalizer = None
+        if config.normalize_observations and "state" in names:
+            self.normalizer = RunningNormalizer(math.prod(self.shown["state"][0]))
+        # None: the model reads text
+        self.tokens = None
+        if "task" in names and config.tokenizer != "text":
+            self.tokens = _token_table(config, spec.instructions)
 
-    def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: torch.Tensor | TensorDict) -> torch.Tensor:
-        """[B, H, A], [B] -> the velocity noise - action, [B, H, A]; t = 1 is noise, 0 the action."""
-        ...
+    def forward(self, td: TensorDict) -> TensorDict:
+        seen = TensorDict({}, td.batch_size, device=td["observation"].device)
+        for key, source in self.sources.items():
+            if source == "task" and self.tokens is None:
+                seen[key] = NonTensorStack(*(self.instructions[i] for i in td["observation", "task"].tolist()))
+            elif source == "task":
+                seen[key], seen[f"{key}_mask"] = self.tokens(td["observation", "task"])
+            elif isinstance(source, str):
+                seen[key] = self._one(td, source)
+            else:
+                # [B, cameras, ...]
+                seen[key] = torch.stack([self._one(td, name) for name in source], 1)
+        return seen
 
+    def size_of(self, key: str) -> int | None:
+        """How many numbers the model finds under a key of plain numbers."""
+        source = self.sources.get(key)
+        return math.prod(self.shown[source][0]) if isinstance(source, str) and source in self.shown else None
 
-_DOCUMENTED = {
-    "forward": "forward(observations) -> [B, action_dim]",
-    "get_value": "get_value(observations) -> [B, 1]",
-    "evaluate_actions": "evaluate_actions(observations, actions) -> (log_prob [B], entropy [B])",
-}
-_FLOW = {
-    "encode": "encode(observations) -> (features [B, F], prefix)",
-    "denoise": "denoise(x, t, prefix) -> velocity [B, H, A]",
-}
+    def blank(self, batch: int) -> TensorDict:
+        """Observations of zeros, to try a model on."""
+        observation = TensorDict({}, [batch])
+        for key in self.in_keys:
+            shape, dtype = self.shown["/".join(key[1:])]
+            observation[key[1:]] = torch.zeros(batch, *shape, dtype=getattr(torch, dtype))
+        return TensorDict({"observation": observation}, [batch])
 
-
-def denoises(model: type | nn.Module) -> bool:
-    """Whether a model, or its class, has a flow head."""
-    return not _missing(model, _FLOW)
-
-
-def check_interface(model_class: type) -> None:
-    """Before anything is loaded."""
-    where = f"policy.model_class '{model_class.__module__}:{model_class.__qualname__}'"
-    if not issubclass(model_class, nn.Module):
-        raise UserError(f"{where}: is no torch.nn.Module; expected class {model_class.__name__}(nn.Module)")
-    missing = _missing(model_class, _DOCUMENTED)
-    if not missing or denoises(model_class):
-        return
-    told = ", ".join(_DOCUMENTED[name] for name in missing)
-    flow = "encode and denoise"
-    half = _missing(model_class, _FLOW)
-    if len(half) == 1:
-        flow = f"of a flow head the missing {_FLOW[half[0]]}"
-    raise UserError(f"{where}: does not have the interface of a VLA model; add {told} (or {flow}, see docs/vla.md)")
-
-
-def takes(function, keyword: str) -> bool:
-    """Whether a function has a parameter of that name."""
-    return keyword in inspect.signature(function).parameters
-
-
-def _missing(model: type | nn.Module, methods: dict[str, str]) -> list[str]:
-    # every nn.Module has a `forward`, which only says that there is none
-    return [name for name in methods if getattr(model, name, None) is None or _is_stub(model, name)]
-
-
-def _is_stub(model: type | nn.Module, name: str) -> bool:
-    method = getattr(model, name)
-    return name == "forward" and getattr(method, "__func__", method) is nn.Module.forward
+    def _one(self, td: TensorDict, name: str) -> torch.Tensor:
+        value = td[("observation", *name.split("/"))]
+        if name.startswith("image/") and self.as_float:
+            return value.float() / 255
+        return self.normalizer(value) if name == "state" and self.normalizer is not None else value
 
 
-# ---- Parts of a model, told by patterns of their names: which learn, in what dtype, on which device.
+def _sources(given: dict, spec: EnvSpec) -> dict[str, str | list[str]]:
+    """The documented keys, where the env shows them, and what the config says instead."""
+    shown = spec.observation
+    sources: dict[str, str | list[str]] = {}
+    for key, kind in (("rgb", "image/"), ("depth", "depth/")):
+        cameras = [name for name in shown if name.startswith(kind)]
+        if cameras:
+            # of one camera without a dimension for cameras
+            sources[key] = cameras if len(cameras) > 1 else cameras[0]
+    sources |= {key: name for key, name in (("proprio", "state"), ("language", "task")) if name in shown}
+    for key, source in given.items():
+        if source is None:
+            sources.pop(key, None)
+            continue
+        for name in _listed(source):
+            if name not in shown:
+                near = difflib.get_close_matches(name, shown, n=1)
+                hint = f"nearest: {near[0]}" if near else f"it shows {', '.join(shown)}"
+                raise UserError(f"policy.observation_keys.{key}: the env shows no '{name}'; {hint}")
+        shapes = {tuple(shown[name][0]) for name in _listed(source)}
+        if len(shapes) > 1:
+            unlike = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            raise UserError(f"policy.observation_keys.{key}: {unlike} cannot be stacked; name those of one shape")
+        sources[key] = source if isinstance(source, str) else list(source)
+    if not sources:
+        raise UserError("policy.observation_keys leaves the model nothing to read; name an observation of the env")
+    return sources
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def _listed(source: str | list[str]) -> list[str]:
+    return [source] if isinstance(source, str) else list(source)
 
 
-def dtype_of(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UserError(f"dtype '{name}' is not known; expected {' or '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def cast(model: nn.Module, dtype: str) -> None:
-    """Frozen weights to `dtype`; those that learn stay in float32, where small steps are not lost."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype_of(dtype))
-
-
-def rest(model: nn.Module) -> None:
-    """Wholly frozen parts act as in evaluation, whatever is done with the others: no dropout, no new statistics."""
-    for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(p.requires_grad for p in parameters):
-            module.eval()
-
-
-def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:
-    """Move a model; or parts of it, which then stay where they are and are handed what they read."""
-    if isinstance(devices, str):
-        model.to(_device(devices))
-        return
-    modules = dict(model.named_modules())
-    for pattern, name in devices.items():
-        device = _device(name)
-        means = matching([n for n in modules if n], [pattern], "policy.device_map")
-        # the outermost of them: what is below goes along
-        for part in (n for n in means if not any(n.startswith(f"{other}.") for other in means)):
-            _pin(modules[part], part, device)
-
-
-def _pin(module: nn.Module, name: str, device: torch.device) -> None:
-    if any(p.requires_grad for p in module.parameters()):
+def _token_table(config: VLAConfig, instructions: tuple[str, ...]) -> TokenTable:
+    if config.tokenizer == BYTES:
+        rows, padding = list(map(ByteTokenizer(), instructions)), 0
+    else:
+        folder = config.tokenizer
+        if folder == "checkpoint":
+            if config.model_path is None:
+                raise UserError("policy.tokenizer=checkpoint, but policy.model_path is not given; give it, or a folder")
+            folder = config.model_path if Path(config.model_path).is_dir() else Path(config.model_path).parent
+        tokenizer = load_tokenizer(folder, f"policy.tokenizer={config.tokenizer}")
+        rows, padding = [tokenizer(text)["input_ids"] for text in instructions], tokenizer.pad_token_id or 0
+    longest = max(map(len, rows))
+    if config.max_tokens is not None and longest > config.max_tokens:
         raise UserError(
-            f"policy.device_map: '{name}' learns, and what learns is on the device of the run; freeze it "
-            f"(policy.frozen=[{name}]), or leave it out of the map"
+            f"policy.max_tokens={config.max_tokens}, but an instruction has {longest} tokens; raise it, or null"
         )
-    module.to(device)
-    elsewhere = _Elsewhere(device)
-    module.register_forward_pre_hook(elsewhere.before, with_kwargs=True)
-    module.register_forward_hook(elsewhere.after)
-    # a later .to() of the whole passes it by
-    module._apply = elsewhere.stay
-
-
-class _Elsewhere:
-    """A part on a device of its own: brought what it reads, and its answer taken back to where that came from."""
-
-    def __init__(self, device: torch.device):
-        self.device = self.reader = device
-
-    def before(self, module, args, kwargs):
-        told = (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        self.reader = next(told, self.device)
-        return _moved((args, kwargs), self.device)
-
-    def after(self, module, args, output):
-        return _moved(output, self.reader)
-
-    def stay(self, fn, recurse=True):
-        return None
-
-
-def _moved(values, device: torch.device):
-    """In structures of any kind, which come back as the kind they were."""
-    return tree_map(
-        lambda value: value.to(device) if hasattr(value, "to") else value,
-        values,
-        is_leaf=lambda value: isinstance(value, TensorDictBase),
-    )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise UserError(f"policy.device_map: '{name}' is no device; expected cpu, cuda or cuda:<index>") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"policy.device_map: '{name}', but torch sees {torch.cuda.device_count()} GPUs")
-    return device
+    return TokenTable(rows, config.max_tokens, padding)

@@ -1,124 +1,40 @@
-"""Loads somebody's VLA and reports what fitted."""
+"""From a checkpoint and a class to a model that is ready to be trained, or an error that says why not."""
 
 import difflib
-import heapq
 import importlib.util
 import inspect
-import json
 import pickle
 import pkgutil
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from tensordict import TensorDictBase
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparring.config.resolve import describe_error, import_path
 from sparring.errors import UserError
-from sparring.policies.encoders import freeze
-from sparring.policies.vla import interface as parts
-from sparring.policies.vla.interface import check_interface
-from sparring.policies.vla.weights import read_weights, weights_of
+from sparring.policies.weights import WeightsFit, match_names, match_parameters, read_json, read_weights, weights_file
 from sparring.processes.memory_errors import memory_told, shortage
-
-# ---- Do these weights fit this model? What is wrong is told at once, each name with its nearest.
-
-
-# names that are told of each kind of mistake, and others that one is compared with letter by letter
-_MOST, _LIKELY = 20, 8
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a checkpoint and a model do not have in common."""
-
-    # of the model, not in the checkpoint
-    missing: tuple[str, ...]
-    # of the checkpoint, not in the model
-    unexpected: tuple[str, ...]
-    # (name, shape in the checkpoint, shape in the model)
-    reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-
-    @property
-    def exact(self) -> bool:
-        return not (self.missing or self.unexpected or self.reshaped)
-
-    def __str__(self) -> str:
-        lines = _listed("missing from it", self.missing, self.unexpected)
-        lines += _listed("unknown to the model", self.unexpected, self.missing)
-        if self.reshaped:
-            lines.append(f"{len(self.reshaped)} of another shape:")
-            lines += [
-                f"  {name}: {list(given)} in it, {list(here)} in the model"
-                for name, given, here in self.reshaped[:_MOST]
-            ]
-            lines += _more(self.reshaped)
-        return "\n".join(lines)
-
-
-def fit_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> Fit:
-    expected = model.state_dict()
-    # weights that two names share are often saved under one of them
-    given = {expected[name].data_ptr() for name in weights if name in expected and expected[name].numel()}
-    missing = [n for n, x in expected.items() if n not in weights and not (x.numel() and x.data_ptr() in given)]
-    reshaped = [
-        (name, tuple(weights[name].shape), tuple(tensor.shape))
-        for name, tensor in expected.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
-    return Fit(tuple(missing), tuple(name for name in weights if name not in expected), tuple(reshaped))
-
-
-def load_into(model: nn.Module, weights: dict[str, torch.Tensor], source: str, strict: bool) -> Fit:
-    """Strict: all or nothing. Else what fits, and the rest is told by whoever asked."""
-    fit = fit_of(model, weights)
-    if strict and not fit.exact:
-        raise UserError(
-            f"'{source}' does not fit the model:\n{fit}\ngive the policy.model_config that it was made with, or load "
-            "what fits with policy.strict=false"
-        )
-    reshaped = {name for name, _, _ in fit.reshaped}
-    fitting = {name: tensor for name, tensor in weights.items() if name not in reshaped}
-    if not fitting.keys() & model.state_dict().keys():
-        raise UserError(f"'{source}': not one of its {len(weights)} tensors fits the model:\n{fit}")
-    model.load_state_dict(fitting, strict=False)
-    return fit
-
-
-def _listed(what: str, names: tuple[str, ...], others: tuple[str, ...]) -> list[str]:
-    if not names:
-        return []
-    lines = [f"{len(names)} {what}:"]
-    for name in names[:_MOST]:
-        near = difflib.get_close_matches(name, _likely(name, others), n=1)
-        lines.append(f"  {name}" + (f" (nearest: {near[0]})" if near else ""))
-    return lines + _more(names)
-
-
-def _more(names: tuple) -> list[str]:
-    return [f"  and {len(names) - _MOST} more"] if len(names) > _MOST else []
-
-
-def _likely(name: str, others: tuple[str, ...]) -> list[str]:
-    """Those that begin and end most alike: to compare all letters of thousands of names takes minutes."""
-
-    def alike(other: str) -> int:
-        return len(commonprefix([name, other])) + len(commonprefix([name[::-1], other[::-1]]))
-
-    return heapq.nlargest(_LIKELY, others, key=alike)
-
-
-# ---- load_vla_model: from a checkpoint and a class to a module that is ready to be trained, or a sentence why not.
-
 
 # of a Hugging Face config.json, not for constructors
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
-# what code of somebody else's making may raise where it does not fit what it is given
-_OF_A_CONSTRUCTOR = (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError)
+# what a constructor may raise where it does not fit what it is given
+_CONSTRUCTOR_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# methods of a model, and of one with a flow head
+_DOCUMENTED = {
+    "forward": "forward(observations) -> [B, action_dim]",
+    "get_value": "get_value(observations) -> [B, 1]",
+    "evaluate_actions": "evaluate_actions(observations, actions) -> (log_prob [B], entropy [B])",
+}
+_FLOW = {
+    "encode": "encode(observations) -> (features [B, F], prefix)",
+    "denoise": "denoise(x, t, prefix) -> velocity [B, H, A]",
+}
 
 
 def load_vla_model(
@@ -141,35 +57,64 @@ def load_vla_model(
     `device_map`: a device, or {pattern: device} of frozen parts. `frozen`: patterns of names that do not learn.
     `usual`: settings that a constructor is given if it takes them, and neither `model_config` nor the folder has them.
     """
-    cls = class_of(model_class)
-    check_interface(cls)
+    cls = import_model_class(model_class)
+    if dtype is not None and dtype not in _DTYPES:
+        raise UserError(f"dtype '{dtype}' is not known; expected {' or '.join(_DTYPES)}")
     with memory_told(f"loading '{model_path}'"):
         model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
-        freeze(model, frozen)
+        for weight in match_parameters(model, frozen, "policy.frozen"):
+            weight.requires_grad_(False)
         if dtype is not None:
-            model.to(parts.dtype_of(dtype))
-        parts.place(model, device_map)
+            model.to(_DTYPES[dtype])
+        place(model, device_map)
     return model
 
 
-def class_of(model_class: str | type | None) -> type:
-    """'package.module:Class' or 'package.module.Class' -> Class."""
-    if isinstance(model_class, type):
-        return model_class
-    if not model_class:
-        raise UserError("policy.model_class is not given; expected your class, e.g. policy.model_class=my.models:MyVLA")
-    module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
-    if not module:
-        raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")
-    _check_module(module, model_class)
-    found = import_path(f"{module}:{name}", "policy.model_class")
-    if not isinstance(found, type):
-        raise UserError(f"policy.model_class '{model_class}': is a {type(found).__name__}, not a class")
-    return found
+def import_model_class(model_class: str | type | None) -> type:
+    """'package.module:Class' or 'package.module.Class' -> Class, which has the interface of a VLA model."""
+    if not isinstance(model_class, type):
+        if not model_class:
+            raise UserError(
+                "policy.model_class is not given; expected your class, e.g. policy.model_class=my.models:MyVLA"
+            )
+        module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
+        if not module:
+            raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")
+        _check_module(module, model_class)
+        found = import_path(f"{module}:{name}", "policy.model_class")
+        if not isinstance(found, type):
+            raise UserError(f"policy.model_class '{model_class}': is a {type(found).__name__}, not a class")
+        model_class = found
+    _check_interface(model_class)
+    return model_class
+
+
+def has_flow_head(model_class: type) -> bool:
+    return not _missing(model_class, _FLOW)
+
+
+def _check_interface(model_class: type) -> None:
+    where = f"policy.model_class '{model_class.__module__}:{model_class.__qualname__}'"
+    if not issubclass(model_class, nn.Module):
+        raise UserError(f"{where}: is no torch.nn.Module; expected class {model_class.__name__}(nn.Module)")
+    missing, missing_flow = _missing(model_class, _DOCUMENTED), _missing(model_class, _FLOW)
+    if missing and missing_flow:
+        methods = ", ".join(_DOCUMENTED[name] for name in missing)
+        flow = (
+            f"of a flow head the missing {_FLOW[missing_flow[0]]}" if len(missing_flow) == 1 else "encode and denoise"
+        )
+        raise UserError(
+            f"{where}: does not have the interface of a VLA model; add {methods} (or {flow}, see docs/vla.md)"
+        )
+
+
+def _missing(model_class: type, methods: dict[str, str]) -> list[str]:
+    # every nn.Module has a `forward`, which only says that there is none
+    return [name for name in methods if getattr(model_class, name, None) in (None, nn.Module.forward)]
 
 
 def _check_module(module: str, given: str) -> None:
-    """That there is such a module; else its nearest neighbour is named. What goes wrong inside it is told by import."""
+    """That there is such a module; else its nearest neighbour is named. Errors inside of it are left to its import."""
     package = None
     for depth, part in enumerate(module.split("."), 1):
         name = ".".join(module.split(".")[:depth])
@@ -188,24 +133,39 @@ def _check_module(module: str, given: str) -> None:
 
 
 def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, strict: bool) -> nn.Module:
-    taken = {name: value for name, value in usual.items() if name in inspect.signature(cls).parameters}
+    usual = {name: value for name, value in usual.items() if name in inspect.signature(cls).parameters}
     if path is None:
-        return construct(cls, taken | settings)
+        return _construct(cls, usual | settings)
     folder = Path(path) if Path(path).is_dir() else None
     if folder is not None and hasattr(cls, "from_pretrained"):
         return _from_pretrained(cls, folder, settings, strict)
-    file = weights_of(path)
-    model = construct(cls, taken | (_settings_in(folder) if folder is not None else {}) | settings)
-    fit = load_into(model, read_weights(file, model.state_dict()), str(file), strict)
-    _warn(fit, file)
+    file, saved = weights_file(path), {}
+    if folder is not None and (folder / "config.json").is_file():
+        saved = read_json(folder / "config.json")
+        saved = {name: v for name, v in saved.items() if name not in _NOT_SETTINGS and not name.startswith("_")}
+    model = _construct(cls, usual | saved | settings)
+    weights = read_weights(file, model.state_dict())
+    fit = WeightsFit.of(model.state_dict(), weights)
+    reshaped = {name for name, _, _ in fit.reshaped}
+    fitting = {name: tensor for name, tensor in weights.items() if name not in reshaped}
+    if not strict and not fitting.keys() & model.state_dict().keys():
+        raise UserError(f"'{file}': not one of its {len(weights)} tensors fits the model:\n{fit}")
+    hint = "give the policy.model_config that it was made with, or load what fits with policy.strict=false"
+    _check_fit(fit, file, strict, hint)
+    model.load_state_dict(fitting, strict=False)
     return model
 
 
-def construct(cls: type, settings: dict) -> nn.Module:
-    """`cls(**settings)`; of a class that takes `model_config` or `config` as a whole, `cls(settings)`.
+def _check_fit(fit: WeightsFit, source: Path, strict: bool, hint: str) -> None:
+    """All or nothing if `strict`, else a warning."""
+    if strict and not fit.exact:
+        raise UserError(f"'{source}' does not fit the model:\n{fit}\n{hint}")
+    if not fit.exact:
+        warnings.warn(f"'{source}' was loaded in part:\n{fit}", stacklevel=4)
 
-    What such a class names beside it is taken out of the whole.
-    """
+
+def _construct(cls: type, settings: dict) -> nn.Module:
+    """`cls(**settings)`; a class that takes `model_config` or `config` as a whole gets what it does not name itself."""
     parameters = inspect.signature(cls).parameters
     where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
     whole = next((name for name in ("model_config", "config") if name in parameters and name not in settings), None)
@@ -230,54 +190,108 @@ def construct(cls: type, settings: dict) -> nn.Module:
         return cls(**given)
     except UserError:
         raise
-    except RuntimeError as error:
-        if shortage(error):
+    except (RuntimeError, *_CONSTRUCTOR_ERRORS) as error:
+        if isinstance(error, RuntimeError) and shortage(error):
             raise
-        raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
-    except _OF_A_CONSTRUCTOR as error:
         raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
 
 
 def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> nn.Module:
-    """By the class itself. transformers is made to say what did not fit; others may say nothing of it."""
-    weights_of(folder)
+    """By the class itself. transformers reports what did not fit; for others it is found out here."""
+    weights_file(folder)
     transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
     more = dict.fromkeys(("local_files_only", "output_loading_info", "ignore_mismatched_sizes"), True)
-    more = more if transformers else {}
     try:
-        loaded = cls.from_pretrained(folder, **settings, **more)
-    except (RuntimeError, *_OF_A_CONSTRUCTOR, SafetensorError, pickle.UnpicklingError) as error:
+        loaded = cls.from_pretrained(folder, **settings, **(more if transformers else {}))
+    except (RuntimeError, *_CONSTRUCTOR_ERRORS, SafetensorError, pickle.UnpicklingError) as error:
         if shortage(error):
             raise
         where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
         raise UserError(f"{where}: from_pretrained('{folder}') failed: {describe_error(error)}") from error
     if transformers:
-        model, fit = loaded[0], _told_fit(loaded[1])
+        model, fit = loaded[0], WeightsFit.of_transformers(loaded[1])
     else:
-        model, fit = loaded, fit_of(loaded, read_weights(folder, loaded.state_dict()))
-    if strict and not fit.exact:
-        raise UserError(f"'{folder}' does not fit the model:\n{fit}\nload what fits with policy.strict=false")
-    _warn(fit, folder)
+        model, own = loaded, loaded.state_dict()
+        fit = WeightsFit.of(own, read_weights(folder, own))
+    _check_fit(fit, folder, strict, "load what fits with policy.strict=false")
     return model
 
 
-def _told_fit(told: dict) -> Fit:
-    reshaped = tuple((name, tuple(given), tuple(here)) for name, given, here in told.get("mismatched_keys", ()))
-    return Fit(tuple(sorted(told["missing_keys"])), tuple(sorted(told["unexpected_keys"])), reshaped)
+# ---- frozen parts: their dtype, their mode, their device
 
 
-def _settings_in(folder: Path) -> dict:
-    """What config.json says of how the model was made."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
+def cast_frozen(model: nn.Module, dtype: str) -> None:
+    """Frozen weights to `dtype`; those that learn stay in float32, where small steps are not lost."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else _DTYPES[dtype])
+
+
+def eval_frozen(model: nn.Module) -> None:
+    """Wholly frozen parts stay in evaluation mode, whatever the others do: no dropout, no new statistics."""
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
+            module.eval()
+
+
+def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:
+    """Moves a model; or parts of it, which stay on their device: their inputs are moved there, and outputs back."""
+    if isinstance(devices, str):
+        model.to(_device(devices))
+        return
+    modules = dict(model.named_modules())
+    for pattern, name in devices.items():
+        device = _device(name)
+        parts = match_names([n for n in modules if n], [pattern], "policy.device_map")
+        # the outermost of them: what is below goes along
+        for part in (n for n in parts if not any(n.startswith(f"{other}.") for other in parts)):
+            module = modules[part]
+            if any(p.requires_grad for p in module.parameters()):
+                raise UserError(
+                    f"policy.device_map: '{part}' learns, and what learns is on the device of the run; freeze it "
+                    f"(policy.frozen=[{part}]), or leave it out of the map"
+                )
+            module.to(device)
+            hooks = _DeviceHooks(device)
+            module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            module.register_forward_hook(hooks.after)
+            # a later .to() of the whole passes it by
+            module._apply = hooks.stay
+
+
+class _DeviceHooks:
+    """Moves the inputs of a part to its device, and its outputs to where the inputs came from."""
+
+    def __init__(self, device: torch.device):
+        self.device = self.reader = device
+
+    def before(self, module, args, kwargs):
+        devices = (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        self.reader = next(devices, self.device)
+        return _moved((args, kwargs), self.device)
+
+    def after(self, module, args, output):
+        return _moved(output, self.reader)
+
+    def stay(self, fn, recurse=True):
+        return None
+
+
+def _moved(values, device: torch.device):
+    """In structures of any kind, which come back as the kind they were."""
+    return tree_map(
+        lambda value: value.to(device) if hasattr(value, "to") else value,
+        values,
+        is_leaf=lambda value: isinstance(value, TensorDictBase),
+    )
+
+
+def _device(name: str) -> torch.device:
     try:
-        values = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"'{file}' cannot be read: {error}") from None
-    return {name: value for name, value in values.items() if name not in _NOT_SETTINGS and not name.startswith("_")}
-
-
-def _warn(fit: Fit, source: Path) -> None:
-    if not fit.exact:
-        warnings.warn(f"'{source}' was loaded in part:\n{fit}", stacklevel=3)
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise UserError(f"policy.device_map: '{name}' is no device; expected cpu, cuda or cuda:<index>") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"policy.device_map: '{name}', but torch sees {torch.cuda.device_count()} GPUs")
+    return device

@@ -1,7 +1,7 @@
-"""Acting as fast as a GPU allows: compiled code, replayed as CUDA graphs.
+"""Acting by CUDA graphs of compiled code.
 
-A small batch is bound by the launches of thousands of small kernels. A graph launches them at once, from buffers that
-stay where they are: inputs are copied into them, and the prefix stays in one.
+A small batch is bound by the launches of thousands of small kernels. A graph launches them at once, from fixed
+buffers: inputs are copied into them, and the prefix stays in one.
 """
 
 import copy
@@ -11,19 +11,19 @@ from functools import partial
 import torch
 from torch import nn
 
-from sparring.policies.native.hopper.forward import Cache, Steps, fits
-from sparring.policies.native.model import Inputs, NativeModel, Prefix, RMSNorm, denoised
+from sparring.policies.native.hopper.forward import Cache, HopperForward
+from sparring.policies.native.model import Inputs, NativeModel, Prefix, RMSNorm
 
-# batch sizes for which graphs are kept: beyond that acting is as usual
+# batch sizes for which graphs are kept; others act without
 _SHAPES = 4
 _WARM_UP = 3
 
 
-class Fast:
-    """A network's `prefix`, `velocity` and `sample`, by graphs, with the weights that it has at the time.
+class ActingGraphs:
+    """A network's `prefix`, `velocity` and `sample` by graphs, with the weights that it has at the time.
 
-    `half`: in bf16. Weights are read where they are if they are of that precision; of others a copy is kept, which
-    `refresh` brings up to date.
+    `half`: in bf16. Weights of that precision are read where they are; of others a copy is kept, which `refresh` brings
+    up to date.
     """
 
     def __init__(
@@ -39,23 +39,23 @@ class Fast:
     ):
         """`autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
 
-        `kernels`: by kernels of our own, where the network and the GPU allow it; `room`: for chunks of at most so many
-        steps, with state and memory.
+        `kernels`: use hopper/forward.py where the network and the GPU allow it; `room`: the most tokens of a step,
+        those of a chunk, state and memory.
         """
         self._own, self._steps = list(model.parameters()), steps
         self._model = _half(model) if half else model
         pairs = zip(self._model.parameters(), self._own, strict=True)
         self._copies = [(copied.data, weight) for copied, weight in pairs if copied is not weight]
-        self._addresses, self._versions = self._where(), self._count()
+        self._addresses, self._versions = self._pointers(), self._count()
         # fused kernels round where single ones do: what is scored later is not fused
         options = {"emulate_precision_casts": True, "max_autotune": autotune}
         compile_it = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-        if kernels and fits(self._model):
-            own = Steps(self._model, room, compile_it)
+        if kernels and HopperForward.can_run(self._model):
+            own = HopperForward(self._model, room, compile_it)
             self._prefix, self._velocity = own.prefix, own.velocity
         else:
             self._prefix, self._velocity = compile_it(self._model.prefix), compile_it(self._model.velocity)
-        self._record = record or CudaGraph
+        self._record = record or _CudaGraph
         # (what, shapes) -> its graph
         self._graphs: dict[tuple, Callable] = {}
         self._shapes: tuple = ()
@@ -64,12 +64,12 @@ class Fast:
     def __deepcopy__(self, memo) -> None:
         """The copy of a policy records graphs of its own."""
 
-    def fits(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the network's weights still lie where they did."""
-        return self._addresses == self._where()
+        return self._addresses == self._pointers()
 
     def refresh(self, learned: bool) -> None:
-        """`learned`: weights may have changed in an update; that they were loaded is noticed."""
+        """`learned`: weights may have changed in an update; whether others were loaded is noticed here."""
         versions = self._count()
         if self._copies and (learned or versions != self._versions):
             with torch.no_grad():
@@ -77,16 +77,15 @@ class Fast:
         self._versions = versions
 
     def admits(self, robots: int) -> bool:
-        """Whether there are graphs for so many, or room for more."""
+        """Whether there are graphs for a batch of this size, or room for more."""
         known = {shapes[0][0] for _, shapes in self._graphs}
         return robots in known or len(known) < _SHAPES
 
     @torch.no_grad()
     def prefix(self, inputs: Inputs) -> Prefix | Cache:
         """In buffers that the next call writes to."""
-        tensors = _given(inputs)
-        self._shapes = _shapes(tensors)
-        self._cached = self._replay("prefix", self._see, tensors)
+        tensors = self._tensors_of(inputs)
+        self._cached = self._replay("prefix", lambda *tensors: self._prefix(Inputs(*tensors)), tensors)
         return self._cached
 
     @torch.no_grad()
@@ -98,17 +97,19 @@ class Fast:
     @torch.no_grad()
     def sample(self, inputs: Inputs, noise: torch.Tensor) -> torch.Tensor:
         """A whole decision in one graph."""
-        tensors = _given(inputs)
-        self._shapes = _shapes(tensors)
-        return self._replay("sample", self._decide, [*tensors, noise]).clone()
+        tensors = self._tensors_of(inputs)
 
-    def _see(self, *tensors: torch.Tensor) -> Prefix | Cache:
-        return self._prefix(Inputs(*tensors))
+        def decide(*tensors: torch.Tensor) -> torch.Tensor:
+            *inputs, noise = tensors
+            prefix = self._prefix(Inputs(*inputs), features=False)
+            return NativeModel.integrate(noise, self._steps, lambda x, t: self._velocity(x, t, prefix))
 
-    def _decide(self, *tensors: torch.Tensor) -> torch.Tensor:
-        *inputs, noise = tensors
-        prefix = self._prefix(Inputs(*inputs), features=False)
-        return denoised(noise, self._steps, lambda x, t: self._velocity(x, t, prefix))
+        return self._replay("sample", decide, [*tensors, noise]).clone()
+
+    def _tensors_of(self, inputs: Inputs) -> list[torch.Tensor]:
+        tensors = [tensor for tensor in inputs if tensor is not None]
+        self._shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        return tensors
 
     def _replay(self, what: str, function: Callable, tensors: list[torch.Tensor]):
         key = (what, self._shapes)
@@ -116,16 +117,16 @@ class Fast:
             self._graphs[key] = self._record(function, tensors)
         return self._graphs[key](*tensors)
 
-    def _where(self) -> list[int]:
+    def _pointers(self) -> list[int]:
         return [weight.data_ptr() for weight in self._own]
 
     def _count(self) -> int:
-        """Goes up with each change in place that autograd knows of; an update of an algorithm's is none."""
+        """Goes up with each change in place that autograd knows of; an algorithm's update is none."""
         return sum(weight._version for weight in self._own)
 
 
-class CudaGraph:
-    """What `function` does with tensors of these shapes, to be done again with others."""
+class _CudaGraph:
+    """`function` on tensors of these shapes, recorded once and replayed with others."""
 
     def __init__(self, function: Callable, tensors: list[torch.Tensor]):
         self._inputs = [tensor.clone() for tensor in tensors]
@@ -148,16 +149,8 @@ class CudaGraph:
         return self._outputs
 
 
-def _given(inputs: Inputs) -> list[torch.Tensor]:
-    return [tensor for tensor in inputs if tensor is not None]
-
-
-def _shapes(tensors: list[torch.Tensor]) -> tuple:
-    return tuple(tuple(tensor.shape) for tensor in tensors)
-
-
 def _half(model: NativeModel) -> NativeModel:
-    """The same in bf16. Weights that are so already are shared, and those of norms, which are computed with in fp32."""
+    """The same in bf16. It shares weights that are in bf16 already, and those of norms, which compute in fp32."""
     norms = {id(w) for m in model.modules() if isinstance(m, RMSNorm | nn.LayerNorm) for w in m.parameters()}
     shared = {id(w): w for w in model.parameters() if w.dtype == torch.bfloat16 or id(w) in norms}
     half = copy.deepcopy(model, dict(shared))

@@ -1,4 +1,4 @@
-"""Kernels of Triton's for acting on GPUs of Hopper's generation; `launches` says what each does, to which shapes.
+"""Triton kernels for acting on GPUs of Hopper's generation; launch.py says what each does, to which shapes.
 
 For few tokens a layer is bound by how many kernels there are and by reading weights: turns, sums and the activation
 ride on products of our own. For many the GPU's library multiplies faster, and only what lies between its products is
@@ -176,11 +176,11 @@ def add(
 
 @triton.jit
 def attend(
-    q, keys, values, seen, out, parts, sums, counters, T, told, at, C, stride, scale,
+    q, keys, values, seen, out, parts, sums, counters, T, states, at, C, stride, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     BLOCKS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Heads that share keys are stacked as if they were more queries. The first `told` tokens do not see the rest."""
+    """Heads that share keys are stacked as if they were more queries. The first `states` tokens do not see the rest."""
     _wait(EARLY)
     GROUP: tl.constexpr = HEADS // KV
     batch, shared, split = tl.program_id(2) // KV, tl.program_id(2) % KV, tl.program_id(1)
@@ -200,7 +200,7 @@ def attend(
         key = tl.load(keys + cached + index[None, :] * D + dims[:, None], mask=inside[None, :], other=0.0)
         score = tl.dot(query, key, input_precision="ieee").to(q.dtype.element_ty).to(tl.float32) * scale
         shown = (tl.load(seen + batch * C + index, mask=inside, other=0) != 0)[None, :]
-        shown = shown & ((token >= told)[:, None] | (index < at + told)[None, :])
+        shown = shown & ((token >= states)[:, None] | (index < at + states)[None, :])
         score = tl.where(shown, score, _NOTHING)
         highest = tl.maximum(most, tl.max(score, 1))
         weight = tl.where(shown, tl.exp(score - highest[:, None]), 0.0)
@@ -267,7 +267,7 @@ def turn(
 
 @triton.jit
 def weigh(
-    scores, seen, rows, width, length, told, at, C, scale,
+    scores, seen, rows, width, length, states, at, C, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores [B * KV, rows, width] become weights, where they are; who sees whom is as in `attend`."""
@@ -276,7 +276,7 @@ def weigh(
     there = (row < rows)[:, None] & (index < width)[None, :]
     inside = index < length
     shown = (tl.load(seen + tl.program_id(1) // KV * C + index, mask=inside, other=0) != 0) & inside
-    shown = shown[None, :] & ((row // GROUP >= told)[:, None] | (index < at + told)[None, :])
+    shown = shown[None, :] & ((row // GROUP >= states)[:, None] | (index < at + states)[None, :])
     score = tl.where(shown, tl.load(place, mask=there, other=0.0).to(tl.float32) * scale, _NOTHING)
     weight = tl.where(shown, tl.exp(score - tl.max(score, 1)[:, None]), 0.0)
     weight = weight / tl.sum(weight, 1)[:, None]

@@ -1,0 +1,100 @@
+"""Instructions of an env -> token ids: byte by byte, or by the tokenizer of a checkpoint."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sparring.errors import UserError
+
+BYTES = "bytes"
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+class TokenTable(nn.Module):
+    """`observation/task [B]` -> the ids of each instruction and where it has any, [B, L] both.
+
+    The table [I, L] follows from the env's instructions, so it is no part of a checkpoint.
+    """
+
+    def __init__(self, rows: list[list[int]], length: int | None = None, padding: int = 0):
+        """`rows`: the ids of each instruction; `length`: of all rows, or None for that of the longest."""
+        super().__init__()
+        longest = max(1, *map(len, rows))
+        ids = torch.full((len(rows), length or longest), padding, dtype=torch.int64)
+        for line, row in zip(ids, rows, strict=True):
+            line[: len(row)] = torch.tensor(row, dtype=torch.int64)
+        lengths = torch.tensor([len(row) for row in rows])
+        self.register_buffer("ids", ids, persistent=False)
+        self.register_buffer("mask", torch.arange(ids.shape[1]) < lengths[:, None], persistent=False)
+
+    def forward(self, task: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids[task], self.mask[task]
+
+
+class ByteTokenizer:
+    """Each byte is a token, numbered from `offset` on, after one that begins a text, if there is such a token.
+
+    Reads every language, knows no words. Policies differ in the vocabulary because checkpoints were trained with it.
+    """
+
+    def __init__(self, begin: int | None = None, offset: int = 0, vocabulary: int = 256):
+        self._begin, self._offset, self.vocabulary = [] if begin is None else [begin], offset, vocabulary
+
+    def __call__(self, text: str) -> list[int]:
+        return [*self._begin, *(byte + self._offset for byte in text.encode())]
+
+
+class FileTokenizer:
+    """The `tokenizer.json` of a folder. Gives the prompt of pi0: <bos>, the instruction, a new line."""
+
+    def __init__(self, folder: str, key: str):
+        """`key`: the setting that gave the folder."""
+        file = Path(folder).expanduser()
+        file = file if file.name == _FILES[0] else file / _FILES[0]
+        if not file.is_file():
+            raise UserError(
+                f"{key}={folder}: no {file} there, which the instructions are read by; set policy.tokenizer to a "
+                f"folder that has one (PaliGemma's for pi0), or to {BYTES} to read them byte by byte, which a "
+                "pretrained model has not learned"
+            )
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UserError(
+                f'{file} needs the package tokenizers, which is not here; pip install "sparring[vla]", or set '
+                f"policy.tokenizer={BYTES}"
+            ) from error
+        try:
+            self._library = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(f"'{file}' cannot be read as a tokenizer ({error}); fetch it again") from error
+        begin = self._library.token_to_id("<bos>")
+        self._begin = [] if begin is None else [begin]
+        self.vocabulary = self._library.get_vocab_size()
+
+    def __call__(self, text: str) -> list[int]:
+        return [*self._begin, *self._library.encode(f"{text}\n", add_special_tokens=False).ids]
+
+
+def load_tokenizer(folder: str | Path, given: str):
+    """transformers' tokenizer of a folder; nothing is downloaded or executed. `given`: the setting and its value."""
+    folder = Path(folder)
+    if not folder.is_dir() or not any((folder / name).is_file() for name in _FILES):
+        raise UserError(
+            f"{given}: '{folder}' has no tokenizer (none of {', '.join(_FILES)}); put the checkpoint's own there, or "
+            "name its folder in policy.tokenizer; a model that reads texts byte by byte takes "
+            f"policy.tokenizer={BYTES}"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UserError(
+            f"{given}: a tokenizer in a folder is read by transformers, which is not installed; pip install "
+            f"'sparring[vla]', or set policy.tokenizer={BYTES}"
+        ) from None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # for a damaged file the tokenizers library raises no narrower one
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{given}: the tokenizer in '{folder}' cannot be read ({reason}); fetch it again") from error

@@ -1,1 +1,0 @@
-"""pi0 checkpoints of Hugging Face's transformers behind the Policy interface."""

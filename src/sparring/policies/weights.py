@@ -1,0 +1,283 @@
+"""Weights of a checkpoint: reading them from files, whether they fit a model, and selecting them by name.
+
+Nothing in a checkpoint is ever executed: tensors and plain values only.
+"""
+
+import difflib
+import fnmatch
+import heapq
+import json
+import pickle
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from os.path import commonprefix
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from sparring.errors import UserError
+
+Weights = dict[str, torch.Tensor]
+
+_PICKLED = (".pth", ".pt", ".bin", ".ckpt")
+_INDEX = ".index.json"
+# in a folder, the first that is there
+_IN_FOLDER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "model.pt",
+    "model.pth",
+)
+# where training scripts put the weights, next to optimisers and counters
+_INSIDE = ("model", "state_dict", "model_state_dict", "module")
+# what wrappers put before every name
+_WRAPPED = ("module.", "_orig_mod.")
+# names of each kind of mistake that are listed: one per line, in a sentence; and candidates for the nearest name
+_MOST_LINES, _MOST_IN_SENTENCE, _CANDIDATES = 20, 5, 8
+
+
+# ---- do they fit a model?
+
+
+@dataclass(frozen=True)
+class WeightsFit:
+    """What a checkpoint and a model do not have in common."""
+
+    # of the model, not in the checkpoint
+    missing: tuple[str, ...]
+    # of the checkpoint, not in the model
+    unexpected: tuple[str, ...]
+    # (name, shape in the checkpoint, shape in the model)
+    reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, expected: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], new: tuple[str, ...] = ()):
+        """`expected`: of the model. `new`: beginnings of names that the checkpoint need not have."""
+        # weights that two names share are often saved under one of them
+        given = {expected[name].data_ptr() for name in weights if name in expected and expected[name].numel()}
+        missing = [n for n, x in expected.items() if n not in weights and not (x.numel() and x.data_ptr() in given)]
+        reshaped = [
+            (name, tuple(weights[name].shape), tuple(tensor.shape))
+            for name, tensor in expected.items()
+            if name in weights and weights[name].shape != tensor.shape
+        ]
+        missing = [name for name in missing if not name.startswith(new)] if new else missing
+        return cls(tuple(missing), tuple(name for name in weights if name not in expected), tuple(reshaped))
+
+    @classmethod
+    def of_transformers(cls, info: dict, new: tuple[str, ...] = ()):
+        """`info`: the `output_loading_info` of transformers' from_pretrained."""
+        reshaped = tuple((name, tuple(given), tuple(here)) for name, given, here in info.get("mismatched_keys", ()))
+        missing = sorted(name for name in info["missing_keys"] if not (new and name.startswith(new)))
+        return cls(tuple(missing), tuple(sorted(info["unexpected_keys"])), reshaped)
+
+    @property
+    def exact(self) -> bool:
+        return not (self.missing or self.unexpected or self.reshaped)
+
+    @property
+    def sentence(self) -> str:
+        """The first names of each kind: '2 missing: a, b; 1 of another shape: c [2] instead of [3]'."""
+        reshaped = [f"{name} {list(given)} instead of {list(here)}" for name, given, here in self.reshaped]
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": reshaped}
+        return "; ".join(f"{len(n)} {kind}: {', '.join(n[:_MOST_IN_SENTENCE])}" for kind, n in kinds.items() if n)
+
+    def __str__(self) -> str:
+        """A name per line, each with its nearest."""
+        reshaped = [f"{name}: {list(given)} in it, {list(here)} in the model" for name, given, here in self.reshaped]
+        kinds = {
+            "missing from it": [name + _nearest_of(name, self.unexpected) for name in self.missing[:_MOST_LINES]],
+            "unknown to the model": [name + _nearest_of(name, self.missing) for name in self.unexpected[:_MOST_LINES]],
+            "of another shape": reshaped[:_MOST_LINES],
+        }
+        lines = []
+        for (kind, listed), names in zip(kinds.items(), (self.missing, self.unexpected, self.reshaped), strict=True):
+            lines += [f"{len(names)} {kind}:", *(f"  {line}" for line in listed)] if names else []
+            lines += [f"  and {len(names) - _MOST_LINES} more"] if len(names) > _MOST_LINES else []
+        return "\n".join(lines)
+
+
+def load_strictly(model: nn.Module, weights: Weights, source: str, new: tuple[str, ...] = ()) -> None:
+    """All weights of the model and no others, but for those whose names begin as one of `new`."""
+    fit = WeightsFit.of(model.state_dict(), weights, new)
+    if not fit.exact:
+        raise UserError(f"the weights in {source} do not fit: {fit.sentence}")
+    model.load_state_dict(weights, strict=False)
+
+
+def _nearest_of(name: str, others: tuple[str, ...]) -> str:
+    # those that begin and end most alike: comparing all letters of thousands of names takes minutes
+    def alike(other: str) -> int:
+        return len(commonprefix([name, other])) + len(commonprefix([name[::-1], other[::-1]]))
+
+    near = difflib.get_close_matches(name, heapq.nlargest(_CANDIDATES, others, key=alike), n=1)
+    return f" (nearest: {near[0]})" if near else ""
+
+
+# ---- by patterns of their names
+
+
+def match_names(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
+    """Those of `names` that a pattern selects, in their order; UserError where a pattern selects none.
+
+    A pattern is a name or the end of one (from a dot on), where * and ? stand for anything, or a regex of the whole
+    name. What is inside of a selected part is selected too. `key`: the setting they come from.
+    """
+    names = list(names)
+    # a part has a name that is the beginning of others'
+    parts = list(dict.fromkeys(part for name in names for part in _path(name)))
+    selected: set[str] = set()
+    for pattern in patterns:
+        found = {part for part in parts if name_matches(pattern, part)}
+        if not found:
+            # nearest by whole names and by their ends: q_prj is near to q_proj
+            ends = {part.rpartition(".")[2]: part for part in parts} | {part: part for part in parts}
+            near = [m for text in (pattern, pattern.split(".")[-1]) for m in difflib.get_close_matches(text, ends, n=1)]
+            hint = f"nearest: {near[0]}" if near else f"it has {', '.join(p for p in parts if '.' not in p)}"
+            raise UserError(f"{key}: '{pattern}' matches no part of the model; {hint}")
+        selected |= found
+    return [name for name in names if not selected.isdisjoint(_path(name))]
+
+
+def name_matches(pattern: str, name: str) -> bool:
+    """Whether a pattern selects `name` itself, not only a part around it."""
+    # with a dot before both, a glob that means a name or the end of one from a dot on
+    if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}") or fnmatch.fnmatchcase(name, pattern):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:  # a glob such as *.q_proj is no regex
+        return False
+
+
+def match_parameters(model: nn.Module, patterns: Iterable[str], key: str) -> list[nn.Parameter]:
+    parameters = dict(model.named_parameters())
+    return [parameters[name] for name in match_names(parameters, patterns, key)]
+
+
+def _path(name: str) -> list[str]:
+    """'a.b.c' -> 'a', 'a.b', 'a.b.c'."""
+    steps = name.split(".")
+    return [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
+
+
+# ---- from files
+
+
+def weights_file(path: str | Path) -> Path:
+    """The file that holds the weights, or an index of them: `path`, or the one in this folder."""
+    path = Path(path)
+    if not path.exists():
+        near = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        there = f"in '{path.parent}' there are: {', '.join(sorted(near)[:10]) or 'no files'}"
+        raise UserError(f"policy.model_path '{path}' does not exist; {there if path.parent.is_dir() else 'check it'}")
+    if path.is_file():
+        return path
+    found = next((path / name for name in _IN_FOLDER if (path / name).is_file()), None)
+    if found is None:
+        raise UserError(f"policy.model_path '{path}': this folder has no weights; expected {', '.join(_IN_FOLDER)}")
+    return found
+
+
+def read_weights(path: str | Path, own: Collection[str] = ()) -> Weights:
+    """Names and tensors, on the CPU; without the prefixes of wrappers, unless the model's `own` names have them."""
+    weights = _read(weights_file(path))
+    for prefix in _WRAPPED:
+        if weights.keys().isdisjoint(own) and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
+
+
+def read_json(file: Path) -> dict:
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{file}' cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"'{file}' holds a {type(values).__name__}, expected names with values; fetch it again")
+    return values
+
+
+def _read(file: Path) -> Weights:
+    if file.name.endswith(_INDEX):
+        return _read_shards(file)
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"'{file}' cannot be read as safetensors ({_first_line(error)}); fetch it again") from None
+    if file.suffix in _PICKLED:
+        return _read_pickled(file)
+    raise UserError(
+        f"policy.model_path '{file}': '{file.suffix}' is no kind of weights; expected .safetensors, .safetensors.index"
+        f".json, {', '.join(_PICKLED)}, or a folder in Hugging Face format"
+    )
+
+
+def _read_shards(index: Path) -> Weights:
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        shards = sorted(set(places.values()))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        raise UserError(f"'{index}': is no index of weights; expected JSON with a 'weight_map'") from None
+    outside = [name for name in shards if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise UserError(f"'{index}': names files outside its folder ({outside[0]!r}); shards must lie next to it")
+    absent = [name for name in shards if not (index.parent / name).is_file()]
+    if absent:
+        raise UserError(
+            f"'{index}': {len(absent)} of {len(shards)} shards are missing: {', '.join(absent)}; fetch them"
+        )
+    weights: Weights = {}
+    for name in shards:
+        weights |= _read(index.parent / name)
+    lost = [name for name in places if name not in weights]
+    if lost:
+        raise UserError(f"'{index}': its shards do not hold {', '.join(lost)}, which it names; fetch them again")
+    return weights
+
+
+def _read_pickled(file: Path) -> Weights:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        if code is None:
+            raise UserError(f"'{file}' cannot be read: it is damaged, or no torch checkpoint; fetch it again") from None
+        safe = file.with_suffix(".safetensors")
+        convert = (
+            "import torch; from safetensors.torch import save_file; "
+            f"m = torch.load('{file}', map_location='cpu', weights_only=False); "
+            "m = m.state_dict() if hasattr(m, 'state_dict') else m; "
+            f"save_file({{k: v.clone().contiguous() for k, v in m.items()}}, '{safe}')"
+        )
+        raise UserError(
+            f"'{file}' is refused: it holds pickled code ({code.group(1)}), and to load it would be to run it. If you "
+            f'trust whoever made it, convert it once, where that code is installed: python -c "{convert}"; then give '
+            f"policy.model_path={safe}"
+        ) from None
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise UserError(
+            f"'{file}' cannot be read as a torch checkpoint ({_first_line(error)}); fetch it again"
+        ) from None
+    inside = loaded
+    for name in _INSIDE:
+        if isinstance(inside, dict) and isinstance(inside.get(name), dict):
+            inside = inside[name]
+    if not isinstance(inside, dict) or not inside or not all(isinstance(x, torch.Tensor) for x in inside.values()):
+        holds = ", ".join(map(str, list(inside)[:8])) if isinstance(inside, dict) else f"a {type(inside).__name__}"
+        raise UserError(
+            f"'{file}': holds {holds or 'nothing'}; expected names with tensors, at its top or under "
+            f"{', '.join(_INSIDE)}"
+        )
+    return inside
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
