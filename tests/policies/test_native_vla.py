@@ -256,7 +256,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"do not fit: \d+ missing: trunk.2.attention_norm.weight"):
         load()
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"mlp": 63}))
-    with pytest.raises(UserError, match=r"of another shape: trunk.0.down.weight \(48, 64\) instead of \(48, 63\)"):
+    with pytest.raises(UserError, match=r"of another shape: .*trunk.0.down.weight \[48, 64\] instead of \[48, 63\]"):
         load()
     (tmp_path / "native_vla.json").write_text("{")
     with pytest.raises(UserError, match="no whole checkpoint of a native VLA"):

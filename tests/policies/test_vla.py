@@ -240,8 +240,8 @@ def test_a_tokenizer_of_ones_own(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     policy = made(tokenizer=str(tmp_path))
-    assert policy.observations.ids.tolist() == [[1, 0], [2, 3]]
-    assert policy.observations.mask.tolist() == [[True, False], [True, True]]
+    assert policy.observations.tokens.ids.tolist() == [[1, 0], [2, 3]]
+    assert policy.observations.tokens.mask.tolist() == [[True, False], [True, True]]
 
 
 def test_a_checkpoint_for_other_actions_is_told_so(tmp_path):
@@ -384,7 +384,7 @@ def test_scores_of_odd_shapes():
     policy = made("OddScore")
     td = policy.observations(seen())
     with pytest.raises(UserError, match="OddScore.evaluate_actions gave a Tensor; expected two tensors"):
-        policy._evaluated(td, torch.zeros(6, 1, DIMS))
+        policy._evaluate(td, torch.zeros(6, 1, DIMS))
 
 
 def test_constructors_that_cannot_be_called():

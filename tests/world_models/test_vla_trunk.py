@@ -148,7 +148,7 @@ def test_folders_that_hold_no_vla(native, pi0, tmp_path):
     # weights of other sizes than it says
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"mlp": 32}))
     save_file(load_file(native / "model.safetensors"), tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"weights in world_model.trunk=.* 4 of another shape: trunk.0.down.weight"):
+    with pytest.raises(UserError, match=r"weights in world_model.trunk=.* 4 of another shape: .*trunk.0.down.weight"):
         make(tmp_path)
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"layers": 3}))
     with pytest.raises(UserError, match="6 missing: trunk.2"):

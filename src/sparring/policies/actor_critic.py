@@ -13,7 +13,7 @@ from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.critic import PRIVILEGED, Critic
 from sparring.policies.encoders import STATE, ObservationEncoder, mlp
 from sparring.policies.heads import make_head
-from sparring.policies.policy import Policy, Statistics, executed_mask
+from sparring.policies.policy import Loss, Policy, Statistics
 
 
 class EncodedPolicy(Policy):
@@ -123,9 +123,7 @@ class ActorCritic(EncodedPolicy):
             features = self.encoder(td)
         return self.critic(features.float(), td)
 
-    def imitation_loss(
-        self, td: TensorDict, generator: torch.Generator
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
         parameters, valid = self.head.parameters_of(self._encode(td)[1]), td["valid"].float()
         # [B, C] each
         terms = self.head.imitation(parameters, self._scored(td["action"]))
@@ -146,7 +144,3 @@ class ActorCritic(EncodedPolicy):
         # [B, C, A] -> [B, C, A without padding]
         action = action[..., : action.shape[-1] - self.padding]
         return action if self.action_normalizer is None else self.action_normalizer(action)
-
-    def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        # [B, C] -> [B]
-        return per_position[:, 0] if self.chunk == 1 else (per_position * executed_mask(td, self.chunk)).sum(-1)

@@ -75,19 +75,6 @@ class _ActionHead(nn.Module):
         nn.init.orthogonal_(self.linear.weight, 0.01)
         nn.init.zeros_(self.linear.bias)
 
-    def parameters_of(self, features: torch.Tensor) -> Parameters:
-        raise NotImplementedError
-
-    def mode(self, mean: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
-        """By uniform `noise` [B, noise_size]."""
-        raise NotImplementedError
-
-    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
-        raise NotImplementedError
-
     def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
         """Terms `[B, C]` of a loss."""
         return {"cross_entropy": -self.score(parameters, action).log_prob}
@@ -198,54 +185,31 @@ class _StateDependentHead(_GaussianHead):
         return mean + torch.einsum("bf,bfa->ba", features, weights).view_as(mean)
 
 
-class _DiscreteHead(_ActionHead):
-    """One of n actions per step of the chunk; an action is its index. There is no sigma: the mean is the log-probs."""
-
-    log_std = None
-
-    def __init__(self, features: int, chunk: int, choices: int):
-        super().__init__(features, chunk * choices, chunk)
-        self.chunk, self.choices = chunk, choices
-
-    def parameters_of(self, features: torch.Tensor) -> Parameters:
-        # [B, F] -> [B, C, n]
-        return self.linear(features).view(-1, self.chunk, self.choices).log_softmax(-1), None
-
-    def mode(self, mean: torch.Tensor) -> torch.Tensor:
-        return mean.argmax(-1, keepdim=True).float()
-
-    def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
-        return _drawn(parameters[0], noise)[..., None].float()
-
-    def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
-        log_probs = parameters[0]
-        log_prob = log_probs.gather(-1, action.long())[..., 0].double()
-        return _Score(log_prob, -(log_probs.exp() * log_probs).sum(-1), None, 1)
-
-
 class _TokenHead(_ActionHead):
     """Uniform bins in [-1, 1]; each dim of each position is drawn by itself, all in parallel.
 
     An action is its bin's centre, from which the bin follows exactly; any other number is scored as the bin it lies in,
-    so demonstrations need no conversion. There is no sigma: the mean is the log-probs, as in _DiscreteHead.
+    so demonstrations need no conversion. There is no sigma: the mean is the log-probs.
     """
 
     log_std = None
 
     def __init__(self, features: int, chunk: int, action_dim: int, bins: int):
         super().__init__(features, chunk * action_dim * bins, chunk * action_dim)
-        self.shape = (chunk, action_dim, bins)
-        self.action_dim, self.bins = action_dim, bins
+        self.chunk, self.action_dim, self.bins = chunk, action_dim, bins
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         # [B, F] -> [B, C, A, bins]
-        return self.linear(features).unflatten(-1, self.shape).log_softmax(-1), None
+        return self.linear(features).unflatten(-1, (self.chunk, self.action_dim, self.bins)).log_softmax(-1), None
 
     def mode(self, mean: torch.Tensor) -> torch.Tensor:
         return self._centre(mean.argmax(-1))
 
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
-        return self._centre(_drawn(parameters[0], noise))
+        log_probs = parameters[0]
+        # the first bin whose cumulative probability passes the uniform number
+        below = log_probs.exp().cumsum(-1) < noise.view(log_probs.shape[:-1])[..., None]
+        return self._centre(below.sum(-1).clamp_max(self.bins - 1))
 
     def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
         log_probs = parameters[0]
@@ -262,7 +226,14 @@ class _TokenHead(_ActionHead):
         return ((action + 1) * (self.bins / 2)).floor().clamp(0, self.bins - 1).long()
 
 
-def _drawn(log_probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The first index [...] whose cumulative probability, of log_probs [..., n], passes the uniform number."""
-    below = log_probs.exp().cumsum(-1) < noise.view(log_probs.shape[:-1])[..., None]
-    return below.sum(-1).clamp_max(log_probs.shape[-1] - 1)
+class _DiscreteHead(_TokenHead):
+    """One of n actions per step of the chunk; an action is its index."""
+
+    def __init__(self, features: int, chunk: int, choices: int):
+        super().__init__(features, chunk, 1, choices)
+
+    def _centre(self, index: torch.Tensor) -> torch.Tensor:
+        return index.float()
+
+    def _bin(self, action: torch.Tensor) -> torch.Tensor:
+        return action.long()

@@ -27,17 +27,8 @@ from sparring.policies.weights import WeightsFit, match_names, read_json
 from sparring.processes.memory_errors import shortage
 
 # what transformers may raise where a config or its weights are not what they should be
-_FILE_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    SafetensorError,
-)
+_FILE_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
+_FILE_ERRORS += (AssertionError, SafetensorError)
 # as in ByT5: padding, begin (there: end) and unknown come before the bytes
 _BYTES_BEGIN, _BYTES_OFFSET = 1, 3
 # PIL's numbers of the ways to resize

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.config.resolve import resolve
+from sparring.config.resolve import build
 from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
@@ -15,6 +15,8 @@ from sparring.policies import POLICIES
 from sparring.processes.memory_errors import memory_told
 
 Statistics = Mapping[str, Mapping[str, np.ndarray]]
+# a loss, and numbers to log
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class Policy(nn.Module):
@@ -76,7 +78,7 @@ class Policy(nn.Module):
                 f"{type(self).__name__}.act did not write trace/log_prob [N, C], the log-prob of each step of a chunk; "
                 "write it there, or work out log_prob for a whole rollout in complete()"
             )
-        return TensorDict({"log_prob": (log_prob * executed_mask(td, log_prob.shape[-1])).sum(-1)}, td.batch_size)
+        return TensorDict({"log_prob": self._executed_sum(log_prob, td)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
         """A *new* TensorDict [B] with the log_prob, value and entropy of `td`'s actions by the present weights.
@@ -96,10 +98,8 @@ class Policy(nn.Module):
         """
         raise UserError(f"{type(self).__name__} has memory_size={self.memory_size} and no remember()")
 
-    def imitation_loss(
-        self, td: TensorDict, generator: torch.Generator
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """How far it is from what a demonstrator did, and numbers to log.
+    def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
+        """How far it is from what a demonstrator did.
 
         `td [B]`: `observation`, `action [B, horizon, A]`, and `valid [B, horizon]`, false past the episode's end.
         """
@@ -123,6 +123,11 @@ class Policy(nn.Module):
         critic = {id(p) for p in self.critic_parameters()}
         return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
 
+    def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
+        # [B, C] -> [B]
+        chunk = per_position.shape[-1]
+        return per_position[:, 0] if chunk == 1 else (per_position * executed_mask(td, chunk)).sum(-1)
+
 
 def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
     """`[B, C]` float: 1 for the steps of the chunk that were executed."""
@@ -133,7 +138,7 @@ def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
 def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.device = "cpu") -> Policy:
     """A fresh policy for an env with this spec, acting in chunks of `chunk` steps."""
     with memory_told(f"making the policy ({config.name})"):
-        policy = resolve(config.name, POLICIES, "policy")(config, spec, chunk)
+        policy = build(config, POLICIES, spec, chunk, kind="policy")
     with memory_told(f"moving the policy to {device}", policy):
         return policy.to(device)
 

@@ -21,7 +21,7 @@ from sparring.normalize import Normalizer
 from sparring.policies.actor_critic import EncodedPolicy
 from sparring.policies.configs import OF_DENOISING_MDP, DenoisingConfig
 from sparring.policies.heads import LOG_SQRT_2PI
-from sparring.policies.policy import executed_mask
+from sparring.policies.policy import Loss, executed_mask
 
 # what `denoise` needs of the observations, a row per decision; a TensorDict has `features` [B, F]
 Prefix = torch.Tensor | TensorDict
@@ -246,9 +246,7 @@ class FlowChain(EncodedPolicy):
 
     # ---- imitation
 
-    def imitation_loss(
-        self, td: TensorDict, generator: torch.Generator
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
         _, prefix = self.encode(td)
         points = self._points(td, generator)
         loss = points.mean((self.denoise(points.x, points.t, prefix) - points.velocity).square())

@@ -16,6 +16,7 @@ from sparring.policies.configs import FlowConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import ObservationEncoder
 from sparring.policies.flow.chain import FlowChain
+from sparring.policies.policy import Loss
 
 # of the time from 0 to 1, in one step of the consistency term
 _LONGEST_STRIDE = 0.2
@@ -52,9 +53,7 @@ class FlowPolicy(FlowChain):
             features = self.encoder(td)
         return self.value_of(features.float(), td)
 
-    def imitation_loss(
-        self, td: TensorDict, generator: torch.Generator
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
         _, condition = self._encode(td)
         points = self._points(td, generator)
         loss = points.mean((self.denoise(points.x, points.t, condition) - points.velocity).square())

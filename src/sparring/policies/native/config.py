@@ -76,8 +76,7 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
 
     name: str = Field("native_vla", description="which policy: native_vla, flow, or your.module:Class")
     preset: Literal["tiny", "small", "pi0"] = Field(
-        "tiny",
-        description="sizes of what is null below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B",
+        "tiny", description="sizes of what is null below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B"
     )
     model_path: str | None = Field(
         None, description="folder with weights and their sizes: one saved here, or transformers' pi0; null: fresh"

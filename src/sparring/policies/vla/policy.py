@@ -20,7 +20,7 @@ from sparring.policies.critic import Critic
 from sparring.policies.encoders import STATE
 from sparring.policies.flow.chain import FlowChain
 from sparring.policies.lora import adapt
-from sparring.policies.policy import Policy, Statistics, executed_mask
+from sparring.policies.policy import Loss, Policy, Statistics
 from sparring.policies.vla.config import VLAConfig
 from sparring.policies.vla.interface import VLAObservations
 from sparring.policies.vla.load import (
@@ -85,9 +85,6 @@ class VLAPolicy(Policy):
             td.set("value", self._value(seen))
         return td.set("trace", self._trace(log_prob, td.batch_size))
 
-    def complete(self, td: TensorDict) -> TensorDict:
-        return TensorDict({"log_prob": self._executed_sum(td["trace", "log_prob"], td)}, td.batch_size)
-
     def evaluate(self, td: TensorDict) -> TensorDict:
         with _precision(self.model, self.config):
             seen = self.observations(td)
@@ -106,9 +103,7 @@ class VLAPolicy(Policy):
         with _precision(self.model, self.config):
             return self._value(self.observations(td))
 
-    def imitation_loss(
-        self, td: TensorDict, generator: torch.Generator
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
         valid = td["valid"].float()
         with _precision(self.model, self.config):
             seen = self._observe(td)
@@ -191,9 +186,6 @@ class VLAPolicy(Policy):
         if score.ndim != 1:
             raise self._shape_error(what, score, f"[B], or [B, {self.chunk}] step by step")
         return nn.functional.pad(score.double()[:, None], (0, self.chunk - 1))
-
-    def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        return per_position[:, 0] if self.chunk == 1 else (per_position * executed_mask(td, self.chunk)).sum(-1)
 
     def _trace(self, log_prob: torch.Tensor, batch_size) -> TensorDict:
         """All that is known of the distribution is the score itself: the gate compares it, per number scored."""
