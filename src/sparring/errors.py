@@ -23,6 +23,12 @@ class OtherFailed(StageFailed):
     exit_code = LEFT_ALONE
 
 
+class OutOfMemory(UserError):
+    """With what to lower, and by how much."""
+
+    exit_code = 1
+
+
 class LeftAlone(UserError):
     """Another process of the run has gone, without which this one can neither go on nor save."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparring.collect.groups import GroupedCollector
-from sparring.collect.remote.weights import go_first, same_queue
+from sparring.collect.remote.actor import _go_first
 
 GPU = torch.device("cuda:1")
 USUAL = "the usual stream"
@@ -24,20 +24,21 @@ def current(monkeypatch):
 
 
 def test_acting_goes_before_what_has_the_usual_priority(current):
-    go_first(torch.device("cpu"))
-    same_queue(torch.device("cpu"))()
+    _go_first(torch.device("cpu"))
     assert current() == USUAL
-    go_first(GPU)
+    _go_first(GPU)
     # of streams, lower numbers are served first
     assert current() == (GPU, -1)
 
 
 def test_groups_that_simulate_queue_where_the_policy_decides(current):
-    go_first(GPU)
+    _go_first(GPU)
     env = SimpleNamespace(device=GPU)
     groups = [SimpleNamespace(policy=None, stopwatch=None) for _ in range(2)]
     threads = GroupedCollector(env, groups).threads
     assert [thread.submit(current).result() for thread in threads] == [(GPU, -1)] * 2
+    (thread,) = GroupedCollector(SimpleNamespace(device=torch.device("cpu")), groups[:1]).threads
+    assert thread.submit(current).result() == USUAL
     # others are not
     seen = []
     other = threading.Thread(target=lambda: seen.append(current()))

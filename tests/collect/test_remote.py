@@ -15,17 +15,16 @@ from sparring.algorithms.gradient_step import GradientStep
 from sparring.algorithms.parity import ParityError
 from sparring.collect.groups import GroupedEnv
 from sparring.collect.remote.learner import RemoteCollector
-from sparring.collect.remote.weights import SnapshotReader, SnapshotWriter
+from sparring.collect.remote.weights import WeightsReader, WeightsWriter
 from sparring.collect.timing import Span
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
 from sparring.envs.env import make_training_env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
-from sparring.processes.child import share_of_cores
+from sparring.processes.child import usable_cores
 from sparring.processes.distributed import Distributed
-from sparring.processes.shared_memory import SharedTensors
-from sparring.processes.storage import Column, shared_memory_folder
+from sparring.processes.shared_memory import Column, SharedMemory, _memory_folder
 from sparring.runs.run import Run
 
 ROLLOUT = {"n_envs": 4, "steps": 9, "render_episodes": 0}
@@ -133,17 +132,17 @@ def test_groups_change_neither_seeds_nor_noise(tmp_path):
 
 
 def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparring.processes.child.usable_cores", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda who: range(8))
     for given, threads in ((0, 4), (3, 3)):
         env = {"env": {"name": "tabletop", "threads": given}}
         run = Run(config_in(tmp_path / str(given), env, groups=2))
-        assert [group.backend._threads for group in run.phase.env.envs] == [threads, threads]
+        assert [group.config.threads for group in run.phase.env.envs] == [threads, threads]
         run.phase.env.close()
 
 
 def test_and_so_they_do_in_worker_processes(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "doubles")
-    monkeypatch.setattr("sparring.processes.child.usable_cores", lambda: 6)
+    monkeypatch.setattr("os.sched_getaffinity", lambda who: range(6))
     monkeypatch.setattr("sparring.envs.env.make_env", lambda env, *args, **where: env)
     seat = SimpleNamespace(device="cpu", rank=0, world_size=1)
     env = {"name": "gym_doubles:Breaks", "vectorize": "process"}
@@ -154,7 +153,7 @@ def test_and_so_they_do_in_worker_processes(monkeypatch):
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda who: {1, 5, 6})
-    assert [share_of_cores(parts) for parts in (1, 2, 5)] == [3, 1, 1]
+    assert [usable_cores(parts) for parts in (1, 2, 5)] == [3, 1, 1]
 
 
 def test_the_episodes_of_groups_are_numbered_through(tmp_path):
@@ -193,8 +192,8 @@ def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups, more):
     for _ in range(3):
         stopped.phase.step(stopped.fraction)
     # 2 robots x 3 x 112 x 112 bytes are large enough to go through shared memory
-    parcels = stopped.phase.collector._parcels
-    assert {key[:3] for key in parcels.tensors} == {("groups", g, "root") for g in "01"} if more else parcels is None
+    states = stopped.phase.collector._states
+    assert {key[:3] for key in states.tensors} == {("groups", g, "root") for g in "01"} if more else states is None
     stopped.save()
     stopped.phase.env.close()
     resumed = trained(config_in(tmp_path / "stopped", more, **rollout))
@@ -440,8 +439,8 @@ def test_only_what_changes_is_sent_again():
     with torch.no_grad():
         for tensor in learner.state_dict().values():
             tensor.fill_(3)
-    writer = SnapshotWriter(learner, version=4)
-    reader = SnapshotReader(writer.handle(), actor)
+    writer = WeightsWriter(learner, version=4)
+    reader = WeightsReader(writer.handle(), actor)
     assert_equal(dict(learner.state_dict()), dict(actor.state_dict()))
     assert writer.names == [name for name in learner.state_dict() if name != "0.weight"]
     with torch.no_grad():
@@ -458,8 +457,8 @@ def test_only_what_changes_is_sent_again():
 
 def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatch):
     learner, actor = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    writer = SnapshotWriter(learner, version=0)
-    reader = SnapshotReader(writer.handle(), actor)
+    writer = WeightsWriter(learner, version=0)
+    reader = WeightsReader(writer.handle(), actor)
     reader.load()
     names = reader.names
 
@@ -489,8 +488,8 @@ def test_weights_lie_as_the_learners_do():
     """A view at 4 bytes beyond a multiple of 64 is multiplied by another kernel, which rounds otherwise."""
     learner, actor = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
     GradientStep([{"params": [*learner.parameters()][::-1], "lr": 1.0}], Distributed("cpu"), 1.0)
-    writer = SnapshotWriter(learner, version=0)
-    SnapshotReader(writer.handle(), actor)
+    writer = WeightsWriter(learner, version=0)
+    WeightsReader(writer.handle(), actor)
     assert (
         [p.data_ptr() % 64 for p in actor.parameters()] == [p.data_ptr() % 64 for p in learner.parameters()] == [20, 0]
     )
@@ -498,17 +497,17 @@ def test_weights_lie_as_the_learners_do():
 
 
 def test_shared_memory_has_no_name_once_both_have_it():
-    mine = SharedTensors.make({("x",): Column((2, 3), torch.float32), ("flag",): Column((), torch.bool)})
-    file = mine.handle().file
-    theirs = SharedTensors.attach(mine.handle())
+    mine = SharedMemory.make({("x",): Column((2, 3), torch.float32), ("flag",): Column((), torch.bool)})
+    file = mine.handle.file
+    theirs = SharedMemory.attach(mine.handle)
     assert not file.exists()
     mine.tensors["x",][1, 2] = 5
     assert theirs.tensors["x",][1, 2] == 5 and theirs.tensors["flag",].shape == ()
 
 
 def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
-    room = {shared_memory_folder(): 1000}
-    monkeypatch.setattr("sparring.processes.storage._free_space", lambda folder: room.get(folder, 10**9))
+    room = {_memory_folder(): 1000}
+    monkeypatch.setattr("sparring.processes.shared_memory._free_space", lambda folder: room.get(folder, 10**9))
     run = Run(config_in(tmp_path / "small", **APART))
     with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
         run.phase.step(0.0)

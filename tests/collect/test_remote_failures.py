@@ -17,14 +17,15 @@ import pytest
 from test_remote import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
 
 from sparring.algorithms import ALGORITHMS
-from sparring.collect.remote.actor_process import _DOING, ActorProcess, _is_stopped
+from sparring.collect.remote.learner import _DOING, ActorProcess
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
 from sparring.envs import ENVS
 from sparring.envs.env import make_env
 from sparring.errors import StageFailed, UserError
 from sparring.policies import POLICIES
-from sparring.processes.shared_memory import receive, send
+from sparring.processes.child import Child, MessagePipe
+from sparring.processes.heartbeat import StageDeadlines
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
@@ -55,7 +56,7 @@ def fails_in_update_3(folder, fail, **rollout) -> tuple[StageFailed, float]:
     with pytest.raises(StageFailed) as raised:
         run.run()
     seconds = time.monotonic() - began[0]
-    assert run.phase.env.actor.process.returncode is not None
+    assert run.phase.env.actor.child.process.returncode is not None
     return raised.value, seconds
 
 
@@ -135,9 +136,9 @@ def test_a_message_of_which_only_a_part_comes_is_not_waited_for_unwatched():
         if not ours.poll(0.1):
             raise StageFailed("nothing comes")
 
-    send(theirs, message)
-    assert receive(ours, wait) == message
-    send(theirs, message)
+    MessagePipe(theirs).send(message)
+    assert MessagePipe(ours).receive(wait) == message
+    MessagePipe(theirs).send(message)
     whole = []
     while ours.poll():
         whole.append(ours.recv_bytes())
@@ -146,7 +147,7 @@ def test_a_message_of_which_only_a_part_comes_is_not_waited_for_unwatched():
     for part in whole[:-1]:
         theirs.send_bytes(part)
     with pytest.raises(StageFailed):
-        receive(ours, wait)
+        MessagePipe(ours).receive(wait)
 
 
 def test_nor_is_a_message_sent_unwatched_to_who_does_not_read():
@@ -159,7 +160,7 @@ def test_nor_is_a_message_sent_unwatched_to_who_does_not_read():
             raise StageFailed("nobody reads")
 
     with pytest.raises(StageFailed):
-        send(ours, bytes(8_000_000), wait)
+        MessagePipe(ours).send(bytes(8_000_000), wait)
 
 
 class LookedAtOnce:
@@ -174,25 +175,25 @@ class LookedAtOnce:
 
 def test_a_stage_that_ends_while_it_is_looked_at_is_not_late():
     actor = object.__new__(ActorProcess)
-    actor.watchdog_s, actor._known, actor._at_nothing_since, closed = 60.0, True, None, []
+    actor._has_reported, actor._check_alive, closed = True, lambda: None, []
     actor.close = closed.append
-    actor._deadlines = LookedAtOnce(60.0)
-    actor._check_in_time()
-    actor._deadlines = LookedAtOnce(-1.0)
+    actor.deadlines = StageDeadlines(LookedAtOnce(60.0), ("simulate",), 60.0)
+    actor._check()
+    actor.deadlines = StageDeadlines(LookedAtOnce(-1.0), ("simulate",), 60.0)
     with pytest.raises(StageFailed, match="has not come to an end"):
-        actor._check_in_time()
+        actor._check()
     assert len(closed) == 1
 
 
 def test_a_stop_before_it_goes_on(tmp_path):
     run = Run(load_config(settings_in(tmp_path, watchdog_s=0.2)))
     actor = run.phase.env.actor
-    os.kill(actor.process.pid, signal.SIGSTOP)
+    os.kill(actor.child.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     # the state of cameras is of megabytes, more than a pipe holds
     with pytest.raises(StageFailed, match=r"it is stopped, by a signal \(SIGSTOP\), for 2 seconds"):
         actor.call("load_state_dict", {"picture": bytes(8_000_000)})
-    assert time.monotonic() - began < SOON and actor.process.returncode is not None
+    assert time.monotonic() - began < SOON and actor.child.process.returncode is not None
 
 
 # of the second it is in the middle when its learner has gone
@@ -288,7 +289,7 @@ CHILD = textwrap.dedent("""
     def step_and_tell(fraction):
         metrics = step(fraction)
         if run.phase.progress.updates == 3:
-            print(run.phase.env.actor.process.pid, flush=True)
+            print(run.phase.env.actor.child.process.pid, flush=True)
         return metrics
     run.phase.step = step_and_tell
     sys.exit(0 if run.run() else 130)
@@ -362,9 +363,10 @@ def test_evaluations_between_disturb_nothing(tmp_path):
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_not_stopped(monkeypatch):
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    child = object.__new__(Child)
+    child.process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
     # as it was a moment before
-    monkeypatch.setattr(child, "poll", lambda: None)
-    assert not _is_stopped(child)
-    assert child.wait() == 0
+    monkeypatch.setattr(child.process, "poll", lambda: None)
+    assert not child.is_stopped()
+    assert child.process.wait() == 0

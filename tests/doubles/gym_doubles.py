@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import gymnasium
@@ -55,6 +56,17 @@ class Succeeds(Counter):
     def step(self, action):
         *rest, _ = super().step(action)
         return *rest, {self.key: self.count >= 2}
+
+
+class HasImported(Counter):
+    """Shows whether its process has imported a module, after whether it has `sys`."""
+
+    def __init__(self, module: str = "", **kwargs):
+        super().__init__(**kwargs)
+        self.module = module
+
+    def _look(self):
+        return np.array(["sys" in sys.modules, self.module in sys.modules, 0.0])
 
 
 class Breaks(Counter):

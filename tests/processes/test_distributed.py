@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparring.processes.distributed import DeviceError, Distributed, pick_device
+from sparring.errors import UserError
+from sparring.processes.distributed import Distributed, pick_device
 from sparring.runs.checkpoint import find_checkpoint
 
 
@@ -196,12 +197,12 @@ def test_stopped_processes_save_and_leave_together(tmp_path):
 def test_devices_and_processes_must_agree(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(DeviceError, match="device=cuda: this process sees 0 CUDA devices"):
+    with pytest.raises(UserError, match="device=cuda: this process sees 0 CUDA devices"):
         Distributed("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(DeviceError, match="--gpus 2: this machine shows 1 GPUs"):
+    with pytest.raises(UserError, match="--gpus 2: this machine shows 1 GPUs"):
         Distributed("cuda")
-    with pytest.raises(DeviceError, match="names one GPU and 2 processes run"):
+    with pytest.raises(UserError, match="names one GPU and 2 processes run"):
         Distributed("cuda:0")
 
 
@@ -216,5 +217,5 @@ def test_alone_everything_is_free():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_device_that_is_not_there_is_told():
     assert pick_device("auto") == "cpu"
-    with pytest.raises(DeviceError, match="device=cuda:1: this process sees 0 CUDA devices.*set device=cpu"):
+    with pytest.raises(UserError, match="device=cuda:1: this process sees 0 CUDA devices.*set device=cpu"):
         pick_device("cuda:1")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sparring.processes.heartbeat import BEATS, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, Signs, Watchdog
-from sparring.processes.launch import _exit_code, _told
+from sparring.processes.heartbeat import BEATS, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, Watchdog
+from sparring.processes.launch import _exit_code, _failure_message
 from sparring.runs.checkpoint import checkpoints
 
 SOON = 10.0
@@ -166,7 +166,7 @@ leave(7)
 )
 def test_who_failed(codes, told, code):
     workers = [SimpleNamespace(returncode=code, pid=10 + rank) for rank, code in enumerate(codes)]
-    said = _told(workers)
+    said = _failure_message(workers)
     assert said is None if told is None else said.startswith(told)
     assert _exit_code([code for code in codes if code is not None]) == code
 
@@ -176,9 +176,8 @@ def test_who_failed(codes, told, code):
 
 class Ranks:
     def __init__(self, folder, watchdog_s=1.0):
-        signs = Signs.make(folder / "signs", 2)
-        self.rows = [signs.row(rank) for rank in range(2)]
-        self.watchdog = Watchdog(signs, 2, watchdog_s)
+        self.watchdog = Watchdog(folder / "heartbeats", 2, watchdog_s)
+        self.rows = [rank.row for rank in self.watchdog.ranks]
         for row in self.rows:
             row[UPDATES] = 1
 

@@ -19,7 +19,7 @@ from sparring.cli.main import main
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
-from sparring.errors import UserError
+from sparring.errors import OutOfMemory, UserError
 from sparring.phases.configs import ImitateConfig
 from sparring.phases.imitate import Imitate
 from sparring.policies.actor_critic import ActorCritic
@@ -27,7 +27,7 @@ from sparring.policies.configs import ActorCriticConfig, LoraConfig, PI0PolicyCo
 from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.policy import make_policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import OutOfMemory, memory_told
+from sparring.processes.memory_errors import memory_told
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 100.00 MiB"

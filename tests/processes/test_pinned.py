@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from sparring.processes.shared_memory import SharedTensors
-from sparring.processes.storage import Column
+from sparring.processes.shared_memory import Column, SharedMemory
 
 GPU = torch.device("cuda:1")
 
@@ -36,18 +35,18 @@ def runtime(request, monkeypatch):
 
 @pytest.mark.parametrize("runtime", [False], indirect=True)
 def test_it_is_pinned_on_its_device_until_it_goes(runtime, tmp_path):
-    shared = SharedTensors.make({("x",): Column((3, 5), torch.float32)}, tmp_path)
-    data = shared.memory.data
+    shared = SharedMemory.make({("x",): Column((3, 5), torch.float32)}, tmp_path)
+    data = shared.bytes
     shared.pin(torch.device("cpu"))
     assert not runtime.asked
     shared.pin(GPU)
     # 60 bytes, filled up to a cache line
-    assert runtime.asked == [("on", GPU), ("register", data.data_ptr(), 64)]
-    pointer = data.data_ptr()
+    assert runtime.asked == [("on", GPU), ("register", data.ctypes.data, 64)]
+    pointer = data.ctypes.data
     del shared
     gc.collect()
     # the bytes are still there while it is taken back
-    assert runtime.asked[-1] == ("unregister", pointer) and data.data_ptr() == pointer
+    assert runtime.asked[-1] == ("unregister", pointer) and data.ctypes.data == pointer
 
 
 @pytest.mark.parametrize("runtime", [True], indirect=True)
@@ -57,7 +56,7 @@ def test_where_that_is_refused_no_kernel_is_blamed_for_it(runtime, tmp_path, mon
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", kernel)
-    shared = SharedTensors.make({("x",): Column((3, 5), torch.float32)}, tmp_path)
+    shared = SharedMemory.make({("x",): Column((3, 5), torch.float32)}, tmp_path)
     shared.pin(GPU)
     assert [name for name, *_ in runtime.asked] == ["on", "register", "kernel"]
     del shared

@@ -17,7 +17,7 @@ from sparring.config.schema import load_config
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.phases.phase import Progress
-from sparring.processes.child import ChildWords, outputs
+from sparring.processes.child import _Output
 from sparring.record.configs import LoggingConfig
 from sparring.record.log import PARTS, RunLog
 from sparring.runs.run import Run
@@ -109,12 +109,12 @@ def test_what_a_normalizer_says_of_itself():
 
 
 def child(code: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code], **outputs())
+    return subprocess.Popen([sys.executable, "-c", code], **_Output.streams())
 
 
 def test_what_a_child_says_is_logged_and_not_shown(tmp_path, capfd):
     RunLog(LoggingConfig()).open_files(tmp_path)
-    words = ChildWords(child("import sys; print('loud'); print('louder', file=sys.stderr)"), "worker 3")
+    words = _Output(child("import sys; print('loud'); print('louder', file=sys.stderr)"), "worker 3")
     assert sorted(words.last_words().splitlines()[1:]) == ["  loud", "  louder"]
     assert sorted(written(tmp_path)["env"]) == ["DEBUG worker 3: loud", "DEBUG worker 3: louder"]
     assert capfd.readouterr() == ("", "")
@@ -122,20 +122,20 @@ def test_what_a_child_says_is_logged_and_not_shown(tmp_path, capfd):
 
 def test_on_a_debug_console_it_is_shown(capfd):
     RunLog(LoggingConfig(console_level="DEBUG"))
-    ChildWords(child("print('loud')"), "worker 3").last_words()
+    _Output(child("print('loud')"), "worker 3").last_words()
     assert capfd.readouterr().err == "worker 3: loud\n"
 
 
 def test_where_nothing_keeps_it_a_child_says_it_where_its_parent_does(capfd):
     process = child("print('loud')")
-    words = ChildWords(process, "worker 3")
+    words = _Output(process, "worker 3")
     process.wait()
     assert words.last_words() == "" and capfd.readouterr().out == "loud\n"
 
 
 def test_only_the_last_words_are_told(tmp_path):
     RunLog(LoggingConfig(), quiet=True)
-    words = ChildWords(child("for i in range(100): print(i)\nprint('x' * 5000, end='')"), "worker 3")
+    words = _Output(child("for i in range(100): print(i)\nprint('x' * 5000, end='')"), "worker 3")
     told = words.last_words().splitlines()
     assert told[0] == "; its last words:" and len(told) == 21
     # a line that does not end is cut

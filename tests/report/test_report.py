@@ -13,8 +13,8 @@ import pytest
 from doubles_report import BEGAN, make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
-from sparring.data.episode_files import take_lock
 from sparring.errors import UserError
+from sparring.processes.files import take_lock
 from sparring.report import curves, tail
 from sparring.report.curves import BINS, Curves, Timeline
 from sparring.report.media import Picture, _spread, _within, find_strips, find_videos

@@ -1,4 +1,4 @@
-"""Episodes that ended, and the videos of some."""
+"""Episodes that ended, and films of some of them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,8 +8,6 @@ from tensordict import TensorDict
 
 from sparring.envs.backend import Picture, Step, drawn
 from sparring.envs.env import Env
-
-# ---- Which episodes ended, and how they went.
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,13 @@ class Episode:
 
 
 class EpisodeTracker:
-    """Adds up rewards and steps per env and tells of every episode that ends."""
+    """Adds up rewards and steps per env, and returns every episode that ends."""
 
     def __init__(self, num_envs: int):
         self.rewards = np.zeros(num_envs)
-        self.steps = np.zeros(num_envs, np.int64)
-        # decisions, and those with contact
-        self.decisions, self.contacts = np.zeros((2, num_envs), np.int64)
+        # env steps; decisions, and those with contact
+        self.steps, self.decisions, self.contacts = np.zeros((3, num_envs), np.int64)
+        self._sums = {name: getattr(self, name) for name in ("rewards", "steps", "decisions", "contacts")}
 
     def add(self, step: Step) -> list[Episode]:
         self.rewards += step.reward.sum(1)
@@ -41,38 +39,26 @@ class EpisodeTracker:
             return []
         # of the episode that ended: the root's task is already that of the next one
         tasks = step.final.get("task", np.zeros(len(step.ended), np.int64))
+        contact = self.contacts / self.decisions
         episodes = [
-            Episode(
-                int(env),
-                int(task),
-                float(self.rewards[env]),
-                int(self.steps[env]),
-                bool(step.success[env]),
-                float(self.contacts[env] / self.decisions[env]),
-            )
-            for env, task in zip(step.ended, tasks, strict=True)
+            Episode(e, int(task), float(self.rewards[e]), int(self.steps[e]), bool(step.success[e]), float(contact[e]))
+            for e, task in zip(step.ended.tolist(), tasks, strict=True)
         ]
-        for sums in self._sums().values():
+        for sums in self._sums.values():
             sums[step.ended] = 0
         return episodes
 
     def state_dict(self) -> dict:
-        return {name: torch.from_numpy(sums.copy()) for name, sums in self._sums().items()}
+        return {name: torch.from_numpy(sums.copy()) for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: dict) -> None:
-        for name, sums in self._sums().items():
+        for name, sums in self._sums.items():
             sums[:] = state[name].numpy()
-
-    def _sums(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in ("rewards", "steps", "decisions", "contacts")}
-
-
-# ---- Films of whole episodes.
 
 
 @dataclass(frozen=True)
 class Film:
-    """One recorded episode of T steps. What a decision tells is told of each of the steps that it led to."""
+    """One recorded episode of T steps. Per-decision values are repeated for each step of the chunk."""
 
     # T + 1: before the first step and after each
     frames: list[Picture]
@@ -124,7 +110,7 @@ class Camera:
 
     def __init__(self, env: Env):
         self.env = env
-        # robots whose next episode is to be filmed, what there is of those that are being filmed, and of whole ones
+        # robots whose next episode is to be filmed; what there is of those that are being filmed, and of whole ones
         self.waiting: set[int] = set()
         self.reels: dict[int, _Reel] = {}
         self.whole: list[tuple[_Reel, Episode]] = []
@@ -138,13 +124,11 @@ class Camera:
         return self._sketch(0) is not None
 
     def film(self, robots: int) -> None:
-        """Of each of the first so many robots, the next episode that begins."""
         self.waiting |= set(range(min(robots, self.env.num_envs))) - self.reels.keys()
 
     def all_began(self) -> None:
         """Every robot was reset; an episode that was broken off is not shown."""
-        robots = {*self.waiting, *self.reels}
-        if robots:
+        if robots := {*self.waiting, *self.reels}:
             self._begin(robots)
 
     def look(self, td: TensorDict, ended: list[Episode]) -> None:

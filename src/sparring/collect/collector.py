@@ -1,6 +1,6 @@
 """Collector: the only place where an env meets a policy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from sparring.algorithms.parity import Parity
 from sparring.collect.camera import Camera, Episode, EpisodeTracker, Film
-from sparring.collect.timing import Span, Stopwatch, busy_seconds
+from sparring.collect.timing import Span, Stopwatch
 from sparring.contract import (
     POLICY_MEMORY,
     check_completed,
@@ -25,14 +25,15 @@ from sparring.noise import keyed_uniform
 from sparring.policies.policy import Policy
 from sparring.processes.memory_errors import memory_told
 
-# ---- What is worked out of a whole rollout once it is there: log-probs, values, `next/value`.
+# evaluation noise never repeats training noise
+_EVAL_NOISE = 1 << 40
 
 
 @torch.no_grad()
 def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: int, check: bool) -> torch.Tensor:
-    """By the weights that acted, whose `version` every row carries. `root`: where the next rollout starts.
+    """Log-probs, values, `next/value`, by the weights that acted, whose `version` every row carries.
 
-    Returns the values `[T, N]`.
+    `root`: where the next rollout starts. Returns the values `[T, N]`.
     """
     buffer.close(root)
     rollout = buffer.rollout()
@@ -67,66 +68,75 @@ def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict, root: Tens
 
 
 class BaseCollector:
-    """What a phase asks of a collector, wherever its robots are. The defaults are of one in this process."""
+    """What a phase asks of its collector, wherever the robots are. Robots are in one or several `lanes`."""
 
     env: Env
     policy: Policy
-    # of the weights: how often they have changed
+    stopwatch: Stopwatch
+    # how often the weights have changed
     version: int
     # env steps executed so far; by episodes, those of valid decisions
     env_steps: int
     # how far the newest rollout drifts, where another process has measured it
     parity: Parity | None = None
 
+    @property
+    def lanes(self) -> list["Collector"]:
+        return []
+
     def collect(self, buffer: Buffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
-        raise NotImplementedError
 
     def weights_changed(self) -> None:
-        """Whoever updates the weights calls it."""
+        """To be called after each update."""
         self.version += 1
 
     def pace(self, ess: float) -> None:
-        """The share of its decisions that the newest rollout was worth, for those whose rollouts may be stale."""
+        """What share of its decisions the newest rollout was worth, for those whose rollouts may be stale."""
 
     def reseed(self, more: int) -> None:
         """Other episodes and noise than so far."""
-        raise NotImplementedError
 
     def film(self, robots: int) -> None:
         """Of each of the first so many robots, the next episode that begins."""
-        raise NotImplementedError
 
     def drain_films(self) -> list[Film]:
         """Films of episodes that ended since the last call."""
-        raise NotImplementedError
+        return []
 
     def drain_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""
-        raise NotImplementedError
+        return []
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
         """Seconds of each stage, as metrics, and its turns, since the last call."""
-        raise NotImplementedError
+        return {}, []
 
     def state_dict(self) -> dict | None:
         """All that the next rollout depends on, besides the weights; None: nothing was collected yet."""
-        raise NotImplementedError
 
     def load_state_dict(self, state: dict | None) -> bool:
         """Go on from a `state_dict`. False: an env could not be put back, and starts new episodes instead."""
-        raise NotImplementedError
+        return True
 
+    def forget_robots(self) -> None:
+        """Wherever they are after a failure: the next rollout, also that of a run that goes on, begins new episodes."""
 
-# evaluation noise never repeats training noise
-_EVAL_NOISE = 1 << 40
+    @contextmanager
+    def _acting(self, robots: int) -> Iterator[None]:
+        """`robots` are decided for at once."""
+        try:
+            with memory_told("acting", self.policy, robots, "rollout.n_envs"):
+                yield
+        except Exception:
+            self.forget_robots()
+            raise
 
 
 class Collector(BaseCollector):
     """Lets a policy act in an env, decision by decision.
 
     `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode.
-    Whoever updates the weights tells it (`weights_changed`), and so does who wants to see something (`film`).
     With `episodes` a rollout holds so many whole episodes of every robot, all from fresh starts; without, as many
     decisions as the buffer takes, and episodes go on in the next one.
     """
@@ -149,19 +159,20 @@ class Collector(BaseCollector):
                 f"{type(policy).__name__}.noise_size is 0, so it could only ever act by its mode; set it to how many "
                 "uniform numbers a decision takes, and draw the action from td['noise']"
             )
-        self.version = 0
-        # decisions taken so far, the clock of the noise
-        self.decision = 0
-        self.env_steps = 0
-        # rollouts by episodes so far: each starts from seeds of its own
-        self.batches = 0
+        self.version = self.env_steps = 0
+        # decisions so far, the clock of the noise; rollouts by episodes so far, each of which has seeds of its own
+        self.decision = self.batches = 0
         self.episodes: list[Episode] = []
-        self.tracker = EpisodeTracker(env.num_envs)
-        self.camera = Camera(env)
+        self.tracker, self.camera = EpisodeTracker(env.num_envs), Camera(env)
         self.stopwatch = Stopwatch("collector")
+        # where the next decision starts; None: at new episodes
         self.root: TensorDict | None = None
         # what the policy asked of the env last
         self._asked: TensorDict | None = None
+
+    @property
+    def lanes(self) -> list["Collector"]:
+        return [self]
 
     def start(self) -> None:
         """Reset all envs and look once, hard, at whether env and policy keep the contract."""
@@ -177,41 +188,33 @@ class Collector(BaseCollector):
     @torch.inference_mode()
     def decide(self) -> TensorDict:
         """One transition [N], for those who look on; its tensors are not fit for training."""
-        with self._acting():
-            return self._decide(self.noise(1)[0])
+        with self._acting(self.env.num_envs):
+            return self.simulate(self.infer(self.noise(1)[0]))
 
     def collect(self, buffer: Buffer) -> None:
-        with self._acting(), self.stopwatch.stage("collect", self.version):
-            self._collect(buffer)
+        with self._acting(self.env.num_envs), self.stopwatch.stage("collect", self.version):
+            buffer.start()
+            ended = None
+            # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
+            with torch.inference_mode():
+                if self.episodes_each is None:
+                    for noise in self.noise(buffer.steps):
+                        buffer.add(self.simulate(self.infer(noise)))
+                else:
+                    ended = self._play_episodes(buffer)
+            with self.stopwatch.stage("complete", self.version):
+                check = self.decision == buffer.steps
+                self.camera.appraise(complete_rollout(self.policy, buffer, self.root, self.version, check))
+                if ended is not None:
+                    # [T, N]
+                    episode = ended * self.env.num_envs + np.arange(self.env.num_envs)
+                    columns = {"valid": ended < self.episodes_each, "episode": episode}
+                    columns["group"] = episode // self.env.group_size
+                    for name, column in columns.items():
+                        buffer.set(name, torch.from_numpy(column).to(self.env.device))
 
     def forget_robots(self) -> None:
-        """Wherever they are after a failure: the next rollout, also that of a run that goes on, begins new episodes."""
         self.root = None
-
-    @contextmanager
-    def _acting(self) -> Iterator[None]:
-        try:
-            with memory_told("acting", self.policy, self.env.num_envs, "rollout.n_envs"):
-                yield
-        except Exception:
-            self.forget_robots()
-            raise
-
-    def _collect(self, buffer: Buffer) -> None:
-        buffer.start()
-        played = None
-        # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
-        with torch.inference_mode():
-            if self.episodes_each is None:
-                for noise in self.noise(buffer.steps):
-                    buffer.add(self._decide(noise))
-            else:
-                played = self._play_episodes(buffer)
-        with self.stopwatch.stage("complete", self.version):
-            check = self.decision == buffer.steps
-            self.camera.appraise(complete_rollout(self.policy, buffer, self.root, self.version, check))
-            if played is not None:
-                self._tell_episodes(buffer, played)
 
     def _play_episodes(self, buffer: Buffer) -> np.ndarray:
         """`[T, N]`: how many episodes each robot had ended before each decision.
@@ -222,7 +225,7 @@ class Collector(BaseCollector):
         ended, rows, clock = np.zeros(self.env.num_envs, np.int64), [], self.decision
         for noise in self.noise(buffer.steps):
             rows.append(ended.copy())
-            buffer.add(self._decide(noise, ended < self.episodes_each))
+            buffer.add(self.simulate(self.infer(noise), ended < self.episodes_each))
             ended[self.env.last.ended] += 1
             if (ended >= self.episodes_each).all():
                 break
@@ -235,24 +238,6 @@ class Collector(BaseCollector):
         self.decision = clock + buffer.steps
         self.batches += 1
         return np.stack(rows)
-
-    def _tell_episodes(self, buffer: Buffer, ended: np.ndarray) -> None:
-        # [T, N]
-        episode = ended * self.env.num_envs + np.arange(self.env.num_envs)
-        columns = {
-            "valid": ended < self.episodes_each,
-            "episode": episode,
-            "group": episode // self.env.group_size,
-        }
-        for name, column in columns.items():
-            buffer.set(name, torch.from_numpy(column).to(self.env.device))
-
-    def _decide(self, noise: torch.Tensor | None, counted: np.ndarray | None = None) -> TensorDict:
-        """One transition [N]: observation, action, `next/*`. `self.root` is where the next one starts.
-
-        `counted` [N]: whose steps and episodes count; None: all.
-        """
-        return self.simulate(self.infer(noise), counted)
 
     def infer(self, noise: torch.Tensor | None) -> TensorDict:
         """The first half of a decision: what the policy wants, `[N]` with `action`."""
@@ -271,13 +256,20 @@ class Collector(BaseCollector):
         return td
 
     def simulate(self, td: TensorDict, counted: np.ndarray | None = None) -> TensorDict:
-        """The other half: what came of it, in `next/*`. Of several groups, in a thread of its own."""
+        """The other half: what came of it, in `next/*`; `self.root` is where the next decision starts.
+
+        `counted` [N]: whose steps and episodes count; None: all. Of several groups, in a thread of its own.
+        """
         with torch.inference_mode(), self.stopwatch.stage("simulate", self.version):
             after = self.env.step(self._asked)
             if self.decision == 0:
                 check_step(after, self.env.spec, self.chunk, "env.step")
             if self.policy.memory_size:
-                after.set(POLICY_MEMORY, self._carried(td, after["is_first"]))
+                # [N, M]
+                memory = self.policy.remember(td)
+                if self.decision == 0:
+                    check_memory(memory, self.env.num_envs, self.policy.memory_size, "policy.remember")
+                after.set(POLICY_MEMORY, torch.where(after["is_first"][:, None], 0.0, memory))
             td.set("next", after.pop("next"))
             self.root = after
             self.decision += 1
@@ -287,13 +279,6 @@ class Collector(BaseCollector):
             self.camera.look(td, ended)
             self.episodes += ended
         return td
-
-    def _carried(self, td: TensorDict, is_first: torch.Tensor) -> torch.Tensor:
-        """The memory [N, M] that enters the decision after `td`."""
-        memory = self.policy.remember(td)
-        if self.decision == 0:
-            check_memory(memory, self.env.num_envs, self.policy.memory_size, "policy.remember")
-        return torch.where(is_first[:, None], 0.0, memory)
 
     def reseed(self, more: int) -> None:
         self.seed += more
@@ -306,13 +291,13 @@ class Collector(BaseCollector):
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
         seconds, spans = self.stopwatch.drain()
-        return busy_seconds(seconds), spans
+        return {f"{stage}_seconds": seconds.get(stage, 0.0) for stage in ("simulate", "infer")}, spans
 
     def drain_episodes(self) -> list[Episode]:
         episodes, self.episodes = self.episodes, []
         return episodes
 
-    def noise(self, decisions: int):
+    def noise(self, decisions: int) -> Sequence[torch.Tensor | None]:
         """`[N, Z]` for each of the next decisions, drawn at once; None when acting takes none."""
         if not self.noise_size:
             return [None] * decisions
@@ -325,29 +310,24 @@ class Collector(BaseCollector):
         return [noise[tick] for tick in tick_of]
 
     def state_dict(self) -> dict:
-        """All that the next rollout depends on, beside the weights; `env` is None where the env cannot tell.
-
-        By episodes every rollout starts afresh, wherever the robots are.
-        """
+        """`env` is None where the env cannot tell. By episodes every rollout starts afresh, wherever the robots are."""
+        state = {"decision": self.decision, "env_steps": self.env_steps, "version": self.version}
         if self.episodes_each is not None:
-            counts = ("decision", "env_steps", "version", "batches")
-            return {name: getattr(self, name) for name in counts} | {"env": None, "root": None}
+            return state | {"batches": self.batches, "env": None, "root": None}
+        state |= {"tracker": self.tracker.state_dict(), "env": None, "root": None}
         # an env whose robots are forgotten may be broken
-        env = None if self.root is None else self.env.state()
-        return {
-            "decision": self.decision,
-            "env_steps": self.env_steps,
-            "version": self.version,
-            "tracker": self.tracker.state_dict(),
-            "env": None if env is None else {name: torch.from_numpy(np.asarray(a)) for name, a in env.items()},
-            "root": None if self.root is None else _plain(self.root.exclude("noise")),
-        }
+        if self.root is not None:
+            if (env := self.env.state()) is not None:
+                state["env"] = {name: torch.from_numpy(np.asarray(array)) for name, array in env.items()}
+            cpu = torch.device("cpu")
+            root = self.root.exclude("noise").apply(lambda tensor: tensor.to(cpu, copy=True), device=cpu)
+            state["root"] = root.to_dict()
+        return state
 
     def load_state_dict(self, state: dict) -> bool:
         self.decision, self.env_steps, self.version = state["decision"], state["env_steps"], state["version"]
         if self.episodes_each is not None:
-            # a run that went by steps so far has played none of these
-            self.batches = state.get("batches", 0)
+            self.batches = state["batches"]
             return True
         if state["env"] is None or state["root"] is None:
             return False
@@ -355,7 +335,3 @@ class Collector(BaseCollector):
         self.tracker.load_state_dict(state["tracker"])
         self.root = TensorDict(state["root"], [self.env.num_envs]).to(self.env.device)
         return True
-
-
-def _plain(td: TensorDict) -> dict:
-    return td.apply(lambda tensor: tensor.to("cpu", copy=True), device=torch.device("cpu")).to_dict()

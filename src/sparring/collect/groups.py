@@ -7,18 +7,17 @@ turn, always in the same order: the same batches meet the same weights, whatever
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from tensordict import TensorDict
 
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import BaseCollector, Collector, complete_rollout
-from sparring.collect.remote.weights import same_queue
-from sparring.collect.timing import Span, Stopwatch, busy_seconds
+from sparring.collect.timing import Span, Stopwatch
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
-from sparring.processes.memory_errors import memory_told
 
 
 class GroupedEnv:
@@ -46,12 +45,18 @@ class GroupedCollector(BaseCollector):
 
     def __init__(self, env: GroupedEnv, collectors: list[Collector]):
         self.env, self.collectors, self.policy = env, collectors, collectors[0].policy
+        # a GPU does in order what this thread and those of the groups ask for
+        on_gpu = env.device.type == "cuda"
+        begin = partial(torch.cuda.set_stream, torch.cuda.current_stream(env.device)) if on_gpu else None
         # a thread for each: some renderers want to be called from one thread only
-        begin = same_queue(env.device)
         self.threads = [ThreadPoolExecutor(1, f"group {g}", begin) for g in range(len(collectors))]
         self.stopwatch = Stopwatch("collector")
         for g, collector in enumerate(collectors):
             collector.stopwatch = Stopwatch(f"collector {g}")
+
+    @property
+    def lanes(self) -> list[Collector]:
+        return self.collectors
 
     @property
     def version(self) -> int:
@@ -67,33 +72,26 @@ class GroupedCollector(BaseCollector):
         return sum(collector.env_steps for collector in self.collectors)
 
     def collect(self, buffer: Buffer) -> None:
-        robots = self.collectors[0].env.num_envs
-        told = memory_told("acting", self.policy, robots, "rollout.n_envs")
-        try:
-            with told, self.stopwatch.stage("collect", self.version):
-                self._collect(buffer)
-        except Exception:
-            self.forget_robots()
-            raise
+        with self._acting(self.collectors[0].env.num_envs), self.stopwatch.stage("collect", self.version):
+            buffer.start()
+            with torch.inference_mode():
+                self._act(buffer)
+            with self.stopwatch.stage("complete", self.version):
+                first = self.collectors[0].decision == buffer.steps
+                root = torch.cat([collector.root for collector in self.collectors])
+                values = complete_rollout(self.policy, buffer, root, self.version, check=first)
+                # its robots are the first of all
+                self.collectors[0].camera.appraise(values)
 
     def forget_robots(self) -> None:
         """Each when what it simulates is done."""
         for thread, collector in zip(self.threads, self.collectors, strict=True):
             thread.submit(collector.forget_robots).result()
 
-    def _collect(self, buffer: Buffer) -> None:
-        buffer.start()
-        with torch.inference_mode():
-            self._act(buffer)
-        with self.stopwatch.stage("complete", self.version):
-            first = self.collectors[0].decision == buffer.steps
-            root = torch.cat([collector.root for collector in self.collectors])
-            values = complete_rollout(self.policy, buffer, root, self.version, check=first)
-            # its robots are the first of all
-            self.collectors[0].camera.appraise(values)
-
     def _act(self, buffer: Buffer) -> None:
-        self._start()
+        for thread, collector in zip(self.threads, self.collectors, strict=True):
+            if collector.root is None:
+                thread.submit(collector.start).result()
         noise = [collector.noise(buffer.steps) for collector in self.collectors]
         simulating: list[Future[TensorDict]] = []
         for step in range(buffer.steps):
@@ -108,17 +106,12 @@ class GroupedCollector(BaseCollector):
                 buffer.add(torch.cat(transitions))
         buffer.add(torch.cat([future.result() for future in simulating]))
 
-    def _start(self) -> None:
-        for thread, collector in zip(self.threads, self.collectors, strict=True):
-            if collector.root is None:
-                thread.submit(collector.start).result()
-
     def reseed(self, more: int) -> None:
         for collector in self.collectors:
             collector.reseed(more)
 
     def film(self, robots: int) -> None:
-        """Of the first group: of each of the first so many robots, the next episode that begins."""
+        """Of the first group."""
         self.collectors[0].film(robots)
 
     def drain_films(self) -> list[Film]:
@@ -134,10 +127,10 @@ class GroupedCollector(BaseCollector):
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
         """Of simulating, the mean over the groups, which simulate at the same time; of deciding, the sum."""
-        told = [collector.stopwatch.drain() for collector in self.collectors]
-        seconds = {"infer": sum(seconds.get("infer", 0.0) for seconds, _ in told)}
-        seconds["simulate"] = sum(seconds.get("simulate", 0.0) for seconds, _ in told) / len(told)
-        return busy_seconds(seconds), [*self.stopwatch.drain()[1], *(span for _, spans in told for span in spans)]
+        drained = [collector.drain_stages() for collector in self.collectors]
+        seconds = {name: sum(metrics[name] for metrics, _ in drained) for name in drained[0][0]}
+        seconds["simulate_seconds"] /= len(drained)
+        return seconds, [*self.stopwatch.drain()[1], *(span for _, spans in drained for span in spans)]
 
     def state_dict(self) -> dict:
         groups = [collector.state_dict() for collector in self.collectors]

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,10 +23,12 @@ class Span:
 
 
 class Stopwatch:
-    """A stopwatch with a hand for every stage. One thread at a time."""
+    """Times stages, one thread at a time. Whoever watches is called with each stage that is entered, and left."""
 
-    def __init__(self, who: str):
-        self.who = who
+    def __init__(
+        self, who: str, entered: Callable[[str], None] | None = None, left: Callable[[str], None] | None = None
+    ):
+        self.who, self._entered, self._left = who, entered, left
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: deque[Span] = deque(maxlen=_KEPT)
         # where it was when an exception came through
@@ -35,31 +37,22 @@ class Stopwatch:
     @contextmanager
     def stage(self, stage: str, version: int) -> Iterator[None]:
         began = time.time()
-        self.entered(stage)
+        if self._entered:
+            self._entered(stage)
         try:
             yield
         except BaseException:
             self.failed = self.failed or stage
             raise
-        self.left(stage)
+        if self._left:
+            self._left(stage)
         ended = time.time()
         self.seconds[stage] += ended - began
         self.spans.append(Span(self.who, stage, began, ended, version))
 
-    def entered(self, stage: str) -> None:
-        """For those who watch."""
-
-    def left(self, stage: str) -> None:
-        """For those who watch."""
-
     def drain(self) -> tuple[dict[str, float], list[Span]]:
         """Seconds of each stage, and its turns, since the last call."""
-        told = dict(self.seconds), list(self.spans)
+        drained = dict(self.seconds), list(self.spans)
         self.seconds.clear()
         self.spans.clear()
-        return told
-
-
-def busy_seconds(seconds: dict[str, float]) -> dict[str, float]:
-    """As metrics."""
-    return {f"{stage}_seconds": seconds.get(stage, 0.0) for stage in ("simulate", "infer")}
+        return drained

@@ -20,7 +20,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from sparring.data.configs import BufferConfig
 from sparring.errors import UserError
-from sparring.processes.storage import empty, gigabytes, half_of_free_ram
+from sparring.processes.memory_errors import empty, free_ram
+from sparring.processes.shared_memory import gigabytes
 
 log = logging.getLogger(__name__)
 
@@ -391,7 +392,7 @@ class VLABuffer(RolloutBuffer):
 
     def _place(self, needed: int, observation: TensorDict):
         """RAM or a file; last observations of episodes are in RAM in any case."""
-        limit = half_of_free_ram() if self.memory_limit is None else self.memory_limit
+        limit = free_ram() // 2 if self.memory_limit is None else self.memory_limit
         each = gigabytes(_bytes(observation) // len(observation))
         if needed <= limit:
             return empty, f"RAM, and {each} for each end of an episode"

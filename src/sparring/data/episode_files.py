@@ -13,11 +13,8 @@ holds the checksum of its data, which tells after a power cut whether they reach
 share one file, because a memory map keeps its file open and a process may open only about a thousand.
 """
 
-import fcntl
 import json
-import os
 import struct
-import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -30,8 +27,6 @@ from sparring.errors import UserError
 from sparring.processes.files import flush
 
 META = "meta.json"
-# how long a lock is asked for: who only looks whether somebody writes holds it for a moment
-_LOCK_S = 0.3
 _FORMAT = 1
 # columns start at multiples of it, so that any dtype can be viewed in place
 _ALIGNMENT = 64
@@ -156,26 +151,6 @@ class EpisodeRecord:
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             return None
         return cls(**json.loads(text))
-
-
-def take_lock(folder: Path) -> int:
-    """Held until it is closed or the process ends, in whatever way."""
-    handle = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(handle)
-                raise UserError(
-                    f"'{folder}' is already open for writing; open it with read_only=True, or give another folder"
-                ) from None
-            time.sleep(_LOCK_S / 10)
-        except OSError:
-            os.close(handle)
-            raise
 
 
 def _aligned(size: int) -> int:

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from sparring.data.episode_files import META, EpisodeColumn, EpisodeLayout, EpisodeRecord, take_lock
+from sparring.data.episode_files import META, EpisodeColumn, EpisodeLayout, EpisodeRecord
 from sparring.data.episode_repair import open_segments
 from sparring.data.episode_segment import Segment
 from sparring.errors import UserError
+from sparring.processes.files import take_lock
 
 log = logging.getLogger(__name__)
 

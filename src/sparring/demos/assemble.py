@@ -21,7 +21,7 @@ from sparring.demos.plan import Plan, entry_names
 from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.errors import UserError
-from sparring.processes.files import flush, flush_tree
+from sparring.processes.files import flush
 
 # LeRobot keeps the time within a video in float32: beyond 1000 s it could no longer tell frames to a tenth of a ms
 _FRAMES_PER_FILE = 20_000
@@ -134,7 +134,7 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
     env.close()
     for name in PARTS:
         if (output / name).exists():
-            flush_tree(output / name)
+            flush(output / name, tree=True)
     flush(output)
     write_json(output / "meta/info.json", info)
 

@@ -34,8 +34,8 @@ from sparring.envs.backend import Arrays, EpisodeSeeds
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
-from sparring.processes.child import share_of_cores
-from sparring.processes.files import flush, flush_tree
+from sparring.processes.child import usable_cores
+from sparring.processes.files import flush
 from sparring.record.console import Console
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
             yield lambda number: pool.submit(recorder, number)
         return
     if not plan.env.threads:
-        plan = replace(plan, env=plan.env.model_copy(update={"threads": share_of_cores(workers)}))
+        plan = replace(plan, env=plan.env.model_copy(update={"threads": usable_cores(workers)}))
     try:
         # a forked process would inherit the threads of simulator and numba in an unknown state
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (plan, folder)) as pool:
@@ -227,7 +227,7 @@ class _BlockRecorder:
                 encode(partial / block.clip(k, camera).name, frames, fps, self._plan.pixel_format)
             numbers[f"pixels/{camera}"] = counts
         np.savez(partial / "numbers.npz", **numbers)
-        flush_tree(partial)
+        flush(partial, tree=True)
         os.replace(partial, block.path)
         flush(self._folder)
 

@@ -12,7 +12,7 @@ from sparring.envs import ENVS
 from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
-from sparring.processes.child import share_of_cores
+from sparring.processes.child import usable_cores
 
 # ---- Env: a backend's numpy arrays as TensorDicts of the contract.
 
@@ -159,7 +159,7 @@ def make_training_env(config, distributed, group: int = 0) -> Env:
     env = config.env
     if rollout.groups > 1:
         # they simulate at the same time: all cores for each would be too many
-        own = share_of_cores(rollout.groups)
+        own = usable_cores(rollout.groups)
         shared = "workers" if isinstance(env, GymConfig) else "threads"
         env = env.model_copy(update={shared: own}) if getattr(env, shared, None) == 0 else env
     return make_env(

@@ -13,6 +13,7 @@ from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot, pack, unpack
 from sparring.errors import UserError
+from sparring.processes.shared_memory import Column
 
 Frames = dict[int, list[np.ndarray]]
 
@@ -61,7 +62,7 @@ class SerialBackend:
 
 @dataclass
 class StepArrays:
-    """The arrays that a step reads and fills, in one piece of memory so that processes can share it."""
+    """The arrays that a step reads and fills; processes may share them."""
 
     # [N, C, A] float32
     action: np.ndarray
@@ -80,25 +81,26 @@ class StepArrays:
 
     @classmethod
     def allocate(cls, spec: EnvSpec, num_envs: int, chunk: int) -> "StepArrays":
-        return cls.on(np.zeros(cls.size(spec, num_envs, chunk), np.uint8), spec, num_envs, chunk)
+        columns = cls.columns(spec, num_envs, chunk)
+        return cls.of({key: np.zeros(column.shape, column.dtype) for key, column in columns.items()})
 
     @classmethod
-    def size(cls, spec: EnvSpec, num_envs: int, chunk: int) -> int:
-        """Bytes that `on` needs."""
-        return sum(_padded(shape, dtype) for _, shape, dtype in _layout(spec, num_envs, chunk))
+    def columns(cls, spec: EnvSpec, num_envs: int, chunk: int) -> dict[tuple[str, ...], Column]:
+        """Shape and dtype of each array, by its field and key."""
+        shapes = {("action",): ((num_envs, chunk, spec.action_dim), "float32")}
+        shapes |= {("reward",): ((num_envs, chunk), "float32"), ("executed",): ((num_envs,), "int64")}
+        shapes |= {(name,): ((num_envs,), "bool") for name in ("terminated", "truncated", "success")}
+        for group in ("observation", "final"):
+            shapes |= {(group, key): ((num_envs, *shape), kind) for key, (shape, kind) in spec.observation.items()}
+        return {key: Column(shape, np.dtype(kind)) for key, (shape, kind) in shapes.items()}
 
     @classmethod
-    def on(cls, memory, spec: EnvSpec, num_envs: int, chunk: int) -> "StepArrays":
-        """Views of `memory`, anything with the buffer protocol."""
-        arrays, offset = {"observation": {}, "final": {}}, 0
-        for (group, key), shape, dtype in _layout(spec, num_envs, chunk):
-            view = np.ndarray(shape, dtype, memory, offset)
-            offset += _padded(shape, dtype)
-            if key:
-                arrays[group][key] = view
-            else:
-                arrays[group] = view
-        return cls(**arrays)
+    def of(cls, arrays: dict[tuple[str, ...], np.ndarray]) -> "StepArrays":
+        """Of arrays by field and key, which are not copied."""
+        whole: dict[str, Any] = {key[0]: array for key, array in arrays.items() if len(key) == 1}
+        for group in ("observation", "final"):
+            whole[group] = {key[1]: array for key, array in arrays.items() if key[0] == group}
+        return cls(**whole)
 
     @property
     def chunk(self) -> int:
@@ -163,10 +165,8 @@ class GymBatch:
         if self._seeds is None:
             raise RuntimeError(f"{self.name} was stepped before its first reset; call reset(seeds) first")
         arrays.reward.fill(0.0)
-        ended = []
-        for row, actions in enumerate(self._decode(arrays.action)):
-            if self._step_robot(row, actions, arrays):
-                ended.append(row)
+        steps = enumerate(self._decode(arrays.action))
+        ended = [row for row, actions in steps if self._step_robot(row, actions, arrays)]
         self._check(arrays, ended)
         return {env: self._robot(env).frames for env in self._recorded if self._robot(env).frames}
 
@@ -212,12 +212,11 @@ class GymBatch:
         return self.robots[env - self.envs.start]
 
     def _begin_episode(self, row: int, arrays: StepArrays) -> None:
-        robot = self.robots[row]
         try:
-            robot.reset(self._seeds(self.envs[row], self._episodes[row]))
-            robot.write(arrays.observation, row)
+            self.robots[row].reset(self._seeds(self.envs[row], self._episodes[row]))
+            self.robots[row].write(arrays.observation, row)
         except Exception as error:
-            self._locate(error, row)
+            error.add_note(f"in env {self.envs[row]} ({self.name})")
             raise
 
     def _step_robot(self, row: int, actions: list[Any], arrays: StepArrays) -> bool:
@@ -232,15 +231,12 @@ class GymBatch:
             ended = terminated or truncated
             robot.write(arrays.final if ended else arrays.observation, row)
         except Exception as error:
-            self._locate(error, row)
+            error.add_note(f"in env {self.envs[row]} ({self.name})")
             raise
         if ended:
             self._episodes[row] += 1
             self._begin_episode(row, arrays)
         return ended
-
-    def _locate(self, error: Exception, row: int) -> None:
-        error.add_note(f"in env {self.envs[row]} ({self.name})")
 
     def _check(self, arrays: StepArrays, ended: list[int]) -> None:
         everyone = range(len(self.envs))
@@ -277,22 +273,3 @@ def check_action(action: np.ndarray, num_envs: int, spec: EnvSpec) -> int:
 
 def _below(state: Arrays, prefix: str) -> Arrays:
     return {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
-
-
-def _layout(spec: EnvSpec, num_envs: int, chunk: int) -> list[tuple[tuple[str, str], tuple[int, ...], str]]:
-    """((group, key), shape, dtype) of every array of a `StepArrays`, in the order of its memory."""
-    layout = [
-        (("action", ""), (num_envs, chunk, spec.action_dim), "float32"),
-        (("reward", ""), (num_envs, chunk), "float32"),
-        (("executed", ""), (num_envs,), "int64"),
-    ]
-    layout += [((name, ""), (num_envs,), "bool") for name in ("terminated", "truncated", "success")]
-    for group in ("observation", "final"):
-        layout += [((group, key), (num_envs, *shape), dtype) for key, (shape, dtype) in spec.observation.items()]
-    return layout
-
-
-def _padded(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes, rounded up so that every array starts on its own cache line: workers never write to a shared one."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return -(-size // 64) * 64

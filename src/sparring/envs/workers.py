@@ -1,19 +1,13 @@
 """Gymnasium envs in worker processes. Arrays travel through shared memory, commands and rare pictures through pipes.
 
-Workers are started as fresh interpreters, not by multiprocessing: scripts need no `if __name__ == "__main__"`,
-notebooks work, and no worker inherits the parent's torch. Their code is in `worker.py`. Linux and macOS.
+What runs in a worker is in `worker_main.py`. Linux and macOS.
 """
 
-import logging
 import os
-import select
-import subprocess
 import sys
 import time
 import weakref
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
@@ -23,12 +17,9 @@ from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym_batch import StepArrays, check_action
 from sparring.errors import UserError
-from sparring.processes.child import ChildWords, hint_of_death, outputs, usable_cores
+from sparring.processes.child import Child, usable_cores
+from sparring.processes.shared_memory import SharedMemory
 
-log = logging.getLogger("sparring.env")
-
-# how often a parent that waits looks whether its workers still live; a normal death shows at once as a closed pipe
-LIVENESS_MS = 500
 # what the workers get to close their envs before they are killed: idle ones, and those in the middle of a step
 CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5
 
@@ -97,31 +88,32 @@ class WorkerPool:
 
     def __init__(self, slices: list[range]):
         self.arrays: StepArrays | None = None
-        self._memory: SharedMemory | None = None
+        self.memory: SharedMemory | None = None
         self._busy = self._closed = False
-        self._owner = os.getpid()
-        self._workers = [Worker(number, envs) for number, envs in enumerate(slices)]
+        self.workers = [Worker(number, envs) for number, envs in enumerate(slices)]
 
     def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
         self._busy = True
-        for worker in self._workers:
+        for worker in self.workers:
             worker.send("make", config, worker.envs, max_episode_steps)
-        return self._gather(self._workers)[0]
+        return self._gather(self.workers)[0]
 
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
-        """Memory for chunks of this length, in place of what was shared before."""
-        memory = SharedMemory(create=True, size=StepArrays.size(spec, num_envs, chunk))
-        self._release_memory()
-        self._memory, self.arrays = memory, StepArrays.on(memory.buf, spec, num_envs, chunk)
-        self.call("attach", memory.name, num_envs, chunk)
+        """Memory for chunks of this length, instead of what was shared before."""
+        columns = StepArrays.columns(spec, num_envs, chunk)
+        instead = "a larger /dev/shm, or env.vectorize=serial"
+        self.memory = SharedMemory.make(columns, what="what is shared with workers of the env", instead=instead)
+        self.arrays = StepArrays.of(self.memory.arrays)
+        self.call("attach", self.memory.handle)
+        self.memory.forget_name()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all workers, which work at the same time."""
-        return self._call(self._workers, method, arguments)
+        return self._call(self.workers, method, arguments)
 
     def call_one(self, env: int, method: str, *arguments: Any) -> Any:
         """The answer of the worker that owns `env`."""
-        owner = next(worker for worker in self._workers if env in worker.envs)
+        owner = next(worker for worker in self.workers if env in worker.envs)
         return self._call([owner], method, arguments)[0]
 
     def check_open(self) -> None:
@@ -131,17 +123,16 @@ class WorkerPool:
             raise RuntimeError("this ProcessBackend was interrupted in the middle of a step; make a new one")
 
     def close(self) -> None:
-        # a process forked from the owner has copies of all this, which are not its own to end
-        if self._closed or os.getpid() != self._owner:
+        if self._closed:
             return
         self._closed = True
-        # all hang up first, so that the workers end side by side
-        for worker in self._workers:
-            worker.connection.close()
+        # all hang up first, so that the workers end at the same time
+        for worker in self.workers:
+            worker.child.hang_up()
         deadline = time.monotonic() + (CLOSE_BUSY_S if self._busy else CLOSE_S)
-        for worker in self._workers:
-            worker.end(max(0.0, deadline - time.monotonic()))
-        self._release_memory()
+        for worker in self.workers:
+            worker.child.end(max(0.0, deadline - time.monotonic()))
+        self.arrays = self.memory = None
 
     def _call(self, workers: list["Worker"], method: str, arguments: tuple) -> list[Any]:
         self.check_open()
@@ -154,7 +145,7 @@ class WorkerPool:
     def _gather(self, workers: list["Worker"]) -> list[Any]:
         """All answers are read before an error is raised, so that none is left for the next call."""
         try:
-            answers = [worker.receive(self._workers) for worker in workers]
+            answers = [worker.receive(self._check_alive) for worker in workers]
         except WorkerError:
             self.close()
             raise
@@ -166,13 +157,11 @@ class WorkerPool:
                 raise WorkerError(f"{worker} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in answers]
 
-    def _release_memory(self) -> None:
-        # the memory can be closed only when no array looks at it any more
-        self.arrays = None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory.unlink()
-            self._memory = None
+    def _check_alive(self) -> None:
+        """While one is waited for, a death of any is noticed: that one's answer would never come."""
+        for worker in self.workers:
+            if worker.child.process.poll() is not None:
+                raise worker.death()
 
 
 class Worker:
@@ -180,62 +169,25 @@ class Worker:
 
     def __init__(self, number: int, envs: range):
         self.number, self.envs = number, envs
-        self.connection, theirs = Pipe()
-        self.process = subprocess.Popen(
-            # -u, -X faulthandler: its last words are heard
-            # -P: no implicit current folder; the parent's whole path comes by PYTHONPATH
-            [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", "sparring.envs.worker_main", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=_environment(),
-            # out of the terminal's foreground group: Ctrl-C reaches the parent only, even while a worker starts
-            process_group=0,
-            **outputs(),
-        )
-        theirs.close()
-        self.words = ChildWords(self.process, f"worker {number}")
-        log.debug("%s started as process %s", self, self.process.pid)
-        self._poll = select.poll()
-        self._poll.register(self.connection.fileno(), select.POLLIN)
+        # the other cores are for the other workers
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        self.child = Child("sparring.envs.worker_main", f"worker {number}", environment)
 
     def __str__(self) -> str:
         return f"worker {self.number} (envs {self.envs[0]}..{self.envs[-1]})"
 
     def send(self, method: str, *arguments: Any) -> None:
-        try:
-            self.connection.send((method, arguments))
-        except (BrokenPipeError, ConnectionResetError):
-            # `receive` says how it died
-            pass
+        self.child.send((method, arguments))
 
-    def receive(self, everyone: list["Worker"]) -> tuple[bool, Any]:
-        """Its answer; meanwhile a death of anyone is noticed, as that one's answer would never come."""
-        while not self._poll.poll(LIVENESS_MS):
-            for worker in everyone:
-                if worker.process.poll() is not None:
-                    raise worker.death()
+    def receive(self, check) -> tuple[bool, Any]:
+        """Whether it succeeded, and the result or what went wrong."""
         try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError):
+            return self.child.receive(check)
+        except EOFError:
             raise self.death() from None
 
     def death(self) -> WorkerError:
-        code = self._exit_code(CLOSE_S)
-        hint = hint_of_death(code)
-        log.debug("%s died with exit code %s", self, code)
-        return WorkerError(f"{self} died with exit code {code}{hint}{self.words.last_words()}")
-
-    def end(self, patience_s: float) -> None:
-        """See it go, after its connection was closed."""
-        if self._exit_code(patience_s) is None:
-            self.process.kill()
-            self.process.wait()
-
-    def _exit_code(self, patience_s: float) -> int | None:
-        try:
-            return self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            return None
+        return WorkerError(f"{self} {self.child.death(CLOSE_S)}")
 
 
 def _check_can_run(config: GymConfig) -> None:
@@ -253,9 +205,3 @@ def _slices(num_envs: int, workers: int) -> list[range]:
     workers = min(workers, num_envs)
     edges = [num_envs * k // workers for k in range(workers + 1)]
     return [range(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def _environment() -> dict[str, str]:
-    """A worker imports what its parent can, and leaves the other cores to the other workers."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

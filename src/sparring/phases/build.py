@@ -77,6 +77,10 @@ class Acting:
     seat: Seat
 
     @property
+    def device(self) -> torch.device:
+        return self.seat.device
+
+    @property
     def random_seed(self) -> int:
         return self.config.seed + self.seat.rank
 

@@ -14,14 +14,10 @@ import torch
 from torch import nn
 
 from sparring.errors import LeftAlone, UserError
-from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_row
+from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_heartbeat
 
 # what gloo says where another process has gone
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
-
-
-class DeviceError(UserError):
-    """A device that is not there."""
 
 
 class Distributed:
@@ -31,7 +27,7 @@ class Distributed:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exact_kernels()
         # what the launcher sees of this process
-        self.signs = own_row() if self.world_size > 1 else None
+        self.heartbeat = own_heartbeat() if self.world_size > 1 else None
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
@@ -107,15 +103,15 @@ class Distributed:
 
     def update_done(self) -> None:
         """Everything has been through once: from now on a process that is not heard of soon hangs."""
-        if self.signs:
-            self.signs[UPDATES] += 1
+        if self.heartbeat:
+            self.heartbeat[UPDATES] += 1
 
     @contextmanager
     def _in_collective(self, place: int = TOGETHER) -> Iterator[None]:
         """The launcher is told; that another process has gone is told in a sentence."""
-        if self.signs:
-            self.signs[PLACE] = place
-            self.signs[ENTERED] += 1
+        if self.heartbeat:
+            self.heartbeat[PLACE] = place
+            self.heartbeat[ENTERED] += 1
         try:
             yield
         except RuntimeError as error:
@@ -124,8 +120,8 @@ class Distributed:
             said = str(error).splitlines()[0]
             raise LeftAlone(f"process {self.rank}: another process of this run has gone ({said})") from error
         finally:
-            if self.signs:
-                self.signs[PLACE] = ELSEWHERE
+            if self.heartbeat:
+                self.heartbeat[PLACE] = ELSEWHERE
 
     def _check_alike(self, module: nn.Module) -> None:
         held = [
@@ -159,7 +155,7 @@ def pick_device(name: str) -> str:
         index = int(name.partition(":")[2] or 0)
         if index >= count:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-            raise DeviceError(
+            raise UserError(
                 f"device={name}: this process sees {count} CUDA devices (CUDA_VISIBLE_DEVICES is {visible}); "
                 f"set device={'cuda:' + str(count - 1) if count else 'cpu'}"
             )
@@ -173,12 +169,12 @@ def _accelerator(device: str):
     name = pick_device(device)
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ":" in name:
-        raise DeviceError(
+        raise UserError(
             f"device={device} names one GPU and {processes} processes run; choose GPUs by setting "
             "CUDA_VISIBLE_DEVICES, with device=cuda"
         )
     if name == "cuda" and processes > gpus:
-        raise DeviceError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
+        raise UserError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
     # the others wait while the main process evaluates and saves
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=3))
     return Accelerator(cpu=name == "cpu", kwargs_handlers=[patience])

@@ -1,8 +1,8 @@
-"""Signs of life: what the processes of `--gpus N` tell their launcher, in a small file that all of them map. No torch.
+"""Heartbeats and watchdogs: who hangs is found out by another process, which does not. No torch, no numpy.
 
-Each process has a row of whole numbers and is the only one to write it: how often its heart has beaten (a thread of its
-own, so a process that computes for minutes still lives), how many collectives it has entered and where it is now, and
-how many updates are through. The launcher measures how long these stay the same, by its own clock.
+The ranks of `--gpus N` show their launcher how they are in a small file that all of them map. Each has a row of whole
+numbers and is the only one to write it. The launcher measures by its own clock how long these stay the same.
+The collecting process shows its learner by when each of its stages has to be over.
 """
 
 import atexit
@@ -12,52 +12,48 @@ import os
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# names the file, in the environment of the processes
-FILE = "SPARRING_SIGNS"
-BEAT_S = 0.2
+if TYPE_CHECKING:
+    import numpy as np
+
+# names the file, in the environment of the ranks
+FILE = "SPARRING_HEARTBEATS"
+# of a row: beats of the heart (by a thread, so a rank that computes for minutes still lives); collectives entered so
+# far; where the rank is now; updates so far
 BEATS, ENTERED, PLACE, UPDATES, COLUMNS = range(5)
-# where a process is: in no collective; in one that all must reach soon; in one where some may come minutes later
+# where a rank is: in no collective; in one that all must reach soon; in one where some may come minutes later
 ELSEWHERE, TOGETHER, PATIENT = range(3)
-# how much longer everything may take before the first update is through, when things are read and compiled, and when a
-# process leaves, whose heart no longer beats while its libraries are put away
+# how much longer everything may take the first time, when things are read and compiled; and when a rank leaves, whose
+# heart no longer beats while its libraries are put away
 FIRST_TIME = 10
-# seconds until a process must have begun: libraries are read from slow disks
-BEGIN_S = 600.0
-
-
-class Signs:
-    """`numbers [processes * COLUMNS]` of an open file."""
-
-    def __init__(self, file: Path):
-        with open(file, "r+b") as opened:
-            self.numbers = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
-
-    @classmethod
-    def make(cls, file: Path, processes: int) -> "Signs":
-        file.write_bytes(bytes(8 * COLUMNS * processes))
-        return cls(file)
-
-    def row(self, rank: int) -> memoryview:
-        return self.numbers[rank * COLUMNS : (rank + 1) * COLUMNS]
+_BEAT_S = 0.2
+# seconds until a rank must have begun: libraries are read from slow disks
+_BEGIN_S = 600.0
 
 
 @cache
-def own_row() -> memoryview | None:
-    """Of this process, whose heart begins to beat with the first call; None where nobody launched it."""
+def own_heartbeat() -> memoryview | None:
+    """The row of this rank, whose heart begins to beat with the first call; None where nobody launched it."""
     if FILE not in os.environ:
         return None
-    row = Signs(Path(os.environ[FILE])).row(int(os.environ["RANK"]))
-    threading.Thread(target=_beat, args=(row,), daemon=True).start()
+    row = _rows(Path(os.environ[FILE]))[int(os.environ["RANK"])]
+
+    def beat() -> None:
+        while True:
+            row[BEATS] += 1
+            time.sleep(_BEAT_S)
+
+    threading.Thread(target=beat, daemon=True).start()
     atexit.register(row.__setitem__, UPDATES, 0)
     return row
 
 
 def is_first_to_say(sentence: str) -> bool:
-    """Of the processes that were launched together: what all of them would say is said once."""
+    """Of the ranks that were launched together: an error that all of them have is shown once."""
     if FILE not in os.environ:
         return True
     said = Path(os.environ[FILE]).with_name(f"said-{zlib.crc32(sentence.encode()):08x}")
@@ -70,63 +66,81 @@ def is_first_to_say(sentence: str) -> bool:
     return True
 
 
-def _beat(row: memoryview) -> None:
-    while True:
-        row[BEATS] += 1
-        time.sleep(BEAT_S)
+def _rows(file: Path) -> list[memoryview]:
+    """Of all ranks, in a mapped file."""
+    with open(file, "r+b") as opened:
+        numbers = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
+    return [numbers[first : first + COLUMNS] for first in range(0, len(numbers), COLUMNS)]
 
 
-@dataclass
-class Watched:
-    """One process, as the launcher sees it: for how many seconds it has shown the same."""
+class _Rank:
+    """As the launcher sees it: for how many seconds it has shown the same."""
 
-    row: memoryview
-    seen: list[int] = field(default_factory=lambda: [0] * COLUMNS)
-    silent: float = 0.0
-    still: float = 0.0
+    def __init__(self, row: memoryview):
+        self.row, self.seen = row, [0] * COLUMNS
+        self.silent = self.still = 0.0
 
     def look(self, seconds: float) -> None:
-        now = self.row.tolist()
-        self.silent = self.silent + seconds if now[BEATS] == self.seen[BEATS] else 0.0
-        moved = now[ENTERED : PLACE + 1] != self.seen[ENTERED : PLACE + 1]
+        now, before = self.row.tolist(), self.seen
+        self.silent = self.silent + seconds if now[BEATS] == before[BEATS] else 0.0
+        moved = (now[ENTERED], now[PLACE]) != (before[ENTERED], before[PLACE])
         self.still = 0.0 if moved else self.still + seconds
         self.seen = now
 
-    @property
-    def begun(self) -> bool:
-        return self.seen[BEATS] > 0
-
-    @property
-    def place(self) -> int:
-        return self.seen[PLACE]
-
-    @property
-    def updates(self) -> int:
-        return self.seen[UPDATES]
-
 
 class Watchdog:
-    """Finds who hangs. It is asked often, and told how many seconds went by."""
+    """Finds the ranks that hang, by the heartbeats in `file`, which it makes. Call `look` often."""
 
-    def __init__(self, signs: Signs, processes: int, watchdog_s: float):
-        self.watchdog_s = watchdog_s
-        self.watched = [Watched(signs.row(rank)) for rank in range(processes)]
+    def __init__(self, file: Path, ranks: int, watchdog_s: float):
+        file.write_bytes(bytes(8 * COLUMNS * ranks))
+        self.watchdog_s, self.ranks = watchdog_s, [_Rank(row) for row in _rows(file)]
 
     def look(self, alive: list[int], seconds: float) -> tuple[list[int], str] | None:
-        """The ranks that hang, and why one thinks so."""
-        for rank in alive:
-            self.watched[rank].look(seconds)
-        seen = {rank: self.watched[rank] for rank in alive}
-        first = 1 if all(one.updates for one in seen.values()) else FIRST_TIME
-        patience = self.watchdog_s * first
-        silent = [rank for rank, one in seen.items() if one.silent > (patience if one.begun else BEGIN_S)]
+        """The ranks that hang, and why one thinks so; `seconds` went by since the last call."""
+        watched = {rank: self.ranks[rank] for rank in alive}
+        for rank in watched.values():
+            rank.look(seconds)
+        patience = self.watchdog_s * (1 if all(rank.seen[UPDATES] for rank in watched.values()) else FIRST_TIME)
+        silent = [n for n, rank in watched.items() if rank.silent > (patience if rank.seen[BEATS] else _BEGIN_S)]
         if silent:
             return silent, "gave no sign of life"
-        if not any(one.place == TOGETHER and one.still > patience for one in seen.values()):
+        if not any(rank.seen[PLACE] == TOGETHER and rank.still > patience for rank in watched.values()):
             return None
-        missing = [rank for rank, one in seen.items() if one.place == ELSEWHERE]
+        missing = [n for n, rank in watched.items() if rank.seen[PLACE] == ELSEWHERE]
         if missing:
             return missing, "did not come to where the others wait for it"
-        if all(one.still > patience for one in seen.values()):
-            return list(seen), "wait for each other"
+        if all(rank.still > patience for rank in watched.values()):
+            return alive, "wait for each other"
         return None
+
+
+class StageDeadlines:
+    """By when each stage has to be over: a table `[lanes, stages]` that one process writes and another watches.
+
+    0 where a stage is not at work. The first time it may take ten times as long.
+    """
+
+    def __init__(self, table: "np.ndarray", stages: Sequence[str], watchdog_s: float):
+        self.table, self.stages, self.watchdog_s = table, stages, watchdog_s
+        self._known: set[tuple[int, str]] = set()
+        # since when no stage has been seen at work
+        self.idle_since: float | None = None
+
+    def enter(self, lane: int, stage: str, patience_s: float | None = None) -> None:
+        if stage in self.stages:
+            patience_s = patience_s or self.watchdog_s * (1 if (lane, stage) in self._known else FIRST_TIME)
+            self.table[lane, self.stages.index(stage)] = time.monotonic() + patience_s
+
+    def leave(self, lane: int, stage: str) -> None:
+        if stage in self.stages:
+            self.table[lane, self.stages.index(stage)] = 0
+            self._known.add((lane, stage))
+
+    def look(self) -> tuple[tuple[int, str] | None, float]:
+        """A lane and its stage that is late; and for how many seconds no stage has been at work."""
+        # one copy: a stage may end meanwhile
+        now, table = time.monotonic(), self.table.copy()
+        self.idle_since = None if table.any() else self.idle_since or now
+        late = ((table > 0) & (table < now)).nonzero()
+        first = (int(late[0][0]), self.stages[late[1][0]]) if len(late[0]) else None
+        return first, now - (self.idle_since or now)

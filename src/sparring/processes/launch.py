@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from sparring.errors import LEFT_ALONE, UserError
-from sparring.processes.child import share_of_cores
-from sparring.processes.heartbeat import FILE, Signs, Watchdog
+from sparring.processes.child import forward_signals, usable_cores
+from sparring.processes.heartbeat import FILE, Watchdog
 
 INTERRUPTED, MISTAKE = 130, UserError.exit_code
 LOOK_S = 0.05
@@ -31,15 +31,19 @@ def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path
     One that hangs, as seen for `watchdog_s` seconds, fails; the first failure ends them all.
     """
     with tempfile.TemporaryDirectory(prefix="sparring-") as place:
-        signs = Signs.make(Path(place) / "signs", processes)
-        workers = _start(processes, arguments, Path(place) / "signs")
-        # a terminal tells the workers of Ctrl-C itself; `kill` tells only us. They save and leave on their own
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: _terminate(workers))
-        failure = _wait_for_all(workers, Watchdog(signs, processes, watchdog_s))
+        file = Path(place) / "heartbeats"
+        watchdog = Watchdog(file, processes, watchdog_s)
+        workers = _start(processes, arguments, file)
+        with forward_signals(workers):
+            failure = _wait_for_all(workers, watchdog)
     code = _exit_code([worker.returncode for worker in workers])
     if failure:
-        print(f"sparring: {failure}{_way_on(folder)}", file=sys.stderr, flush=True)
+        names = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
+        saved = [int(number) for number in names if number.isdigit()]
+        way_on = "No checkpoint was saved yet: the same command starts anew."
+        if saved:
+            way_on = f"The same command goes on from {folder / f'checkpoint-{max(saved)}'}."
+        print(f"sparring: {failure} {way_on}", file=sys.stderr, flush=True)
         # nothing is left to put away; libraries, which classes of one's own may have brought, would take their time
         os._exit(code)
     return code
@@ -57,14 +61,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _start(processes: int, arguments: list[str], signs: Path) -> list[subprocess.Popen]:
+def _start(processes: int, arguments: list[str], heartbeats: Path) -> list[subprocess.Popen]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = os.environ | {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share_of_cores(processes))),
-        FILE: str(signs),
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores(processes))),
+        FILE: str(heartbeats),
     }
     return [
         subprocess.Popen(
@@ -80,7 +87,12 @@ def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | 
     last = time.monotonic()
     while alive := [rank for rank, worker in enumerate(workers) if worker.poll() is None]:
         if any(worker.returncode not in (None, 0, INTERRUPTED) for worker in workers):
-            return _end_after_a_failure(workers)
+            deadline = time.monotonic() + PATIENCE
+            while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+            failure = _failure_message(workers)
+            _kill(workers)
+            return failure
         time.sleep(LOOK_S)
         # who was stopped itself, as by Ctrl-Z, does not blame the others for it
         now, passed = time.monotonic(), min(time.monotonic() - last, 10 * LOOK_S)
@@ -92,19 +104,10 @@ def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | 
                 f"{_named(ranks, workers)} {why} for rollout.watchdog_s={watchdog.watchdog_s:g} seconds (ten times as "
                 "long before the first update), so all were ended. If it was only slow, raise rollout.watchdog_s."
             )
-    return _told(workers)
+    return _failure_message(workers)
 
 
-def _end_after_a_failure(workers: list[subprocess.Popen]) -> str | None:
-    deadline = time.monotonic() + PATIENCE
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-    told = _told(workers)
-    _kill(workers)
-    return told
-
-
-def _told(workers: list[subprocess.Popen]) -> str | None:
+def _failure_message(workers: list[subprocess.Popen]) -> str | None:
     """Which one it was that failed: the others leave because they are alone. None where it has said all there is."""
     codes = {rank: w.returncode for rank, w in enumerate(workers) if w.returncode not in (None, 0, INTERRUPTED)}
     if not codes or MISTAKE in codes.values():
@@ -122,13 +125,6 @@ def _named(ranks: list[int], workers: list[subprocess.Popen]) -> str:
     return f"process{'es' if len(ranks) > 1 else ''} {numbers} of 0..{len(workers) - 1}"
 
 
-def _way_on(folder: Path) -> str:
-    saved = [int(number) for path in folder.glob("checkpoint-*") if (number := path.name.rpartition("-")[2]).isdigit()]
-    if not saved:
-        return " No checkpoint was saved yet: the same command starts anew."
-    return f" The same command goes on from {folder / f'checkpoint-{max(saved)}'}."
-
-
 def _exit_code(codes: list[int]) -> int:
     """As if there were one process: 130 where all left because they were asked to."""
     failures = [code for code in codes if code not in (0, INTERRUPTED)]
@@ -140,14 +136,3 @@ def _kill(workers: list[subprocess.Popen]) -> None:
         worker.kill()
     for worker in workers:
         worker.wait()
-
-
-def _terminate(workers: list[subprocess.Popen]) -> None:
-    for worker in workers:
-        worker.terminate()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,188 +1,274 @@
-"""Memory that processes share: rollouts and the large tensors of messages."""
+"""Memory that processes share: arrays or tensors by key in one mapped file. Imports torch only where tensors are."""
 
+import errno
+import fcntl
 import logging
-import pickle
+import mmap
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
-from sparring.processes.storage import Column, Key, Layout, Memory, shared_memory_folder
+from sparring.errors import UserError
 
-# ---- What two processes share: tensors in memory, and messages over a pipe.
-
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
-# bytes of a message that are written at once: of up to 16,384 a reader who sees the first has all
-_PART = 16_000
-_MORE, _LAST = b"+", b"."
+Key = tuple[str, ...]
+# a cache line: what one process writes does not slow down what another reads next to it
+_ALIGNMENT = 64
+# what reserving fails with: there is no room, or the file system cannot reserve
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+_PREFIX, _SUFFIX = "sparring-shared-", ".bin"
+# what most of it is for, and what to choose where there is no room
+_WHAT, _INSTEAD = "what is shared with the collecting process", "another buffer.folder"
+# bytes: from this size on, tensors of a message go through shared memory
+LARGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array; its dtype is numpy's or torch's."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class SharedHandle:
+    """What another process needs to attach."""
+
     file: Path
-    layout: Layout
+    columns: Mapping[Key, Column]
 
 
-class SharedTensors:
-    """Tensors by key that another process sees too.
+class SharedMemory:
+    """Arrays by key, as `arrays` or `tensors`, that other processes see too.
 
-    Once it has attached, nothing is left of them when both have ended, in whatever way. A maker that is killed before
-    leaves a file, which goes when the next one is made in that folder.
+    Once the last one has attached, the file loses its name: nothing is left when all have ended, in whatever way.
+    A maker that is killed before leaves a file, which goes when the next one is made in that folder.
     """
 
-    def __init__(self, memory: Memory, layout: Layout):
-        self.memory, self.layout = memory, layout
-        self.tensors: dict[Key, torch.Tensor] = layout.views(memory.data)
+    def __init__(self, handle: SharedHandle):
+        self.handle = handle
+        self._offsets, nbytes = _layout(handle.columns)
+        # of its maker, to be called when all others have attached
+        self.forget_name: Callable[[], Any] = lambda: None
+        # the device that copies, see `pin`
+        self._device: torch.device | None = None
+        with open(handle.file, "r+b") as opened:
+            self.bytes = np.frombuffer(mmap.mmap(opened.fileno(), nbytes), np.uint8)
 
     @classmethod
-    def make(
-        cls,
-        columns: Mapping[Key, Column],
-        folder: Path | None = None,
-        what: str = "what is shared with the collecting process",
-    ) -> "SharedTensors":
-        """In a file there; None: in shared memory."""
-        layout = Layout.of(columns)
-        nbytes, folder = max(layout.nbytes, 1), folder or shared_memory_folder()
-        instead = "another buffer.folder"
-        return cls(Memory.in_file(nbytes, nbytes, folder, True, what, instead, reserved=True), layout)
+    def make(cls, columns: Mapping[Key, Column], folder: Path | None = None, what=_WHAT, instead=_INSTEAD):
+        """In a file in `folder`; None: in RAM. Where there is no room, it says for `what`, and what to do `instead`."""
+        descriptor, file = _make_file(folder or _memory_folder(), _layout(columns)[1], what, instead)
+        memory = cls(SharedHandle(file, dict(columns)))
+        memory.forget_name = weakref.finalize(memory, _remove, descriptor, file)
+        return memory
 
     @classmethod
-    def attach(cls, handle: SharedHandle) -> "SharedTensors":
-        """Once: from now on both hold it, and it needs no name any more, which a killed process could leave behind."""
-        memory = Memory.open(handle.file, max(handle.layout.nbytes, 1))
-        handle.file.unlink()
-        return cls(memory, handle.layout)
+    def attach(cls, handle: SharedHandle, last: bool = True) -> "SharedMemory":
+        """`last`: nobody else will."""
+        memory = cls(handle)
+        if last:
+            handle.file.unlink()
+        return memory
 
-    def handle(self) -> SharedHandle:
-        return SharedHandle(self.memory.file, self.layout)
+    @cached_property
+    def arrays(self) -> dict[Key, np.ndarray]:
+        return self._views(self.bytes)
 
-    def pin(self, device: torch.device) -> None:
+    @cached_property
+    def tensors(self) -> dict[Key, "torch.Tensor"]:
+        import torch
+
+        return self._views(torch.from_numpy(self.bytes))
+
+    def _views(self, memory: Any) -> dict[Key, Any]:
+        views = {}
+        for key, column in self.handle.columns.items():
+            first = self._offsets[key]
+            views[key] = memory[first : first + column.nbytes].view(column.dtype).reshape(column.shape)
+        return views
+
+    def pin(self, device: "torch.device") -> None:
         """For a GPU, which then copies from here and to here by itself, several times as fast."""
+        import torch
+
+        self._device = device
         if device.type != "cuda":
             return
-        runtime, data = torch.cuda.cudart(), self.memory.data
+        runtime, pointer = torch.cuda.cudart(), self.bytes.ctypes.data
         with torch.cuda.device(device):
-            refused = int(runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0))
+            refused = int(runtime.cudaHostRegister(pointer, self.bytes.nbytes, 0))
             if not refused:
-                weakref.finalize(self.memory, runtime.cudaHostUnregister, data.data_ptr())
+                weakref.finalize(self, runtime.cudaHostUnregister, pointer)
                 return
             log.debug("memory that is shared could not be pinned (CUDA error %s): copies of it are slower", refused)
             # CUDA keeps the error for the next kernel, which would be blamed for it
             with suppress(RuntimeError):
                 torch.zeros(1, device=device)
 
+    def finish_copies(self) -> None:
+        """Wait for copies of its device that were started with `non_blocking`."""
+        if self._device is not None and self._device.type == "cuda":
+            import torch
 
-def finish_copies(device: torch.device) -> None:
-    """When copies to and from pinned memory that did not wait are done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def send(connection: Connection, message: Any, wait: Callable[[], None] | None = None) -> None:
-    send_packed(connection, pack(message), wait)
+            torch.cuda.current_stream(self._device).synchronize()
 
 
-def pack(message: Any) -> bytes:
-    """By value: torch would have a plain `send` pass its tensors on through files and sockets of its own."""
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+def _layout(columns: Mapping[Key, Column]) -> tuple[dict[Key, int], int]:
+    """Where each begins, one after the other, and how many bytes all take."""
+    offsets, end = {}, 0
+    for key, column in columns.items():
+        offsets[key] = end
+        end += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # nothing can be mapped from an empty file
+    return offsets, max(end, _ALIGNMENT)
 
 
-def send_packed(connection: Connection, text: bytes, wait: Callable[[], None] | None = None) -> None:
-    """`wait` returns when there is room to write a part: who reads may have stopped."""
-    for first in range(0, len(text), _PART):
-        last = first + _PART >= len(text)
-        if wait:
-            wait()
-        connection.send_bytes((_LAST if last else _MORE) + text[first : first + _PART])
+def _memory_folder() -> Path:
+    """Where files are RAM, if the system has such a place."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())
 
 
-def receive(connection: Connection, wait: Callable[[], None] | None = None) -> Any:
-    """The next message. `wait` returns when there is something to read: who sends may stop between two parts."""
-    parts = []
-    while not parts or parts[-1][:1] == _MORE:
-        if wait:
-            wait()
-        parts.append(connection.recv_bytes())
-    return pickle.loads(b"".join(part[1:] for part in parts))
+def _make_file(folder: Path, nbytes: int, what: str, instead: str) -> tuple[int, Path]:
+    """A new file and its descriptor, whose lock is held as long as the process lives, see `_sweep`.
+
+    Its room is reserved: else others, who saw the same room, could take it before it is written, which would kill
+    whoever writes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    free = _free_space(folder)
+    no_room = f"{what} needs {gigabytes(nbytes)}, but {folder} has {gigabytes(free)} free; choose {instead}"
+    if nbytes > free:
+        raise UserError(no_room)
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # another process may have swept it before it was locked
+        if Path(name).exists():
+            break
+        os.close(descriptor)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        # macOS has none
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        # a file system that cannot reserve leaves it sparse
+        if error.errno not in _CANNOT:
+            _remove(descriptor, Path(name))
+            raise UserError(no_room) if error.errno in _NO_ROOM else error from None
+    return descriptor, Path(name)
 
 
-# ---- Large tensors of a message, which go through shared memory: over a pipe, 20 MB take as long as several decisions.
+def _remove(descriptor: int, file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.close(descriptor)
 
 
-# bytes
-LARGE = 1 << 16
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes left: files that nobody holds. Process ids would not do: containers share memory."""
+    for file in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        # of another user, or gone just now
+        with suppress(OSError):
+            descriptor = os.open(file, os.O_RDWR)
+            try:
+                # fails where it is in use
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+
+def _free_space(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class _InSlot:
     """In a message, where a tensor was that lies in shared memory."""
 
     key: Key
 
 
-class Parcels:
-    """The sender's end. There are as many `places` as messages under way: the next one is written over the first.
+class TensorSlots:
+    """Large tensors of messages, which go through shared memory: over a pipe 20 MB take as long as several decisions.
 
-    The first message tells which tensors are large; what does not fit later on stays in its message.
+    There are as many `slots` as messages under way: the next message is written over the first. The first message
+    decides which tensors have a place; what does not fit later on stays in its message.
     """
 
-    def __init__(self, places: int, folder: Path | None):
-        self.places, self.folder = places, folder
+    def __init__(self, slots: int, folder: Path | None):
+        self.slots, self.folder = slots, folder
         self.begun = False
-        self.shared: SharedTensors | None = None
+        self.shared: SharedMemory | None = None
 
-    def send(self, content: Any, number: int) -> Any:
+    def take_out(self, content: Any, number: int) -> Any:
         """What is left of the message of this number, to be sent otherwise."""
-        large = dict(_large(content))
+        import torch
+
+        large: dict[Key, torch.Tensor] = {}
+
+        def collect(key: Key, part: Any) -> None:
+            if isinstance(part, torch.Tensor) and part.nbytes >= LARGE:
+                large[key] = part
+
+        _map(content, collect)
         if not self.begun and large:
-            columns = {key: Column((self.places, *tensor.shape), tensor.dtype) for key, tensor in large.items()}
-            self.shared = SharedTensors.make(columns, self.folder)
+            columns = {key: Column((self.slots, *tensor.shape), tensor.dtype) for key, tensor in large.items()}
+            self.shared = SharedMemory.make(columns, self.folder)
         self.begun = True
-        fitting = {key for key, tensor in large.items() if self._fits(key, tensor)}
+        known = self.shared.handle.columns if self.shared else {}
+        fitting = {key for key, t in large.items() if known.get(key) == Column((self.slots, *t.shape), t.dtype)}
         for key in fitting:
-            self.shared.tensors[key][number % self.places].copy_(large[key])
-        return _mapped(content, lambda key, part: Elsewhere(key) if key in fitting else part)
+            self.shared.tensors[key][number % self.slots].copy_(large[key])
+        return _map(content, lambda key, part: _InSlot(key) if key in fitting else part)
 
-    def _fits(self, key: Key, tensor: torch.Tensor) -> bool:
-        column = None if self.shared is None else self.shared.layout.columns.get(key)
-        return column is not None and (column.shape[1:], column.dtype) == (tensor.shape, tensor.dtype)
+    @staticmethod
+    def put_back(content: Any, shared: SharedMemory | None, number: int) -> Any:
+        """The whole message of this number, of which nothing lies in shared memory any more."""
 
+        def restored(_: Key, part: Any) -> Any:
+            if not isinstance(part, _InSlot):
+                return part
+            slots = shared.tensors[part.key]
+            return slots[number % len(slots)].clone()
 
-def received(content: Any, shared: SharedTensors | None, number: int) -> Any:
-    """The whole message of this number, of which nothing lies in shared memory any more."""
-
-    def copied(_: Key, part: Any) -> Any:
-        if not isinstance(part, Elsewhere):
-            return part
-        places = shared.tensors[part.key]
-        return places[number % len(places)].clone()
-
-    return _mapped(content, copied)
+        return _map(content, restored)
 
 
-def _large(content: Any) -> list[tuple[Key, torch.Tensor]]:
-    found = []
-
-    def look(key: Key, part: Any) -> None:
-        if isinstance(part, torch.Tensor) and part.nbytes >= LARGE:
-            found.append((key, part))
-
-    _mapped(content, look)
-    return found
-
-
-def _mapped(content: Any, function, key: Key = ()) -> Any:
+def _map(content: Any, function: Callable[[Key, Any], Any], key: Key = ()) -> Any:
     """The same dicts and lists with function(where, part) for each part of them that is neither."""
     if isinstance(content, dict):
-        return {name: _mapped(part, function, (*key, str(name))) for name, part in content.items()}
+        return {name: _map(part, function, (*key, str(name))) for name, part in content.items()}
     if isinstance(content, list):
-        return [_mapped(part, function, (*key, str(place))) for place, part in enumerate(content)]
+        return [_map(part, function, (*key, str(place))) for place, part in enumerate(content)]
     return function(key, content)
+
+
+def gigabytes(nbytes: int) -> str:
+    """'1.3 GB', '52 MB', '1.2 kB': two digits, as people say it."""
+    unit, size = next((pair for pair in (("GB", 1e9), ("MB", 1e6)) if nbytes >= pair[1] / 2), ("kB", 1e3))
+    value = nbytes / size
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"

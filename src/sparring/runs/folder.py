@@ -16,8 +16,8 @@ from typing import Any
 from sparring.config.schema import Config
 from sparring.config.section import ConfigError, Section
 from sparring.config.text import flatten, read_settings, value_text
-from sparring.data.episode_files import take_lock
 from sparring.errors import UserError
+from sparring.processes.files import take_lock
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, find_checkpoint
 

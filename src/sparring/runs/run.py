@@ -21,9 +21,8 @@ from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.noise import random_state, seed_everything, set_random_state
 from sparring.phases import PHASES
 from sparring.phases.phase import Collects, Filmed, Phase, ShowsPictures, Timed
-from sparring.processes.child import usable_cores
+from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed
-from sparring.processes.signals import Interrupt
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, RunLog
 from sparring.record.recorder import Recorder

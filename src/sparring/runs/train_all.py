@@ -7,7 +7,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +18,7 @@ from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
 from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
+from sparring.processes.child import forward_signals
 
 # what each starts from: key -> phase
 STARTS_FROM = {
@@ -129,13 +129,8 @@ def folder_of(phase: str, output: Path) -> Path:
 def _run(words: list[str]) -> int:
     """`sparring WORDS` in a process of its own; its exit code."""
     child = subprocess.Popen([sys.executable, "-m", "sparring", *words])
-    # a terminal tells the child of Ctrl-C itself; `kill` tells only us. It saves and leaves on its own
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    try:
+    with forward_signals([child]):
         code = child.wait()
-    finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
     # killed by a signal: as a shell tells it
     return code if code >= 0 else 128 - code
 

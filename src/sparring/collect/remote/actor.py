@@ -2,7 +2,7 @@
 
 Run as `python -m sparring.collect.remote.actor <fd>`, where fd is its end of a pipe to the learner. Rollout k begins
 when the weights are of version k - staleness or newer, with the newest there are; the learner may ask for less
-staleness than was agreed on at first. k's place is k modulo (that + 1), which the learner is then done with. It ends
+staleness than was agreed on at first. k's slot is k modulo (that + 1), which the learner is then done with. It ends
 when the pipe is closed, as it also is when the learner dies.
 """
 
@@ -12,71 +12,147 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
+from tensordict import TensorDict
 
 from sparring.algorithms.parity import Parity
-from sparring.collect.remote.protocol import FIRST_TIME, WATCHED, ActorPipe, Begin, Failure, HungUp, Made, Report, Start
-from sparring.collect.remote.weights import SnapshotReader, go_first
+from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Notice, Report, Start
+from sparring.collect.remote.weights import WeightsReader
 from sparring.collect.timing import Stopwatch
 from sparring.data.buffer import leaves
 from sparring.errors import UserError
 from sparring.noise import random_state, seed_everything, set_random_state
+from sparring.processes.child import connect_to_parent
 from sparring.processes.distributed import exact_kernels
-from sparring.processes.shared_memory import Parcels, SharedTensors, finish_copies
-from sparring.processes.signals import leave_signals_to_the_parent
-from sparring.processes.storage import Column
+from sparring.processes.heartbeat import StageDeadlines
+from sparring.processes.shared_memory import Column, SharedMemory, TensorSlots
+
+# what is left of a process in the middle of something to end in peace, after the learner hung up
+_LEAVE_S = 1.0
 
 
-class WatchedStopwatch(Stopwatch):
-    """Tells by when each stage has to be over, and ends where the learner has gone."""
-
-    def __init__(self, who: str, deadlines: np.ndarray, watchdog_s: float, line: ActorPipe):
-        super().__init__(who)
-        self.deadlines, self.watchdog_s, self.line = deadlines, watchdog_s, line
-        self.known: set[str] = set()
-
-    def entered(self, stage: str) -> None:
-        self.line.check()
-        if stage in WATCHED:
-            patience = self.watchdog_s * (1 if stage in self.known else FIRST_TIME)
-            self.deadlines[WATCHED.index(stage)] = time.monotonic() + patience
-
-    def left(self, stage: str) -> None:
-        if stage in WATCHED:
-            self.deadlines[WATCHED.index(stage)] = 0
-            self.known.add(stage)
+class _HungUp(Exception):
+    """The learner is not there any more."""
 
 
-class Actor:
-    def __init__(self, line: ActorPipe, start: Start):
-        self.line, self.start = line, start
-        self.deadlines = SharedTensors.attach(start.deadlines).tensors["deadlines",].numpy()
-        self.collector, self.buffer, self.scorer = start.acting()
+class _ActorPipe:
+    """The pipe to the learner.
+
+    A thread sends: a learner that is busy does not hold up the robots. Another one listens to what the learner says.
+    """
+
+    def __init__(self):
+        self.version, self.staleness, self.films, self.hung_up = -1, 0, 0, False
+        # the process knows of its end, and closes the robots
+        self.ending = False
+        # closes them when the learner hangs up, whatever they are at
+        self.close_robots: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._sender = ThreadPoolExecutor(1)
+        self._pipe = connect_to_parent(self._leave)
+
+    def send(self, message: Any) -> None:
+        """As it is now; it may change before it is sent."""
+        self._sender.submit(self._write, self._pipe.pack(message))
+
+    def finish(self) -> None:
+        """When all is sent, or nobody is there to read it."""
+        self._sender.shutdown()
+
+    def receive(self) -> Any:
+        try:
+            return self._pipe.receive()
+        except (EOFError, OSError):
+            raise _HungUp from None
+
+    def listen(self, begin: Begin) -> None:
+        """For notices, from now on."""
+        self.version, self.staleness, self.films = begin.number, begin.staleness, begin.films
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def wait_for_turn(self, number: int) -> None:
+        """Until the rollout of this number may begin."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.hung_up or self.version >= number - self.staleness)
+        self.check()
+
+    def check(self) -> None:
+        if self.hung_up:
+            raise _HungUp
+
+    def take_films(self) -> int:
+        with self._changed:
+            films, self.films = self.films, 0
+        return films
+
+    def _write(self, packed: bytes) -> None:
+        try:
+            self._pipe.write(packed)
+        except OSError:
+            self._hang_up()
+
+    def _listen(self) -> None:
+        with suppress(_HungUp):
+            while True:
+                notice: Notice = self.receive()
+                with self._changed:
+                    for name, value in vars(notice).items():
+                        if value is not None:
+                            setattr(self, name, value)
+                    self._changed.notify()
+
+    def _hang_up(self) -> None:
+        with self._changed:
+            self.hung_up = True
+            self._changed.notify()
+
+    def _leave(self) -> None:
+        """Whoever waits for this process does not wait for robots in the middle of something."""
+        self._hang_up()
+        time.sleep(_LEAVE_S)
+        closing = threading.Thread(target=self.close_robots, daemon=True)
+        closing.start()
+        closing.join(_LEAVE_S)
+        if self.ending:
+            closing.join(CLOSE_S - _LEAVE_S)
+
+
+class _Actor:
+    """Collects for ever; before that the learner calls its methods by their names."""
+
+    def __init__(self, pipe: _ActorPipe, start: Start):
+        self.pipe, self.start = pipe, start
+        table = SharedMemory.attach(start.deadlines).arrays["deadlines",]
+        self.deadlines = StageDeadlines(table, WATCHED, start.watchdog_s)
+        self.collector, self.buffer, self.scorer = start.factory()
         self.device = self.collector.env.device
-        # groups have stages of their own
-        self.stopwatch = self._watched("collector", 0)
-        for lane, part in enumerate(getattr(self.collector, "collectors", ())):
-            part.stopwatch = self._watched(f"collector {lane}", lane)
-        self.collector.stopwatch = self.stopwatch
-        self.places: SharedTensors | None = None
-        self.parcels = Parcels(start.staleness + 1, start.folder)
-        self.reported = False
+        for lane, collector in enumerate(self.collector.lanes):
+            collector.stopwatch = self._watched_stopwatch(f"collector {lane}", lane)
+        self.collector.stopwatch = self.stopwatch = self._watched_stopwatch("collector", 0)
+        # [slots, T, N, ...]
+        self.rollouts: SharedMemory | None = None
+        self.states = TensorSlots(start.staleness + 1, start.folder)
         self._closing, self._closed = threading.Lock(), False
-        self.deadlines[0, WATCHED.index("make")] = 0
+        self.deadlines.leave(0, "make")
 
-    def _watched(self, who: str, lane: int) -> WatchedStopwatch:
-        return WatchedStopwatch(who, self.deadlines[lane], self.start.watchdog_s, self.line)
+    def _watched_stopwatch(self, who: str, lane: int) -> Stopwatch:
+        """Shows by when each stage has to be over, and ends where the learner has gone."""
+
+        def enter(stage: str) -> None:
+            self.pipe.check()
+            self.deadlines.enter(lane, stage)
+
+        return Stopwatch(who, enter, partial(self.deadlines.leave, lane))
 
     def failed_at(self) -> str:
-        parts = getattr(self.collector, "collectors", [self.collector])
-        return (
-            next((part.stopwatch.failed for part in parts if part.stopwatch.failed), None)
-            or self.stopwatch.failed
-            or "wait"
-        )
+        stopwatches = [collector.stopwatch for collector in (*self.collector.lanes, self.collector)]
+        return next((stopwatch.failed for stopwatch in stopwatches if stopwatch.failed), "wait")
 
     def close(self) -> None:
         """Once, whoever asks first; the others wait for it."""
@@ -96,43 +172,43 @@ class Actor:
 
     def act(self, begin: Begin) -> None:
         """For ever."""
-        policy = self.collector.policy
-        snapshot, number = SnapshotReader(begin.weights, policy), begin.number
+        collector, stopwatch = self.collector, self.stopwatch
+        weights, number = WeightsReader(begin.weights, collector.policy), begin.number
         while True:
-            with self.stopwatch.stage("wait", self.collector.version):
-                self.line.wait_for_turn(number)
-            with self.stopwatch.stage("load", self.collector.version):
-                self.collector.version = snapshot.load()
-            if films := self.line.take_films():
-                self.collector.film(films)
-            self.collector.collect(self.buffer)
-            parity = self._hand_over(number)
-            with self.stopwatch.stage("report", self.collector.version):
-                self.line.say(self._report(number, parity))
+            with stopwatch.stage("wait", collector.version):
+                self.pipe.wait_for_turn(number)
+            with stopwatch.stage("load", collector.version):
+                collector.version = weights.load()
+            if films := self.pipe.take_films():
+                collector.film(films)
+            collector.collect(self.buffer)
+            rollout = self.buffer.rollout()
+            with stopwatch.stage("gate", collector.version):
+                # before these weights are gone
+                parity = self.scorer.replay(rollout, collector.version) if self.scorer else None
+            with stopwatch.stage("share", collector.version):
+                self._share(rollout, number)
+            with stopwatch.stage("report", collector.version):
+                self.pipe.send(self._report(number, parity, first=number == begin.number))
             number += 1
 
-    def _hand_over(self, number: int) -> Parity | None:
-        """The rollout into its place, scored again before its weights are gone."""
-        collector, rollout = self.collector, self.buffer.rollout()
-        with self.stopwatch.stage("gate", collector.version):
-            parity = self.scorer.replay(rollout, collector.version) if self.scorer else None
-        with self.stopwatch.stage("share", collector.version):
-            if self.places is None:
-                self.places = self._make_places(rollout)
-                self.places.pin(self.device)
-            place = number % (self.start.staleness + 1)
-            for key, value in leaves(rollout):
-                self.places.tensors[key][place, : len(rollout)].copy_(value, non_blocking=True)
-            finish_copies(self.device)
-        return parity
+    def _share(self, rollout: TensorDict, number: int) -> None:
+        slots = self.start.staleness + 1
+        if self.rollouts is None:
+            shape = (slots, self.buffer.steps)
+            columns = {key: Column((*shape, *value.shape[1:]), value.dtype) for key, value in leaves(rollout)}
+            self.rollouts = SharedMemory.make(columns, self.start.folder)
+            self.rollouts.pin(self.device)
+        for key, value in leaves(rollout):
+            self.rollouts.tensors[key][number % slots, : len(rollout)].copy_(value, non_blocking=True)
+        self.rollouts.finish_copies()
 
-    def _report(self, number: int, parity: Parity | None) -> Report:
+    def _report(self, number: int, parity: Parity | None, first: bool) -> Report:
         collector, seconds = self.collector, self.stopwatch.seconds
-        told = {f"{stage}_seconds": seconds[stage] for stage in ("collect", "wait")}
-        told["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
-        figures, spans = collector.drain_stages()
-        state = self.parcels.send(collector.state_dict() | {"random": random_state(self.device)}, number)
-        first, self.reported = not self.reported, True
+        metrics = {f"{stage}_seconds": seconds[stage] for stage in ("collect", "wait")}
+        metrics["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
+        busy, spans = collector.drain_stages()
+        state = self.states.take_out(collector.state_dict() | {"random": random_state(self.device)}, number)
         return Report(
             number,
             collector.version,
@@ -140,67 +216,65 @@ class Actor:
             collector.env_steps,
             collector.env.spec,
             state,
-            figures | told,
+            busy | metrics,
             parity,
             collector.drain_episodes(),
             [film.developed() for film in collector.drain_films()],
             spans,
-            self.places.handle() if first else None,
-            self.parcels.shared.handle() if first and self.parcels.shared else None,
+            self.rollouts.handle if first else None,
+            self.states.shared.handle if first and self.states.shared else None,
         )
 
-    def _make_places(self, rollout) -> SharedTensors:
-        # [places, T, N, ...]
-        shape = (self.start.staleness + 1, self.buffer.steps)
-        columns = {key: Column((*shape, *value.shape[1:]), value.dtype) for key, value in leaves(rollout)}
-        return SharedTensors.make(columns, self.start.folder)
 
-
-def serve(line: ActorPipe) -> None:
-    """Make the robots, do what is asked once, then collect until hung up on; the last word is what went wrong."""
+def _serve(pipe: _ActorPipe) -> None:
+    """Make the robots, answer calls, then collect until the learner hangs up; the last message is what went wrong."""
     actor = None
     try:
-        start = line.hear()
+        start = pipe.receive()
         exact_kernels()
         torch.set_num_threads(start.threads)
-        seed_everything(start.acting.random_seed)
-        go_first(start.acting.seat.device)
-        actor = Actor(line, start)
-        line.at_hang_up = actor.close
-        line.say(Made(actor.collector.env.spec))
-        while not isinstance(message := line.hear(), Begin):
+        seed_everything(start.factory.random_seed)
+        _go_first(start.factory.device)
+        actor = _Actor(pipe, start)
+        pipe.close_robots = actor.close
+        pipe.send(actor.collector.env.spec)
+        while not isinstance(message := pipe.receive(), Begin):
             method, arguments = message
-            line.say(getattr(actor, method)(*arguments))
-        line.version, line.staleness, line.films = message.number, message.staleness, message.films
-        line.listen()
+            pipe.send(getattr(actor, method)(*arguments))
+        pipe.listen(message)
         actor.act(message)
-    except HungUp:
+    except _HungUp:
         return
-    except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is told
-        told = " ".join([*_in_words(error), *getattr(error, "__notes__", ())])
+    except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is reported
+        mendable = isinstance(error, UserError)
+        what = str(error) if mendable else f"{type(error).__name__}: {error}"
+        what = " ".join([what, *getattr(error, "__notes__", ())])
         stage = actor.failed_at() if actor else "make"
-        line.say(Failure(told, stage, None if isinstance(error, UserError) else traceback.format_exc()))
-        line.finish()
+        pipe.send(Failure(what, stage, None if mendable else traceback.format_exc()))
+        pipe.finish()
     finally:
-        line.ending = True
+        pipe.ending = True
         if actor:
             actor.close()
 
 
-def _in_words(error: Exception) -> list[str]:
-    return [str(error)] if isinstance(error, UserError) else [f"{type(error).__name__}: {error}"]
+def _go_first(device: torch.device) -> None:
+    """On a GPU that acts and learns, acting comes first: robots wait for it, and it is short. (Where MPS runs.)"""
+    if device.type == "cuda":
+        # lower numbers are served first; usual streams have 0
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
 
 
-def main() -> None:
-    leave_signals_to_the_parent()
+def _main() -> None:
+    pipe = _ActorPipe()
     # the learner keeps what is said here in its log of envs
     logging.basicConfig(format="%(levelname)s %(message)s")
     logging.getLogger("sparring").setLevel(logging.DEBUG)
-    serve(ActorPipe(Connection(int(sys.argv[1]))))
+    _serve(pipe)
     # threads that simulate may still be at it
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    _main()
