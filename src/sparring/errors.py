@@ -33,3 +33,15 @@ class LeftAlone(UserError):
     """Another process of the run has gone, without which this one can neither go on nor save."""
 
     exit_code = LEFT_ALONE
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong in somebody else's code, and where, in one line."""
+    import traceback  # errors.py is imported by everything, this seldom
+
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    # frames of importlib itself say nothing
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    where = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"

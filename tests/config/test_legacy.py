@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sparring.cli.main import main
 from sparring.config import schema
 from sparring.config.convert import import_config
-from sparring.config.legacy import ALIASES, LISTED, PHASE_ALIASES, SO_ANYWAY, WITHOUT_MEANING, rename, without_meaning
-from sparring.config.schema import SCHEMA, schema_for
+from sparring.config.legacy import ALIASES, LISTED, PHASE_ALIASES, SO_ANYWAY, WITHOUT_MEANING, _without_meaning, rename
+from sparring.config.schema import SCHEMA
 from sparring.config.section import ConfigError
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
 from sparring.errors import UserError
@@ -205,11 +205,11 @@ def test_what_import_writes_loads_as_the_original_does(tmp_path, name):
     assert load_config(ours, start(phase)) == load_config(file, start(phase), phase)
     # in our words: nothing is left to be renamed
     settings = read_settings(ours)
-    assert rename(settings, schema_for(settings)).notes() == []
+    assert rename(settings, SCHEMA).notes() == []
 
 
 def kept(file):
-    return [setting for setting in read_settings(file) if not without_meaning(setting)]
+    return [setting for setting in read_settings(file) if not _without_meaning(setting)]
 
 
 def without_sections_of(others, config):
@@ -449,7 +449,7 @@ def test_no_key_is_in_two_tables():
     phase_keys = {key for table in PHASE_ALIASES.values() for key in table}
     assert not WITHOUT_MEANING.keys() & ({*ALIASES, *LISTED} | phase_keys)
     # what is so anyway has a reason to give for any other value
-    assert all(without_meaning(Setting(key, "?", "here")) for key in SO_ANYWAY)
+    assert all(_without_meaning(Setting(key, "?", "here")) for key in SO_ANYWAY)
     keys = SCHEMA.keys(SCHEMA.classes())
     assert not [key for key in (*WITHOUT_MEANING, *LISTED) if key in keys]
     assert all(key in keys for key, _ in LISTED.values())

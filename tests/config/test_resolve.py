@@ -5,11 +5,11 @@ import sys
 import pytest
 from pydantic import Field
 
-from sparring.config.resolve import config_class, describe_error, import_path, path_of, resolve
+from sparring.config.resolve import _path_of, config_class, resolve
 from sparring.config.schema import load_config
 from sparring.config.section import Section
 from sparring.config.text import parse_overrides
-from sparring.errors import UserError
+from sparring.errors import UserError, describe_error
 
 ANNOTATE = "its first parameter must be annotated with its config class, e.g. def __init__(self, config: MyConfig, ...)"
 KNOWN = {"square": "math:sqrt", "log": "math:log"}
@@ -77,7 +77,7 @@ def test_short_names_and_import_paths():
     assert resolve("square", KNOWN, "thing") is math.sqrt
     assert resolve("math:log", KNOWN, "thing") is math.log
     # nothing is imported by asking for the path
-    assert path_of("no.such:Thing", KNOWN, "thing") == "no.such:Thing"
+    assert _path_of("no.such:Thing", KNOWN, "thing") == "no.such:Thing"
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_short_names_and_import_paths():
     ],
 )
 def test_a_bad_import_path(path, said):
-    assert sentence(import_path, path, "thing") == said
+    assert sentence(resolve, path, {}, "thing") == said
 
 
 def test_an_unknown_name():
     said = "no thing is called 'sqare'; nearest: square; known: square, log, or your.module:Class"
-    assert sentence(path_of, "sqare", KNOWN, "thing") == said
-    assert sentence(path_of, "zzz", KNOWN, "thing") == (
+    assert sentence(_path_of, "sqare", KNOWN, "thing") == said
+    assert sentence(_path_of, "zzz", KNOWN, "thing") == (
         "no thing is called 'zzz'; known: square, log, or your.module:Class"
     )
 
 
 def test_a_module_that_needs_what_is_not_installed(module):
     name = module("import not_installed_at_all\n")
-    assert sentence(import_path, f"{name}:X", "env") == (
+    assert sentence(resolve, f"{name}:X", {}, "env") == (
         "env 'their_module:X': no module 'not_installed_at_all'; "
         "'their_module' itself needs 'not_installed_at_all', which is not installed"
     )
@@ -115,12 +115,12 @@ def test_a_module_that_needs_what_is_not_installed(module):
 
 def test_a_module_that_fails_while_it_is_imported(module, tmp_path):
     name = module("x = 1\ny = x / 0\n")
-    assert sentence(import_path, f"{name}:X", "env") == (
+    assert sentence(resolve, f"{name}:X", {}, "env") == (
         "env 'their_module:X': importing 'their_module' failed: ZeroDivisionError: division by zero "
         f"({tmp_path / 'their_module.py'} line 2)"
     )
     name = module("def broken(:\n", "their_other_module")
-    said = sentence(import_path, f"{name}:X", "env")
+    said = sentence(resolve, f"{name}:X", {}, "env")
     assert said.startswith("env 'their_other_module:X': importing 'their_other_module' failed: SyntaxError: invalid")
 
 

@@ -16,9 +16,10 @@ from pydantic import Field
 from sparring.config import schema
 from sparring.config.legacy import ALIASES
 from sparring.config.schema import SCHEMA
-from sparring.config.section import ConfigError, Schema, Section, accepted
-from sparring.config.text import ConfigTextError, Setting, flatten, parse_overrides, read_settings, to_yaml
+from sparring.config.section import ConfigError, Schema, Section, _accepted
+from sparring.config.text import Setting, flatten, parse_overrides, read_settings, to_yaml
 from sparring.envs.configs import GymConfig, TabletopConfig
+from sparring.errors import UserError
 from sparring.phases import CHAIN, PHASES
 from sparring.runs.train_all import settings_of
 
@@ -48,7 +49,7 @@ def in_file(tmp_path, text, name="run.yaml"):
 
 
 def unreadable(path):
-    with pytest.raises(ConfigTextError) as caught:
+    with pytest.raises(UserError) as caught:
         load_config(path)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
     return str(caught.value).replace(str(path), "FILE")
@@ -113,7 +114,7 @@ def test_a_forgotten_value_does_not_count_as_one():
 
 
 def test_words_that_are_no_overrides_are_all_told():
-    with pytest.raises(ConfigTextError) as caught:
+    with pytest.raises(UserError) as caught:
         parse_overrides(["foo", "--3x", "1", "=2", "a=[1", "b=1"])
     assert str(caught.value).splitlines() == [
         "'foo' is not an override; write key=value or --key value",
@@ -513,8 +514,8 @@ def _numbers():
         config = load_config(source)
         classes = {name: type(value) for name, value in config if isinstance(value, Section)}
         for key, info in SCHEMA.keys(classes).items():
-            kind = "integer" if "an integer" in accepted(info) else "number" if "a number" in accepted(info) else None
-            if kind and "a list" not in accepted(info):
+            kind = "integer" if "an integer" in _accepted(info) else "number" if "a number" in _accepted(info) else None
+            if kind and "a list" not in _accepted(info):
                 yield source, key, _within(kind, info.metadata)
 
 
@@ -590,7 +591,7 @@ def read(text):
 def test_no_file_makes_the_reader_fail_without_a_sentence(text):
     try:
         SCHEMA.build(read(text))
-    except (ConfigError, ConfigTextError) as error:
+    except (ConfigError, UserError) as error:
         assert all(line.strip() for line in str(error).splitlines())
 
 

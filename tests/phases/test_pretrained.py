@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 import sparring
 from sparring.cli.main import main
 from sparring.config.inherit import inherited_settings
-from sparring.config.legacy import phase_of, rename
-from sparring.config.schema import load_config, schema_for
+from sparring.config.legacy import rename
+from sparring.config.schema import SCHEMA, load_config
 from sparring.config.text import Setting
 from sparring.envs.env import make_env
 from sparring.evaluation.play import evaluate
@@ -113,7 +113,8 @@ def test_what_is_given_stands_above_being_careful(trained, capsys):
 
 
 def inherited(given):
-    return inherited_settings(phase_of(given) or "finetune", rename(given, schema_for(given)).settings)
+    renamed = rename(given, SCHEMA)
+    return inherited_settings(renamed.phase, renamed.settings)
 
 
 @pytest.mark.parametrize("phase", ["imitate", "student", "adversarial", "teacher"])

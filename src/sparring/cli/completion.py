@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from sparring import algorithms, envs, phases, policies
 from sparring.cli.arguments import OPTIONS
+from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -88,11 +89,11 @@ def _values_of(command: argparse.ArgumentParser, action: argparse.Action) -> Ite
 def _keys(given: list[str]) -> "dict[str, FieldInfo]":
     """Every key there is; `env.name=gym:CartPole-v1` before the word decides which."""
     from sparring.config.schema import SCHEMA
-    from sparring.config.text import ConfigTextError, parse_overrides, split_overrides
+    from sparring.config.text import parse_overrides, split_overrides
 
     try:
         settings = parse_overrides(split_overrides(given, {})[0])
-    except ConfigTextError:  # a line is half typed
+    except UserError:  # a line is half typed
         settings = []
     return SCHEMA.keys(SCHEMA.classes(settings))
 

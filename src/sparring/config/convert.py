@@ -1,12 +1,11 @@
 """`sparring config import FILE`: a config that is written as in the original projects, under our keys. Torch-free."""
 
 from pathlib import Path
-from typing import Any
 
-from sparring.config.legacy import Renamed, rename, without_meaning
-from sparring.config.schema import kinds_with, load_config, schema_for
-from sparring.config.section import insert
-from sparring.config.text import ConfigTextError, Setting, read_settings, to_yaml, value_text
+from sparring.config.legacy import Renamed, rename
+from sparring.config.schema import SCHEMA, kinds_with, load_config
+from sparring.config.text import Setting, read_settings, to_yaml, value_text
+from sparring.errors import UserError
 from sparring.phases import ALIASES, CHAIN, PHASES, unknown_phase
 from sparring.policies.configs import LoraConfig
 
@@ -22,19 +21,19 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     """
     given = read_settings(file)
     if not given:
-        raise ConfigTextError(f"config file '{file}': says nothing, so there is nothing to import")
+        raise UserError(f"config file '{file}': says nothing, so there is nothing to import")
     asked = phase or next((setting.value for setting in reversed(given) if setting.key == "phase"), None)
     names_a_phase = any(setting.key.partition(".")[0] in CHAIN for setting in given)
     phase = asked or ("all" if names_a_phase else "finetune")
     phase = ALIASES.get(str(phase), phase)
     if phase not in (*PHASES, "all"):
-        raise ConfigTextError(f"phase = {value_text(phase)}: {unknown_phase(phase, 'all')}")
+        raise UserError(f"phase = {value_text(phase)}: {unknown_phase(phase, 'all')}")
 
-    comments = [(setting, why) for setting in given if (why := without_meaning(setting))]
-    kept = [setting for setting in given if setting.key != "phase" and not without_meaning(setting)]
     phases = CHAIN if phase == "all" else (phase,)
-    renamed = _renamed(kept, phases[0])
-    comments += [(setting, "it is always so here") for setting in renamed.always]
+    renamed = _renamed([setting for setting in given if setting.key != "phase"], phases[0])
+    comments = [*renamed.refused, *((setting, "it is always so here") for setting in renamed.always)]
+    refused = [setting for setting, _ in renamed.refused]
+    kept = [setting for setting in given if setting.key != "phase" and setting not in refused]
     if phase != "all":
         comments += [(s, f"only {s.key.partition('.')[0]} reads it") for s in renamed.other_phases]
     homeless = {each: _homeless(kept, each) for each in phases}
@@ -50,9 +49,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     notes += [f"{setting.key} (from {setting.where}) is a comment now: {why}" for setting, why in comments]
     also = f" and each of its phases: {', '.join(CHAIN)}" if phase == "all" else ""
     text = f"# From {Path(file).name}, by `sparring config import`. For `sparring train {phase}`{also}.\n"
-    values: dict[str, Any] = {}
-    for key, setting in settings.items():
-        insert(values, key, setting.value)
+    values = SCHEMA.nested(settings)
     text += to_yaml(values, {key: f"was {theirs}" for key, theirs in names.items()}) if values else ""
     text += f"# Not settings here; each with its line in {Path(file).name}, and why:\n" if comments else ""
     for setting, why in comments:
@@ -61,19 +58,15 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     return text, notes
 
 
-def _for_phase(kept: list[Setting], phase: str) -> list[Setting]:
-    return [*kept, Setting("phase", phase, "command line")]
-
-
 def _renamed(kept: list[Setting], phase: str) -> Renamed:
-    settings = _for_phase(kept, phase)
-    return rename(settings, schema_for(settings))
+    return rename([*kept, Setting("phase", phase, "command line")], SCHEMA)
 
 
 def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
     """Settings whose place here another setting would have to make, and what they wait for."""
-    schema, ours = schema_for(_for_phase(kept, phase)), _renamed(kept, phase).settings
-    keys, given = schema.keys(schema.classes(ours)), {s.key: s.value for s in ours}
+    renamed = _renamed(kept, phase)
+    schema, given = renamed.schema, {s.key: s.value for s in renamed.settings}
+    keys = schema.keys(schema.classes(renamed.settings))
     found = []
     for setting in kept:
         key = schema.spelled(setting.key)
@@ -109,10 +102,9 @@ def _placed(kept: list[Setting], homeless: list[Comment], phase: str) -> dict[st
     """Our keys and what was given for them, all checked."""
     waiting = [id(setting) for setting, _ in homeless]
     kept = [setting for setting in kept if id(setting) not in waiting]
-    settings = _for_phase(kept, phase)
-    load_config(None, settings, inherit=False, to_run=False)
-    schema, ours = schema_for(settings), _renamed(kept, phase).settings
-    placed = schema.place(ours, schema.classes(ours), [])
+    load_config(None, kept, phase, inherit=False, to_run=False)
+    renamed = _renamed(kept, phase)
+    placed = renamed.schema.place(renamed.settings, renamed.schema.classes(renamed.settings), [])
     return {key: setting for key, setting in placed.items() if key != "phase"}
 
 

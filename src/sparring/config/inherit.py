@@ -5,11 +5,9 @@ The policy comes with `pretrained`, the env with `imitate.demos`, the world mode
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from sparring.config.section import Section
 from sparring.config.text import Setting, read_settings
 from sparring.errors import UserError
 from sparring.policies.configs import OF_A_METHOD
@@ -56,14 +54,6 @@ _OF_PRETRAINED = {"ppo": _CAREFUL | {"critic_lr": 1e-3, "critic_warmup_updates":
 _OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
 
 
-def phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
-    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
-    names = {s.key: s.value for s in settings}
-    others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
-    values = PHASE_DEFAULTS.get(phase, {}).items()
-    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
-
-
 def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
     """What comes with what `settings`, under our keys, start from; later ones win."""
     given = {setting.key: setting.value for setting in settings}
@@ -83,27 +73,6 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
     if phase == "adversarial" and isinstance(given.get("adversarial.student"), str):
         inherited += _of_checkpoint("adversarial.student", given, ("policy",), "student.cameras")
     return inherited
-
-
-def inherited_notes(inherited: list[Setting], config: Section) -> list[str]:
-    """A line for each source: which of its settings hold, where they differ from the defaults."""
-    lines: dict[str, list[str]] = {}
-    for setting in inherited:
-        section, _, key = setting.key.partition(".")
-        part = getattr(config, section)
-        field, value = type(part).model_fields.get(key), part.model_dump(mode="json").get(key)
-        if field is None or value != setting.value:
-            continue
-        # each kind of policy has a config of its own, whose default is its own name
-        usual = USUAL.get(section) if key == "name" else field.default
-        if value != (list(usual) if isinstance(usual, tuple) else usual):
-            shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
-            lines.setdefault(setting.source, []).append(f"{setting.key}={shown}")
-    return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
-
-
-def run_folder(output: str | None, phase: str) -> Path:
-    return Path(output) if output else Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{phase}_rl"
 
 
 def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *keys: str) -> list[Setting]:
@@ -134,9 +103,11 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
 
 def _of_the_run_itself(key: str, given: dict[str, Any]) -> list[Setting]:
     """The config of a run that started from `given[key]` and goes on: it holds all that came along."""
+    from sparring.config.schema import Config
     from sparring.runs.checkpoint import checkpoints
 
-    folder = run_folder(given.get("output"), given.get("phase", "finetune"))
+    named = {name: given[name] for name in ("output", "phase") if name in given}
+    folder = Config.model_construct(**named).run_folder
     if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
         return []
     saved = read_settings(folder / "config.yaml")

@@ -14,77 +14,45 @@ from sparring.config.section import Schema
 from sparring.config.text import Setting, value_text
 from sparring.phases import CHAIN
 
-# words of other PPO trainers
-_PPO_WORDS = {
-    "learning_rate": "policy_lr",
-    "value_lr": "critic_lr",
-    "n_epochs": "ppo_epochs",
-    "batch_size": "mini_batch_size",
-    "clip_coef": "clip_ratio",
-    "clip_epsilon": "clip_ratio",
-    "clip_range": "clip_ratio",
-    "ent_coef": "entropy_coef",
-    "vf_coef": "value_loss_coef",
-    "value_coef": "value_loss_coef",
-    "critic_warmup_rollouts": "critic_warmup_updates",
-}
-_PPO_NAMES = {name: name for name in PPOConfig.model_fields} | _PPO_WORDS
-_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_targets"}
-_LORA |= {"modules_to_save": "modules_to_save"}
 
-# theirs -> ours
-ALIASES = {
-    "task_name": "env.task",
-    "cameras": "env.cameras",
-    "pretrained_policy_path": "pretrained",
-    "output_dir": "output",
-    "teacher_checkpoint": "student.teacher",
-    "teacher_path": "student.teacher",
-    # `rewards=original` is a preset
-    "rewards": "rewards.name",
-    "num_envs": "rollout.n_envs",
-    "buffer_size": "buffer.size",
-    "buffer_type": "buffer.type",
-    "batch_size": "ppo.mini_batch_size",
-    "learning_rate": "ppo.policy_lr",
-    "sequential_training": "teacher.sequential",
-    "steps_per_episode": "rollout.max_episode_steps",
-    "n_epochs": "ppo.ppo_epochs",
-    "training.device": "device",
-    "training.seed": "seed",
-    "training.batch_size": "ppo.mini_batch_size",
-    "training.learning_rate": "ppo.policy_lr",
-    "training.max_grad_norm": "ppo.max_grad_norm",
-    "training.scheduler.type": "ppo.lr_schedule",
-    "training.sequential_training": "teacher.sequential",
-    "training.steps_per_episode": "rollout.max_episode_steps",
-    "training.action_dim": "env.pad_action",
-    "training.state_dim": "env.pad_state",
-    "training.action_scale": "env.action_scale",
-    "environment.task_name": "env.task",
-    "environment.data_type.collect_depth": "env.depth",
-    "environment.": "env.",
-    "trainer.iterations": "training.iterations",
-    "trainer.total_timesteps": "training.total_timesteps",
-    "trainer.buffer_size": "buffer.size",
-    "trainer.buffer_type": "buffer.type",
-    "trainer.batch_size": "ppo.mini_batch_size",
-    "trainer.num_envs": "rollout.n_envs",
-    "trainer.rollout_steps": "rollout.steps",
-    "trainer.num_eval_episodes": "evaluation.episodes",
-    "trainer.seed": "seed",
-    "trainer.device": "device",
-    "trainer.wandb_project_name": "logging.project",
-    "algorithm.name": "algorithm",
-    "rl_training.num_epochs": "training.iterations",
-    "rl_training.total_timesteps": "training.total_timesteps",
-    "rl_training.num_envs": "rollout.n_envs",
-    # pydantic keeps the name `model_config` to itself
-    "policy.model_config": "policy.model_settings",
-    "policy.model_config.": "policy.model_settings.",
-    "policy.vla_config.model_config": "policy.model_settings",
-    "policy.vla_config.model_config.": "policy.model_settings.",
-    "policy.vla_config.": "policy.",
+def _pairs(text: str) -> dict[str, str]:
+    """'a=b c=d' -> {"a": "b", "c": "d"}."""
+    return dict(pair.split("=") for pair in text.split())
+
+
+# words of other PPO trainers
+_PPO_WORDS = _pairs("""
+learning_rate=policy_lr value_lr=critic_lr n_epochs=ppo_epochs batch_size=mini_batch_size clip_coef=clip_ratio
+clip_epsilon=clip_ratio clip_range=clip_ratio ent_coef=entropy_coef vf_coef=value_loss_coef
+value_coef=value_loss_coef critic_warmup_rollouts=critic_warmup_updates
+""")
+_PPO_NAMES = {name: name for name in PPOConfig.model_fields} | _PPO_WORDS
+_LORA = _pairs("r=lora_r lora_alpha=lora_alpha lora_dropout=lora_dropout target_modules=lora_targets")
+_LORA |= {"modules_to_save": "modules_to_save"}
+# theirs -> ours; `rewards=original` is a preset, and pydantic keeps the name `model_config` to itself
+ALIASES = _pairs("""
+task_name=env.task cameras=env.cameras pretrained_policy_path=pretrained output_dir=output
+teacher_checkpoint=student.teacher teacher_path=student.teacher rewards=rewards.name num_envs=rollout.n_envs
+buffer_size=buffer.size buffer_type=buffer.type batch_size=ppo.mini_batch_size learning_rate=ppo.policy_lr
+sequential_training=teacher.sequential steps_per_episode=rollout.max_episode_steps n_epochs=ppo.ppo_epochs
+training.device=device training.seed=seed training.batch_size=ppo.mini_batch_size
+training.learning_rate=ppo.policy_lr training.max_grad_norm=ppo.max_grad_norm
+training.scheduler.type=ppo.lr_schedule training.sequential_training=teacher.sequential
+training.steps_per_episode=rollout.max_episode_steps training.action_dim=env.pad_action
+training.state_dim=env.pad_state training.action_scale=env.action_scale
+environment.task_name=env.task environment.data_type.collect_depth=env.depth environment.=env.
+trainer.iterations=training.iterations trainer.total_timesteps=training.total_timesteps
+trainer.buffer_size=buffer.size trainer.buffer_type=buffer.type trainer.batch_size=ppo.mini_batch_size
+trainer.num_envs=rollout.n_envs trainer.rollout_steps=rollout.steps trainer.num_eval_episodes=evaluation.episodes
+trainer.seed=seed trainer.device=device trainer.wandb_project_name=logging.project
+algorithm.name=algorithm
+rl_training.num_epochs=training.iterations rl_training.total_timesteps=training.total_timesteps
+rl_training.num_envs=rollout.n_envs
+policy.model_config=policy.model_settings policy.model_config.=policy.model_settings.
+policy.vla_config.model_config=policy.model_settings policy.vla_config.model_config.=policy.model_settings.
+policy.vla_config.=policy.
+""")
+ALIASES |= {
     # both have the same shape here
     **{
         f"policy.{network}.network_cfg.{theirs}": f"policy.{ours}"
@@ -101,12 +69,12 @@ ALIASES = {
     # `<phase>.<any of our keys>` is for that phase alone, and wins over what is for all
     **{f"{phase}.output_dir": f"{phase}.output" for phase in CHAIN},
     **{f"{phase}.ppo.{theirs}": f"{phase}.ppo.{ours}" for phase in CHAIN for theirs, ours in _PPO_WORDS.items()},
-    "student.rewards.memory_divergence_weight": "student.rewards.memory_divergence",
-    "student.rewards.wm_uncertainty_weight": "student.rewards.prediction_error",
-    "adversarial.total_iterations": "adversarial.training.iterations",
-    "adversarial.wm_lr": "adversarial.adversarial.learning_rate",
-    "adversarial.explorer_lr": "adversarial.ppo.policy_lr",
-    "adversarial.entropy_weight": "adversarial.ppo.entropy_coef",
+    **_pairs("""
+    student.rewards.memory_divergence_weight=student.rewards.memory_divergence
+    student.rewards.wm_uncertainty_weight=student.rewards.prediction_error
+    adversarial.total_iterations=adversarial.training.iterations adversarial.wm_lr=adversarial.adversarial.learning_rate
+    adversarial.explorer_lr=adversarial.ppo.policy_lr adversarial.entropy_weight=adversarial.ppo.entropy_coef
+    """),
 }
 # words that mean something else with grpo
 _GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
@@ -123,10 +91,7 @@ PHASE_ALIASES = {
     for phase in ("imitate", "teacher", "adversarial")
 }
 PHASE_ALIASES["adversarial"] |= {
-    "teacher_checkpoint": "adversarial.teacher",
-    "teacher_path": "adversarial.teacher",
-    "student_checkpoint": "adversarial.student",
-    "student_path": "adversarial.student",
+    f"{run}_{word}": f"adversarial.{run}" for run in ("teacher", "student") for word in ("checkpoint", "path")
 }
 # what learns there is the world model
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
@@ -213,38 +178,39 @@ WITHOUT_MEANING = {
 }
 # keys without a meaning that ask for what is so anyway; with any other value they are refused
 SO_ANYWAY = {
-    "debug": False,
     "model.lora.bias": "none",
     "model.lora.task_type": "CAUSAL_LM",
+    **dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False),
+    **dict.fromkeys(["logging.use_wandb", "logging.use_swanlab"], False),
     **{f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")},
     **{f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")},
+    **dict.fromkeys(["training.memory_backprop", "trainer.headless", "trainer.enable_eval"], True),
     "training.n_pred_img_steps": 1,
-    "training.memory_backprop": True,
     "training.action_bounds.low": -1,
     "training.action_bounds.high": 1,
     "teacher.exploration_type": "random",
     "student.exploration_type": "policy",
     **{f"{phase}.train_world_model": phase != "student" for phase in CHAIN},
     **{f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN},
-    "trainer.headless": True,
-    "trainer.enable_rt": False,
-    "trainer.enable_eval": True,
-    **{f"{section}.use_{name}": False for section in ("trainer", "logging") for name in ("wandb", "swanlab")},
-    "policy.actor.type": "mlp",
-    "policy.critic.type": "mlp",
+    **dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp"),
 }
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Settings under our keys, and what became of the others."""
+    """Settings under our keys, as their phase reads them, and what became of the others."""
 
+    phase: str
+    # with the aliases of this phase
+    schema: Schema
     settings: list[Setting] = field(default_factory=list)
     # theirs -> ours
     keys: dict[str, str] = field(default_factory=dict)
     # what they ask for is so in any case
     always: list[Setting] = field(default_factory=list)
     other_phases: list[Setting] = field(default_factory=list)
+    # among `settings`, those that ask for what cannot be had here, and why
+    refused: list[tuple[Setting, str]] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         """A line for each kind of setting that is not read as it was given."""
@@ -257,13 +223,19 @@ class Renamed:
 
 
 def rename(settings: list[Setting], schema: Schema) -> Renamed:
-    """Settings under our keys, as the phase that they name reads them.
+    """Settings under our keys.
 
     Each is renamed, asks for what is so anyway, is for another phase, or is left for the schema to refuse.
     `<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for all of them.
     """
-    phase = phase_of(settings) or "finetune"
-    renamed = Renamed()
+    phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
+    phase = phases.ALIASES.get(phase, phase) if isinstance(phase, str) else "finetune"
+    named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
+    algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
+    # what `batch_size` is short for depends on both
+    aliases = ALIASES | (_GRPO_ALIASES if algorithm == "grpo" else {}) | PHASE_ALIASES.get(phase, {})
+    schema = replace(schema, aliases=aliases)
+    renamed = Renamed(phase, schema)
     for _, group in groupby(settings, lambda setting: setting.source):
         common, own, flags = [], [], {}
         for setting in group:
@@ -272,6 +244,8 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
             if _is_always_so(setting):
                 renamed.always.append(setting)
                 continue
+            if why := _without_meaning(setting):
+                renamed.refused.append((setting, why))
             owner, key = _owner(setting.key, schema)
             if owner not in (None, phase):
                 renamed.other_phases.append(setting)
@@ -301,20 +275,6 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
     return renamed
 
 
-def phase_of(settings: list[Setting]) -> Any:
-    """The phase that settings name; None: they name none."""
-    phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
-    return phases.ALIASES.get(phase, phase) if isinstance(phase, str) else None
-
-
-def aliases_for(settings: list[Setting]) -> dict[str, str]:
-    """Theirs -> ours, as the phase and the algorithm that these settings name mean it."""
-    phase = phase_of(settings)
-    named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
-    algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
-    return ALIASES | (_GRPO_ALIASES if algorithm == "grpo" else {}) | PHASE_ALIASES.get(phase, {})
-
-
 def why_not(key: str, value: Any) -> str | None:
     """Why a key of the originals means nothing here, and what to do; None for any other key."""
     if key.endswith("..."):
@@ -324,7 +284,7 @@ def why_not(key: str, value: Any) -> str | None:
     return f"expected keys with values below it, e.g. {example}, not {value_text(value)}" if example else reason
 
 
-def without_meaning(setting: Setting) -> str | None:
+def _without_meaning(setting: Setting) -> str | None:
     """Why a setting of the originals has no place here, where it asks for what cannot be had; else None."""
     if setting.key.endswith("..."):
         return why_not(setting.key, setting.value)

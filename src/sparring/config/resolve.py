@@ -3,19 +3,27 @@
 import difflib
 import importlib
 import inspect
-import traceback
 import typing
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 from sparring.config.section import Section
-from sparring.errors import UserError
+from sparring.errors import UserError, describe_error
 
 
 def resolve(name: str, known: dict[str, str], kind: str) -> Any:
-    """The object that `name` means: a short name in `known`, or an import path."""
-    return import_path(path_of(name, known, kind), kind)
+    """The object that `name` means: a short name in `known`, or an import path `package.module:Thing`."""
+    path = _path_of(name, known, kind)
+    module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UserError(f"{kind} '{path}': is no import path; expected your.module:Class")
+    module = import_module(module_name, f"{kind} '{path}'")
+    if not hasattr(module, attribute):
+        raise UserError(
+            f"{kind} '{path}': module '{module_name}' has no '{attribute}'{_nearest(attribute, dir(module))}"
+        )
+    return getattr(module, attribute)
 
 
 def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: str | None = None) -> Any:
@@ -25,28 +33,6 @@ def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: s
     `build(config.policy, POLICIES, env.spec, chunk, kind="policy")`. `kind` says what it is where no such name exists.
     """
     return resolve(name or section.name, known, kind)(section, *runtime)
-
-
-def path_of(name: str, known: dict[str, str], kind: str) -> str:
-    """The import path behind a name; nothing is imported yet."""
-    if name in known:
-        return known[name]
-    if ":" in name:
-        return name
-    nearest = _nearest(name, known)
-    raise UserError(f"no {kind} is called '{name}'{nearest}; known: {', '.join(known)}, or your.module:Class")
-
-
-def import_path(path: str, kind: str) -> Any:
-    """'package.module:Thing' -> Thing."""
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise UserError(f"{kind} '{path}': is no import path; expected your.module:Class")
-    module = import_module(module_name, f"{kind} '{path}'")
-    if not hasattr(module, attribute):
-        nearest = _nearest(attribute, dir(module))
-        raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{nearest}")
-    return getattr(module, attribute)
 
 
 def import_module(name: str, asked_by: str) -> ModuleType:
@@ -80,14 +66,13 @@ def config_class(cls: Any, kind: str) -> type[Section]:
     return section
 
 
-def describe_error(error: BaseException) -> str:
-    """What went wrong in somebody else's code, and where, in one line."""
-    message = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    # frames of importlib itself say nothing
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    where = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
+def _path_of(name: str, known: dict[str, str], kind: str) -> str:
+    """The import path behind a name; nothing is imported yet."""
+    if name not in known and known and ":" not in name:
+        raise UserError(
+            f"no {kind} is called '{name}'{_nearest(name, known)}; known: {', '.join(known)}, or your.module:Class"
+        )
+    return known.get(name, name)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """The config of a run: its sections, and the passes that make it of settings."""
 
-from dataclasses import replace
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +10,9 @@ from sparring import algorithms, envs, phases, policies, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig
 from sparring.config.checks import problems_of
-from sparring.config.inherit import USUAL, inherited_notes, inherited_settings, phase_defaults, run_folder
-from sparring.config.legacy import aliases_for, phase_of, rename, why_not
-from sparring.config.resolve import config_class, import_module, import_path, path_of
+from sparring.config.inherit import PHASE_DEFAULTS, USUAL, inherited_settings
+from sparring.config.legacy import ALIASES, rename, why_not
+from sparring.config.resolve import config_class, import_module, resolve
 from sparring.config.section import Schema, Section
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
@@ -41,11 +41,6 @@ def _known_phase(name: str) -> str:
     return phase
 
 
-def _known_algorithm(name: str) -> str:
-    path_of(name, algorithms.ALGORITHMS, "algorithm")
-    return name
-
-
 def _known_device(name: str) -> str:
     kind, _, index = name.partition(":")
     if not (name in ("auto", "cpu", "cuda") or (kind == "cuda" and index.isdigit())):
@@ -61,9 +56,7 @@ class Config(Section):
     """A run."""
 
     phase: Annotated[str, AfterValidator(_known_phase)] = Field("finetune", description="stage of training")
-    algorithm: Annotated[str, AfterValidator(_known_algorithm)] = Field(
-        "ppo", description="what updates the policy: ppo, grpo, or your.module:Class"
-    )
+    algorithm: str = Field("ppo", description="what updates the policy: ppo, grpo, or your.module:Class")
     seed: int = Field(0, ge=0, lt=2**31, description="of weights, episodes and noise; evaluation has its own episodes")
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
     threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's choice")
@@ -99,7 +92,7 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        return run_folder(self.output, self.phase)
+        return Path(self.output or Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{self.phase}_rl")
 
     def __reduce__(self):
         # by its values, for other processes: sections of your own classes are made here and known nowhere else
@@ -137,18 +130,37 @@ def load_config(
 
 def configure(settings: list[Setting], inherit: bool, to_run: bool = True) -> tuple[Config, list[str]]:
     """The config that settings describe, later ones winning, and notes on settings that were not read as given."""
-    schema, phase = schema_for(settings), phase_of(settings) or "finetune"
-    renamed = rename(settings, schema)
-    inherited = inherited_settings(phase, renamed.settings) if inherit else []
+    renamed = rename(settings, SCHEMA)
+    inherited = inherited_settings(renamed.phase, renamed.settings) if inherit else []
     settings = inherited + renamed.settings
-    settings = phase_defaults(phase, settings) + settings
-    config = schema.build(settings, check=lambda config: problems_of(config, to_run))
-    return config, renamed.notes() + inherited_notes(inherited, config)
+    settings = _phase_defaults(renamed.phase, settings) + settings
+    config = renamed.schema.build(settings, check=lambda config: problems_of(config, to_run))
+    return config, renamed.notes() + _inherited_notes(inherited, config)
 
 
-def schema_for(settings: list[Setting]) -> Schema:
-    """The schema as these settings mean it: what `batch_size` is short for depends on the phase and the algorithm."""
-    return replace(SCHEMA, aliases=aliases_for(settings))
+def _phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
+    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
+    names = {s.key: s.value for s in settings}
+    others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
+    values = PHASE_DEFAULTS.get(phase, {}).items()
+    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
+
+
+def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
+    """A line for each source: which of its settings hold, where they differ from the defaults."""
+    lines: dict[str, list[str]] = {}
+    for setting in inherited:
+        section, _, key = setting.key.partition(".")
+        part = getattr(config, section)
+        field, value = type(part).model_fields.get(key), part.model_dump(mode="json").get(key)
+        if field is None or value != setting.value:
+            continue
+        # each kind of policy has a config of its own, whose default is its own name
+        usual = USUAL.get(section) if key == "name" else field.default
+        if value != (list(usual) if isinstance(usual, tuple) else usual):
+            shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+            lines.setdefault(setting.source, []).append(f"{setting.key}={shown}")
+    return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
 
 
 def _loaded_as_it_is(values: dict[str, Any]) -> Config:
@@ -185,7 +197,7 @@ def _class_of(section: str, name: Any, known: dict[str, str]) -> type[Section]:
     if name in _CLASSES[section]:
         return _CLASSES[section][name]
     kind = section.replace("_", " ")
-    thing = import_path(path_of(name, known, kind), kind)
+    thing = resolve(name, known, kind)
     if section == "env" and _makes_gymnasium_envs(thing):
         return GymConfig
     cls = config_class(thing, kind)
@@ -202,7 +214,9 @@ def _rewards_class(name: Any) -> type[Section]:
 
 
 def _algorithm_class(name: Any) -> type[Section]:
-    return config_class(import_path(name, "algorithm"), "algorithm") if ":" in str(name) else _NoConfig
+    if name is None or isinstance(name, (list, dict)) or name in algorithms.ALGORITHMS:
+        return _NoConfig
+    return config_class(resolve(str(name), algorithms.ALGORITHMS, "algorithm"), "algorithm")
 
 
 def _check_gym_id(name: str) -> None:
@@ -252,6 +266,6 @@ SCHEMA = Schema(
         "rewards": ("rewards.name", _rewards_class),
         "algorithm_config": ("algorithm", _algorithm_class),
     },
-    aliases=aliases_for([]),
+    aliases=ALIASES,
     explain=_explain,
 )

@@ -150,6 +150,14 @@ class Schema:
                 problems.append(f"{_given(key, placed)}: {before} was given too and is the same key; keep one")
         return placed
 
+    @staticmethod
+    def nested(placed: dict[str, Setting]) -> dict[str, Any]:
+        """Section -> key -> value."""
+        values: dict[str, Any] = {}
+        for key, setting in placed.items():
+            _insert(values, key, setting.value)
+        return values
+
     def _is_section(self, name: str) -> bool:
         annotation = self.root.model_fields[name].annotation
         return name in self.pickers or (isinstance(annotation, type) and issubclass(annotation, Section))
@@ -169,7 +177,7 @@ class Schema:
         if key in self.root.model_fields:
             return None, f"is a section, not a value; its keys are {', '.join(_below(key, keys))}"
         if owner and not any(alias.startswith(f"{owner}.") for alias in self.aliases):
-            return None, f"{owner} has no keys below it; expected {accepted(keys[owner])}"
+            return None, f"{owner} has no keys below it; expected {_accepted(keys[owner])}"
         return None, self.explain(key, setting) or f"unknown key; {self._nearest(key, keys)}"
 
     def _nearest(self, key: str, keys: dict[str, FieldInfo]) -> str:
@@ -186,23 +194,21 @@ class Schema:
         else:
             best = spellings[whole[0]] if whole else words[last[0]] if last else None
         if best:
-            return f"nearest: {best} ({accepted(keys[best])})"
+            return f"nearest: {best} ({_accepted(keys[best])})"
         return f"valid here: {', '.join(_below(key.partition('.')[0], keys) or self.root.model_fields)}"
 
     def _validate(
         self, classes: dict[str, type[Section]], placed: dict[str, Setting], problems: list[str]
     ) -> dict[str, Any]:
         """Every field of the root: its own values, and the sections as instances of their classes."""
-        given: dict[str, dict] = {name: {} for name in ("", *classes)}
-        for key, setting in placed.items():
-            section, _, leaf = key.partition(".")
-            insert(*((given[section], leaf) if section in classes else (given[""], key)), setting.value)
+        given = self.nested(placed)
+        given[""] = {name: given.pop(name) for name in list(given) if name not in classes}
         plain = {k: (i.annotation, i) for k, i in self.root.model_fields.items() if not self._is_section(k)}
         top = pydantic.create_model("Top", __base__=Section, **plain)
         values = {}
         for name, cls in (*classes.items(), ("", top)):
             try:
-                values[name] = cls.model_validate(given[name])
+                values[name] = cls.model_validate(given.get(name, {}))
             except pydantic.ValidationError as error:
                 for problem in error.errors():
                     leaf = str(problem["loc"][0]) if problem["loc"] else ""
@@ -212,7 +218,7 @@ class Schema:
         return values | dict(values.pop("", {}))
 
 
-def accepted(info: FieldInfo) -> str:
+def _accepted(info: FieldInfo) -> str:
     """What a field takes, in words: 'a number > 0 and <= 1', 'one of: ppo, grpo'."""
     return _in_words(info.annotation, info.metadata)
 
@@ -233,15 +239,15 @@ def _in_words(annotation: Any, metadata: Iterable = ()) -> str:
     return " ".join([names.get(annotation, str(annotation)), " and ".join(bounds)]).rstrip()
 
 
-def insert(values: dict, dotted: str, value: Any) -> None:
+def _insert(values: dict, dotted: str, value: Any) -> None:
     """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; what was given before gives way."""
     leaf, _, rest = dotted.partition(".")
-    if not rest:
+    if rest:
+        inner = values.get(leaf)
+        values[leaf] = dict(inner) if isinstance(inner, dict) else {}
+        _insert(values[leaf], rest, value)
+    else:
         values[leaf] = value
-        return
-    inner = values.get(leaf)
-    values[leaf] = dict(inner) if isinstance(inner, dict) else {}
-    insert(values[leaf], rest, value)
 
 
 def _below(section: str, keys: Iterable[str]) -> list[str]:
@@ -272,4 +278,4 @@ def _why(problem: dict, info: FieldInfo | None) -> str:
     if problem["type"] == "value_error" or info is None:
         return problem["msg"].removeprefix("Value error, ")
     missing = "has no default and was not given; " if problem["type"] == "missing" else ""
-    return f"{missing}expected {accepted(info)}"
+    return f"{missing}expected {_accepted(info)}"

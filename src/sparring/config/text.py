@@ -37,10 +37,6 @@ class Setting:
         return self.source if self.line is None else f"{self.source} line {self.line}"
 
 
-class ConfigTextError(UserError):
-    """A file or an override that cannot be read at all."""
-
-
 class _Loader(yaml.SafeLoader):
     """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text."""
 
@@ -81,9 +77,9 @@ def read_settings(path: str | Path) -> list[Setting]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigTextError(f"config file '{path}': cannot read it ({error.strerror})") from None
+        raise UserError(f"config file '{path}': cannot read it ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ConfigTextError(f"config file '{path}': is not text; give a YAML or JSON file") from None
+        raise UserError(f"config file '{path}': is not text; give a YAML or JSON file") from None
     if path.suffix.lower() == ".json":
         text = _json_as_yaml(text)
     try:
@@ -94,14 +90,14 @@ def read_settings(path: str | Path) -> list[Setting]:
         if not isinstance(root, yaml.MappingNode):
             told = f"config file '{path}' line 1: expected keys with values at the top level, e.g. 'seed: 1'"
             hint = "; words like seed=1 go on the command line" if "=" in text.splitlines()[0] else ""
-            raise ConfigTextError(told + hint)
+            raise UserError(told + hint)
         return list(_leaves(loader, root, "", path.name))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigTextError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
+        raise UserError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
     except RecursionError:
-        raise ConfigTextError(f"config file '{path}': is nested too deeply, or refers to itself") from None
+        raise UserError(f"config file '{path}': is nested too deeply, or refers to itself") from None
 
 
 def parse_overrides(arguments: list[str]) -> list[Setting]:
@@ -118,7 +114,7 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
         except (yaml.YAMLError, ValueError) as error:
             mistakes.append(f"{key} = {text} (from command line): the value is not valid YAML ({_problem(error)})")
     if mistakes:
-        raise ConfigTextError("\n".join(mistakes))
+        raise UserError("\n".join(mistakes))
     return settings
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.config.resolve import import_path, resolve
+from sparring.config.resolve import resolve
 from sparring.config.section import Section
 from sparring.envs import ENVS
 from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
@@ -142,7 +142,7 @@ def make_env(
     if num_envs % group_size:
         raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
     if isinstance(config, GymConfig):
-        backend_class = import_path(GYM_BACKENDS[config.vectorize], "env backend")
+        backend_class = resolve(GYM_BACKENDS[config.vectorize], {}, "env backend")
     else:
         backend_class = resolve(config.name, ENVS, "env")
     env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs, group_size)

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.collect.collector import Collector
-from sparring.config.resolve import describe_error, import_path
+from sparring.config.resolve import resolve
 from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, parse_overrides, value_text
 from sparring.data.video import find_ffmpeg
@@ -26,7 +26,7 @@ from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env, make_env
 from sparring.envs.gym import GymRobot
 from sparring.envs.tabletop.tasks.registry import TASKS
-from sparring.errors import UserError
+from sparring.errors import UserError, describe_error
 from sparring.policies import POLICIES
 from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
@@ -94,7 +94,7 @@ def _torchvision() -> Finding:
 def _is_policy(name: str) -> bool:
     if name in POLICIES or ":" not in name or name.startswith("gym:"):
         return name in POLICIES
-    thing = import_path(name, "name")
+    thing = resolve(name, {}, "name")
     return isinstance(thing, type) and issubclass(thing, Policy)
 
 

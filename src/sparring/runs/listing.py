@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparring.config.text import ConfigTextError, read_settings
+from sparring.config.text import read_settings
 from sparring.errors import UserError
 
 # what a run leaves beside its config, any of it
@@ -205,7 +205,7 @@ def read_json(file: Path) -> dict:
 def _config(folder: Path) -> dict[str, Any]:
     try:
         return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-    except ConfigTextError:
+    except UserError:
         return {}
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparring.config.legacy import Renamed, rename
-from sparring.config.schema import Config, load_config, schema_for
+from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
 from sparring.evaluation.files import text_table
@@ -68,7 +68,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
 
 def _refuse_own_starts(given: list[Setting]) -> None:
     added = {key for keys in STARTS_FROM.values() for key in keys}
-    aliases = schema_for(given).aliases
+    aliases = rename(given, SCHEMA).schema.aliases
     for setting in given:
         if aliases.get(setting.key, setting.key) in added:
             raise UserError(
@@ -118,8 +118,7 @@ def settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]
 
 
 def _renamed(phase: str, given: list[Setting]) -> Renamed:
-    settings = [*given, Setting("phase", phase, "train all")]
-    return rename(settings, schema_for(settings))
+    return rename([*given, Setting("phase", phase, "train all")], SCHEMA)
 
 
 def folder_of(phase: str, output: Path) -> Path:

@@ -15,8 +15,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sparring.config.resolve import describe_error, import_path
-from sparring.errors import UserError
+from sparring.config.resolve import resolve
+from sparring.errors import UserError, describe_error
 from sparring.policies.weights import WeightsFit, match_names, match_parameters, read_json, read_weights, weights_file
 from sparring.processes.memory_errors import memory_told, shortage
 
@@ -81,7 +81,7 @@ def import_model_class(model_class: str | type | None) -> type:
         if not module:
             raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")
         _check_module(module, model_class)
-        found = import_path(f"{module}:{name}", "policy.model_class")
+        found = resolve(f"{module}:{name}", {}, "policy.model_class")
         if not isinstance(found, type):
             raise UserError(f"policy.model_class '{model_class}': is a {type(found).__name__}, not a class")
         model_class = found
