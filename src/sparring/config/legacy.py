@@ -96,10 +96,6 @@ PHASE_ALIASES["adversarial"] |= {
 # what learns there is the world model
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
 
-# our key -> their value -> ours
-VALUES = {"env.task": {"random_exploration": "explore"}}
-# theirs -> its value -> what it asks for besides, in finetune: our key and value
-BESIDES = {"trainer.buffer_type": {"vla": ("rollout.mode", "async")}}
 # theirs, true or false -> our key, whose list has this word where it is true
 LISTED = {
     "environment.camera.collect_head_camera": ("env.cameras", "head"),
@@ -110,71 +106,61 @@ LISTED = {
     "environment.domain_randomization.cluttered_table": ("env.domain_randomization", "clutter"),
 }
 
-_WANDB = "say logging.mode=online or offline, logging.project, logging.name"
-_NO_SWANLAB = "there are TensorBoard and W&B: say logging.tensorboard=true, or logging.mode=online"
-_WANDB_ASIDE = "W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder keeps its id; leave it out"
-_NO_PLANNER = "no planner is ever loaded; leave it out"
+# keys of theirs: why they mean nothing here, and what to do
+_REASONS = """\
+debug: say logging.console_level=DEBUG instead
+model.config_file: describes F1's network; say policy.name and policy.model_path, or world_model.trunk
+model.lora.bias: adapters leave biases as they are; leave it out
+model.lora.task_type: adapters are the same for every task; leave it out
+environment.need_plan environment.need_planner environment.need_topp: no planner is ever loaded; leave it out
+environment.embodiment: env.task decides which robot there is; leave it out
+environment.single_arm: env.task decides how many arms there are; leave it out
+environment.scene_reset_interval environment.randomize_robot_init environment.num_objects: \
+env.task decides what is on the table, anew in each episode; leave it out
+environment.delta_qpos_scale: steps are scaled by env.action_scale, which multiplies the robot's own; say that
+environment.render_mode: cameras are drawn in one way; leave it out
+environment.camera.: cameras are named in env.cameras and have env.image_size pixels a side; say that
+environment.data_type.: states and pictures are always there; leave it out
+training.weight_decay: only imitate.weight_decay exists; leave it out
+training.gradient_accumulation_steps: say ppo.micro_batch_size, how many decisions fit into memory at once
+training.scheduler.: learning rates fall to 0 over the whole run; leave it out
+training.n_pred_img_steps: a world model foretells the next frame; leave it out
+training.memory_backprop: gradients always pass through training.bptt_length decisions; leave it out
+training.action_bounds.: actions are within -1 and 1; scale them by env.action_scale
+training.video_save_every: videos come with checkpoints: say training.save_every
+training.sample_save_every: samples come with metrics: say training.log_every
+adversarial.buffer_size: episodes are kept on disk: say adversarial.max_gb
+adversarial.adversarial_weight: what the explorer is paid for has weights of its own: say rewards.*
+adversarial.explorer.: the explorer is the policy: say policy.*
+trainer.exp_name: a run is called what its folder is called: say output
+trainer.gym_config: an env is described by env.*: say env.name and what it takes
+trainer.headless: nothing opens a window; leave it out
+trainer.enable_rt: there is no ray tracing; leave it out
+trainer.gpu_id: say device=cuda:<index>
+trainer.enable_eval: every run ends with an evaluation; say evaluation.every for more of them
+trainer.num_eval_envs: how many robots evaluate is not a setting; leave it out
+trainer.eval_freq rl_training.eval_interval: say evaluation.every, in updates
+trainer.save_freq rl_training.save_interval: say training.save_every, in updates
+trainer.model_type: say policy.name
+trainer.events.: videos are recorded by rollout.render_episodes; say that
+algorithm.cfg.rollout_time_first: the order of a rollout is not a setting; leave it out
+policy.actor. policy.critic.: actor and critic are MLPs: say policy.hidden and policy.activation
+rl_training.warmup_steps: say ppo.warmup_updates, in updates
+rl_training.log_interval: say training.log_every, in updates
+trainer.use_wandb logging.use_wandb wandb. logging.wandb.: \
+say logging.mode=online or offline, logging.project, logging.name
+trainer.use_swanlab logging.use_swanlab swanlab. logging.swanlab. trainer.swanlab_project_name: \
+there are TensorBoard and W&B: say logging.tensorboard=true, or logging.mode=online
+logging.entity logging.tags logging.id logging.group logging.resume: \
+W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder keeps its id; leave it out
+"""
 _BY_PHASE = "the phase decides what learns and who acts; leave it out"
-_SCENES = "env.task decides what is on the table, anew in each episode; leave it out"
-_SCHEDULE = "learning rates fall to 0 over the whole run; leave it out"
-# theirs -> why it means nothing here, and what to do
 WITHOUT_MEANING = {
-    "debug": "say logging.console_level=DEBUG instead",
-    "model.config_file": "describes F1's network; say policy.name and policy.model_path, or world_model.trunk",
-    "model.lora.bias": "adapters leave biases as they are; leave it out",
-    "model.lora.task_type": "adapters are the same for every task; leave it out",
-    "environment.need_plan": _NO_PLANNER,
-    "environment.need_planner": _NO_PLANNER,
-    "environment.need_topp": _NO_PLANNER,
-    "environment.embodiment": "env.task decides which robot there is; leave it out",
-    "environment.single_arm": "env.task decides how many arms there are; leave it out",
-    "environment.scene_reset_interval": _SCENES,
-    "environment.randomize_robot_init": _SCENES,
-    "environment.num_objects": _SCENES,
-    "environment.delta_qpos_scale": "steps are scaled by env.action_scale, which multiplies the robot's own; say that",
-    "environment.render_mode": "cameras are drawn in one way; leave it out",
-    "environment.camera.": "cameras are named in env.cameras and have env.image_size pixels a side; say that",
-    "environment.data_type.": "states and pictures are always there; leave it out",
-    "training.weight_decay": "only imitate.weight_decay exists; leave it out",
-    "training.gradient_accumulation_steps": "say ppo.micro_batch_size, how many decisions fit into memory at once",
-    "training.scheduler.": _SCHEDULE,
-    "training.n_pred_img_steps": "a world model foretells the next frame; leave it out",
-    "training.memory_backprop": "gradients always pass through training.bptt_length decisions; leave it out",
-    "training.action_bounds.": "actions are within -1 and 1; scale them by env.action_scale",
-    "training.video_save_every": "videos come with checkpoints: say training.save_every",
-    "training.sample_save_every": "samples come with metrics: say training.log_every",
-    **{
-        f"{phase}.{key}": _BY_PHASE
-        for phase in CHAIN
-        for key in ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
-    },
-    "adversarial.buffer_size": "episodes are kept on disk: say adversarial.max_gb",
-    "adversarial.adversarial_weight": "what the explorer is paid for has weights of its own: say rewards.*",
-    "adversarial.explorer.": "the explorer is the policy: say policy.*",
-    "trainer.exp_name": "a run is called what its folder is called: say output",
-    "trainer.gym_config": "an env is described by env.*: say env.name and what it takes",
-    "trainer.headless": "nothing opens a window; leave it out",
-    "trainer.enable_rt": "there is no ray tracing; leave it out",
-    "trainer.gpu_id": "say device=cuda:<index>",
-    "trainer.enable_eval": "every run ends with an evaluation; say evaluation.every for more of them",
-    "trainer.num_eval_envs": "how many robots evaluate is not a setting; leave it out",
-    "trainer.eval_freq": "say evaluation.every, in updates",
-    "trainer.save_freq": "say training.save_every, in updates",
-    "trainer.model_type": "say policy.name",
-    "trainer.events.": "videos are recorded by rollout.render_episodes; say that",
-    "algorithm.cfg.rollout_time_first": "the order of a rollout is not a setting; leave it out",
-    "policy.actor.": "actor and critic are MLPs: say policy.hidden and policy.activation",
-    "policy.critic.": "actor and critic are MLPs: say policy.hidden and policy.activation",
-    "rl_training.warmup_steps": "say ppo.warmup_updates, in updates",
-    "rl_training.eval_interval": "say evaluation.every, in updates",
-    "rl_training.log_interval": "say training.log_every, in updates",
-    "rl_training.save_interval": "say training.save_every, in updates",
-    **{f"{section}.use_wandb": _WANDB for section in ("trainer", "logging")},
-    **{f"{section}wandb.": _WANDB for section in ("", "logging.")},
-    **{f"{section}.use_swanlab": _NO_SWANLAB for section in ("trainer", "logging")},
-    **{f"{section}swanlab.": _NO_SWANLAB for section in ("", "logging.")},
-    "trainer.swanlab_project_name": _NO_SWANLAB,
-    **{f"logging.{key}": _WANDB_ASIDE for key in ("entity", "tags", "id", "group", "resume")},
+    key: reason for keys, reason in (line.split(": ", 1) for line in _REASONS.splitlines()) for key in keys.split()
+} | {
+    f"{phase}.{key}": _BY_PHASE
+    for phase in CHAIN
+    for key in ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
 }
 # keys without a meaning that ask for what is so anyway; with any other value they are refused
 SO_ANYWAY = {
@@ -256,21 +242,24 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
                 common += [] if key in flags else [replace(setting, key=key)]
                 flags.setdefault(key, []).append(setting)
             else:
-                value = VALUES.get(key, {}).get(setting.value, setting.value) if _is_text(setting) else setting.value
-                ours = replace(setting, key=key, value=value, written=setting.as_written)
+                ours = replace(setting, key=key, written=setting.as_written)
+                if (key, setting.value) == ("env.task", "random_exploration"):
+                    ours = replace(ours, value="explore")
                 # another source: it may say again what is said for all phases
                 alone = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
                 (own if owner else common).append(replace(ours, **alone))
             if key != setting.key:
                 renamed.keys[setting.key] = key
-            if phase == "finetune" and _is_text(setting) and setting.value in BESIDES.get(setting.key, {}):
-                more, value = BESIDES[setting.key][setting.value]
-                written = f"{setting.as_written}={setting.value}"
-                # first, and of another source: what the same file says of it wins
-                besides = {"key": more, "value": value, "source": setting.where, "line": None, "written": written}
-                common.insert(0, replace(setting, **besides))
-                renamed.keys[f"{setting.key}={setting.value}"] = f"{more}={value}"
-        common = [_list_of(flags[s.key], s) if s.key in flags and s.written is None else s for s in common]
+            if phase == "finetune" and (setting.key, setting.value) == ("trainer.buffer_type", "vla"):
+                # it means more than the buffer; first, and of another source: what the same file says of it wins
+                written = f"{setting.as_written}=vla"
+                common.insert(0, Setting("rollout.mode", "async", setting.where, written=written))
+                renamed.keys["trainer.buffer_type=vla"] = "rollout.mode=async"
+        for number, place in enumerate(common):
+            if place.key in flags and place.written is None:
+                given = flags[place.key]
+                words = [LISTED[flag.key][1] for flag in given if flag.value]
+                common[number] = replace(place, value=words, written=", ".join(flag.key for flag in given))
         renamed.settings.extend(common + own)
     return renamed
 
@@ -304,15 +293,6 @@ def _owner(key: str, schema: Schema) -> tuple[str | None, str]:
     rest, keys = schema.spelled(rest), schema.keys(schema.classes())
     is_known = first in schema.root.model_fields or rest in keys or any(k.endswith(f".{rest}") for k in keys)
     return (owner, rest) if is_known else (None, ours)
-
-
-def _list_of(flags: list[Setting], place: Setting) -> Setting:
-    words = [LISTED[flag.key][1] for flag in flags if flag.value]
-    return replace(place, value=words, written=", ".join(flag.key for flag in flags))
-
-
-def _is_text(setting: Setting) -> bool:
-    return isinstance(setting.value, str)
 
 
 def _is_always_so(setting: Setting) -> bool:

@@ -53,6 +53,10 @@ class ConfigError(UserError):
         self.problems = problems
 
 
+# section -> its class
+Classes = dict[str, type[Section]]
+
+
 @dataclass(frozen=True)
 class Schema:
     """The shape of a config: a root class whose fields are values or sections of values."""
@@ -98,7 +102,7 @@ class Schema:
                     problems.append(f"{_given(key, last)}: {error}")
         return classes
 
-    def keys(self, classes: dict[str, type[Section]]) -> dict[str, FieldInfo]:
+    def keys(self, classes: Classes) -> dict[str, FieldInfo]:
         """Every dotted key and its pydantic field."""
         keys = {name: info for name, info in self.root.model_fields.items() if not self._is_section(name)}
         for name, cls in classes.items():
@@ -119,9 +123,7 @@ class Schema:
         longest = max(beginnings, key=len, default="")
         return self.aliases[longest] + key.removeprefix(longest) if longest else key
 
-    def place(
-        self, settings: Iterable[Setting], classes: dict[str, type[Section]], problems: list[str]
-    ) -> dict[str, Setting]:
+    def place(self, settings: Iterable[Setting], classes: Classes, problems: list[str]) -> dict[str, Setting]:
         """Dotted key -> the last setting of it."""
         keys = self.keys(classes)
         # keys of a section whose class is not known cannot be judged
@@ -197,9 +199,7 @@ class Schema:
             return f"nearest: {best} ({_accepted(keys[best])})"
         return f"valid here: {', '.join(_below(key.partition('.')[0], keys) or self.root.model_fields)}"
 
-    def _validate(
-        self, classes: dict[str, type[Section]], placed: dict[str, Setting], problems: list[str]
-    ) -> dict[str, Any]:
+    def _validate(self, classes: Classes, placed: dict[str, Setting], problems: list[str]) -> dict[str, Any]:
         """Every field of the root: its own values, and the sections as instances of their classes."""
         given = self.nested(placed)
         given[""] = {name: given.pop(name) for name in list(given) if name not in classes}
