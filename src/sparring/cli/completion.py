@@ -80,10 +80,11 @@ def _options(command: argparse.ArgumentParser, given: list[str], word: str) -> I
     return [*flags, *(f"--{key}" if word.startswith("-") else f"{key}=" for key in keys)]
 
 
-def _values_of(command: argparse.ArgumentParser, action: argparse.Action) -> Iterable[str]:
+def _values_of(command: argparse.ArgumentParser, action: argparse.Action) -> Any:
     """What an argument takes: what its parser offers for it, or its choices."""
-    offered: Any = (command.get_default("offered") or {}).get(action.dest, action.choices or [])
-    return offered() if callable(offered) else offered
+    offered: Any = command.get_default("offered") or {}
+    values: Any = offered.get(action.dest, action.choices or [])
+    return values() if callable(values) else values
 
 
 def _keys(given: list[str]) -> "dict[str, FieldInfo]":

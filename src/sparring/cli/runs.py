@@ -53,9 +53,9 @@ _HEAD = ("run", "phase", "task", "state", "done", "made", "best success", "size"
 
 def _row(run: "RunState") -> tuple[str, ...]:
     made = f"{run.env_steps:,} steps" if run.env_steps else f"{run.updates:,} updates" if run.updates else "-"
-    best = run.best and f"{run.best['success_rate']:.0%} ({run.best['low']:.0%} - {run.best['high']:.0%})"
+    best = f"{run.best['success_rate']:.0%} ({run.best['low']:.0%} - {run.best['high']:.0%})" if run.best else "-"
     done = "-" if run.fraction is None else f"{run.fraction:.0%}"
-    words = run.phase or "?", run.task or "?", run.state, done, made, best or "-"
+    words = run.phase or "?", run.task or "?", run.state, done, made, best
     return run.path, *words, _size(run.bytes), _duration(run.age), run.why or ""
 
 

@@ -45,7 +45,9 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     names = {key: s.as_written for key, s in settings.items() if s.as_written != key}
     notes = [f"read as: {', '.join(f'{theirs} -> {key}' for key, theirs in names.items())}"] if names else []
     # in the order of the file; what it says to leave out is left out
-    comments = sorted(((s, why.removesuffix("; leave it out")) for s, why in comments), key=lambda each: each[0].line)
+    comments = sorted(
+        ((s, why.removesuffix("; leave it out")) for s, why in comments), key=lambda each: each[0].line or 0
+    )
     notes += [f"{setting.key} (from {setting.where}) is a comment now: {why}" for setting, why in comments]
     also = f" and each of its phases: {', '.join(CHAIN)}" if phase == "all" else ""
     text = f"# From {Path(file).name}, by `sparring config import`. For `sparring train {phase}`{also}.\n"

@@ -288,9 +288,10 @@ def _owner(key: str, schema: Schema) -> tuple[str | None, str]:
     ours = schema.spelled(key)
     owner, _, rest = ours.partition(".")
     first = rest.partition(".")[0]
-    if owner not in CHAIN or not rest or first in schema.root.model_fields[owner].annotation.model_fields:
+    classes = schema.classes() if owner in CHAIN and rest else {}
+    if not classes or first in classes[owner].model_fields:
         return None, ours
-    rest, keys = schema.spelled(rest), schema.keys(schema.classes())
+    rest, keys = schema.spelled(rest), schema.keys(classes)
     is_known = first in schema.root.model_fields or rest in keys or any(k.endswith(f".{rest}") for k in keys)
     return (owner, rest) if is_known else (None, ours)
 

@@ -80,7 +80,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; nearest: {close[0]}" if close else ""
 
 
-def _why_missing(module: str, missing: str) -> str:
+def _why_missing(module: str, missing: str | None) -> str:
     if f"{module}.".startswith(f"{missing}."):
         return "is it in this folder or on PYTHONPATH?"
     return f"'{module}' itself needs '{missing}', which is not installed"

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
@@ -48,6 +48,12 @@ def _known_device(name: str) -> str:
     return name
 
 
+if TYPE_CHECKING:
+    _Chosen = Any  # its class, and so its keys, depend on a name in the config
+else:
+    _Chosen = SerializeAsAny[Section]
+
+
 class _NoConfig(Section):
     """Of an algorithm of your own (algorithm=your.module:Class); the built-in ones have sections by their names."""
 
@@ -63,19 +69,19 @@ class Config(Section):
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
     resume: str = Field("auto", description="auto: go on where the folder stopped; never: start anew; or a checkpoint")
-    env: SerializeAsAny[Section]
+    env: _Chosen
     rollout: RolloutConfig
     buffer: BufferConfig
-    policy: SerializeAsAny[Section]
-    world_model: SerializeAsAny[Section]
+    policy: _Chosen
+    world_model: _Chosen
     ppo: PPOConfig
     grpo: GRPOConfig
-    algorithm_config: SerializeAsAny[Section]
+    algorithm_config: _Chosen
     imitate: ImitateConfig
     teacher: TeacherConfig
     student: StudentConfig
     adversarial: AdversarialConfig
-    rewards: SerializeAsAny[Section]
+    rewards: SerializeAsAny[RewardsConfig]
     training: TrainingConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig

@@ -39,7 +39,7 @@ class Section(pydantic.BaseModel, metaclass=_SectionType):
     @classmethod
     def _true_is_not_one(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """A flag that was meant to have a value (`--ppo_epochs`) must not count as 1."""
-        annotation = cls.model_fields[info.field_name].annotation
+        annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and any(kind in (annotation, *typing.get_args(annotation)) for kind in (int, float)):
             raise PydanticCustomError("bool", "true or false is not a value of this field")
         return value
@@ -70,7 +70,9 @@ class Schema:
     # says more of an unknown setting (its key as it is spelled here) than which key is nearest, if it can
     explain: Callable[[str, Setting], str | None] = lambda key, setting: None
 
-    def build(self, settings: list[Setting], check: Callable[[Any], list[tuple[str, str]]] = lambda config: []) -> Any:
+    def build(
+        self, settings: list[Setting], check: Callable[[Any], Iterable[tuple[str, str]]] = lambda config: []
+    ) -> Any:
         """The config that these settings describe, later ones winning; raises ConfigError with all problems.
 
         `check` finds problems that span sections: each a key and what is wrong with it.
@@ -78,9 +80,8 @@ class Schema:
         problems: list[str] = []
         classes = self.classes(settings, problems)
         placed = self.place(settings, classes, problems)
-        values = self._validate(classes, placed, problems)
-        config = None if problems else self.root.model_construct(**values)
-        if config is not None:
+        config = self._validate(classes, placed, problems)
+        if not problems:
             problems += [f"{_given(key, placed)}: {why}" for key, why in check(config)]
         if problems:
             raise ConfigError(problems)
@@ -199,23 +200,24 @@ class Schema:
             return f"nearest: {best} ({_accepted(keys[best])})"
         return f"valid here: {', '.join(_below(key.partition('.')[0], keys) or self.root.model_fields)}"
 
-    def _validate(self, classes: Classes, placed: dict[str, Setting], problems: list[str]) -> dict[str, Any]:
-        """Every field of the root: its own values, and the sections as instances of their classes."""
-        given = self.nested(placed)
-        given[""] = {name: given.pop(name) for name in list(given) if name not in classes}
-        plain = {k: (i.annotation, i) for k, i in self.root.model_fields.items() if not self._is_section(k)}
-        top = pydantic.create_model("Top", __base__=Section, **plain)
-        values = {}
-        for name, cls in (*classes.items(), ("", top)):
+    def _validate(self, classes: Classes, placed: dict[str, Setting], problems: list[str]) -> Any:
+        """The sections as instances of their classes, then the root with them; None: of no use, see `problems`."""
+        values = self.nested(placed)
+        for name, cls in (*classes.items(), ("", self.root)):
             try:
-                values[name] = cls.model_validate(given.get(name, {}))
+                if not name:
+                    return self.root.model_validate(values)
+                values[name] = cls.model_validate(values.get(name, {}))
             except pydantic.ValidationError as error:
                 for problem in error.errors():
                     leaf = str(problem["loc"][0]) if problem["loc"] else ""
+                    if not name and self._is_section(leaf):
+                        continue  # it was not made, and why is known
                     why = _why(problem, cls.model_fields.get(leaf))
                     line = f"{_given('.'.join(filter(None, (name, leaf))), placed)}: {why}"
                     problems += [line] if line not in problems else []
-        return values | dict(values.pop("", {}))
+                values.pop(name, None)
+        return None
 
 
 def _accepted(info: FieldInfo) -> str:
@@ -263,7 +265,7 @@ def _given(key: str, placed: dict[str, Setting]) -> str:
     return f"{key} = {value_text(setting.value)} (from {setting.where}{spelled})"
 
 
-def _section_problem(cls: type[Section], values: dict, problem: dict) -> str:
+def _section_problem(cls: Any, values: dict, problem: Any) -> str:
     """What is wrong with a section that was made in Python."""
     leaf = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
@@ -274,7 +276,7 @@ def _section_problem(cls: type[Section], values: dict, problem: dict) -> str:
     return f"{cls.__name__}: {given}: {_why(problem, cls.model_fields.get(leaf))}"
 
 
-def _why(problem: dict, info: FieldInfo | None) -> str:
+def _why(problem: Any, info: FieldInfo | None) -> str:
     if problem["type"] == "value_error" or info is None:
         return problem["msg"].removeprefix("Value error, ")
     missing = "has no default and was not given; " if problem["type"] == "missing" else ""

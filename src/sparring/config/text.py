@@ -1,7 +1,4 @@
-"""Config as text: YAML and JSON files with the line of every value, command-line overrides, and printing.
-
-What the values mean, and whether they are right, is decided in config.py.
-"""
+"""Config as text: YAML and JSON files with the line of every value, command-line overrides, and printing."""
 
 import math
 import re
@@ -21,12 +18,9 @@ class Setting:
 
     key: str
     value: Any
-    # "command line" or the name of a file
-    source: str
-    # of a file
-    line: int | None = None
-    # the key that somebody wrote, where it is not `key`
-    written: str | None = None
+    source: str  # "command line" or the name of a file
+    line: int | None = None  # of a file
+    written: str | None = None  # the key that somebody wrote, where it is not `key`
 
     @property
     def as_written(self) -> str:
@@ -56,6 +50,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
+_KEY = r"[A-Za-z_][\w.]*"
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -66,8 +61,8 @@ _SCALARS = {
     ),
 }
 for _tag, (_pattern, _first) in _SCALARS.items():
-    for _reader_or_writer in (_Loader, _Dumper):
-        _reader_or_writer.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _first)
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
@@ -81,16 +76,17 @@ def read_settings(path: str | Path) -> list[Setting]:
     except UnicodeDecodeError:
         raise UserError(f"config file '{path}': is not text; give a YAML or JSON file") from None
     if path.suffix.lower() == ".json":
-        text = _json_as_yaml(text)
+        # without // comments, and tabs, which YAML does not take; a string is matched first, so "http://..." survives
+        text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|\t', lambda match: match.group(1) or " ", text)
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None or root.tag == "tag:yaml.org,2002:null":
             return []
         if not isinstance(root, yaml.MappingNode):
-            told = f"config file '{path}' line 1: expected keys with values at the top level, e.g. 'seed: 1'"
             hint = "; words like seed=1 go on the command line" if "=" in text.splitlines()[0] else ""
-            raise UserError(told + hint)
+            expected = f"expected keys with values at the top level, e.g. 'seed: 1'{hint}"
+            raise UserError(f"config file '{path}' line 1: {expected}")
         return list(_leaves(loader, root, "", path.name))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -102,19 +98,19 @@ def read_settings(path: str | Path) -> list[Setting]:
 
 def parse_overrides(arguments: list[str]) -> list[Setting]:
     """`ppo.clip_ratio=0.1`, `--ppo.clip_ratio 0.1`, `--ppo.clip_ratio=0.1` and the bare flag `--x` (true) alike."""
-    settings, mistakes = [], []
+    settings, problems = [], []
     overrides, others = split_overrides(arguments, {})
     for word in [*others, *overrides]:
         key, equals, text = word.removeprefix("--").partition("=")
         if word in others or not re.fullmatch(_KEY, key):
-            mistakes.append(f"'{word}' is not an override; write key=value or --key value")
+            problems.append(f"'{word}' is not an override; write key=value or --key value")
             continue
         try:
             settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))
         except (yaml.YAMLError, ValueError) as error:
-            mistakes.append(f"{key} = {text} (from command line): the value is not valid YAML ({_problem(error)})")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+            problems.append(f"{key} = {text} (from command line): the value is not valid YAML ({_problem(error)})")
+    if problems:
+        raise UserError("\n".join(problems))
     return settings
 
 
@@ -160,29 +156,17 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-_KEY = r"[A-Za-z_][\w.]*"
-
-
 def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str) -> Iterator[Setting]:
     for key_node, value_node in node.value:
         key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(loader, value_node, f"{key}.", filename)
         else:
-            yield Setting(key, _construct(loader, value_node), filename, key_node.start_mark.line + 1)
-
-
-def _construct(loader: _Loader, node: yaml.Node) -> Any:
-    try:
-        return loader.construct_object(node, deep=True)
-    except ValueError as error:  # e.g. `!!int abc`
-        raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
-
-
-def _json_as_yaml(text: str) -> str:
-    """Without // comments, and without the tabs that YAML does not take; strings stay as they are."""
-    # a string literal is matched first, so that "http://..." survives
-    return re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|\t', lambda match: match.group(1) or " ", text)
+            try:
+                value = loader.construct_object(value_node, deep=True)
+            except ValueError as error:  # e.g. `!!int abc`
+                raise yaml.MarkedYAMLError(problem=str(error), problem_mark=value_node.start_mark) from None
+            yield Setting(key, value, filename, key_node.start_mark.line + 1)
 
 
 def _looks_like_a_key(word: str) -> bool:
