@@ -21,6 +21,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "sparring"
 # the package in which `config.field` means a field of this section
 PACKAGE = {
     "env": "envs",
+    "buffer": "data",
     "policy": "policies",
     "world_model": "world_models",
     "ppo": "algorithms",
@@ -48,7 +49,10 @@ def reads() -> set[tuple[str, str, str]]:
         package = file.relative_to(SOURCE).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found.add((package, _last_name(node.value), node.attr))
+                owner = _last_name(node.value)
+                # properties of a section read it from self
+                is_config = owner == "self" and file.stem in ("configs", "config", "schema")
+                found.add((package, "config" if is_config else owner, node.attr))
     return found
 
 
@@ -68,10 +72,7 @@ def is_read(section: str, field: str) -> bool:
         # config.resolve.build reads it
         return ("config", "section", "name") in READS
     if not section:
-        # the tree's own properties read them from self
-        return any(attribute == field and owner == "config" for _, owner, attribute in READS) or (
-            ("config", "self", field) in READS
-        )
+        return any(attribute == field and owner == "config" for _, owner, attribute in READS)
     return any(
         attribute == field and (owner == section or (owner == "config" and package == PACKAGE.get(section)))
         for package, owner, attribute in READS

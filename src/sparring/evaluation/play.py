@@ -147,9 +147,9 @@ class Evaluation(EvaluationResult):
     ) -> "Evaluation":
         """With the settings of a run, in an env of its own."""
         env = held_out_env(config, device)
-        chunk, settings = config.rollout.action_steps, config.evaluation
+        chunk, baseline = config.rollout.action_steps, config.evaluation.baseline
         try:
-            return evaluate(policy, env, settings.episodes, config.seed, chunk, greedy, settings.baseline, films, both)
+            return evaluate(policy, env, config.evaluation.episodes, config.seed, chunk, greedy, baseline, films, both)
         finally:
             env.close()
 
