@@ -22,16 +22,13 @@ _WRAPPED = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
 # where peft puts the weights of a layer that has adapters
 _BASE = ".base_layer."
+Patterns = Iterable[str]
 # a weight of an adapter, and the adapter's name in it, which peft leaves out of files
 _ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
 
 
 def adapt(
-    module: nn.Module,
-    config: LoraConfig,
-    section: str = "policy",
-    frozen: Iterable[str] = (),
-    critic_parts: Iterable[str] = (),
+    module: nn.Module, config: LoraConfig, section: str = "policy", frozen: Patterns = (), critic_parts: Patterns = ()
 ) -> None:
     """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; no adapters with lora_r=0.
 

@@ -7,6 +7,7 @@ Letters: B decisions, H steps of a chunk, A action dims, L tokens, N layers, D w
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -215,9 +216,9 @@ def transformers():
 def load_pi0(
     path: str | Path | None, attention: str = "eager", dtype: str = "float32", key: str = "policy.model_path"
 ) -> nn.Module:
-    """transformers' own PI0ForConditionalGeneration with every weight of the folder and no other.
+    """transformers' PI0ForConditionalGeneration with every weight of the folder and no other. Nothing is downloaded.
 
-    Nothing is downloaded or executed. `dtype`: auto is that of the files. `key`: the setting that gave the path.
+    `dtype`: auto is that of the files. `key`: the setting that gave the path.
     """
     folder, library = _checkpoint_folder(path, key), transformers()
     from huggingface_hub.errors import StrictDataclassError
@@ -225,15 +226,9 @@ def load_pi0(
     # its bars would run into the progress of the run
     library.utils.logging.disable_progress_bar()
     try:
-        model, info = library.PI0ForConditionalGeneration.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            dtype=dtype,
-            attn_implementation=attention,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        load = partial(library.PI0ForConditionalGeneration.from_pretrained, local_files_only=True, use_safetensors=True)
+        reports = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, info = load(folder, dtype=dtype, attn_implementation=attention, **reports)
     except (*_FILE_ERRORS, StrictDataclassError) as error:
         if shortage(error):
             raise

@@ -61,13 +61,13 @@ class FlowChain(EncodedPolicy):
         self.padding = spec.action_padding
         self.action_dim = spec.action_dim - spec.action_padding
         self.sampling_steps, self.step_size = config.sampling_steps, 1.0 / config.sampling_steps
-        times = 1.0 - torch.arange(self.sampling_steps, dtype=torch.float64) / self.sampling_steps
+        steps, shape = self.sampling_steps, (self.horizon, self.action_dim)
+        times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
         self.register_buffer("times", times.float(), persistent=False)
         if _learns_noise(config):
-            steps, bounds = self.sampling_steps, config.noise_range
-            self.kernel = FlowNoise(steps, bounds, noise_inputs, self.horizon, self.action_dim)
+            self.kernel = FlowNoise(steps, config.noise_range, noise_inputs, *shape)
         else:
-            self.kernel = FlowSDE(self.sampling_steps, config.noise_level)
+            self.kernel = FlowSDE(steps, config.noise_level)
         self.learns_entropy = self.kernel.learns_noise
         # imitation knows no noise net, nor do other methods
         self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
@@ -118,9 +118,7 @@ class FlowChain(EncodedPolicy):
             start = torch.full((len(td), self.start_size), 0.5, device=self.times.device)
         return torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
 
-    def _sample(
-        self, network: _Network, prefix: Prefix, noise: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _sample(self, network: _Network, prefix: Prefix, noise: torch.Tensor) -> tuple[torch.Tensor, dict]:
         """A chunk [B, H, A], and the trace that scores it again."""
         batch, condition = len(prefix), self._noise_condition(prefix)
         # [B, 1 + S, H, A]

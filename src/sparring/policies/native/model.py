@@ -153,16 +153,12 @@ class _VisionBlock(nn.Module):
 
 
 class Inputs(NamedTuple):
-    """What a decision is made from."""
+    """Images [B, N, 3, S, S] in [-1, 1], token ids [B, T] and where they are text (bool), state and memory [B, ...]."""
 
-    # [B, N, 3, S, S] in [-1, 1]
     images: torch.Tensor
-    # [B, T] int64, and where it is text: [B, T] bool
     tokens: torch.Tensor
     text: torch.Tensor
-    # [B, at most max_state_dim]
     state: torch.Tensor
-    # [B, memory_size]
     memory: torch.Tensor | None = None
 
 
@@ -192,16 +188,15 @@ class NativeModel(nn.Module):
         shape = (sizes.heads, sizes.kv_heads, sizes.head_dim)
         self.trunk = nn.ModuleList(GemmaLayer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
         self.trunk_norm = RMSNorm(sizes.width)
-        self.expert = nn.ModuleList(
-            GemmaLayer(sizes.expert_width, sizes.expert_mlp, *shape) for _ in range(sizes.layers)
-        )
-        self.expert_norm = RMSNorm(sizes.expert_width)
-        self.state_in = nn.Linear(sizes.max_state_dim, sizes.expert_width)
-        self.memory_in = nn.Linear(sizes.memory_size, sizes.expert_width) if sizes.memory_size else None
-        self.action_in = nn.Linear(sizes.max_action_dim, sizes.expert_width)
-        self.time_in = nn.Linear(2 * sizes.expert_width, sizes.expert_width)
-        self.time_out = nn.Linear(sizes.expert_width, sizes.expert_width)
-        self.action_out = nn.Linear(sizes.expert_width, sizes.max_action_dim)
+        width = sizes.expert_width
+        self.expert = nn.ModuleList(GemmaLayer(width, sizes.expert_mlp, *shape) for _ in range(sizes.layers))
+        self.expert_norm = RMSNorm(width)
+        self.state_in = nn.Linear(sizes.max_state_dim, width)
+        self.memory_in = nn.Linear(sizes.memory_size, width) if sizes.memory_size else None
+        self.action_in = nn.Linear(sizes.max_action_dim, width)
+        self.time_in = nn.Linear(2 * width, width)
+        self.time_out = nn.Linear(width, width)
+        self.action_out = nn.Linear(width, sizes.max_action_dim)
         # a fresh one stands still
         nn.init.zeros_(self.action_out.weight)
         nn.init.zeros_(self.action_out.bias)

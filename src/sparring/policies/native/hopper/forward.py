@@ -44,16 +44,14 @@ class Cache(NamedTuple):
 
 
 class _LayerCache(NamedTuple):
-    """What the tokens of one layer attend to."""
+    """What the tokens of one layer attend to: keys and values [B, kv heads, C, d], to which they add theirs from `at`
+    on; those `seen` [B, C]. The first `states` of them do not see the rest. Turns: cos and sin [B, at least T, d/2]."""
 
-    # of this layer, [B, kv heads, C, d] each; the tokens' own are written from `at` on
     keys: torch.Tensor
     values: torch.Tensor
     at: int
-    # [B, C], and how many of the tokens (state and memory) do not see the rest
     seen: torch.Tensor
     states: int
-    # cos and sin, [B, at least T, d/2] each
     turns: tuple[torch.Tensor, torch.Tensor]
 
 

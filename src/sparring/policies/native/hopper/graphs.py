@@ -20,11 +20,7 @@ _WARM_UP = 3
 
 
 class ActingGraphs:
-    """A network's `prefix`, `velocity` and `sample` by graphs, with the weights that it has at the time.
-
-    `half`: in bf16. Weights of that precision are read where they are; of others a copy is kept, which `refresh` brings
-    up to date.
-    """
+    """A network's `prefix`, `velocity` and `sample` by graphs, with the weights that it has at the time."""
 
     def __init__(
         self,
@@ -37,8 +33,9 @@ class ActingGraphs:
         kernels: bool = False,
         room: int = 64,
     ):
-        """`autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
+        """`half`: in bf16. Weights of that precision are read where they are; of others a copy is kept (`refresh`).
 
+        `autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
         `kernels`: use hopper/forward.py where the network and the GPU allow it; `room`: the most tokens of a step,
         those of a chunk, state and memory.
         """
