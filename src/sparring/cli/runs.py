@@ -1,6 +1,7 @@
 """`sparring runs` and `sparring prune`."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -29,15 +30,13 @@ def add(commands) -> None:
 
 
 def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from dataclasses import asdict
-
     from sparring.evaluation.files import text_table
     from sparring.runs.listing import find_runs
 
     folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE", "outputs"))
     found = find_runs(folder)
     if arguments.json:
-        print(json.dumps([asdict(run) for run in found], indent=2))
+        print(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
     elif not found:
         print(f"no runs in {folder}")
     else:

@@ -18,14 +18,7 @@ from sparring.config.text import Setting, flatten, read_settings, to_yaml
 from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.errors import UserError
-from sparring.phases.configs import (
-    AdversarialConfig,
-    EvaluationConfig,
-    ImitateConfig,
-    StudentConfig,
-    TeacherConfig,
-    TrainingConfig,
-)
+from sparring.phases import configs as phase_configs
 from sparring.policies.configs import ActorCriticConfig, FlowConfig, PI0PolicyConfig
 from sparring.policies.native.config import NativeVLAConfig
 from sparring.policies.vla.config import VLAConfig
@@ -77,13 +70,13 @@ class Config(Section):
     ppo: PPOConfig
     grpo: GRPOConfig
     algorithm_config: _Chosen
-    imitate: ImitateConfig
-    teacher: TeacherConfig
-    student: StudentConfig
-    adversarial: AdversarialConfig
+    imitate: phase_configs.ImitateConfig
+    teacher: phase_configs.TeacherConfig
+    student: phase_configs.StudentConfig
+    adversarial: phase_configs.AdversarialConfig
     rewards: SerializeAsAny[RewardsConfig]
-    training: TrainingConfig
-    evaluation: EvaluationConfig
+    training: phase_configs.TrainingConfig
+    evaluation: phase_configs.EvaluationConfig
     logging: LoggingConfig
 
     @property

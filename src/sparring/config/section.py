@@ -55,6 +55,8 @@ class ConfigError(UserError):
 
 # section -> its class
 Classes = dict[str, type[Section]]
+# finds problems that span sections: each a key and what is wrong with it
+Check = Callable[[Any], Iterable[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,8 @@ class Schema:
     # says more of an unknown setting (its key as it is spelled here) than which key is nearest, if it can
     explain: Callable[[str, Setting], str | None] = lambda key, setting: None
 
-    def build(
-        self, settings: list[Setting], check: Callable[[Any], Iterable[tuple[str, str]]] = lambda config: []
-    ) -> Any:
-        """The config that these settings describe, later ones winning; raises ConfigError with all problems.
-
-        `check` finds problems that span sections: each a key and what is wrong with it.
-        """
+    def build(self, settings: list[Setting], check: Check = lambda config: ()) -> Any:
+        """The config that these settings describe, later ones winning; raises ConfigError with all problems."""
         problems: list[str] = []
         classes = self.classes(settings, problems)
         placed = self.place(settings, classes, problems)
