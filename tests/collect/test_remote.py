@@ -507,7 +507,7 @@ def test_shared_memory_has_no_name_once_both_have_it():
 
 def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
     room = {_memory_folder(): 1000}
-    monkeypatch.setattr("sparring.processes.shared_memory._free_space", lambda folder: room.get(folder, 10**9))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=room.get(folder, 10**9)))
     run = Run(config_in(tmp_path / "small", **APART))
     with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
         run.phase.step(0.0)

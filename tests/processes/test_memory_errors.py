@@ -27,7 +27,7 @@ from sparring.policies.configs import ActorCriticConfig, LoraConfig, PI0PolicyCo
 from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.policy import make_policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import memory_told
+from sparring.processes.memory_errors import explain_oom
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 100.00 MiB"
@@ -116,7 +116,7 @@ def collected(policy, steps=8):
 def test_how_much_less_follows_from_what_was_free():
     model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
     model.config = LoraConfig()
-    with pytest.raises(OutOfMemory) as caught, memory_told("acting", model, 64, "rollout.n_envs"):
+    with pytest.raises(OutOfMemory) as caught, explain_oom("acting", model, 64, "rollout.n_envs"):
         run_out()
     # 100 MiB of activations and 100 free of the 100 + 300 that 64 rows take at least
     assert str(caught.value) == (
@@ -128,7 +128,7 @@ def test_how_much_less_follows_from_what_was_free():
 
 def test_a_last_large_demand_lowers_the_number_further():
     message = CUDA.replace("300.00 MiB", "1.46 GiB")
-    with pytest.raises(OutOfMemory, match="Set rollout.n_envs=8 or less"), memory_told("", None, 64, "rollout.n_envs"):
+    with pytest.raises(OutOfMemory, match="Set rollout.n_envs=8 or less"), explain_oom("", None, 64, "rollout.n_envs"):
         raise torch.OutOfMemoryError(message)
 
 
@@ -157,41 +157,41 @@ def test_a_last_large_demand_lowers_the_number_further():
 def test_what_else_to_set_follows_from_the_policys_section(settings, frozen, said):
     model = nn.Linear(1024, 1024, bias=False).requires_grad_(not frozen)
     model.config = SimpleNamespace(**settings)
-    with pytest.raises(OutOfMemory) as caught, memory_told("acting", model, 2, "rollout.n_envs"):
+    with pytest.raises(OutOfMemory) as caught, explain_oom("acting", model, 2, "rollout.n_envs"):
         run_out()
     ways = str(caught.value).split("Set ")[1].split("; or ")
     assert len(ways) == 2 and ways[0].startswith("rollout.n_envs=1 or less") and said in ways[1]
 
 
 def test_where_nothing_can_be_set():
-    with pytest.raises(OutOfMemory, match="Take a smaller model, or a machine with more memory"), memory_told("making"):
+    with pytest.raises(OutOfMemory, match="Take a smaller model, or a machine with more memory"), explain_oom("making"):
         raise MemoryError
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(precision="bf16", dtype="bf16", lora_r=4)
-    with pytest.raises(OutOfMemory, match="Take a smaller model"), memory_told("acting", model, 1, "rollout.n_envs"):
+    with pytest.raises(OutOfMemory, match="Take a smaller model"), explain_oom("acting", model, 1, "rollout.n_envs"):
         run_out()
 
 
 def test_a_cpus_allocator_has_no_error_of_its_own():
-    with pytest.raises(OutOfMemory) as caught, memory_told("acting", None, 64, "rollout.n_envs"):
+    with pytest.raises(OutOfMemory) as caught, explain_oom("acting", None, 64, "rollout.n_envs"):
         torch.empty(10**15)
     assert str(caught.value).startswith("out of memory while acting: 3.64e+03 TiB more were asked for and ")
     assert "iB were free. Set rollout.n_envs=32 or less" in str(caught.value)
     for message in (CPU.replace("can't allocate memory", "not enough memory"), "CUDA error: out of memory"):
-        with pytest.raises(OutOfMemory), memory_told("acting"):
+        with pytest.raises(OutOfMemory), explain_oom("acting"):
             raise RuntimeError(message)
 
 
 def test_other_errors_pass():
     for error in (RuntimeError("another"), ValueError(CUDA), UserError("mine"), OutOfMemory("told already")):
-        with pytest.raises(type(error)) as caught, memory_told("acting"):
+        with pytest.raises(type(error)) as caught, explain_oom("acting"):
             raise error
         assert caught.value is error
 
 
 def test_it_is_found_behind_what_it_led_to():
     """As when a CUDA graph is being recorded, which then cannot be ended."""
-    with pytest.raises(OutOfMemory, match="300 MiB more were asked for and 100 MiB were free"), memory_told("acting"):
+    with pytest.raises(OutOfMemory, match="300 MiB more were asked for and 100 MiB were free"), explain_oom("acting"):
         try:
             run_out()
         finally:

@@ -15,7 +15,7 @@ from sparring.algorithms.configs import AlgorithmConfig
 from sparring.algorithms.parity import Parity, measure_parity
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import memory_told
+from sparring.processes.memory_errors import explain_oom
 
 # decisions that are scored together without gradients, where memory does not limit them
 _SCORED_AT_ONCE = 4096
@@ -155,7 +155,7 @@ class Scorer:
 
     def memory(self, doing: str, decisions: int = 0) -> AbstractContextManager[None]:
         """A context that says what to set where memory runs out."""
-        return memory_told(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
+        return explain_oom(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
 
     def _frozen_policy(self) -> Policy:
         """What does not learn is shared: beside a VLA with LoRA it takes the room of the adapters only."""

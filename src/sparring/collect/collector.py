@@ -23,7 +23,7 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
 from sparring.policies.policy import Policy
-from sparring.processes.memory_errors import memory_told
+from sparring.processes.memory_errors import explain_oom
 
 # evaluation noise never repeats training noise
 _EVAL_NOISE = 1 << 40
@@ -126,7 +126,7 @@ class BaseCollector:
     def _acting(self, robots: int) -> Iterator[None]:
         """`robots` are decided for at once."""
         try:
-            with memory_told("acting", self.policy, robots, "rollout.n_envs"):
+            with explain_oom("acting", self.policy, robots, "rollout.n_envs"):
                 yield
         except Exception:
             self.forget_robots()

@@ -21,7 +21,7 @@ from sparring.envs.env import Env
 
 
 class GroupedEnv:
-    """The envs of all groups, to those who ask what there is and do not step them."""
+    """The envs of all groups as one, for all but stepping them."""
 
     def __init__(self, envs: list[Env]):
         self.envs = envs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# spans that are kept when nobody asks for them: a few rollouts
+# spans that are kept until somebody asks for them: a few rollouts
 _KEPT = 8192
 
 

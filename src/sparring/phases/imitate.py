@@ -21,7 +21,7 @@ from sparring.phases.configs import ImitateConfig
 from sparring.phases.phase import Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import memory_told
+from sparring.processes.memory_errors import explain_oom
 
 # ---- What a policy would have remembered of demonstrations, had it been the one to act.
 
@@ -70,7 +70,7 @@ class Imitate:
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
-        with memory_told("making room for gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
+        with explain_oom("making room for gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
             self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
             # demonstrations teach a critic nothing, and weight decay must not change it
             groups = [{"params": policy.actor_parameters(), "lr": config.learning_rate}]
@@ -107,7 +107,7 @@ class Imitate:
         self.policy.train()
         sums: dict[str, torch.Tensor] = defaultdict(float)
         for _ in range(self.config.steps_per_update):
-            with memory_told("imitating", self.policy, self.config.batch_size, "imitate.batch_size"):
+            with explain_oom("imitating", self.policy, self.config.batch_size, "imitate.batch_size"):
                 numbers = self._gradient_step()
             for name, value in numbers.items():
                 sums[name] += value

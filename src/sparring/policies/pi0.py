@@ -25,7 +25,7 @@ from sparring.policies.flow.chain import FlowChain
 from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
 from sparring.policies.lora import adapt
 from sparring.policies.weights import WeightsFit, match_names, read_json
-from sparring.processes.memory_errors import shortage
+from sparring.processes.memory_errors import oom_message
 
 # what transformers may raise where a config or its weights are not what they should be
 _FILE_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -230,7 +230,7 @@ def load_pi0(
         reports = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = load(folder, dtype=dtype, attn_implementation=attention, **reports)
     except (*_FILE_ERRORS, StrictDataclassError) as error:
-        if shortage(error):
+        if oom_message(error):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{key}={path} cannot be loaded as pi0: {reason}") from error

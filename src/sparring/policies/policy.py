@@ -12,7 +12,7 @@ from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.policies import POLICIES
-from sparring.processes.memory_errors import memory_told
+from sparring.processes.memory_errors import explain_oom
 
 Statistics = Mapping[str, Mapping[str, np.ndarray]]
 # a loss, and numbers to log
@@ -137,9 +137,9 @@ def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
 
 def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.device = "cpu") -> Policy:
     """A fresh policy for an env with this spec, acting in chunks of `chunk` steps."""
-    with memory_told(f"making the policy ({config.name})"):
+    with explain_oom(f"making the policy ({config.name})"):
         policy = build(config, POLICIES, spec, chunk, kind="policy")
-    with memory_told(f"moving the policy to {device}", policy):
+    with explain_oom(f"moving the policy to {device}", policy):
         return policy.to(device)
 
 

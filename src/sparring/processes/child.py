@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sparring.env")
 
-# lines of output that are told with a child's death; a longer line, as of a progress bar that never ends one, is cut
+# lines of output that an error about a dead child repeats; a longer line, as of a progress bar, is cut
 _LAST_LINES, _LONGEST_LINE = 20, 2000
 # how long after its death a child's output may still be on its way
 _OUTPUT_S = 1.0
@@ -102,11 +102,9 @@ class Child:
 
     def send(self, message: Any, check: Callable[[], None] | None = None) -> None:
         """`check` is called now and then while there is no room, and may raise."""
-        try:
+        # a death is noticed by `receive`
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message, partial(_wait, self._writable, check) if check else None)
-        except (BrokenPipeError, ConnectionResetError):
-            # `receive` notices
-            pass
 
     def receive(self, check: Callable[[], None]) -> Any:
         """`check` is called now and then while nothing comes, and may raise. EOFError: it has hung up, or died."""
@@ -173,8 +171,8 @@ class _Output:
     @staticmethod
     def streams() -> dict:
         """For `subprocess.Popen`."""
-        kept = logging.getLogger("sparring").handlers
-        return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if kept else {}
+        is_kept = logging.getLogger("sparring").handlers
+        return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if is_kept else {}
 
     def last_words(self) -> str:
         if self._thread.ident is not None:
@@ -232,8 +230,7 @@ class Interrupt:
     """The first Ctrl-C (or SIGTERM) asks the loop to stop after this update; the second stops at once."""
 
     def __init__(self, speaks: bool = True):
-        self.speaks, self.asked = speaks, False
-        self._before: dict = {}
+        self.speaks, self.asked, self._before = speaks, False, {}
 
     def __enter__(self):
         # in another thread, whoever runs us there handles its own signals

@@ -30,11 +30,8 @@ class Distributed:
         self.heartbeat = own_heartbeat() if self.world_size > 1 else None
         self.accelerator = _accelerator(device) if self.world_size > 1 else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
+        self.is_main = self.rank == 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
     @torch.no_grad()
     def unite(self, module: nn.Module) -> None:
@@ -77,8 +74,8 @@ class Distributed:
     def mean_of_all(self, values: dict[str, float]) -> dict[str, float]:
         """As `mean`, of each value over the processes that bring it; for now and then: it is slower."""
         everyone = self.gather_objects([values])
-        names = dict.fromkeys(name for told in everyone for name in told)
-        return {name: fmean(told[name] for told in everyone if name in told) for name in names}
+        names = dict.fromkeys(name for values in everyone for name in values)
+        return {name: fmean(values[name] for values in everyone if name in values) for name in names}
 
     def max(self, value: float) -> float:
         if not self.accelerator:
@@ -96,19 +93,19 @@ class Distributed:
             return gather_object(values)
 
     def barrier(self) -> None:
-        """Where some may come minutes after the others. Elsewhere, who lets the others wait for long hangs."""
+        """Where some may come minutes after the others: in any other collective, a rank that is so late hangs."""
         if self.accelerator:
             with self._in_collective(PATIENT):
                 self.accelerator.wait_for_everyone()
 
     def update_done(self) -> None:
-        """Everything has been through once: from now on a process that is not heard of soon hangs."""
+        """After the first one, the watchdog is less patient: everything has been compiled."""
         if self.heartbeat:
             self.heartbeat[UPDATES] += 1
 
     @contextmanager
     def _in_collective(self, place: int = TOGETHER) -> Iterator[None]:
-        """The launcher is told; that another process has gone is told in a sentence."""
+        """Shows the launcher where this rank is; raises LeftAlone where another rank has gone."""
         if self.heartbeat:
             self.heartbeat[PLACE] = place
             self.heartbeat[ENTERED] += 1
@@ -117,8 +114,8 @@ class Distributed:
         except RuntimeError as error:
             if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in _GONE):
                 raise
-            said = str(error).splitlines()[0]
-            raise LeftAlone(f"process {self.rank}: another process of this run has gone ({said})") from error
+            first = str(error).splitlines()[0]
+            raise LeftAlone(f"process {self.rank}: another process of this run has gone ({first})") from error
         finally:
             if self.heartbeat:
                 self.heartbeat[PLACE] = ELSEWHERE
@@ -139,8 +136,7 @@ class Distributed:
 
 
 def exact_kernels() -> None:
-    """On a GPU: no TF32, whose convolutions drift by up to the parity gate's whole tolerance; and gradients of
-    convolutions that are added up in the same order each time, without which no run gives the same weights twice."""
+    """On a GPU no TF32, which drifts by up to the parity gate's tolerance; and the same weights from the same run."""
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.deterministic = True

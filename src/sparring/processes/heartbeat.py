@@ -1,8 +1,7 @@
-"""Heartbeats and watchdogs: who hangs is found out by another process, which does not. No torch, no numpy.
+"""Heartbeats and watchdogs: one process finds out that another one hangs. No torch, no numpy.
 
-The ranks of `--gpus N` show their launcher how they are in a small file that all of them map. Each has a row of whole
-numbers and is the only one to write it. The launcher measures by its own clock how long these stay the same.
-The collecting process shows its learner by when each of its stages has to be over.
+Each rank of `--gpus N` writes a row of whole numbers in a file that all of them map; the launcher measures by its own
+clock how long these stay the same. The collecting process shows its learner by when each of its stages has to be over.
 """
 
 import atexit
@@ -142,5 +141,5 @@ class StageDeadlines:
         now, table = time.monotonic(), self.table.copy()
         self.idle_since = None if table.any() else self.idle_since or now
         late = ((table > 0) & (table < now)).nonzero()
-        first = (int(late[0][0]), self.stages[late[1][0]]) if len(late[0]) else None
+        first = (int(late[0][0]), self.stages[int(late[1][0])]) if len(late[0]) else None
         return first, now - (self.idle_since or now)

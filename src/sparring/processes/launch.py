@@ -38,12 +38,11 @@ def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path
             failure = _wait_for_all(workers, watchdog)
     code = _exit_code([worker.returncode for worker in workers])
     if failure:
-        names = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
-        saved = [int(number) for number in names if number.isdigit()]
-        way_on = "No checkpoint was saved yet: the same command starts anew."
-        if saved:
-            way_on = f"The same command goes on from {folder / f'checkpoint-{max(saved)}'}."
-        print(f"sparring: {failure} {way_on}", file=sys.stderr, flush=True)
+        numbers = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
+        last = max((int(number) for number in numbers if number.isdigit()), default=None)
+        goes_on = f"The same command goes on from {folder / f'checkpoint-{last}'}."
+        goes_on = "No checkpoint was saved yet: the same command starts anew." if last is None else goes_on
+        print(f"sparring: {failure} {goes_on}", file=sys.stderr, flush=True)
         # nothing is left to put away; libraries, which classes of one's own may have brought, would take their time
         os._exit(code)
     return code
@@ -83,7 +82,7 @@ def _start(processes: int, arguments: list[str], heartbeats: Path) -> list[subpr
 
 
 def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | None:
-    """Until they have ended, some of them by us; which one failed how, in words, unless it has said so itself."""
+    """Wait until all have ended, or end them. Returns which one failed and how, unless it has said so itself."""
     last = time.monotonic()
     while alive := [rank for rank, worker in enumerate(workers) if worker.poll() is None]:
         if any(worker.returncode not in (None, 0, INTERRUPTED) for worker in workers):
@@ -94,7 +93,7 @@ def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | 
             _kill(workers)
             return failure
         time.sleep(LOOK_S)
-        # who was stopped itself, as by Ctrl-Z, does not blame the others for it
+        # a launcher that was stopped itself, as by Ctrl-Z, does not blame the others for it
         now, passed = time.monotonic(), min(time.monotonic() - last, 10 * LOOK_S)
         last = now
         if hung := watchdog.look(alive, passed):
@@ -108,7 +107,7 @@ def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | 
 
 
 def _failure_message(workers: list[subprocess.Popen]) -> str | None:
-    """Which one it was that failed: the others leave because they are alone. None where it has said all there is."""
+    """Which one failed: the others leave because they are alone. None: it has printed all there is to say."""
     codes = {rank: w.returncode for rank, w in enumerate(workers) if w.returncode not in (None, 0, INTERRUPTED)}
     if not codes or MISTAKE in codes.values():
         return None

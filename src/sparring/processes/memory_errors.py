@@ -22,7 +22,7 @@ _CUDA = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @contextlib.contextmanager
-def memory_told(doing: str, policy: nn.Module | None = None, rows: int = 0, setting: str = "") -> Iterator[None]:
+def explain_oom(doing: str, policy: nn.Module | None = None, rows: int = 0, setting: str = "") -> Iterator[None]:
     """Around what is done for `rows` decisions at once, of which `setting` says how many there are; 0: for none.
 
     `policy`: whose `config`, where it has one, says what else could be set.
@@ -30,16 +30,16 @@ def memory_told(doing: str, policy: nn.Module | None = None, rows: int = 0, sett
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        message = shortage(error)
+        message = oom_message(error)
         if message is None:
             raise
-        raise OutOfMemory(_told(doing, policy, rows, setting, message)) from error
+        raise OutOfMemory(_explanation(doing, policy, rows, setting, message)) from error
 
 
-def shortage(error: BaseException) -> str | None:
-    """What was said when memory ran out, if that is what is behind an error.
+def oom_message(error: BaseException) -> str | None:
+    """The message of the error that memory ran out with, if that is behind an error.
 
-    Compilers wrap it; and a CUDA graph that is being recorded fails once more, for no reason that it would tell.
+    Compilers wrap it; and a CUDA graph that is being recorded fails once more, without a reason.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -50,14 +50,11 @@ def shortage(error: BaseException) -> str | None:
 
 
 def free_ram() -> int:
-    """Bytes."""
-    page = os.sysconf("SC_PAGE_SIZE")
+    """Bytes, with what the system would give up, such as its cache of files; where it does not say, all there is."""
     try:
-        # MemAvailable counts what the system would give up, such as its cache of files
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        (available,) = re.findall(r"^MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(), re.M)
     except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * page
-    (available,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(available) * 1024
 
 
@@ -70,7 +67,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     return torch.from_numpy(np.empty(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
 
 
-def _told(doing: str, policy: nn.Module | None, rows: int, setting: str, message: str) -> str:
+def _explanation(doing: str, policy: nn.Module | None, rows: int, setting: str, message: str) -> str:
     asked, free = _bytes(rf"allocate {_SIZE}", message), _bytes(rf"{_SIZE} is free", message)
     used = _bytes(rf"{_SIZE} is allocated by PyTorch", message)
     parameters = list(policy.parameters()) if policy is not None else []
@@ -86,10 +83,10 @@ def _told(doing: str, policy: nn.Module | None, rows: int, setting: str, message
     ways += _ways_of_policy(getattr(policy, "config", None), parameters, rows)
     if free is None and any(words in message for words in _CPU):
         free = free_ram()
-    told = f"out of memory while {doing}: {_size(asked)} more were asked for"
-    told += f" and {_size(free)} were free" if free is not None else ""
-    told += f"; the weights take {_size(weights)}" if weights else ""
-    return f"{told}. {'Set ' + '; or '.join(ways) if ways else 'Take a smaller model, or a machine with more memory'}"
+    what = f"out of memory while {doing}: {_size(asked)} more were asked for"
+    what += f" and {_size(free)} were free" if free is not None else ""
+    what += f"; the weights take {_size(weights)}" if weights else ""
+    return f"{what}. {'Set ' + '; or '.join(ways) if ways else 'Take a smaller model, or a machine with more memory'}"
 
 
 def _ways_of_policy(config: Any, parameters: list[nn.Parameter], rows: int) -> list[str]:

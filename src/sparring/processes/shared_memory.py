@@ -5,6 +5,7 @@ import fcntl
 import logging
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,7 +32,6 @@ _ALIGNMENT = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _PREFIX, _SUFFIX = "sparring-shared-", ".bin"
-# what most of it is for, and what to choose where there is no room
 _WHAT, _INSTEAD = "what is shared with the collecting process", "another buffer.folder"
 # bytes: from this size on, tensors of a message go through shared memory
 LARGE = 1 << 16
@@ -157,7 +157,7 @@ def _make_file(folder: Path, nbytes: int, what: str, instead: str) -> tuple[int,
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
-    free = _free_space(folder)
+    free = shutil.disk_usage(folder).free
     no_room = f"{what} needs {gigabytes(nbytes)}, but {folder} has {gigabytes(free)} free; choose {instead}"
     if nbytes > free:
         raise UserError(no_room)
@@ -200,11 +200,6 @@ def _sweep(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _free_space(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
 @dataclass(frozen=True)
 class _InSlot:
     """In a message, where a tensor was that lies in shared memory."""
@@ -220,8 +215,7 @@ class TensorSlots:
     """
 
     def __init__(self, slots: int, folder: Path | None):
-        self.slots, self.folder = slots, folder
-        self.begun = False
+        self.slots, self.folder, self.begun = slots, folder, False
         self.shared: SharedMemory | None = None
 
     def take_out(self, content: Any, number: int) -> Any:

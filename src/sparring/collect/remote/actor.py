@@ -124,8 +124,6 @@ class _ActorPipe:
 
 
 class _Actor:
-    """Collects for ever; before that the learner calls its methods by their names."""
-
     def __init__(self, pipe: _ActorPipe, start: Start):
         self.pipe, self.start = pipe, start
         table = SharedMemory.attach(start.deadlines).arrays["deadlines",]
@@ -135,7 +133,6 @@ class _Actor:
         for lane, collector in enumerate(self.collector.lanes):
             collector.stopwatch = self._watched_stopwatch(f"collector {lane}", lane)
         self.collector.stopwatch = self.stopwatch = self._watched_stopwatch("collector", 0)
-        # [slots, T, N, ...]
         self.rollouts: SharedMemory | None = None
         self.states = TensorSlots(start.staleness + 1, start.folder)
         self._closing, self._closed = threading.Lock(), False
@@ -151,8 +148,8 @@ class _Actor:
         return Stopwatch(who, enter, partial(self.deadlines.leave, lane))
 
     def failed_at(self) -> str:
-        stopwatches = [collector.stopwatch for collector in (*self.collector.lanes, self.collector)]
-        return next((stopwatch.failed for stopwatch in stopwatches if stopwatch.failed), "wait")
+        collectors = (*self.collector.lanes, self.collector)
+        return next(filter(None, (collector.stopwatch.failed for collector in collectors)), "wait")
 
     def close(self) -> None:
         """Once, whoever asks first; the others wait for it."""
@@ -195,6 +192,7 @@ class _Actor:
     def _share(self, rollout: TensorDict, number: int) -> None:
         slots = self.start.staleness + 1
         if self.rollouts is None:
+            # [slots, T, N, ...]
             shape = (slots, self.buffer.steps)
             columns = {key: Column((*shape, *value.shape[1:]), value.dtype) for key, value in leaves(rollout)}
             self.rollouts = SharedMemory.make(columns, self.start.folder)

@@ -156,7 +156,6 @@ class ReceivedRollout:
             self._rollout.set(key, view if self.device.type == "cpu" else view.to(self.device, non_blocking=True))
 
     def rollout(self) -> TensorDict:
-        """`[T, N]`."""
         return self._rollout.copy()
 
     def bytes(self) -> int:
@@ -174,18 +173,15 @@ class RemoteCollector(BaseCollector):
         self, env: RemoteEnv, policy: Policy, staleness: int, least_ess: float = 0.0, folder: Path | None = None
     ):
         self.env, self.actor, self.policy, self.staleness = env, env.actor, policy, staleness
-        # where weights lie; None: in RAM
-        self.folder = folder
-        # `allowed`: staleness of what is collected from now on
-        self.least_ess, self.allowed = least_ess, staleness
-        # since which version; how many good rollouts in a row there were, and how many it takes to be allowed more
+        # folder: where weights lie; None: in RAM. allowed: the staleness of rollouts that begin from now on
+        self.folder, self.least_ess, self.allowed = folder, least_ess, staleness
+        # version of the last change; good rollouts in a row since, and how many it takes to be allowed more
         self._paced_at, self._good, self._good_needed = 0, 0, 1
         self.version = self.env_steps = self._rollout_version = 0
         self.stopwatch = Stopwatch("learner")
         # after the last rollout that was learned from; and after the one that is being learned from
         self._state: dict | None = None
         self._next_state: dict | None = None
-        # all of it from the first rollout on
         self._weights: WeightsWriter | None = None
         self._rollouts: SharedMemory | None = None
         self._states: SharedMemory | None = None

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sparring.config.resolve import resolve
 from sparring.errors import UserError, describe_error
 from sparring.policies.weights import WeightsFit, match_names, match_parameters, read_json, read_weights, weights_file
-from sparring.processes.memory_errors import memory_told, shortage
+from sparring.processes.memory_errors import explain_oom, oom_message
 
 # of a Hugging Face config.json, not for constructors
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
@@ -60,7 +60,7 @@ def load_vla_model(
     cls = import_model_class(model_class)
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype '{dtype}' is not known; expected {' or '.join(_DTYPES)}")
-    with memory_told(f"loading '{model_path}'"):
+    with explain_oom(f"loading '{model_path}'"):
         model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
         for weight in match_parameters(model, frozen, "policy.frozen"):
             weight.requires_grad_(False)
@@ -191,7 +191,7 @@ def _construct(cls: type, settings: dict) -> nn.Module:
     except UserError:
         raise
     except (RuntimeError, *_CONSTRUCTOR_ERRORS) as error:
-        if isinstance(error, RuntimeError) and shortage(error):
+        if isinstance(error, RuntimeError) and oom_message(error):
             raise
         raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
 
@@ -204,7 +204,7 @@ def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> n
     try:
         loaded = cls.from_pretrained(folder, **settings, **(more if transformers else {}))
     except (RuntimeError, *_CONSTRUCTOR_ERRORS, SafetensorError, pickle.UnpicklingError) as error:
-        if shortage(error):
+        if oom_message(error):
             raise
         where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
         raise UserError(f"{where}: from_pretrained('{folder}') failed: {describe_error(error)}") from error

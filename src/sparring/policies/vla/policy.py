@@ -32,7 +32,7 @@ from sparring.policies.vla.load import (
     place,
 )
 from sparring.policies.weights import match_parameters
-from sparring.processes.memory_errors import shortage
+from sparring.processes.memory_errors import oom_message
 
 # settings that only one kind of model reads
 _OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)
@@ -248,7 +248,7 @@ def _try_flow(model: nn.Module, config: VLAConfig, observations: VLAObservations
         try:
             velocity = model.denoise(x, torch.ones(1), prefix)
         except RuntimeError as error:
-            if shortage(error):
+            if oom_message(error):
                 raise
             raise UserError(
                 f"{name}.denoise cannot read chunks [1, {horizon}, {each}] ({str(error).splitlines()[0]}); make "
@@ -332,7 +332,7 @@ def _first_call(model: nn.Module, seen: TensorDict):
     try:
         yield
     except _MODEL_ERRORS as error:
-        if isinstance(error, UserError) or shortage(error) is not None:
+        if isinstance(error, UserError) or oom_message(error) is not None:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         # the last one in the model's own file
