@@ -1,21 +1,24 @@
-"""From the `env` section of a config to an Env."""
+"""Env: a backend's numpy arrays as TensorDicts of the contract, and how it is made from the `env` section."""
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.config.resolve import resolve
+from sparring.config.resolve import build
 from sparring.config.section import Section
+from sparring.contract import EnvSpec
 from sparring.envs import ENVS
 from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
 
-# ---- Env: a backend's numpy arrays as TensorDicts of the contract.
-
+if TYPE_CHECKING:
+    from sparring.config.schema import Config
+    from sparring.processes.distributed import Distributed
 
 log = logging.getLogger("sparring.env")
 
@@ -37,7 +40,7 @@ class Env:
         self.total_envs = total_envs or backend.num_envs
         self.group_size = group_size
         # the `env` section it was made from, where there is one
-        self.config = None
+        self.config: Section | None = None
         # what the backend said of the last step, in numpy: for those who count and film, not for those who learn
         self.last: Step | None = None
 
@@ -46,7 +49,7 @@ class Env:
         return self.backend.num_envs
 
     @property
-    def spec(self):
+    def spec(self) -> EnvSpec:
         return self.backend.spec
 
     @property
@@ -119,14 +122,14 @@ class Env:
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
-GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
+_GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
 
 
 def make_env(
     config: Section,
     num_envs: int,
     max_episode_steps: int | None = None,
-    device="cpu",
+    device: str | torch.device = "cpu",
     first_env: int = 0,
     total_envs: int = 0,
     group_size: int = 1,
@@ -141,18 +144,16 @@ def make_env(
         raise UserError(f"make_env: num_envs is {num_envs}, expected >= 1")
     if num_envs % group_size:
         raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
-    if isinstance(config, GymConfig):
-        backend_class = resolve(GYM_BACKENDS[config.vectorize], {}, "env backend")
-    else:
-        backend_class = resolve(config.name, ENVS, "env")
-    env = Env(backend_class(config, num_envs, max_episode_steps), device, first_env, total_envs, group_size)
+    known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)
+    backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
+    env = Env(backend, device, first_env, total_envs, group_size)
     env.config = config
     last = env.first_env + num_envs - 1
     log.debug("made robots %d to %d of %d: %s", env.first_env, last, env.total_envs, config.name)
     return env
 
 
-def make_training_env(config, distributed, group: int = 0) -> Env:
+def make_training_env(config: "Config", distributed: "Distributed", group: int = 0) -> Env:
     """This process's share of the robots that a run's config asks for, or one of its `rollout.groups`."""
     rollout = config.rollout
     robots = rollout.n_envs // rollout.groups

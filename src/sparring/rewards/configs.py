@@ -1,4 +1,4 @@
-"""The `rewards` section: what an explorer is paid for. Torch-free."""
+"""The `rewards` section: what an explorer is rewarded for. Torch-free."""
 
 from typing import Literal
 
