@@ -62,29 +62,30 @@ class Expert:
         command, arm = (values[rows] for values in self._env.arms())
         pos, mat = self._mover.where(np.concatenate([command[..., :ARM_JOINTS], arm[..., ARM_JOINTS:]], axis=2))
         down = np.broadcast_to(self._mover.pointing_down, mat.shape)
-        # one row per arm: [n, R, ...] -> [n R, ...]
+        # one row per arm: [n, R, ...] -> [m, ...] with m = n R
         command, arm, pos = (values.reshape(-1, values.shape[-1]) for values in (command, arm, pos))
         mat, down = mat.reshape(-1, 3, 3), down.reshape(-1, 3, 3)
         point, yaw, grip, speed = target.point.reshape(-1, 3), *(values.reshape(-1) for values in target[1:])
-        return self._arm_steps(HandTarget(point, yaw, grip, speed), command, arm, pos, mat, down).reshape(len(rows), -1)
-
-    def _arm_steps(self, target: HandTarget, command, arm, pos, mat, down) -> np.ndarray:
-        """The same `[m, A]` of m arms that are commanded to be at `pos` with axes `mat`."""
         scale, mode = self._env.config.action_scale, self._env.config.control_mode
-        move = _at_most(target.point - pos, HAND_STEP * target.speed * scale)
-        turn = _at_most(_turn(mat, about_z(target.yaw) @ down), np.full(len(pos), TURN_STEP * scale))
-        grip = target.grip[:, None]
+        move = _at_most(point - pos, HAND_STEP * speed * scale)
+        # half the rotation vector that takes the hand's axes to the target's
+        turn = 0.25 * np.cross(mat, about_z(yaw) @ down, axis=1).sum(axis=2)
+        turn = _at_most(turn, np.full(len(pos), TURN_STEP * scale))
         if mode == "delta_ee_pos":
-            return np.concatenate([move / (HAND_STEP * scale), grip], axis=1)
-        if mode == "delta_ee":
-            return np.concatenate([move / (HAND_STEP * scale), turn / (TURN_STEP * scale), grip], axis=1)
+            steps = [move / (HAND_STEP * scale)]
+        elif mode == "delta_ee":
+            steps = [move / (HAND_STEP * scale), turn / (TURN_STEP * scale)]
+        else:
+            steps = [self._joint_steps(command, arm, move, turn, distance(point, pos)) / self._joint_step()]
+        return np.concatenate([*steps, grip[:, None]], axis=1).reshape(len(rows), -1)
+
+    def _joint_steps(self, command, arm, move: np.ndarray, turn: np.ndarray, away: np.ndarray) -> np.ndarray:
+        """`[m, 6]` that move and turn hands which are so far `[m]` away."""
         joints = self._mover.turned(command, arm, np.concatenate([move, turn], axis=1))
         # near the way-point slower rather than in another direction; far from it, each joint as fast as it can
         fastest = self._joint_step()
         slowed = joints / np.maximum(np.abs(joints).max(axis=1, keepdims=True) / fastest, 1)
-        far = distance(target.point, pos)[:, None] > 0.06
-        joints = np.where(far, np.clip(joints, -fastest, fastest), slowed)
-        return np.concatenate([joints / fastest, grip], axis=1)
+        return np.where(away[:, None] > 0.06, np.clip(joints, -fastest, fastest), slowed)
 
     def _targets(self, step: np.ndarray) -> np.ndarray:
         """Steps `[N, R A]` of the joints and fingers to where they lead, -1 and 1 are the limits."""
@@ -106,11 +107,6 @@ class Expert:
         """Radians of the largest step of a joint."""
         config = self._env.config
         return JOINT_STEP * config.action_scale * (APPROACH if config.control_mode == "qpos" else 1)
-
-
-def _turn(mat: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """`[n, 3]`: half the rotation vector that takes axes `[n, 3, 3]` to others."""
-    return 0.25 * np.cross(mat, target, axis=1).sum(axis=2)
 
 
 def _keyed_normal(seed: int, moments: np.ndarray, size: int) -> np.ndarray:

@@ -70,7 +70,10 @@ class MujocoRenderer:
         views = {f"rgb/{name}": np.empty((len(qpos), 3, size, size), np.uint8) for name in cameras}
         for i in range(len(qpos)):
             rgb = self._rgba[:, :3] if look is None else look.rgb[i]
-            self._pose(qpos[i], rgb[: self._model.ngeom])
+            self._model.geom_rgba[:, :3] = rgb[: self._model.ngeom]
+            self._data.qpos[:] = qpos[i]
+            for update in (self._mujoco.mj_kinematics, self._mujoco.mj_comPos, self._mujoco.mj_camlight):
+                update(self._model, self._data)
             marker_rgb = None if self._marker is None else (self._marker.rgb if look is None else rgb[-1])
             for name in cameras:
                 views[f"rgb/{name}"][i] = self._draw(name, size, goal[i], marker_rgb).transpose(2, 0, 1)
@@ -87,13 +90,6 @@ class MujocoRenderer:
             self._gl.free()
             self._context = None
 
-    def _pose(self, qpos: np.ndarray, rgb: np.ndarray) -> None:
-        self._model.geom_rgba[:, :3] = rgb
-        self._data.qpos[:] = qpos
-        self._mujoco.mj_kinematics(self._model, self._data)
-        self._mujoco.mj_comPos(self._model, self._data)
-        self._mujoco.mj_camlight(self._model, self._data)
-
     def _draw(self, camera: str, size: int, goal: np.ndarray, marker_rgb) -> np.ndarray:
         """`[size, size, 3]`"""
         mujoco, scene = self._mujoco, self._scene
@@ -101,31 +97,22 @@ class MujocoRenderer:
         view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self.cameras.index(camera)
         everything = mujoco.mjtCatBit.mjCAT_ALL
         mujoco.mjv_updateScene(self._model, self._data, self._options, None, view, everything, scene)
-        self._add_sun()
+        sun = scene.lights[scene.nlight]
+        sun.type, sun.headlight, sun.castshadow = mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, False, True
+        sun.pos[:], sun.dir[:] = 3 * TO_SUN, -TO_SUN
+        sun.ambient[:], sun.diffuse[:], sun.specular[:] = 0.0, 0.5, 0.2
+        scene.nlight += 1
         if marker_rgb is not None:
-            self._add_marker(goal, marker_rgb)
+            kind, shape = goal_shape(self._marker)
+            rgba, geom = np.array([*marker_rgb, 1.0], np.float32), scene.geoms[scene.ngeom]
+            mujoco.mjv_initGeom(geom, kind, np.array(shape), goal, np.eye(3).ravel(), rgba)
+            scene.ngeom += 1
         pixels = np.empty((size, size, 3), np.uint8)
         rectangle = mujoco.MjrRect(0, 0, size, size)
         mujoco.mjr_render(rectangle, scene, self._context)
         mujoco.mjr_readPixels(pixels, None, rectangle, self._context)
         # OpenGL's first row is the lowest
         return pixels[::-1]
-
-    def _add_sun(self) -> None:
-        light = self._scene.lights[self._scene.nlight]
-        light.type = self._mujoco.mjtLightType.mjLIGHT_DIRECTIONAL
-        light.pos[:], light.dir[:] = 3 * TO_SUN, -TO_SUN
-        light.ambient[:], light.diffuse[:], light.specular[:] = 0.0, 0.5, 0.2
-        light.headlight, light.castshadow = False, True
-        self._scene.nlight += 1
-
-    def _add_marker(self, goal: np.ndarray, rgb) -> None:
-        kind, size = goal_shape(self._marker)
-        geom = self._scene.geoms[self._scene.ngeom]
-        self._mujoco.mjv_initGeom(
-            geom, kind, np.array(size), goal, np.eye(3).ravel(), np.array([*rgb, 1.0], np.float32)
-        )
-        self._scene.ngeom += 1
 
 
 @functools.cache

@@ -84,7 +84,10 @@ class LiftTray(Task):
 
     def start(self, rng: np.random.Generator) -> Start:
         arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
-        centre, yaw = self._draw(rng)
+        while True:
+            centre, yaw = self.tray.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
+            if self.reaches(centre, yaw):
+                break
         across, along = _axes(yaw)
         cube = centre + np.sum(rng.uniform(-self.offset, self.offset, (2, 1)) * [across, along], axis=0)
         bottom = 2 * TRAY.half[2]
@@ -123,12 +126,8 @@ class LiftTray(Task):
         raised[..., 2] = np.minimum(places[..., 2].min(axis=1) + 0.04, now.goal[:, 2] + 0.03)[:, None]
         axes = _rotations(now.quats[:, 0])
         yaw = np.arctan2(axes[:, 1, 0], axes[:, 0, 0])[:, None]
-        return HandTarget(
-            np.where(both[..., None], raised, point),
-            np.broadcast_to(yaw, grip.shape),
-            grip,
-            np.broadcast_to(np.where(both, 0.6, 1.0), grip.shape),
-        )
+        yaw, speed = (np.broadcast_to(each, grip.shape) for each in (yaw, np.where(both, 0.6, 1.0)))
+        return HandTarget(np.where(both[..., None], raised, point), yaw, grip, speed)
 
     def describe(self) -> dict[str, str]:
         reach = f"each handle {self.reach}"
@@ -145,12 +144,6 @@ class LiftTray(Task):
             if np.hypot(*apart) < _FOOT or not replace(self.reach, base=mount.base).holds(handle):
                 return False
         return True
-
-    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, float]:
-        while True:
-            centre, yaw = self.tray.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
-            if self.reaches(centre, yaw):
-                return centre, yaw
 
 
 @dataclass(frozen=True)
@@ -210,17 +203,30 @@ class Handover(Task):
         """Left: take the bar, bring it to the middle, leave. Right: wait, take its other end, keep it."""
         along, from_bar = _beside_bar(now)
         left, right = ((from_bar < 0.025) & (now.grips < _PRESSED)).T
-        take, close = _grasp_ends(now, np.where(left, np.sign(along[:, LEFT]), _left_end(now)))
+        axis = _rotations(now.quats[:, 0])[:, :, 1]
+        own_yaw = np.arctan2(-axis[:, 0], axis[:, 1])
+        # how far a hand turns to take the bar across, and which side of its own y the left hand takes: 1 or -1
+        bar_yaw = _half_turn(own_yaw)
+        end = np.where(left, np.sign(along[:, LEFT]), np.where(np.abs(bar_yaw - own_yaw) < 0.1, 1.0, -1.0))
+        places = np.stack([_on_bar(now, end * BAR_GRIP), _on_bar(now, -end * BAR_GRIP)], axis=1)
+        take, close, _ = grasp(now.hands, now.grips, places, _PRESSED)
         # of a hand that holds the bar, so that the bar's middle is at the meeting point
         meet = now.goal[:, None] + [[0, 1, 0], [0, -1, 0]] * np.abs(along)[..., None]
         wait = now.goal + [0.0, -0.22, 0.06]
         low = now.objects[:, 0, 2] < 0.06
-        bring = np.where(low[:, None], now.hands[:, LEFT] + [0, 0, 0.05], meet[:, LEFT])
+        hand = now.hands[:, LEFT]
+        bring = np.where(low[:, None], hand + [0, 0, 0.05], meet[:, LEFT])
+        # the left hand stays until it is open, goes straight up, then a little back
+        leave = now.goal + [0.0, BAR_GRIP, 0.12]
+        leave[:, :2] = np.where(from_bar[:, LEFT, None] < 0.05, hand[:, :2], leave[:, :2])
+        leave = np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, leave)
+        # the bar is at the meeting point and lies across
+        presented = (np.abs(axis[:, 1]) > np.cos(np.deg2rad(12))) & (distance(now.objects[:, 0], now.goal) < 0.03)
 
         # 0, 1, 2 are take, bring, leave of the left hand and wait, take, keep of the right one
-        stages = np.stack([np.where(right, 2, left), np.where(right, 2, left & _presented(now))], axis=1)
+        stages = np.stack([np.where(right, 2, left), np.where(right, 2, left & presented)], axis=1)
         points = [
-            np.choose(stages[:, LEFT, None], [take[:, LEFT], bring, _leave(now, from_bar[:, LEFT])]),
+            np.choose(stages[:, LEFT, None], [take[:, LEFT], bring, leave]),
             np.choose(stages[:, RIGHT, None], [wait, take[:, RIGHT], meet[:, RIGHT]]),
         ]
         grips = [
@@ -228,13 +234,9 @@ class Handover(Task):
             np.choose(stages[:, RIGHT], [1.0, close[:, RIGHT], -1.0]),
         ]
         # the left hand turns with the bar as it lies, and back once it has lifted it
-        yaw = np.where(right | (left & ~low), 0.0, _bar_yaw(now))
-        return HandTarget(
-            np.stack(points, axis=1),
-            np.stack([yaw, np.zeros(len(yaw))], axis=1),
-            np.stack(grips, axis=1),
-            np.ones(stages.shape),
-        )
+        yaw = np.where(right | (left & ~low), 0.0, bar_yaw)
+        yaws = np.stack([yaw, np.zeros(len(yaw))], axis=1)
+        return HandTarget(np.stack(points, axis=1), yaws, np.stack(grips, axis=1), np.ones(stages.shape))
 
     def describe(self) -> dict[str, str]:
         reach = f"its end {self.reach}, out of the right hand's reach"
@@ -258,43 +260,9 @@ def _beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:
     return along, np.linalg.norm(offset - along[..., None] * axis[:, None], axis=2)
 
 
-def _grasp_ends(now: Situation, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the left hand at the bar's end on the side `end` `[n]` of its own y, and the right hand at the other one."""
-    places = np.stack([_on_bar(now, end * BAR_GRIP), _on_bar(now, -end * BAR_GRIP)], axis=1)
-    return grasp(now.hands, now.grips, places, _PRESSED)[:2]
-
-
-def _presented(now: Situation) -> np.ndarray:
-    """`[n]` bool: the bar is at the meeting point and lies across."""
-    straight = np.abs(_rotations(now.quats[:, 0])[:, 1, 1]) > np.cos(np.deg2rad(12))
-    return straight & (distance(now.objects[:, 0], now.goal) < 0.03)
-
-
-def _leave(now: Situation, from_bar: np.ndarray) -> np.ndarray:
-    """`[n, 3]`: the left hand stays until it is open, goes straight up, then a little back."""
-    hand, high = now.hands[:, LEFT], now.goal + [0.0, BAR_GRIP, 0.12]
-    high[:, :2] = np.where(from_bar[:, None] < 0.05, hand[:, :2], high[:, :2])
-    return np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, high)
-
-
 def _on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
     """`[n, 3]`: the point of the bar's axis so far `[n]` from its middle."""
     return now.objects[:, 0] + along[:, None] * _rotations(now.quats[:, 0])[:, :, 1]
-
-
-def _bar_yaw(now: Situation) -> np.ndarray:
-    """`[n]`: how far a hand turns to take the bar across."""
-    return _half_turn(_own_yaw(now))
-
-
-def _left_end(now: Situation) -> np.ndarray:
-    """`[n]`: 1 where the bar's own +y end is the one that the left hand takes, else -1."""
-    return np.where(np.abs(_bar_yaw(now) - _own_yaw(now)) < 0.1, 1.0, -1.0)
-
-
-def _own_yaw(now: Situation) -> np.ndarray:
-    axis = _rotations(now.quats[:, 0])[:, :, 1]
-    return np.arctan2(-axis[:, 0], axis[:, 1])
 
 
 def _half_turn(yaw: np.ndarray) -> np.ndarray:

@@ -20,10 +20,8 @@ TOYS = (
 )
 # metres above the table that things begin: MuJoCo 3.8 finds an ellipsoid that exactly touches it to be deep inside
 _DROP = 1e-4
-_GAP = 0.01
-_AWAY = 0.09
-# around the foot of an arm
-_BASE = 0.12
+# metres between things, from the ways between objects and goal, and around the foot of an arm
+_GAP, _AWAY, _BASE = 0.01, 0.09, 0.12
 _TRIES = 100
 
 
@@ -45,8 +43,16 @@ def _scatter(rng: np.random.Generator, things: tuple[TableObject, ...], zones: l
     """`[k, 7]`: the things on the table at any yaw, apart from each other and, if possible, from the zones."""
     taken, poses = list(zones), np.zeros((len(things), 7))
     for pose, thing in zip(poses, things, strict=True):
-        radius = _footprint(thing) + _GAP
-        point, yaw = _roomy(rng, taken, radius), rng.uniform(-np.pi, np.pi)
+        radius, best, most = _footprint(thing) + _GAP, np.zeros(2), -np.inf
+        # the first point with so much room around it, or the best of many
+        for _ in range(_TRIES):
+            point = WIDE.draw(rng)
+            room = min((zone.room(point) for zone in taken), default=np.inf)
+            if room > most:
+                best, most = point, room
+            if room >= radius:
+                break
+        point, yaw = best, rng.uniform(-np.pi, np.pi)
         taken.append(_Zone(point, point, radius))
         pose[:] = standing(point, thing.half[2] + _DROP, yaw)
     return poses
@@ -70,19 +76,6 @@ def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.nd
 def _footprint(thing: TableObject) -> float:
     """Radius of a circle on the table that it stays inside of at any yaw."""
     return float(np.hypot(*thing.half[:2]))
-
-
-def _roomy(rng: np.random.Generator, zones: list[_Zone], radius: float) -> np.ndarray:
-    """The first point with so much room around it, or the best of many."""
-    best, most = None, -np.inf
-    for _ in range(_TRIES):
-        point = WIDE.draw(rng)
-        room = min((zone.room(point) for zone in zones), default=np.inf)
-        if room > most:
-            best, most = point, room
-        if room >= radius:
-            break
-    return best
 
 
 # a screen at the table's back edge beside the arm, where the head camera sees it

@@ -53,14 +53,22 @@ class Push(Task):
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
-        cube, goal = self._draw(rng)
+        while True:
+            cube, goal = _two_points(rng, self.cube, self.goal, self.travel)
+            # the arm also reaches the place behind the cube from where to push
+            if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
+                break
         return Start(arm, np.array([*goal, 0.0]), resting(_RED_CUBE, cube, rng, self.yaw)[None])
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         cube = now.objects[:, 0]
         away = distance(cube[:, :2], now.goal[:, :2])
         satisfied = away < self.radius
-        near = 1 - np.tanh(8 * distance(now.hand, _pushing_place(cube, now.goal)))
+        # where the hand touches the cube from the side away from the goal: [n, 3]
+        towards = now.goal[:, :2] - cube[:, :2]
+        towards = towards / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-3)
+        behind = np.concatenate([cube[:, :2] - 0.035 * towards, np.full((len(cube), 1), 0.03)], axis=1)
+        near = 1 - np.tanh(8 * distance(now.hand, behind))
         return (0.2 * near + 0.8 * (1 - np.tanh(8 * away)) + 0.5 * satisfied) / 1.5, satisfied
 
     @staticmethod
@@ -90,13 +98,6 @@ class Push(Task):
     def describe(self) -> dict[str, str]:
         low, high = self.travel
         return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), "disc": f"{low:.2f}..{high:.2f} m from the cube"}
-
-    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Cube and goal, such that the arm also reaches the place behind the cube from where to push."""
-        while True:
-            cube, goal = _two_points(rng, self.cube, self.goal, self.travel)
-            if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
-                return cube, goal
 
 
 @dataclass(frozen=True)
@@ -297,13 +298,6 @@ def _holding(now: Situation) -> np.ndarray:
     close = distance(now.hand, now.objects[:, 0]) < 0.025
     held_open = (now.width > 2 * CUBE_HALF - 0.01) & (now.width < 2 * CUBE_HALF * np.sqrt(2) + 0.004)
     return close & held_open & (2 * now.grip < now.width - 0.008)
-
-
-def _pushing_place(cube: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """`[n, 3]`: where the hand touches the cube from the side away from the goal."""
-    towards = goal[:, :2] - cube[:, :2]
-    towards = towards / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-3)
-    return np.concatenate([cube[:, :2] - 0.035 * towards, np.full((len(cube), 1), 0.03)], axis=1)
 
 
 def yaw_range(degrees: float) -> str:
