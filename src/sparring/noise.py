@@ -1,4 +1,8 @@
-"""Random numbers: noise keyed by (seed, env, decision), and the global generators."""
+"""Random numbers: noise keyed by (seed, env, decision), and the global generators.
+
+A policy gets uniform numbers and turns them into a sample of its own distribution. So a result does not depend on
+timing, on how envs are batched, or on the order of drawing.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,6 @@ import numpy as np
 # env workers import this module and must not import torch
 if TYPE_CHECKING:
     import torch
-
-# ---- Randomness keyed by (seed, env, decision), never by the order of drawing.
-#
-# A policy is handed uniform numbers and turns them into whatever it draws from; so a result does not depend on timing,
-# on how envs are batched, or on who drew before.
-
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BITS = 23  # the middle of each of 2^23 cells of (0, 1) is exact in float32, and never 0 or 1
@@ -39,11 +37,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-# ---- The global random generators: seeded, told and put back.
-
-
 def seed_everything(seed: int) -> None:
-    """Weights of fresh networks and whatever a user's env or model draws from the global generators."""
+    """The global generators, from which fresh weights and the envs and models of users are drawn."""
     import torch
 
     random.seed(seed)

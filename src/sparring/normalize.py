@@ -1,4 +1,4 @@
-"""Shifting and scaling numbers to where networks like them, kept as module buffers that travel with the weights."""
+"""Normalization of inputs, as module buffers that are saved with the weights."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# statistics of a dataset (data/statistics.py) -> (what becomes 0, what becomes 1)
+# statistics of a dataset -> (what becomes 0, what becomes 1)
 _FITS = {
     "mean_std": lambda s: (s["mean"], s["mean"] + s["std"]),
     "min_max": lambda s: ((s["min"] + s["max"]) / 2, s["max"]),
@@ -30,29 +30,27 @@ class Normalizer(nn.Module):
         return y / self.scale + self.shift
 
     def fit(self, statistics: Mapping[str, np.ndarray], mode: str) -> None:
-        """To a dataset: mean 0 and std 1 (`mean_std`), or its range in [-1, 1] (`min_max`; `quantile`: 1 % to 99 %)."""
+        """Mean 0 and std 1 (`mean_std`), or the range of a dataset in [-1, 1] (`min_max`; `quantile`: 1 % to 99 %)."""
         zero, one = (torch.from_numpy(np.asarray(x, np.float64).reshape(-1)) for x in _FITS[mode](statistics))
         self._set(zero, one - zero)
         self.fitted.fill_(True)
 
     def in_words(self) -> str:
-        """Its statistics, over the numbers that it scales."""
+        """The range of its shifts and scales, for the log."""
         ends = torch.stack([self.shift.min(), self.shift.max(), self.scale.min(), self.scale.max()]).tolist()
         return "{} numbers, shifted by {:.4g} to {:.4g}, scaled by {:.4g} to {:.4g}".format(len(self.shift), *ends)
 
     def _set(self, shift: torch.Tensor, unit: torch.Tensor) -> None:
         self.shift.copy_(shift)
-        # a constant stays a constant, it is not blown up
+        # a constant is not scaled up to noise
         self.scale.copy_(torch.where(unit > 1e-4, 1 / unit.clamp_min(1e-4), torch.ones_like(unit)))
 
 
 class RunningNormalizer(Normalizer):
-    """Mean 0 and std 1 over everything `update` has seen, clipped to +-`clip`; or as it was fitted, for good.
+    """Mean 0 and std 1 over all numbers of `update`, clipped to +-`clip`; one that was fitted does not change.
 
-    `memory`: what came before counts as much as so many updates at most, so that old numbers are forgotten.
-
-    Statistics change only in `update`, which an algorithm calls between two versions of the weights: acting and
-    scoring see the same numbers.
+    Statistics change only in `update`, which an algorithm calls between two versions of the weights, so that acting and
+    scoring see the same numbers. `memory`: earlier numbers weigh at most as much as so many updates.
     """
 
     def __init__(self, size: int, clip: float = 10.0, memory: int | None = None):
@@ -91,9 +89,14 @@ class RunningNormalizer(Normalizer):
 
 
 def fit_all(
-    statistics: Mapping[str, Mapping[str, np.ndarray]], state, privileged, action, state_mode: str, action_mode: str
+    statistics: Mapping[str, Mapping[str, np.ndarray]],
+    state: nn.Module | None,
+    privileged: nn.Module | None,
+    action: nn.Module | None,
+    state_mode: str,
+    action_mode: str,
 ) -> None:
-    """The normalisers of a policy, where it has them, to those of a dataset."""
+    """Fit those of a policy's modules that are normalizers to the statistics of a dataset."""
     fitted = {
         "observation/state": (state, state_mode),
         "observation/privileged": (privileged, state_mode),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -49,22 +50,16 @@ Finding = tuple[str, bool, str]
 
 def check(name: str | None, overrides: list[str]) -> int:
     """Print the findings about the installation, or about an env or policy by name; 1 if anything is wrong."""
+    settings, is_policy = parse_overrides(overrides), name is not None and _is_policy(name)
+    if name is not None:
+        settings.append(Setting("policy.name", name, "command line") if is_policy else _env_setting(name, settings))
+    config = load_config(None, settings, inherit=False)
+    findings = _policy_findings(config) if is_policy else _env_findings(config)
     good = True
-    for what, fine, found in _findings(name, parse_overrides(overrides)):
+    for what, fine, found in findings if name is not None else chain(_installation(), findings):
         good &= fine
         print(f"{'ok  ' if fine else 'FAIL'}  {what}: {found}", flush=True)
     return 0 if good else 1
-
-
-def _findings(name: str | None, settings: list[Setting]) -> Iterator[Finding]:
-    if name is None:
-        yield from _installation()
-        yield from _env_findings(load_config(None, settings, inherit=False))
-    elif _is_policy(name):
-        settings = [*settings, Setting("policy.name", name, "command line")]
-        yield from _policy_findings(load_config(None, settings, inherit=False))
-    else:
-        yield from _env_findings(load_config(None, [*settings, _env_setting(name, settings)], inherit=False))
 
 
 def _installation() -> Iterator[Finding]:
@@ -191,12 +186,8 @@ def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
     else:
         advice = "draw all randomness from the seed that reset() is given (self.np_random)"
         yield "determinism", False, f"the same seed gave something else in decision {differs + 1}; {advice}"
-    resumes = env.state() is not None
-    yield (
-        "saved state",
-        True,
-        ("can be put back; runs resume exactly" if resumes else "none; resumed runs start episodes anew"),
-    )
+    saved = "none; resumed runs start episodes anew" if env.state() is None else "can be put back; runs resume exactly"
+    yield "saved state", True, saved
     yield "speed", True, f"{speed:,.0f} env steps/s with {ROBOTS} robots and random actions"
     name = re.sub(r"[^\w.-]", "_", "_".join(getattr(config.env, "task", ())) or config.env.name)
     sheet = Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{name}.png"

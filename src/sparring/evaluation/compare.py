@@ -43,16 +43,12 @@ class _Difference:
     @property
     def is_shown(self) -> bool:
         """By the test and by the interval."""
-        return self.p < SIGNIFICANT and self._excludes_zero
+        return self.p < SIGNIFICANT and (self.low > 0 or self.high < 0)
 
     @property
     def is_on_the_edge(self) -> bool:
         """By only one of them."""
-        return (self.p < SIGNIFICANT) != self._excludes_zero
-
-    @property
-    def _excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+        return (self.p < SIGNIFICANT) != (self.low > 0 or self.high < 0)
 
 
 def _success_difference(a: np.ndarray, b: np.ndarray) -> _Difference:
@@ -75,10 +71,9 @@ def _success_difference(a: np.ndarray, b: np.ndarray) -> _Difference:
 
 
 def _mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided: if A and B were equally good, each unlike pair would be a fair coin.
+    """Two-sided p: if A and B were equally good, each unlike pair would be a fair coin.
 
-    The observed count has half its weight (mid-p; Fagerland, Lydersen, Laake 2013): with its whole weight the test is
-    so careful that it often finds nothing where the interval does.
+    Mid-p (Fagerland, Lydersen, Laake 2013): the exact test often finds nothing where the interval does.
     """
     if only_a == only_b:
         return 1.0
@@ -129,6 +124,10 @@ class _Measured:
     @classmethod
     def success(cls, a: np.ndarray, b: np.ndarray, name: str = "success, %") -> "_Measured":
         return cls(name, a.mean(), b.mean(), _success_difference(a, b), "points of success", 100)
+
+    @classmethod
+    def mean(cls, name: str, a: np.ndarray, b: np.ndarray, unit: str, more_is_better: bool = True) -> "_Measured":
+        return cls(name, a.mean(), b.mean(), _mean_difference(a, b), unit, more_is_better=more_is_better)
 
     def row(self) -> tuple[str, ...]:
         digits = 1 if self.scale == 100 else 3
@@ -216,9 +215,7 @@ def compare_world_models(a: str, b: str, settings: list[Setting]) -> Comparison:
     known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])
     ratio_a, ratio_b = (ratio[known] for ratio in ratios)
     _refuse_too_few(len(ratio_a))
-    difference = _mean_difference(ratio_a, ratio_b)
-    found = _Measured("MSE ratio", ratio_a.mean(), ratio_b.mean(), difference, "of the MSE ratio", more_is_better=False)
-    return Comparison(a, b, len(ratio_a), config.seed, [found], bool((ratio_a == ratio_b).all()))
+    found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)
 
 
 def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
@@ -233,17 +230,16 @@ def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
 def _measured(a: list[Episode], b: list[Episode], spec: EnvSpec) -> list[_Measured]:
     """Success where the env reports it, reward, and the success of each of several tasks."""
     rewards = [np.array([e.reward for e in episodes]) for episodes in (a, b)]
-    reward = _Measured("reward", rewards[0].mean(), rewards[1].mean(), _mean_difference(*rewards), "reward")
+    reward = _Measured.mean("reward", *rewards, "reward")
     if not spec.reports_success:
         return [reward]
     successes = [np.array([e.success for e in episodes]) for episodes in (a, b)]
     tasks = np.array([spec.task_names[episode.task] for episode in a])
     names = list(dict.fromkeys(tasks.tolist()))
-    by_task = [
-        _Measured.success(*(success[tasks == name] for success in successes), f"  {name}")
-        for name in (names if len(names) > 1 else ())
-    ]
-    return [_Measured.success(*successes), reward, *by_task]
+    found = [_Measured.success(*successes), reward]
+    for name in names if len(names) > 1 else ():
+        found.append(_Measured.success(*(success[tasks == name] for success in successes), f"  {name}"))
+    return found
 
 
 def _refuse_too_few(episodes: int) -> None:

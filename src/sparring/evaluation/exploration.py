@@ -49,7 +49,7 @@ class ExplorationEvaluation(EvaluationResult):
     found: dict[str, Exploration]
 
     @classmethod
-    def run(cls, config: Config, policy: Policy, device: torch.device | str) -> "ExplorationEvaluation":
+    def run(cls, config: Config, policy: Policy, device: torch.device) -> "ExplorationEvaluation":
         """With the settings of a run, in an env of its own; actions are sampled, as an explorer does."""
         rollout, episodes = config.rollout, config.evaluation.episodes
         env = make_env(showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
@@ -100,9 +100,8 @@ def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1)
         raise UserError(
             "exploration is measured in observation/state, which this env does not show; choose another env"
         )
-    collector = Collector(env, policy, seed, split="eval", chunk=chunk)
     counts = _Counts(env)
-    for td, robots, _ in held_out_decisions(collector, episodes):
+    for td, robots, _ in held_out_decisions(Collector(env, policy, seed, split="eval", chunk=chunk), episodes):
         counts.add(td[robots], robots)
     return counts.result(episodes)
 
@@ -128,7 +127,15 @@ class _Counts:
         self.decisions += len(robots)
         self.contacts += int(self.env.last.contact[robots].sum())
         if self.env.spec.object_entries:
-            self._add_objects(td, robots)
+            # [n, objects, 3]
+            before, after = (
+                self._voxels(seen["privileged"].numpy(force=True), self.env.spec.object_entries)
+                for seen in (td["observation"], td["next", "observation"])
+            )
+            is_first = td["is_first"].numpy(force=True)
+            self.began[robots[is_first]] = before[is_first]
+            moved = (after != self.began[robots]).any(-1)
+            self.moved_to.update((int(k), *after[row, k].tolist()) for row, k in np.argwhere(moved))
         # [n, hands, 3]
         places = self._voxels(state, self.env.spec.hand_entries)
         for robot, hands in zip(robots.tolist(), places, strict=True):
@@ -148,17 +155,6 @@ class _Counts:
             len(self.moved_to) if self.env.spec.object_entries else None,
             float(np.mean([_entropy(counter) for counter in self.bins])),
         )
-
-    def _add_objects(self, td: TensorDict, robots: np.ndarray) -> None:
-        # [n, objects, 3]
-        before, after = (
-            self._voxels(seen["privileged"].numpy(force=True), self.env.spec.object_entries)
-            for seen in (td["observation"], td["next", "observation"])
-        )
-        is_first = td["is_first"].numpy(force=True)
-        self.began[robots[is_first]] = before[is_first]
-        moved = (after != self.began[robots]).any(-1)
-        self.moved_to.update((int(k), *after[row, k].tolist()) for row, k in np.argwhere(moved))
 
     def _voxels(self, vectors: np.ndarray, entries: tuple[int, ...]) -> np.ndarray:
         """Positions among the entries of `[n, S]` -> `[n, positions, 3]`; no positions where the env shows none."""

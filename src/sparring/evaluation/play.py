@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
@@ -58,7 +59,7 @@ def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
     return _Rate(successes, episodes, p, max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale))
 
 
-def held_out_env(config: Config, device: torch.device | str, robots: int | None = None) -> Env:
+def held_out_env(config: Config, device: torch.device, robots: int | None = None) -> Env:
     """With `robots` or as many as the run had, rounded up to the same number for each task."""
     tasks = len(getattr(config.env, "task", ())) or 1
     robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
@@ -115,11 +116,8 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
     steps = torch.tensor([len(rows) for rows in chosen])
     shape = [len(chosen), int(steps.max())]
     padded = TensorDict({}, shape)
-    for key, first in chosen[0].items(True, True):
-        column = torch.zeros(*shape, *first.shape[1:], dtype=first.dtype)
-        for row, episode in zip(column, chosen, strict=True):
-            row[: len(episode)] = episode[key]
-        padded.set(key, column)
+    for key in chosen[0].keys(True, True):
+        padded.set(key, pad_sequence([rows[key] for rows in chosen], batch_first=True))
     padded["mask"] = torch.arange(shape[1]) < steps[:, None]
     return padded
 
@@ -140,7 +138,7 @@ class Evaluation(EvaluationResult):
         cls,
         config: Config,
         policy: Policy,
-        device: torch.device | str,
+        device: torch.device,
         greedy: bool = True,
         films: int = 0,
         both: bool = False,

@@ -5,9 +5,11 @@ again; `ceiling`: the true next frame through the tokenizer, the best prediction
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from tensordict import TensorDict
@@ -48,15 +50,20 @@ class _Tally:
     def mean(self, name: str) -> float | None:
         return self.sums[name] / self.counts[name] if self.counts[name] else None
 
-    def ratio(self, name: str, other: str) -> float | None:
-        """Of two means; None where either is missing, or the other is 0."""
-        below = self.mean(other)
-        return self.mean(name) / below if below and self.counts[name] else None
+    def ratio(self, camera: str, name: str, who: str = "prediction") -> float | None:
+        """To the mean of copying; None where either is missing, or that of copying is 0."""
+        mean, copy = self.mean(f"{camera}/{who}/{name}"), self.mean(f"{camera}/copy/{name}")
+        return mean / copy if copy and mean is not None else None
 
     def psnr(self, name: str) -> float | None:
         """In dB, of the mean squared error over all images; None where it is 0, as JSON has no infinity."""
         mse = self.mean(name)
         return -10 * math.log10(mse) if mse else None
+
+    def pixels(self, camera: str, name: str) -> dict:
+        """Mean error of the prediction and of copying, and the number of pixels."""
+        means = {who: self.mean(f"{camera}/{who}/{name}") for who in _PAIR}
+        return means | {"pixels": self.counts[f"{camera}/prediction/{name}"]}
 
 
 @torch.no_grad()
@@ -69,15 +76,24 @@ def measure(model: WorldModel, episodes: TensorDict) -> dict:
         _one_ahead(model, rows, tally)
         _open_loop(model, rows, tally)
         _half_blind(model, rows, tally)
+    open_loop = {}
+    for k in HORIZONS:
+        psnr = {c: {who: tally.psnr(f"{c}/{who}/open_{k}") for who in _PAIR} for c in model.cameras}
+        open_loop[str(k)] = {c: {"psnr": psnr[c], "mse_ratio": tally.ratio(c, f"open_{k}")} for c in model.cameras}
+    ratios = {c: [tally.ratio(c, "changed_mse", who) for who in ("shuffled", "prediction")] for c in model.cameras}
     return {
         "transitions": int(episodes["mask"].sum()),
         "tokens": {name: tally.mean(name) for name in (*_TOKENS, "cross_entropy")},
         "cameras": {camera: _camera_figures(tally, camera) for camera in model.cameras},
-        "open_loop": {str(k): {c: _open_loop_figures(tally, c, k) for c in model.cameras} for k in HORIZONS},
-        "shuffled_actions": _shuffled_figures(tally, model.cameras),
+        "open_loop": open_loop,
+        # by how much a prediction from another robot's action is worse
+        "shuffled_actions": {
+            "cross_entropy_gap": _gap(tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy")),
+            "changed_mse_ratio_gap": {camera: _gap(*pair) for camera, pair in ratios.items()},
+        },
         "half_blind": {
             "without": list(model.dispensable),
-            "cameras": {camera: _object_figures(tally, camera, "half_blind") for camera in _kept_cameras(model)},
+            "cameras": {camera: tally.pixels(camera, "half_blind") for camera in _kept_cameras(model)},
         },
     }
 
@@ -197,20 +213,14 @@ def _kept_cameras(model: WorldModel) -> list[str]:
 
 def _camera_figures(tally: _Tally, camera: str) -> dict:
     psnr = {who: tally.psnr(f"{camera}/{who}/mse") for who in (*_PAIR, "ceiling")}
-    ratios = {who: tally.ratio(f"{camera}/{who}/changed_mse", f"{camera}/copy/changed_mse") for who in psnr}
     return {
         "changed_share": tally.mean(f"{camera}/changed"),
-        "changed_mse_ratio": ratios["prediction"],
-        "changed_mse_ratio_ceiling": ratios["ceiling"],
+        "changed_mse_ratio": tally.ratio(camera, "changed_mse"),
+        "changed_mse_ratio_ceiling": tally.ratio(camera, "changed_mse", "ceiling"),
         "psnr": psnr,
         "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in psnr},
         "skill": _skill(**psnr),
-    } | {f"{kind}_mse": _object_figures(tally, camera, f"{kind}_mse") for kind in OBJECTS}
-
-
-def _object_figures(tally: _Tally, camera: str, name: str) -> dict:
-    means = {who: tally.mean(f"{camera}/{who}/{name}") for who in _PAIR}
-    return means | {"pixels": tally.counts[f"{camera}/prediction/{name}"]}
+    } | {f"{kind}_mse": tally.pixels(camera, f"{kind}_mse") for kind in OBJECTS}
 
 
 def _skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
@@ -220,40 +230,24 @@ def _skill(prediction: float | None, copy: float | None, ceiling: float | None) 
     return (prediction - copy) / (ceiling - copy)
 
 
-def _open_loop_figures(tally: _Tally, camera: str, k: int) -> dict:
-    names = {who: f"{camera}/{who}/open_{k}" for who in _PAIR}
-    psnr = {who: tally.psnr(name) for who, name in names.items()}
-    return {"psnr": psnr, "mse_ratio": tally.ratio(names["prediction"], names["copy"])}
-
-
-def _shuffled_figures(tally: _Tally, cameras: tuple[str, ...]) -> dict:
-    """By how much a prediction from another robot's action is worse."""
-    gaps = {}
-    for camera in cameras:
-        error, copy = (f"{camera}/{who}/changed_mse" for who in ("shuffled", "copy"))
-        gaps[camera] = _gap(tally.ratio(error, copy), tally.ratio(f"{camera}/prediction/changed_mse", copy))
-    entropy = _gap(tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy"))
-    return {"cross_entropy_gap": entropy, "changed_mse_ratio_gap": gaps}
-
-
 def _gap(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a - b
 
 
 def _compare(model: dict, other: dict) -> dict:
     """`measure` of a world model and of another on the same episodes: by how much the other is worse."""
-    cameras: dict[str, dict] = {}
-    for camera, mine in model["cameras"].items():
-        theirs = other["cameras"][camera]
-        cameras[camera] = {"changed_mse_ratio": _gap(theirs["changed_mse_ratio"], mine["changed_mse_ratio"])}
-        for kind in OBJECTS:
-            cameras[camera][f"{kind}_mse"] = _gap(*(figures[f"{kind}_mse"]["prediction"] for figures in (theirs, mine)))
-    half_blind = {
-        camera: {"hidden_object_mse": _gap(other["half_blind"]["cameras"][camera]["prediction"], mine["prediction"])}
-        for camera, mine in model["half_blind"]["cameras"].items()
+
+    def gap(*path: str) -> float | None:
+        return _gap(*(reduce(operator.getitem, path, figures) for figures in (other, model)))
+
+    cameras = {
+        camera: {"changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio")}
+        | {f"{kind}_mse": gap("cameras", camera, f"{kind}_mse", "prediction") for kind in OBJECTS}
+        for camera in model["cameras"]
     }
-    entropy = _gap(other["tokens"]["cross_entropy"], model["tokens"]["cross_entropy"])
-    return {"cross_entropy": entropy, "cameras": cameras, "half_blind": {"cameras": half_blind}}
+    blind = {camera: gap("half_blind", "cameras", camera, "prediction") for camera in model["half_blind"]["cameras"]}
+    half_blind = {"cameras": {camera: {"hidden_object_mse": worse} for camera, worse in blind.items()}}
+    return {"cross_entropy": gap("tokens", "cross_entropy"), "cameras": cameras, "half_blind": half_blind}
 
 
 @dataclass
@@ -264,7 +258,7 @@ class WorldModelEvaluation(EvaluationResult):
 
     @classmethod
     def run(
-        cls, config: Config, model: WorldModel, device: torch.device | str, against: WorldModel | None = None
+        cls, config: Config, model: WorldModel, device: torch.device, against: WorldModel | None = None
     ) -> "WorldModelEvaluation":
         """With the settings of a run. `against`: another world model, e.g. one without memory, on the same episodes."""
         episodes, fps = random_episodes(config, device)
@@ -276,10 +270,9 @@ class WorldModelEvaluation(EvaluationResult):
     def numbers(self) -> dict[str, float | None]:
         numbers = {"episodes": self.episodes} | self.figures["tokens"]
         for camera, found in self.figures["cameras"].items():
-            shown = {"psnr": found["psnr"]["prediction"], "psnr_copy": found["psnr"]["copy"]}
-            shown |= {"ssim": found["ssim"]["prediction"]}
-            shown |= {name: found[name] for name in ("skill", "changed_mse_ratio")}
-            numbers |= {f"{camera}/{name}": value for name, value in shown.items()}
+            numbers |= {f"{camera}/psnr": found["psnr"]["prediction"], f"{camera}/psnr_copy": found["psnr"]["copy"]}
+            numbers |= {f"{camera}/ssim": found["ssim"]["prediction"], f"{camera}/skill": found["skill"]}
+            numbers[f"{camera}/changed_mse_ratio"] = found["changed_mse_ratio"]
         return numbers
 
     def content(self) -> dict:
@@ -331,7 +324,7 @@ class WorldModelEvaluation(EvaluationResult):
         return lines
 
 
-def random_episodes(config: Config, device: torch.device | str) -> tuple[TensorDict, float]:
+def random_episodes(config: Config, device: torch.device) -> tuple[TensorDict, float]:
     """Held-out episodes `[E, T]` of a teacher's random actions, and their frames per second."""
     rollout, teacher = config.rollout, config.teacher
     env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)

@@ -238,7 +238,7 @@ def by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, l
 def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
     """Each frame with the reward of the step that led to it and the value of the newest decision."""
     # [T + 1]: no reward before the first step, no decision after the last
-    rewards, values = np.concatenate([[0.0], film.rewards]), np.concatenate([film.values, film.values[-1:]])
+    rewards, values = np.append(0.0, film.rewards), np.append(film.values, film.values[-1:])
     captions = [
         (f"step {moment}/{len(film.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
         for moment, (reward, total) in enumerate(zip(rewards, rewards.cumsum(), strict=True))
@@ -252,14 +252,12 @@ def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -
 
 
 def _prediction_scene(prediction: Foretold, spec: EnvSpec) -> Scene:
-    cameras, rewards = prediction.true.keys(), prediction.rewards
-    # camera -> [T, H, W, 3]
-    pairs = {camera: (prediction.predicted[camera], prediction.true[camera]) for camera in cameras}
-    rows = [
-        [(f"{camera}, predicted", list(predicted)), (f"{camera}, true", list(true))]
-        for camera, (predicted, true) in pairs.items()
-    ]
-    errors = [np.abs(predicted.astype(np.int16) - true).mean((1, 2, 3)) for predicted, true in pairs.values()]
+    rows, errors, rewards = [], [], prediction.rewards
+    for camera, true in prediction.true.items():
+        # [T, H, W, 3]
+        predicted = prediction.predicted[camera]
+        rows.append([(f"{camera}, predicted", list(predicted)), (f"{camera}, true", list(true))])
+        errors.append(np.abs(predicted.astype(np.int16) - true).mean((1, 2, 3)))
     captions = [
         (
             f"decision {t}/{len(rewards)}",
