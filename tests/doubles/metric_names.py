@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from sparring.record.names import FAMILIES, FLAT, NAMES
 
-KNOWN = {*FLAT, "timestamp", *(metric.name for metric in NAMES.values())}
+KNOWN = {*FLAT, "timestamp", *(name for name, _ in NAMES.values())}
 # `behind_` of perf/ -> perf/behind_
-BEGINNINGS = tuple(f"{family.name}{prefix}" for prefix, family in FAMILIES.items())
+BEGINNINGS = tuple(f"{group}{prefix}" for prefix, (group, _) in FAMILIES.items())
 
 
 def unexplained(keys: Iterable[str]) -> list[str]:

@@ -216,6 +216,7 @@ def compare_world_models(a: str, b: str, settings: list[Setting]) -> Comparison:
     ratio_a, ratio_b = (ratio[known] for ratio in ratios)
     _refuse_too_few(len(ratio_a))
     found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)
+    return Comparison(a, b, len(ratio_a), config.seed, [found], bool((ratio_a == ratio_b).all()))
 
 
 def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:

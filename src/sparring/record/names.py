@@ -1,118 +1,108 @@
 """The name of each metric in the files of a run, and its meaning. docs/metrics.md says the same (a test compares)."""
 
-from typing import NamedTuple
-
-
-class _Metric(NamedTuple):
-    """`name` has a group, as in `train/policy_loss`."""
-
-    name: str
-    meaning: str
-
-
+# all values: (name in a group, meaning)
 # plain keys of a line of episode_metrics.jsonl; TensorBoard and W&B show them in groups, too
 FLAT = {
-    "episode": _Metric("rollout/episodes", "Episodes that have ended so far, of all processes."),
-    "avg_loss": _Metric("train/loss", "What is minimised; in adversarial the explorer's."),
-    "avg_acc": _Metric("train/accuracy", "What this phase gets right, see below; null where nothing can be."),
-    "episode_reward": _Metric(
+    "episode": ("rollout/episodes", "Episodes that have ended so far, of all processes."),
+    "avg_loss": ("train/loss", "What is minimised; in adversarial the explorer's."),
+    "avg_acc": ("train/accuracy", "What this phase gets right, see below; null where nothing can be."),
+    "episode_reward": (
         "rollout/episode_reward",
         "Reward of the episodes that ended; explorers': their pay; teacher's: accuracy summed over an episode.",
     ),
-    "total_steps": _Metric("rollout/env_steps", "Env steps so far, of all robots and processes."),
-    "lr": _Metric("train/lr", "Learning rate; in adversarial the explorer's."),
-    "update": _Metric("train/update", "Updates so far; the step of TensorBoard and W&B."),
+    "total_steps": ("rollout/env_steps", "Env steps so far, of all robots and processes."),
+    "lr": ("train/lr", "Learning rate; in adversarial the explorer's."),
+    "update": ("train/update", "Updates so far; the step of TensorBoard and W&B."),
 }
 
 # name in phases and algorithms -> name in files
 NAMES = {
     # ---- what the robots did
-    "episode_length": _Metric("rollout/episode_length", "Env steps of the episodes that ended."),
-    "success_rate": _Metric("rollout/success_rate", "Share of the episodes that ended that were successes."),
-    "contact_share": _Metric("rollout/contact_share", "Share of an episode's decisions in touch with an object."),
-    "valid_fraction": _Metric("rollout/valid_fraction", "Share of a rollout's decisions that are of whole episodes."),
+    "episode_length": ("rollout/episode_length", "Env steps of the episodes that ended."),
+    "success_rate": ("rollout/success_rate", "Share of the episodes that ended that were successes."),
+    "contact_share": ("rollout/contact_share", "Share of an episode's decisions in touch with an object."),
+    "valid_fraction": ("rollout/valid_fraction", "Share of a rollout's decisions that are of whole episodes."),
     # ---- what was learned from it
-    "policy_loss": _Metric("train/policy_loss", "Clipped policy loss, over the minibatches of an update."),
-    "value_loss": _Metric("train/value_loss", "Squared error of the critic, before its coefficient."),
-    "entropy": _Metric("train/entropy", "Entropy of a decision, in nats; above 0 it is wide, below it is narrow."),
-    "approx_kl": _Metric("train/approx_kl", "KL from the policy that acted to the one that learns, in nats."),
-    "clip_fraction": _Metric("train/clip_fraction", "Share of the probability ratios that were clipped."),
-    "explained_variance": _Metric(
-        "train/explained_variance", "1: the critic foresaw every return; 0: it did no better than their mean."
+    "policy_loss": ("train/policy_loss", "Clipped policy loss, over the minibatches of an update."),
+    "value_loss": ("train/value_loss", "Squared error of the critic, before its coefficient."),
+    "entropy": ("train/entropy", "Entropy of a decision, in nats; above 0 it is wide, below it is narrow."),
+    "approx_kl": ("train/approx_kl", "KL from the policy that acted to the one that learns, in nats."),
+    "clip_fraction": ("train/clip_fraction", "Share of the probability ratios that were clipped."),
+    "explained_variance": (
+        "train/explained_variance",
+        "1: the critic foresaw every return; 0: it did no better than their mean.",
     ),
-    "reference_kl": _Metric("train/reference_kl", "KL to the policy as it was in the beginning, where kl_coef is set."),
-    "grad_norm": _Metric("train/grad_norm", "Norm of the gradient before it is clipped."),
-    "gradient_steps": _Metric("train/gradient_steps", "Gradient steps of an update; fewer where target_kl stops it."),
-    "advantage_mean": _Metric("train/advantage_mean", "Mean advantage of the decisions, before any normalisation."),
-    "advantage_std": _Metric("train/advantage_std", "Standard deviation of these advantages."),
-    "return_mean": _Metric("train/return_mean", "Mean return, which the critic is to foresee; PPO only."),
-    "return_std": _Metric("train/return_std", "Standard deviation of these returns; PPO only."),
-    "groups_dropped": _Metric("train/groups_dropped", "Groups of GRPO all of whose episodes earned the same."),
-    "parity": _Metric("train/parity", "The parity gate: largest drift between acting and scoring, in sigmas."),
-    "parity_ratio": _Metric("train/parity_ratio", "Largest distance of a ratio of probabilities from 1 there."),
-    "parity_skipped": _Metric("train/parity_skipped", "Share of stale decisions of which the gate saw no sample."),
-    "ess": _Metric("train/ess", "Effective sample size: the share of its decisions an update is worth; 1: all fresh."),
-    "weight_mean": _Metric("train/weight_mean", "Mean weight of stale decisions, before any cap."),
-    "weight_max": _Metric("train/weight_max", "Largest of these weights."),
-    "weight_masked": _Metric("train/weight_masked", "Share of these weights that are past the cap."),
-    "error_loss": _Metric("train/error_loss", "Imitation: squared error of the mean action."),
-    "width_loss": _Metric("train/width_loss", "Imitation: how badly the policy's width fits its errors."),
-    "cross_entropy_loss": _Metric("train/cross_entropy_loss", "Imitation: of demonstrated discrete actions, in nats."),
-    "flow_matching": _Metric("train/flow_matching", "Imitation: squared error of a flow policy's velocity."),
-    "consistency": _Metric("train/consistency", "Imitation: how far long steps are from short ones in a row."),
-    "imitation": _Metric("train/imitation", "Imitation: the loss that a VLA model brings itself."),
-    "negative_log_prob": _Metric("train/negative_log_prob", "Imitation: of demonstrated actions, in nats."),
+    "reference_kl": ("train/reference_kl", "KL to the policy as it was in the beginning, where kl_coef is set."),
+    "grad_norm": ("train/grad_norm", "Norm of the gradient before it is clipped."),
+    "gradient_steps": ("train/gradient_steps", "Gradient steps of an update; fewer where target_kl stops it."),
+    "advantage_mean": ("train/advantage_mean", "Mean advantage of the decisions, before any normalisation."),
+    "advantage_std": ("train/advantage_std", "Standard deviation of these advantages."),
+    "return_mean": ("train/return_mean", "Mean return, which the critic is to foresee; PPO only."),
+    "return_std": ("train/return_std", "Standard deviation of these returns; PPO only."),
+    "groups_dropped": ("train/groups_dropped", "Groups of GRPO all of whose episodes earned the same."),
+    "parity": ("train/parity", "The parity gate: largest drift between acting and scoring, in sigmas."),
+    "parity_ratio": ("train/parity_ratio", "Largest distance of a ratio of probabilities from 1 there."),
+    "parity_skipped": ("train/parity_skipped", "Share of stale decisions of which the gate saw no sample."),
+    "ess": ("train/ess", "Effective sample size: the share of its decisions an update is worth; 1: all fresh."),
+    "weight_mean": ("train/weight_mean", "Mean weight of stale decisions, before any cap."),
+    "weight_max": ("train/weight_max", "Largest of these weights."),
+    "weight_masked": ("train/weight_masked", "Share of these weights that are past the cap."),
+    "error_loss": ("train/error_loss", "Imitation: squared error of the mean action."),
+    "width_loss": ("train/width_loss", "Imitation: how badly the policy's width fits its errors."),
+    "cross_entropy_loss": ("train/cross_entropy_loss", "Imitation: of demonstrated discrete actions, in nats."),
+    "flow_matching": ("train/flow_matching", "Imitation: squared error of a flow policy's velocity."),
+    "consistency": ("train/consistency", "Imitation: how far long steps are from short ones in a row."),
+    "imitation": ("train/imitation", "Imitation: the loss that a VLA model brings itself."),
+    "negative_log_prob": ("train/negative_log_prob", "Imitation: of demonstrated actions, in nats."),
     # ---- what a world model foretells
-    "accuracy": _Metric("world_model/accuracy", "Share of tokens foretold, in the windows that were learned from."),
-    "accuracy_copy": _Metric(
-        "world_model/accuracy_copy", "The same by copying the last frame: a still scene flatters."
+    "accuracy": ("world_model/accuracy", "Share of tokens foretold, in the windows that were learned from."),
+    "accuracy_copy": ("world_model/accuracy_copy", "The same by copying the last frame: a still scene flatters."),
+    "accuracy_changed": ("world_model/accuracy_changed", "The same of tokens that copying does not foretell."),
+    "fresh_acc": ("world_model/fresh_accuracy", "Share of tokens foretold of what has just been seen first."),
+    "wm_accuracy": ("world_model/fresh_accuracy", "Share of tokens foretold of what has just been seen first."),
+    "wm_error": ("world_model/fresh_error", "Cross-entropy of what has just been seen first, nats a token."),
+    "wm_disagreement": ("world_model/disagreement", "How far the world model's members are apart there."),
+    "wm_loss": ("world_model/loss", "The world model's loss in adversarial; in teacher it is avg_loss."),
+    "wm_lr": ("world_model/lr", "The world model's learning rate in adversarial; in teacher it is lr."),
+    "wm_grad_norm": ("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
+    "loss_tokenizer": ("world_model/loss_tokenizer", "Of the tokenizer, which learns first."),
+    "loss_tokens": ("world_model/loss_tokens", "Cross-entropy of the next frame's tokens, nats a token."),
+    "loss_pictures": ("world_model/loss_pictures", "Of what its predictions look like."),
+    "loss_state": ("world_model/loss_state", "Squared error of how the state changes, normalised."),
+    "loss_reward": ("world_model/loss_reward", "Squared error of the env's reward, normalised."),
+    "loss_terminated": ("world_model/loss_terminated", "Cross-entropy of whether the episode ends."),
+    "loss_success": ("world_model/loss_success", "Cross-entropy of whether it is a success."),
+    "generations_error_then": (
+        "world_model/generations_error_then",
+        "Error on earlier explorers' episodes when they were played.",
     ),
-    "accuracy_changed": _Metric("world_model/accuracy_changed", "The same of tokens that copying does not foretell."),
-    "fresh_acc": _Metric("world_model/fresh_accuracy", "Share of tokens foretold of what has just been seen first."),
-    "wm_accuracy": _Metric("world_model/fresh_accuracy", "Share of tokens foretold of what has just been seen first."),
-    "wm_error": _Metric("world_model/fresh_error", "Cross-entropy of what has just been seen first, nats a token."),
-    "wm_disagreement": _Metric("world_model/disagreement", "How far the world model's members are apart there."),
-    "wm_loss": _Metric("world_model/loss", "The world model's loss in adversarial; in teacher it is avg_loss."),
-    "wm_lr": _Metric("world_model/lr", "The world model's learning rate in adversarial; in teacher it is lr."),
-    "wm_grad_norm": _Metric("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
-    "loss_tokenizer": _Metric("world_model/loss_tokenizer", "Of the tokenizer, which learns first."),
-    "loss_tokens": _Metric("world_model/loss_tokens", "Cross-entropy of the next frame's tokens, nats a token."),
-    "loss_pictures": _Metric("world_model/loss_pictures", "Of what its predictions look like."),
-    "loss_state": _Metric("world_model/loss_state", "Squared error of how the state changes, normalised."),
-    "loss_reward": _Metric("world_model/loss_reward", "Squared error of the env's reward, normalised."),
-    "loss_terminated": _Metric("world_model/loss_terminated", "Cross-entropy of whether the episode ends."),
-    "loss_success": _Metric("world_model/loss_success", "Cross-entropy of whether it is a success."),
-    "generations_error_then": _Metric(
-        "world_model/generations_error_then", "Error on earlier explorers' episodes when they were played."
-    ),
-    "generations_error_now": _Metric(
-        "world_model/generations_error_now", "Error on the same episodes now: what was learned and not forgotten."
+    "generations_error_now": (
+        "world_model/generations_error_now",
+        "Error on the same episodes now: what was learned and not forgotten.",
     ),
     # ---- how fast it goes
-    "steps_per_second": _Metric("perf/steps_per_second", "Env steps of all processes in a second of an update."),
-    "collect_seconds": _Metric("perf/collect_seconds", "Collecting a rollout."),
-    "simulate_seconds": _Metric("perf/simulate_seconds", "Simulating, as part of collecting."),
-    "infer_seconds": _Metric("perf/infer_seconds", "Deciding, as part of collecting."),
-    "update_seconds": _Metric("perf/update_seconds", "Learning from a rollout, or the gradient steps of an update."),
-    "wm_update_seconds": _Metric("perf/world_model_seconds", "The world model's gradient steps in adversarial."),
-    "handover_seconds": _Metric("perf/handover_seconds", "The collecting process took weights and gave a rollout."),
-    "actor_wait_seconds": _Metric("perf/actor_wait_seconds", "The collecting process waited for weights."),
-    "learner_wait_seconds": _Metric("perf/learner_wait_seconds", "The learner waited for a rollout."),
-    "actor_idle": _Metric("perf/actor_idle", "Share of its time that the collecting process waited."),
-    "learner_idle": _Metric("perf/learner_idle", "Share of its time that the learner waited."),
-    "queue_depth": _Metric("perf/queue_depth", "Rollouts that waited when one was taken."),
-    "staleness": _Metric("perf/staleness", "Versions that a rollout's weights were behind when it was taken."),
-    "staleness_mean": _Metric("perf/staleness_mean", "The same of the decisions of an update, on average."),
-    "staleness_max": _Metric("perf/staleness_max", "The same of the oldest decision."),
-    "staleness_allowed": _Metric("perf/staleness_allowed", "How far rollouts that begin now may be behind."),
+    "steps_per_second": ("perf/steps_per_second", "Env steps of all processes in a second of an update."),
+    "collect_seconds": ("perf/collect_seconds", "Collecting a rollout."),
+    "simulate_seconds": ("perf/simulate_seconds", "Simulating, as part of collecting."),
+    "infer_seconds": ("perf/infer_seconds", "Deciding, as part of collecting."),
+    "update_seconds": ("perf/update_seconds", "Learning from a rollout, or the gradient steps of an update."),
+    "wm_update_seconds": ("perf/world_model_seconds", "The world model's gradient steps in adversarial."),
+    "handover_seconds": ("perf/handover_seconds", "The collecting process took weights and gave a rollout."),
+    "actor_wait_seconds": ("perf/actor_wait_seconds", "The collecting process waited for weights."),
+    "learner_wait_seconds": ("perf/learner_wait_seconds", "The learner waited for a rollout."),
+    "actor_idle": ("perf/actor_idle", "Share of its time that the collecting process waited."),
+    "learner_idle": ("perf/learner_idle", "Share of its time that the learner waited."),
+    "queue_depth": ("perf/queue_depth", "Rollouts that waited when one was taken."),
+    "staleness": ("perf/staleness", "Versions that a rollout's weights were behind when it was taken."),
+    "staleness_mean": ("perf/staleness_mean", "The same of the decisions of an update, on average."),
+    "staleness_max": ("perf/staleness_max", "The same of the oldest decision."),
+    "staleness_allowed": ("perf/staleness_allowed", "How far rollouts that begin now may be behind."),
 }
 # prefix of names that end in a number or a name of one's own -> the group, and the meaning
 FAMILIES = {
-    "behind_": _Metric("perf/", "`perf/behind_<n>`: share of the rollouts that were so many versions behind."),
-    "loss_": _Metric(
-        "world_model/", "`world_model/loss_<part>`: other parts of the loss of a world model of your own."
-    ),
-    "reward/": _Metric("", "`reward/<term>`: mean of a reward term; `reward/<term>_normalized`: as it enters the pay."),
+    "behind_": ("perf/", "`perf/behind_<n>`: share of the rollouts that were so many versions behind."),
+    "loss_": ("world_model/", "`world_model/loss_<part>`: other parts of the loss of a world model of your own."),
+    "reward/": ("", "`reward/<term>`: mean of a reward term; `reward/<term>_normalized`: as it enters the pay."),
 }
 
 # of evaluations.jsonl
@@ -144,14 +134,13 @@ EVALUATIONS = {
 def file_name(short: str) -> str:
     """The name in files. A name with a group keeps it; an unknown one belongs to a phase of your own."""
     if short in NAMES:
-        return NAMES[short].name
+        return NAMES[short][0]
     if "/" in short:
         return short
-    group = next((family.name for prefix, family in FAMILIES.items() if short.startswith(prefix)), "train/")
+    group = next((group for prefix, (group, _) in FAMILIES.items() if short.startswith(prefix)), "train/")
     return f"{group}{short}"
 
 
 def meanings() -> dict[str, str]:
     """Name in files -> meaning."""
-    plain = {key: metric.meaning for key, metric in FLAT.items()}
-    return plain | {metric.name: metric.meaning for metric in NAMES.values()} | EVALUATIONS
+    return {key: meaning for key, (_, meaning) in FLAT.items()} | dict(NAMES.values()) | EVALUATIONS

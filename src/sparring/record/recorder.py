@@ -68,7 +68,7 @@ class Recorder:
         grouped = {file_name(name): value for name, value in metrics.items() if name not in plainly}
         if self.folder is not None:
             _append(self.metrics_file, plain | grouped)
-        self._to_sinks(progress.updates, {FLAT[name].name: value for name, value in plain.items()} | grouped)
+        self._to_sinks(progress.updates, {FLAT[name][0]: value for name, value in plain.items()} | grouped)
         self._share_videos()
 
     def evaluation(self, progress: Progress, numbers: dict[str, float | None]) -> None:

@@ -48,18 +48,18 @@ class TensorBoard:
     """Events in `<run folder>/tensorboard`, written by its own thread; needs no TensorFlow."""
 
     def __init__(self, folder: Path, update: int):
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=FLUSH_S)
+        self._event, self._summary = Event, Summary
         # hides later updates of an earlier process: they are made again
         self._add(update + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, update: int, numbers: dict[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add(update, summary=Summary(value=values))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(update, summary=self._summary(value=values))
 
     def video(self, name: str, path: Path) -> None:
         """TensorBoard shows no MP4; the files are in videos/."""
@@ -68,9 +68,7 @@ class TensorBoard:
         self.writer.close()
 
     def _add(self, update: int, **content: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self.writer.add_event(Event(wall_time=time.time(), step=update, **content))
+        self.writer.add_event(self._event(wall_time=time.time(), step=update, **content))
 
 
 class WeightsAndBiases:
