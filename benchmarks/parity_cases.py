@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import Parity, measure_parity
+from sparring.algorithms.parity import Parity
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import Decisions
 from sparring.collect.collector import Collector
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
@@ -103,8 +104,7 @@ def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, device="cpu", seen
 
 def gate(policy, buffer) -> Parity:
     """Of REPLAY decisions at once."""
-    flat = buffer.get()[:REPLAY]
-    return measure_parity(flat, PPO(PPOConfig(), policy).scorer.score(flat), policy.averages_log_prob)
+    return PPO(PPOConfig(), policy).scorer.parity(Decisions(buffer.get()[:REPLAY]))
 
 
 # ---- mutants

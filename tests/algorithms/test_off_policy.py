@@ -15,7 +15,7 @@ from test_returns import rollout
 
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import grpo_loss
-from sparring.algorithms.off_policy import OffPolicy, _with_values
+from sparring.algorithms.off_policy import OffPolicy
 from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.algorithms.returns import gae, vtrace
@@ -216,7 +216,9 @@ def test_with_weights_of_one_vtrace_is_gae():
 def test_present_values_reach_the_row_above_but_not_past_an_end():
     td = rollout([[[0], [0]]] * 3, [[1, 1]] * 3, [[7, 7]] * 3, [[False, True]] + [[False] * 2] * 2, [[False] * 2] * 3)
     td["next", "truncated"][1, 0] = True
-    seen = _with_values(td, torch.tensor([[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]]))
+    td["log_prob"] = td["proximal_log_prob"] = torch.zeros(3, 2)
+    td["proximal_value"] = torch.tensor([[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]])
+    seen, _ = Lesson(correction="vtrace").ppo.off_policy.for_vtrace(td)
     assert seen["next", "value"].tolist() == [[11, 7], [7, 22], [7, 7]] and seen["value"][2].tolist() == [12, 22]
     assert (td["next", "value"] == 7).all() and (td["value"] == 1).all()
 

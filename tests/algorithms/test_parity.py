@@ -6,8 +6,9 @@ from doubles import IdentityBackend
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import Parity, ParityError, measure_parity
+from sparring.algorithms.parity import Parity, ParityError
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import Decisions
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
@@ -27,8 +28,7 @@ def rollout_of(policy_class=ActorCritic, choices=0, num_envs=16, chunk=1, **conf
 
 
 def gate(policy, buffer) -> Parity:
-    flat = buffer.get()
-    return measure_parity(flat, PPO(PPOConfig(), policy).scorer.score(flat))
+    return PPO(PPOConfig(), policy).scorer.parity(Decisions(buffer.get()))
 
 
 @pytest.mark.parametrize("num_envs", [1, 6, 16])

@@ -7,8 +7,8 @@ from doubles import IdentityBackend
 from torch import distributions as D
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import measure_parity
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import Decisions
 from sparring.collect.collector import Collector
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
@@ -96,7 +96,7 @@ def test_padding_is_zero_and_not_scored(num_envs):
     buffer = RolloutBuffer(256 // num_envs)
     Collector(env, policy, seed=0, chunk=3).collect(buffer)
     flat = buffer.get()
-    parity = measure_parity(flat, PPO(PPOConfig(), policy).scorer.score(flat))
+    parity = PPO(PPOConfig(), policy).scorer.parity(Decisions(flat))
     parity.check(1e-4)
     assert parity.drift <= 1e-5
     assert flat["action"].shape[1:] == (3, 4) and (flat["trace", "dims"] == 1).all()

@@ -15,6 +15,7 @@ from torch import nn
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import GRPO
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import Decisions
 from sparring.cli.main import main
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
@@ -229,7 +230,7 @@ def test_scoring_and_the_backward_pass(policy):
     told = sentence(PPO(PPOConfig(), policy).update, rollout)
     assert "while scoring: " in told and "Set ppo.micro_batch_size=16 or less (32 decisions at once" in told
     assert "Set grpo.micro_batch_size=2 or less (5" in sentence(
-        GRPO(GRPOConfig(micro_batch_size=5), policy).scorer.score, rollout.flatten(0, 1)
+        GRPO(GRPOConfig(micro_batch_size=5), policy).scorer.parity, Decisions(rollout.flatten(0, 1))
     )
     type(policy).hungry = "backward"
     told = sentence(PPO(PPOConfig(mini_batch_size=16, micro_batch_size=8), policy).update, rollout)

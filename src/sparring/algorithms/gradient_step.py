@@ -1,4 +1,4 @@
-"""GradientStep: where parameters are laid out, and gradients are averaged over processes, clipped and applied."""
+"""GradientStep: how parameters are laid out, and gradients averaged over processes, clipped and applied."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,7 @@ from sparring.processes.distributed import Distributed
 
 
 class GradientStep:
-    """The optimiser of some parameters: zero, backward, average, clip, step.
-
-    `groups`: torch's parameter groups, of which empty ones are left out. `settings`: of the optimiser. `memory(doing,
-    rows)`: a context that explains where memory runs out.
-    """
+    """Zero, backward, average, clip, step: the optimiser of torch's parameter `groups`, empty ones left out."""
 
     def __init__(
         self,
@@ -25,14 +21,14 @@ class GradientStep:
         distributed: Distributed,
         max_grad_norm: float,
         optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
-        micro_batch_size: int | None = None,
         memory: Callable[[str, int], AbstractContextManager] = lambda doing, rows: nullcontext(),
         foreach: bool | None = None,
         **settings,
     ):
+        """`memory(doing, rows)`: a context that explains a lack of it. `foreach`: of clipping; both sum on a GPU in an
+        order of their own."""
+        self.distributed, self.max_grad_norm, self.memory, self.foreach = distributed, max_grad_norm, memory, foreach
         groups = [group for group in groups if group["params"]]
-        self.distributed, self.max_grad_norm, self.micro_batch_size = distributed, max_grad_norm, micro_batch_size
-        self.memory, self.foreach = memory, foreach
         with memory("making room for gradients", 0):
             self.groups = [_FlatParameters(group["params"]) for group in groups]
         vectors = [group | {"params": [flat.vector]} for group, flat in zip(groups, self.groups, strict=True)]
@@ -43,15 +39,15 @@ class GradientStep:
         return [parameter for group in self.groups for parameter in group.parameters]
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """One step down a loss; the norm of its gradients before they were clipped."""
+        """One step on a loss; the norm of its gradients before they were clipped."""
         self._zero()
         loss.backward()
         return self.apply()
 
-    def backward(self, batch: TensorDict, loss: Callable[[TensorDict], tuple[Tensor, Any]]) -> list[tuple[Any, float]]:
-        """Gradients of a batch, added up over its micro-batches: what `loss` says of each, and its share."""
+    def backward(self, batch: TensorDict, loss: Callable, micro_batch_size: int | None) -> list[tuple[Any, float]]:
+        """Gradients of `loss(part) -> loss, terms`, summed over micro-batches: (terms, share of the batch) of each."""
         self._zero()
-        parts = batch.split(self.micro_batch_size) if self.micro_batch_size else [batch]
+        parts = batch.split(micro_batch_size) if micro_batch_size else [batch]
         terms = []
         for part in parts:
             share = len(part) / len(batch)
@@ -62,22 +58,16 @@ class GradientStep:
         return terms
 
     def apply(self, learning: "list[_FlatParameters] | None" = None) -> Tensor:
-        """A step with the gradients of all processes; their norm before they are clipped.
-
-        `learning`: the groups that change; the others rest. None: all.
-        """
+        """A step with the gradients of all processes; their norm. `learning`: the groups that change; None: all."""
         learning = self.groups if learning is None else learning
         for group in learning:
-            self.distributed.average_(group.vector.grad)
+            self.distributed.average_(group.gradient)
         norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
-        # without a gradient Adam leaves values and moments as they are
-        resting = [(g.vector, g.vector.grad) for g in self.groups if not any(g is other for other in learning)]
-        for vector, _ in resting:
-            vector.grad = None
+        for group in self.groups:
+            # without a gradient Adam leaves values and moments as they are
+            group.vector.grad = group.gradient if any(group is other for other in learning) else None
         with self.memory("taking a gradient step", 0):
             self.optimizer.step()
-        for vector, gradient in resting:
-            vector.grad = gradient
         return norm
 
     def set_lr(self, lr: float) -> None:
@@ -85,7 +75,7 @@ class GradientStep:
             group["lr"] = lr
 
     def scale_lr(self, factor: float) -> None:
-        """Each group learns with this part of its own `base_lr`."""
+        """Each group learns with this part of its `base_lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
 
@@ -97,12 +87,15 @@ class GradientStep:
 
     def _zero(self) -> None:
         for group in self.groups:
-            group.check()
-            group.vector.grad.zero_()
+            # a module that was moved or cast since has new tensors, which the optimiser would not reach
+            first = group.parameters[0]
+            if first.data_ptr() != group.vector.data_ptr() or first.grad is None:
+                raise RuntimeError("the policy was moved, cast or its gradients dropped after its algorithm was made")
+            group.gradient.zero_()
 
 
 class _FlatParameters:
-    """`vector` holds the values and `vector.grad` the gradients; the parameters themselves become views into both.
+    """`vector` holds the values and `gradient` the gradients; the parameters themselves become views into both.
 
     Clipping and Adam are then a few operations instead of a few per tensor, which is a sixth of the time of a small
     minibatch on a CPU and many kernel launches on a GPU. Processes average one tensor per gradient step, and weights
@@ -112,32 +105,17 @@ class _FlatParameters:
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.vector = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
-        self.vector.grad = torch.zeros_like(self.vector)
+        self.gradient = self.vector.grad = torch.zeros_like(self.vector)
         sizes = [p.numel() for p in parameters]
-        values, gradients = self.vector.detach().split(sizes), self.vector.grad.split(sizes)
+        values, gradients = self.vector.detach().split(sizes), self.gradient.split(sizes)
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
-            parameter.data = value.view_as(parameter)
-            parameter.grad = gradient.view_as(parameter)
-
-    def check(self) -> None:
-        """A module that was moved or cast since has new tensors, which an optimiser of the vector would not reach."""
-        start = self.vector.data_ptr()
-        if self.parameters[0].data_ptr() != start or self.parameters[0].grad is None:
-            raise RuntimeError("the policy was moved, cast or its gradients dropped after its algorithm was made")
+            parameter.data, parameter.grad = value.view_as(parameter), gradient.view_as(parameter)
 
 
 def schedule(kind: str, progress: float, update: int = 0, warmup: int = 0) -> float:
-    """What is left of a value after `progress` in [0, 1] of a run; it rises from 1/w to 1 over the first w updates.
-
-    A function of progress and of the update, counted from 0: nothing to save or restore.
-    """
+    """What is left of a value after `progress` in [0, 1] of a run; it rises over the first `warmup` updates."""
     progress = min(max(progress, 0.0), 1.0)
-    if kind == "linear":
-        left = 1.0 - progress
-    elif kind == "cosine":
-        left = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif kind == "constant":
-        left = 1.0
-    else:
+    left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    if kind not in left:
         raise ValueError(f"schedule '{kind}' is unknown; one of: constant, linear, cosine")
-    return left * (min(1.0, (update + 1) / warmup) if warmup else 1.0)
+    return left[kind] * (min(1.0, (update + 1) / warmup) if warmup else 1.0)

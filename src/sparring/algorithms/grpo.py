@@ -126,4 +126,7 @@ def grpo_loss(
         log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights, weight=counted
     )
     scalars = {"policy_loss": loss, "entropy": scored["entropy"].mean()}
-    return LossTerms.of(config, batch, scored, loss, scalars, log_ratio, weight)
+    if config.kl_coef:
+        scalars["reference_kl"] = LossTerms.reference_kl(batch, scored)
+        loss = loss + config.kl_coef * scalars["reference_kl"]
+    return loss, LossTerms({"loss": loss} | scalars, log_ratio, weight)

@@ -22,12 +22,8 @@ class OffPolicy:
 
     def __init__(self, config: AlgorithmConfig, scorer: Scorer):
         self.config, self.scorer = config, scorer
+        # whether stale decisions will come: metrics then tell of age also where all are fresh
         self.expected = False
-
-    def expect(self) -> None:
-        """Stale decisions will come, and versions are counted: tell the age of decisions also where all are fresh."""
-        self.check_correctable()
-        self.expected = True
 
     def check_correctable(self) -> None:
         """Refuses a policy whose stale decisions cannot be corrected."""
@@ -60,20 +56,27 @@ class OffPolicy:
         self.check_correctable()
         if self.config.proximal == "interpolated":
             return ["age"]
-        decisions = Decisions(rollout.flatten(0, 1))
+        decisions, policy = Decisions(rollout.flatten(0, 1)), self.scorer.policy
+        old = decisions.where(decisions["age"] > 0)
         # a fresh decision keeps what it got when it was taken
         log_prob, value = decisions.flat["log_prob"].clone(), decisions.flat["value"].clone()
-        for index, scored in self.scorer.parts(decisions.where(decisions["age"] > 0), "scoring stale decisions"):
+        for index, scored in self.scorer.parts(policy, old, "scoring stale decisions"):
             log_prob[index], value[index] = scored["log_prob"].to(log_prob.dtype), scored["value"].to(value.dtype)
         rollout["proximal_log_prob"] = log_prob.unflatten(0, rollout.batch_size)
         rollout["proximal_value"] = value.unflatten(0, rollout.batch_size)
         return ["age", "proximal_log_prob", "proximal_value"]
 
     def for_vtrace(self, rollout: TensorDict) -> tuple[TensorDict, Tensor]:
-        """An annotated rollout with the values of the present critic, and its weights w, [T, N]."""
-        flat = rollout.flatten(0, 1)
+        """An annotated rollout as the present critic sees it, and its weights w, [T, N].
+
+        `next/value` is that of the row below; where an episode or the rollout ends there is none, and the stored stays.
+        """
+        flat, following, value = rollout.flatten(0, 1), rollout["next"], rollout["proximal_value"]
         weight = _weight(self.config, flat["log_prob"], flat["proximal_log_prob"]).view(rollout.batch_size)
-        return _with_values(rollout, rollout["proximal_value"]), weight
+        goes_on = ~(following["terminated"] | following["truncated"])[:-1]
+        after = following["value"].clone()
+        after[:-1] = torch.where(goes_on, value[1:], after[:-1])
+        return rollout.copy().set("value", value).set("next", following.copy().set("value", after)), weight
 
     def metrics(self, decisions: Decisions, weights: list[Tensor | None]) -> dict[str, float]:
         """How old the decisions were and what they were worth, over all processes; nothing where none is ever stale.
@@ -146,15 +149,3 @@ def _counted(config: AlgorithmConfig, weight: Tensor) -> Tensor:
 
 def _cap(config: AlgorithmConfig) -> float:
     return config.rho_bar if isinstance(config, PPOConfig) and config.correction == "vtrace" else config.weight_cap
-
-
-def _with_values(rollout: TensorDict, value: Tensor) -> TensorDict:
-    """The rollout as another critic sees it, `value` [T, N].
-
-    `next/value` is that of the row below; where an episode or the rollout ends there is none, and the stored one stays.
-    """
-    following = rollout["next"]
-    goes_on = ~(following["terminated"] | following["truncated"])[:-1]
-    after = following["value"].clone()
-    after[:-1] = torch.where(goes_on, value[1:], after[:-1])
-    return rollout.copy().set("value", value).set("next", following.copy().set("value", after))

@@ -1,7 +1,4 @@
-"""Parity: does scoring a stored decision again, with unchanged weights, give back what acting gave?
-
-Unreduced terms are compared, so that no sum can hide an error or blow it up.
-"""
+"""Parity: does scoring a stored decision again, with unchanged weights, give back what acting gave?"""
 
 from dataclasses import astuple, dataclass
 
@@ -25,7 +22,7 @@ class ParityError(UserError):
 
 @dataclass
 class Parity:
-    """The largest differences; all are 0 where there was nothing to compare."""
+    """The largest differences, of terms that no sum can hide or blow up; 0 where there was nothing to compare."""
 
     # max |mean_replay - mean_rollout| / sigma over steps, positions and dims
     drift: float = 0.0

@@ -29,29 +29,18 @@ class Algorithm:
     section = "algorithm_config"
 
     def __init__(
-        self,
-        config: AlgorithmConfig,
-        policy: Policy,
-        distributed: Distributed | None,
-        seed: int,
-        groups: list[tuple[list[nn.Parameter], float]],
+        self, config: AlgorithmConfig, policy: Policy, distributed: Distributed | None, seed: int, groups: list[tuple]
     ):
-        """`groups` of parameters that learn, with their learning rates."""
+        """`groups` of parameters that learn, each with its learning rate."""
         self.config, self.policy, self.seed = config, policy, seed
         self.distributed = distributed or Distributed("cpu")
         self.distributed.unite(policy)
         self.scorer = Scorer(config, policy, self.distributed, self.section)
         self.parity_gate = ParityGate(self.scorer)
         self.off_policy = OffPolicy(config, self.scorer)
-        self.step = GradientStep(
-            [{"params": parameters, "lr": lr, "base_lr": lr} for parameters, lr in groups],
-            self.distributed,
-            config.max_grad_norm,
-            micro_batch_size=config.micro_batch_size,
-            memory=self.scorer.memory,
-            foreach=False,
-            eps=config.adam_eps,
-        )
+        rated = [{"params": parameters, "lr": lr, "base_lr": lr} for parameters, lr in groups]
+        settings = {"memory": self.scorer.memory, "foreach": False, "eps": config.adam_eps}
+        self.step = GradientStep(rated, self.distributed, config.max_grad_norm, **settings)
         # so far; also the version of the weights: a rollout stamped with an older one is stale
         self.updates = 0
 
@@ -61,11 +50,12 @@ class Algorithm:
 
     def expect_stale(self) -> None:
         """For a loop that counts versions and collects stale decisions; updates then always tell their age."""
-        self.off_policy.expect()
+        self.off_policy.check_correctable()
+        self.off_policy.expected = True
 
     def state_dict(self) -> dict:
-        reference = self.scorer.reference_state()
-        return {"optimizer": self.step.state_dict(), "updates": self.updates, "reference": reference}
+        state = {"optimizer": self.step.state_dict(), "updates": self.updates}
+        return state | {"reference": self.scorer.reference_state()}
 
     def load_state_dict(self, state: dict) -> None:
         self.step.load_state_dict(state["optimizer"])
@@ -87,14 +77,16 @@ class Algorithm:
             # evenly: a last one of few decisions would weigh as much as the others
             for index in order.repeat(-(-count // len(order))).tensor_split(count):
                 batch = decisions.gather(columns, index)
-                yield batch if self.parity_gate.passed else batch.set("trace", decisions.flat["trace"][index])
+                if self.parity_gate.parity is None:
+                    batch["trace"] = decisions.flat["trace"][index]
+                yield batch
             # averaged over the processes, which must all decide alike
             if target is not None and self.distributed.mean({"kl": LossTerms.kl(terms[done:])})["kl"] > target:
                 return
 
     def gradient_step(self, batch: TensorDict, loss, learning: list | None = None) -> "LossTerms":
         """On a minibatch, after its parity where it is the first; `learning`: the groups that change, None: all."""
-        terms = LossTerms.joined(self.step.backward(batch, loss))
+        terms = LossTerms.joined(self.step.backward(batch, loss, self.config.micro_batch_size))
         self.parity_gate.close()
         terms.scalars["grad_norm"] = self.step.apply(learning)
         return terms
@@ -220,23 +212,9 @@ class LossTerms:
     # of stale decisions, before any cap: [B], [B, S] or [B, 1]; None where none was weighed
     weight: Tensor | None = None
 
-    @staticmethod
-    def of(
-        config: AlgorithmConfig,
-        batch: TensorDict,
-        scored: TensorDict,
-        loss: Tensor,
-        scalars: dict[str, Tensor],
-        log_ratio: Tensor,
-        weight: Tensor | None,
-    ) -> "tuple[Tensor, LossTerms]":
-        """The loss, with the KL to the reference policy where it has a weight, and its terms."""
-        if config.kl_coef:
-            # r = reference / present
-            kl = _approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
-            loss, scalars = loss + config.kl_coef * kl, scalars | {"reference_kl": kl}
-        scalars = {name: scalar.detach() for name, scalar in ({"loss": loss} | scalars).items()}
-        return loss, LossTerms(scalars, log_ratio.detach(), weight)
+    def __post_init__(self):
+        self.scalars = {name: scalar.detach() for name, scalar in self.scalars.items()}
+        self.log_ratio = self.log_ratio.detach()
 
     @staticmethod
     def joined(parts: "list[tuple[LossTerms, float]]") -> "LossTerms":
@@ -247,6 +225,11 @@ class LossTerms:
         scalars = {name: sum(part.scalars[name] * share for part, share in parts) for name in first.scalars}
         weight = None if first.weight is None else torch.cat([part.weight for part, _ in parts])
         return LossTerms(scalars, torch.cat([part.log_ratio for part, _ in parts]), weight)
+
+    @staticmethod
+    def reference_kl(batch: TensorDict, scored: TensorDict) -> Tensor:
+        """Of the present policy to a frozen one, `reference_log_prob`; r = reference / present."""
+        return _approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
 
     @staticmethod
     def kl(terms: "list[LossTerms]") -> float:
@@ -283,7 +266,10 @@ def ppo_loss(
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     scalars = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    return LossTerms.of(config, batch, scored, loss, scalars, log_ratio, weight)
+    if config.kl_coef:
+        scalars["reference_kl"] = LossTerms.reference_kl(batch, scored)
+        loss = loss + config.kl_coef * scalars["reference_kl"]
+    return loss, LossTerms({"loss": loss} | scalars, log_ratio, weight)
 
 
 def clipped_policy_loss(

@@ -39,9 +39,9 @@ class Decisions:
     def __getitem__(self, key) -> Tensor:
         return self.flat[key][self.rows]
 
-    def where(self, mask: Tensor) -> "Decisions":
-        """Those of them for which `mask [len(self)]` holds."""
-        return Decisions(self.flat, self.rows[mask])
+    def where(self, chosen: Tensor) -> "Decisions":
+        """Those of them that a mask, or numbers from 0, choose."""
+        return Decisions(self.flat, self.rows[chosen])
 
     def fresh(self) -> "Decisions":
         """Those that the present weights took."""
@@ -87,28 +87,21 @@ class Scorer:
         self.reference: Policy | None = None
         self.replayed_rollout = False
 
-    def score(self, flat: TensorDict) -> TensorDict:
-        """Of decisions `[B]`, all of them."""
-        with torch.no_grad(), self.memory("scoring", min(self.at_once, len(flat))):
-            parts = flat.select(*self._keys()).split(self.at_once)
-            return torch.cat([self.policy.evaluate(part) for part in parts])
-
-    def parts(
-        self, decisions: Decisions, doing: str, policy: Policy | None = None
-    ) -> Iterator[tuple[Tensor, TensorDict]]:
+    def parts(self, policy: Policy, decisions: Decisions, doing: str) -> Iterator[tuple[Tensor, TensorDict]]:
         """(rows of a part, evaluate() of it). `doing`: for the message where memory runs out."""
         for index in decisions.rows.split(self.at_once) if len(decisions) else ():
             with torch.no_grad(), self.memory(doing, len(index)):
-                scored = (policy or self.policy).evaluate(decisions.flat.select(*self._keys())[index])
+                scored = policy.evaluate(decisions.flat.select(*self._keys())[index])
             yield index, scored
 
     def parity(self, decisions: Decisions) -> Parity:
         """Of decisions that the present weights took."""
-        acted = decisions.flat.select("trace", "log_prob", ("next", "executed"))
-        averaged = self.policy.averages_log_prob
-        return Parity.worst(
-            [measure_parity(acted[i], scored, averaged) for i, scored in self.parts(decisions, "scoring")]
+        acted, averaged = (
+            decisions.flat.select("trace", "log_prob", ("next", "executed")),
+            self.policy.averages_log_prob,
         )
+        parts = self.parts(self.policy, decisions, "scoring")
+        return Parity.worst([measure_parity(acted[index], scored, averaged) for index, scored in parts])
 
     def replay(self, rollout: TensorDict, version: int) -> Parity:
         """Of what the present weights, of this `version`, decided in a rollout [T, N]: all of the first, then a few.
@@ -121,12 +114,12 @@ class Scorer:
         if self.replayed_rollout:
             # others each time
             order = torch.randperm(len(decisions), generator=torch.Generator().manual_seed(version))
-            decisions = Decisions(decisions.flat, decisions.rows[order[:_REPLAYED].to(decisions.rows.device)])
+            decisions = decisions.where(order[:_REPLAYED].to(decisions.rows.device))
         self.replayed_rollout |= len(decisions) > 0
         return self.parity(decisions)
 
     def freeze_reference(self) -> None:
-        """Keep the policy as it is now, where a KL to it is asked for and none is kept yet."""
+        """Keeps the policy as it is now, where a KL to it is asked for and none is kept yet."""
         if self.config.kl_coef and self.reference is None:
             with self.memory(f"copying the policy for {self.section}.kl_coef={self.config.kl_coef:g}"):
                 self.reference = self._frozen_policy()
@@ -137,7 +130,7 @@ class Scorer:
         if not self.config.kl_coef:
             return []
         log_prob = torch.zeros_like(decisions.flat["log_prob"])
-        for index, scored in self.parts(decisions, "scoring by the policy as it was", self.reference):
+        for index, scored in self.parts(self.reference, decisions, "scoring by the policy as it was"):
             log_prob[index] = scored["log_prob"]
         decisions.flat["reference_log_prob"] = log_prob
         return ["reference_log_prob"]
@@ -169,10 +162,10 @@ class Scorer:
 
 
 class ParityGate:
-    """Refuses to train where scoring disagrees with acting, before the first gradient step of an update.
+    """Refuses to train where scoring disagrees with acting.
 
-    The first rollout of a process is checked whole. Later updates check their first minibatch, which is evaluated
-    with unchanged weights anyway.
+    The first rollout of a process is checked whole. Later updates check their first minibatch before its gradient step:
+    it is evaluated with unchanged weights anyway.
     """
 
     def __init__(self, scorer: Scorer):
@@ -180,11 +173,6 @@ class ParityGate:
         # of this update; None: not known yet
         self.parity: Parity | None = None
         self.measured: list[Parity] = []
-
-    @property
-    def passed(self) -> bool:
-        """Whether the parity of this update is known."""
-        return self.parity is not None
 
     def open(self, decisions: Decisions, whole: bool = False) -> None:
         """For an update; `whole`: check all decisions, also where the first minibatch would do."""
@@ -196,7 +184,7 @@ class ParityGate:
 
     def compare(self, batch: TensorDict, scored: TensorDict) -> None:
         """Of the first minibatch: only its fresh decisions were taken by the weights that scored them."""
-        if self.passed:
+        if self.parity is not None:
             return
         if batch.get("age", None) is not None:
             fresh = batch["age"] == 0
