@@ -20,7 +20,7 @@ class GradientStep:
         groups: list[dict[str, Any]],
         distributed: Distributed,
         max_grad_norm: float,
-        optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         memory: Callable[[str, int], AbstractContextManager] = lambda doing, rows: nullcontext(),
         foreach: bool | None = None,
         **settings,

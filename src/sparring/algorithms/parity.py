@@ -81,5 +81,5 @@ def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False
     if not averaged:
         score = score / (old["dims"] * mask).sum(-1).clamp_min(1)
     ratio = (change.exp() - 1).abs()
-    terms = (float(torch.where(mask, x, 0.0).max()) for x in (drift, sample, dims))
-    return Parity(*terms, float(score.max()), float(ratio.max()))
+    drift, sample, dims = (torch.where(mask, x, 0.0) for x in (drift, sample, dims))
+    return Parity(*(float(x.max()) for x in (drift, sample, dims, score, ratio)))

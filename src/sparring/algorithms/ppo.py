@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -99,17 +100,27 @@ class PPO(Algorithm):
     section = "ppo"
 
     def __init__(self, config: PPOConfig, policy: Policy, distributed: Distributed | None = None, seed: int = 0):
-        _check_policy(config, policy)
-        critic, critic_lr = policy.critic_parameters(), config.critic_lr or config.policy_lr
+        name = type(policy).__name__
+        if config.entropy_coef and not policy.learns_entropy:
+            raise UserError(
+                f"ppo.entropy_coef={config.entropy_coef}: nothing that {name} learns changes its "
+                "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
+            )
+        if config.critic_warmup_updates and not policy.critic_parameters():
+            raise UserError(
+                f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {name} does not say "
+                "which parameters are its critic's; override critic_parameters()"
+            )
+        # that of normalize_value, and how much was added to all its values: a resumed run collects anew what it judged
+        self.critic, self.level = _critic_of(policy) if config.normalize_value else None, 0.0
+        actor, critic = policy.actor_parameters(), policy.critic_parameters()
         # GRPO, which may have had it before, lets the critic rest
         for parameter in critic:
             parameter.requires_grad_(True)
-        groups = [(policy.actor_parameters(), config.policy_lr), (critic, critic_lr)]
-        if critic_lr == config.policy_lr and not config.critic_warmup_updates:
-            groups = [(groups[0][0] + critic, config.policy_lr)]
+        groups = [(actor, config.policy_lr), (critic, config.critic_lr or config.policy_lr)]
+        if groups[0][1] == groups[1][1] and not config.critic_warmup_updates:
+            groups = [(actor + critic, config.policy_lr)]
         super().__init__(config, policy, distributed, seed, groups)
-        # what normalize_value has added to every value; a run that goes on collects anew what was judged before
-        self.level = 0.0
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update; `progress` in [0, 1] of the run drives the schedules."""
@@ -121,12 +132,12 @@ class PPO(Algorithm):
         self.scorer.freeze_reference()
         # age, and log-probs and values by the present weights
         stale = self.off_policy.annotate(rollout, self.updates)
-        if config.normalize_value:
-            self._raise_values(rollout)
+        if self.critic is not None:
+            self._raise_values(rollout, self.critic)
         rollout = self._with_advantages(rollout)
         # [T, N] -> [T*N]
         decisions = Decisions(rollout.flatten(0, 1))
-        unit = policy.critic.fit_returns(decisions["return"], distributed.sum) if config.normalize_value else 1.0
+        unit = 1.0 if self.critic is None else self.critic.fit_returns(decisions["return"], distributed.sum)
         keys = _LEARNED_FROM + self.scorer.add_reference(decisions) + stale
         self.parity_gate.open(decisions)
 
@@ -154,9 +165,8 @@ class PPO(Algorithm):
         told = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
         return distributed.mean(means) | told
 
-    def _raise_values(self, rollout: TensorDict) -> None:
+    def _raise_values(self, rollout: TensorDict, critic: Critic) -> None:
         """A critic that knows nothing yet takes long to get far from 0, and bootstraps wrong values meanwhile."""
-        critic = self.policy.critic
         if self.updates == 0 and not critic.returns.count:
             self.level = missing_level(rollout, self.config.gamma, self.distributed.sum)
             critic.raise_by(self.level)
@@ -182,23 +192,14 @@ class PPO(Algorithm):
         return rollout
 
 
-def _check_policy(config: PPOConfig, policy: Policy) -> None:
-    name = type(policy).__name__
-    if config.entropy_coef and not policy.learns_entropy:
-        raise UserError(
-            f"ppo.entropy_coef={config.entropy_coef}: nothing that {name} learns changes its "
-            "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
-        )
-    if config.normalize_value and not isinstance(getattr(policy, "critic", None), Critic):
-        raise UserError(
-            f"ppo.normalize_value=true: {name} judges by something of its own, not by a `critic` "
-            "that is a sparring.policies.critic.Critic; leave it out"
-        )
-    if config.critic_warmup_updates and not policy.critic_parameters():
-        raise UserError(
-            f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {name} does not say "
-            "which parameters are its critic's; override critic_parameters()"
-        )
+def _critic_of(policy: Policy) -> Critic:
+    critic = getattr(policy, "critic", None)
+    if isinstance(critic, Critic):
+        return critic
+    raise UserError(
+        f"ppo.normalize_value=true: {type(policy).__name__} judges by something of its own, not by a `critic` "
+        "that is a sparring.policies.critic.Critic; leave it out"
+    )
 
 
 @dataclass
@@ -222,9 +223,12 @@ class LossTerms:
         (first, _), *others = parts
         if not others:
             return first
-        scalars = {name: sum(part.scalars[name] * share for part, share in parts) for name in first.scalars}
-        weight = None if first.weight is None else torch.cat([part.weight for part, _ in parts])
-        return LossTerms(scalars, torch.cat([part.log_ratio for part, _ in parts]), weight)
+        scalars: dict[str, Any] = {
+            name: sum(part.scalars[name] * share for part, share in parts) for name in first.scalars
+        }
+        weights = [part.weight for part, _ in parts if part.weight is not None]
+        log_ratio = torch.cat([part.log_ratio for part, _ in parts])
+        return LossTerms(scalars, log_ratio, torch.cat(weights) if weights else None)
 
     @staticmethod
     def reference_kl(batch: TensorDict, scored: TensorDict) -> Tensor:

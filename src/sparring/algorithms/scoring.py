@@ -127,7 +127,7 @@ class Scorer:
     @torch.no_grad()
     def add_reference(self, decisions: Decisions) -> list[str]:
         """Adds `reference_log_prob`, where a KL is asked for; the keys that it added."""
-        if not self.config.kl_coef:
+        if not self.config.kl_coef or self.reference is None:
             return []
         log_prob = torch.zeros_like(decisions.flat["log_prob"])
         for index, scored in self.parts(self.reference, decisions, "scoring by the policy as it was"):
