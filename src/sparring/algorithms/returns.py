@@ -1,4 +1,4 @@
-"""From rewards to advantages (formulas.md, section 2). Discounting happens here and nowhere else."""
+"""From rewards to advantages. Discounting happens here and nowhere else."""
 
 import torch
 from tensordict import TensorDict
