@@ -38,7 +38,7 @@ def assert_holds(store: EpisodeStore, expected: list[tuple[int, int]]) -> None:
     assert len(store) == len(expected)
     assert store.num_steps == sum(steps for _, steps in expected)
     for i, (number, steps) in enumerate(expected):
-        assert store.number(i) == number and store.position(number) == i
+        assert store.numbers[i] == number and store.position(number) == i
         assert_equal(store.episode(i), numbered_episode(number, steps))
 
 
@@ -377,7 +377,7 @@ def test_reading_while_another_process_writes_and_deletes(tmp_path):
         while not len(checked) or max(checked) < 400:
             reader.refresh()
             for i in range(0, len(reader), 7):
-                number = reader.number(i)
+                number = int(reader.numbers[i])
                 assert_equal(reader.episode(i), numbered_episode(number, 1 + number * 37 % 90))
                 checked.add(number)
         # its view stays whole although all of it has been deleted since

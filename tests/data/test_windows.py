@@ -285,7 +285,7 @@ def test_a_thread_samples_while_another_appends_and_old_episodes_go(tmp_path):
         store.append(numbered_episode(number, lengths[number]))
     done.set()
     thread.join()
-    assert store.number(0) > 300 and len(batches) > 10
+    assert store.numbers[0] > 300 and len(batches) > 10
     for batch in batches[:: len(batches) // 10]:
         assert_true_to(batch, lengths, 6, 2, clears_memory=True)
 

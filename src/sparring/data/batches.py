@@ -20,12 +20,11 @@ class Samples(Protocol):
 class BatchBuilder:
     """An iterator over batches, made `prefetch` ahead by a thread of its own.
 
-    From a store with `sample`, batch k is drawn with a generator that is a function of (seed, k), for ever. From
-    anything else that can be iterated, such as windows in time order, batches are its items until it ends; its
-    `state_dict`, if it has one, is saved as it was after the last batch handed out. Either way a resumed builder goes
-    on with the same batches, as long as the store holds the same; a store that is written to meanwhile is read up to
-    `prefetch` batches before its time. After an error, a store is asked for the same batch again; what is iterated
-    has ended with its error, which is raised again.
+    From a store with `sample`, batch k is drawn with a generator that is a function of (seed, k), for ever. Of anything
+    else that can be iterated the items are the batches; its `state_dict`, if any, is saved as of the last batch handed
+    out. A resumed builder goes on with the same batches, as long as the store holds the same; a store that is written
+    to is read up to `prefetch` batches early. After an error a store is asked for the same batch again; an iterator has
+    ended with its error, which is raised again.
     """
 
     def __init__(
@@ -57,16 +56,21 @@ class BatchBuilder:
     def __next__(self) -> TensorDict:
         self._order()
         wait([self._pending[0]])
-        self._raise_what_failed()
+        self._raise_failure()
         batch, copied, source_state = self._pending[0].result()
         if batch is None:
-            # it has ended, and stays so
             raise StopIteration
         self._pending.popleft()
         self._source_state = source_state
         self.consumed += 1
         self._order()
-        return batch if copied is None else self._hand_over(batch, copied)
+        if copied is not None:
+            # the consumer's stream waits for the copy, and its memory is kept until the stream is done with it
+            stream = torch.cuda.current_stream(batch.device)
+            stream.wait_event(copied)
+            for tensor in batch.values(True, True):
+                tensor.record_stream(stream)
+        return batch
 
     def close(self) -> None:
         """End the thread; a batch in the making is finished first and dropped."""
@@ -101,7 +105,7 @@ class BatchBuilder:
             self._pending.append(self._thread.submit(self._make, self._next))
             self._next += 1
 
-    def _raise_what_failed(self) -> None:
+    def _raise_failure(self) -> None:
         """At once, although batches made before are still waiting: they are of a store that is broken."""
         failed = [future for future in self._pending if future.done() and future.exception() is not None]
         if not failed:
@@ -112,12 +116,10 @@ class BatchBuilder:
             self._restart()
         raise failed[0].exception()
 
-    # ---- in the thread
-
     @torch.inference_mode(False)
     def _make(self, number: int) -> tuple[TensorDict | None, "torch.cuda.Event | None", dict | None]:
-        """Batch `number` on the device (None: there are no more), the event when it is there, the source's state."""
-        batch = self._draw(number) if self.batch_size is not None else self._following(number)
+        """In the thread: batch `number` on the device (None: no more), the event of its copy, the source's state."""
+        batch = self._draw(number) if self.batch_size is not None else self._next_item(number)
         source_state = self.source.state_dict() if self._remembers else None
         if batch is None:
             return None, None, source_state
@@ -134,18 +136,7 @@ class BatchBuilder:
         (seed,) = np.random.SeedSequence((self.seed, number)).generate_state(1)
         return self.source.sample(self.batch_size, torch.Generator().manual_seed(int(seed)))
 
-    def _following(self, number: int) -> TensorDict | None:
+    def _next_item(self, number: int) -> TensorDict | None:
         if self._batches is None:
             self._batches = islice(iter(self.source), 0 if self._remembers else number, None)
         return next(self._batches, None)
-
-    # ---- in the consumer
-
-    @staticmethod
-    def _hand_over(batch: TensorDict, copied: "torch.cuda.Event") -> TensorDict:
-        """The consumer's stream waits for the copy, and its memory is kept until the stream is done with it."""
-        stream = torch.cuda.current_stream(batch.device)
-        stream.wait_event(copied)
-        for tensor in batch.values(True, True):
-            tensor.record_stream(stream)
-        return batch

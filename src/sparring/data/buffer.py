@@ -253,12 +253,10 @@ class RolloutBuffer:
                 continue
             name = "/".join(("observation", *key))
             if given.isnan().any():
-                raise RuntimeError(
-                    f"{name} holds NaN, which equals nothing; mend the env, or what it is normalised with"
-                )
-            raise RuntimeError(
-                f"{name} is not what the last transition led to; clear() the buffer before adding what starts elsewhere"
-            )
+                mend = "mend the env, or what it is normalised with"
+                raise RuntimeError(f"{name} holds NaN, which equals nothing; {mend}")
+            mend = "clear() the buffer before adding what starts elsewhere"
+            raise RuntimeError(f"{name} is not what the last transition led to; {mend}")
 
     @torch.inference_mode(False)
     def _allocate(self, td: TensorDict) -> None:

@@ -1,11 +1,5 @@
 """Demonstrations: episodes of a LeRobotDataset v3.0 folder under the keys of the data contract, and as action chunks.
 
-demos = Demonstrations("outputs/demos/lift_d0", cameras=["head"], image_size=64)
-len(demos), demos.lengths             episodes, and the steps of each
-demos.episode(3)                      TensorDict [T]: observation/*, action [T, 1, A], next/*
-demos.instruction(3)                  what was asked for, in words
-demos.statistics["action"]["q99"]     mean, std, min, max, q01, ..., q99
-
 What was asked for and is not there is refused when it is opened, with what was found and what was expected. Training
 reads random windows: `cache=True` decodes every picture once, into memory-mapped files next to the folder.
 """
@@ -27,10 +21,9 @@ from sparring.data.buffer import check_whole
 from sparring.data.lerobot import POINTS, DatasetError, read_dataset
 from sparring.errors import UserError
 
-# feature of LeRobot -> our key
-_VECTORS = {"observation.state": "state", "observation.privileged": "privileged"}
 # entries of an env's observation that a dataset holds, besides pictures and the task
 _NUMBERS = ("state", "privileged", "points")
+_VECTORS = ("observation.state", "observation.privileged", "action")
 
 
 class Demonstrations:
@@ -64,15 +57,17 @@ class Demonstrations:
         self.lengths = self.dataset.lengths
         # [E + 1]: where each episode begins among all steps
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self._features = {_camera_name(key): key for key in self.dataset.clips}
+        # "head" -> "observation.images.head"
+        self._features = {key.removeprefix("observation.").removeprefix("images."): key for key in self.dataset.clips}
         recorded = self.dataset.columns[POINTS].shape[1] if POINTS in self.dataset.columns else 0
         self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded)
         self.points = recorded if points is None else points
         self.cameras = tuple(self._features if cameras is None else cameras)
         for camera in self.cameras:
             self.dataset.check_videos(self._features[camera])
-        self.recorded_shapes = {camera: self._image_shape(camera, None) for camera in self.cameras}
-        self.image_shapes = {camera: self._image_shape(camera, image_size) for camera in self.cameras}
+        self.recorded_shapes = {camera: self._recorded_shape(camera) for camera in self.cameras}
+        square = image_size and (image_size, image_size)
+        self.image_shapes = {camera: square or shape for camera, shape in self.recorded_shapes.items()}
         self._cache = {camera: self._cached(camera) for camera in self.cameras} if cache else {}
 
     def __len__(self) -> int:
@@ -96,7 +91,7 @@ class Demonstrations:
         values = self.dataset.columns[feature]
         if feature == POINTS:
             return values[:, : self.points]
-        return values.reshape(self.steps, -1) if feature in ("action", *_VECTORS) else values
+        return values.reshape(self.steps, -1) if feature in _VECTORS else values
 
     def instruction(self, episode: int) -> str:
         return self.instructions[self.dataset.columns["task_index"][self._rows(episode).start]]
@@ -106,26 +101,18 @@ class Demonstrations:
         rows = self._rows(episode)
         columns, length = self.dataset.columns, rows.stop - rows.start
         observation = {"task": torch.from_numpy(columns["task_index"][rows].astype(np.int64))}
-        for feature, name in _VECTORS.items():
-            if feature in columns:
+        for name in _NUMBERS:
+            if (feature := f"observation.{name}") in columns and (name != "points" or self.points):
                 observation[name] = _floats(self.numbers(feature)[rows])
-        if self.points:
-            observation["points"] = _floats(self.numbers(POINTS)[rows])
         if self.cameras:
             observation["image"] = {camera: torch.from_numpy(self.images(camera, episode)) for camera in self.cameras}
-        is_first = torch.zeros(length, dtype=torch.bool)
-        is_first[0] = True
-        action = _floats(self.numbers("action")[rows])[:, None]
-        # not every dataset has them
-        after = {}
+        # not every dataset has them; none says whether an episode was over or out of time
+        flags = [name for name in ("success", "done") if f"next.{name}" in columns]
+        after = {name: torch.from_numpy(columns[f"next.{name}"][rows].astype(bool)) for name in flags}
         if "next.reward" in columns:
             after["reward"] = _floats(columns["next.reward"][rows])[:, None]
-        if "next.success" in columns:
-            after["success"] = torch.from_numpy(columns["next.success"][rows].astype(bool))
-        if "next.done" in columns:
-            # whether it was over or out of time is not said in a dataset
-            after["done"] = torch.from_numpy(columns["next.done"][rows].astype(bool))
-        td = {"observation": observation, "action": action, "is_first": is_first}
+        action = _floats(self.numbers("action")[rows])[:, None]
+        td = {"observation": observation, "action": action, "is_first": torch.arange(length) == 0}
         return TensorDict(td | ({"next": after} if after else {}), [length])
 
     def images(self, camera: str, episode: int) -> np.ndarray:
@@ -146,14 +133,15 @@ class Demonstrations:
     def statistics(self) -> dict[str, dict[str, np.ndarray]]:
         """Of "observation/state", "observation/privileged" and "action": those of stats.json, the rest worked out."""
         found = {}
-        for feature in (*_VECTORS, "action"):
-            if feature in self.dataset.columns:
-                told, size = self.dataset.statistics.get(feature, {}), self.numbers(feature).shape[1]
-                wrong = [name for name, value in told.items() if name != "count" and value.size != size]
-                if wrong:
-                    seen = f"{wrong[0]} of {feature} has {told[wrong[0]].size} entries"
-                    raise DatasetError(f"'{self.path}/meta/stats.json': {seen}, expected {size}")
-                found[feature.replace(".", "/")] = lerobot.number_statistics(self.numbers(feature)) | told
+        for feature in _VECTORS:
+            if feature not in self.dataset.columns:
+                continue
+            given, values = self.dataset.statistics.get(feature, {}), self.numbers(feature)
+            for name, value in given.items():
+                if name != "count" and value.size != values.shape[1]:
+                    seen = f"{name} of {feature} has {value.size} entries, expected {values.shape[1]}"
+                    raise DatasetError(f"'{self.path}/meta/stats.json': {seen}")
+            found[feature.replace(".", "/")] = lerobot.number_statistics(values) | given
         return found
 
     def _check_camera(self, camera: str) -> None:
@@ -187,10 +175,8 @@ class Demonstrations:
             advice = "give the config it was recorded with, or record another dataset"
             raise DatasetError("\n".join([f"'{self.path}' is not what is asked for; {advice}:", *mistakes]))
 
-    def _image_shape(self, camera: str, image_size: int | None) -> tuple[int, int]:
-        """(H, W) of what is read."""
-        if image_size is not None:
-            return image_size, image_size
+    def _recorded_shape(self, camera: str) -> tuple[int, int]:
+        """(H, W)."""
         shape = self.dataset.info["features"][self._features[camera]]["shape"]
         # some write [3, H, W] instead of [H, W, 3]
         height, width = shape[1:] if shape[0] == 3 else shape[:2]
@@ -211,8 +197,7 @@ class Demonstrations:
         files = sorted({file for file, _ in self.dataset.clips[self._features[camera]]})
         made_of = [(str(file.relative_to(self.path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         mark = hashlib.sha256(repr((made_of, self.lengths.tolist())).encode()).hexdigest()[:12]
-        folder = self.path.resolve()
-        folder = folder.with_name(f"{folder.name}.cache")
+        folder = self.path.resolve().with_name(f"{self.path.resolve().name}.cache")
         file = folder / f"{camera}-{height}x{width}-{mark}.npy"
         shape = (self.steps, 3, height, width)
         if (cache := _open_cache(file, shape)) is None:
@@ -234,11 +219,6 @@ def _open_cache(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     except (FileNotFoundError, ValueError, EOFError):
         return None
     return cache if cache.shape == shape and cache.dtype == np.uint8 else None
-
-
-def _camera_name(feature: str) -> str:
-    """'observation.images.head' -> 'head'."""
-    return feature.removeprefix("observation.").removeprefix("images.")
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:

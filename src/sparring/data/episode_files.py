@@ -76,10 +76,6 @@ class EpisodeLayout:
             self._places[steps] = offsets, end
         return self._places[steps]
 
-    @property
-    def step_bytes(self) -> int:
-        return sum(column.row_bytes for column in self.columns)
-
     @staticmethod
     def header_steps(header: bytes) -> int | None:
         """Steps of the episode that begins with these bytes; None where none does."""

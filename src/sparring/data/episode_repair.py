@@ -41,7 +41,7 @@ def _mend(folder: Path, layout: EpisodeLayout, repair: bool) -> list[Segment]:
     if repair:
         _salvage(folder, layout)
     segments, episodes, steps, size = _segments(folder), 0, 0, 0
-    for segment, whole in _judged(folder, layout, segments):
+    for segment, whole in _judged(layout, segments):
         segment.forget(whole)
         lost = segment.torn(layout)
         episodes, steps, size = episodes + lost[0], steps + lost[1], size + lost[2]
@@ -63,7 +63,7 @@ def _mend(folder: Path, layout: EpisodeLayout, repair: bool) -> list[Segment]:
 def _inspect(folder: Path, layout: EpisodeLayout) -> list[Segment]:
     """For a reader, who changes nothing: what has no line in the index may be torn, or still be on its way."""
     segments, steps, size = _segments(folder), 0, 0
-    for segment, whole in _judged(folder, layout, segments, writing=False):
+    for segment, whole in _judged(layout, segments, writing=False):
         if whole < len(segment.records):
             raise UserError(
                 f"'{segment.data_path}': the data of episode {segment.records[whole].number} are damaged, and no whole "
@@ -81,50 +81,51 @@ def _segments(folder: Path) -> list[Segment]:
     segments = [Segment(folder, number) for number in Segment.numbers(folder, ".index")]
     for number in Segment.numbers(folder, ".data"):
         if (lost := Segment(folder, number)).lost_its_index():
-            raise _damage(lost.index_path, "is missing beside its data", folder)
+            raise _damage(lost.index_path, "is missing beside its data")
     return [segment for segment in segments if segment.still_there()]
 
 
-def _judged(folder: Path, layout: EpisodeLayout, segments: list[Segment], writing: bool = True):
+def _judged(layout: EpisodeLayout, segments: list[Segment], writing: bool = True):
     """(segment, how many of its first episodes are whole) of those that a crash may have torn; damage is refused."""
     last = max((s.number for s in segments if s.records), default=-1)
     for segment in segments:
         try:
-            _refuse_bad_index(folder, layout, segment, segment is not segments[-1], writing)
+            _refuse_bad_index(layout, segment, segment is not segments[-1], writing)
         except FileNotFoundError:
             # the writer has deleted it just now
             continue
         if segment.number >= last:
-            yield segment, _whole(folder, segment)
+            yield segment, _whole(segment)
 
 
-def _refuse_bad_index(folder: Path, layout: EpisodeLayout, segment: Segment, finished: bool, writing: bool) -> None:
+def _refuse_bad_index(layout: EpisodeLayout, segment: Segment, finished: bool, writing: bool) -> None:
     """A crash can leave one episode without its line, or lines without their data, at the end of the last segment."""
     whole, unread = len(segment.records), segment.unread()
     if None in (unread if finished else unread[:-1]):
         at = unread.index(None)
         following = [record for record in unread[at:] if record]
-        said = f"line {whole + at + 1} is damaged, and {_counted(following)} follow it"
-        raise _damage(segment.index_path, said, folder)
+        raise _damage(segment.index_path, f"line {whole + at + 1} is damaged, and {_counted(following)} follow it")
     if finished and unread:
-        raise _damage(segment.data_path, f"only {whole} of its {whole + len(unread)} episodes are whole", folder)
+        raise _damage(segment.data_path, f"only {whole} of its {whole + len(unread)} episodes are whole")
     unlisted = segment.unlisted(segment.data_end, layout)
     # a reader may find more of them while a writer is at work
     if unlisted and (finished or len(unlisted) > 1 and writing):
         said = f"lists {whole} episodes, but {len(unlisted)} more lie behind them in the data"
-        raise _damage(segment.index_path, said, folder)
+        raise _damage(segment.index_path, said)
 
 
-def _whole(folder: Path, segment: Segment) -> int:
+def _whole(segment: Segment) -> int:
     """How many of the first episodes have the data that their checksums promise, if no good one follows them."""
-    records, bad = segment.records, segment.damaged()
+    records = segment.records
+    intact = {record.offset for record in segment.intact(records)}
+    bad = [i for i, record in enumerate(records) if record.offset not in intact]
     if not bad:
         return len(records)
     following = [record for i, record in enumerate(records) if i > bad[0] and i not in bad]
     if following or len(bad) == len(records) > 1:
         rest = f"{_counted(following)} follow it" if following else f"so are all {len(records)} of the segment"
         said = f"the data of episode {records[bad[0]].number} are damaged, and {rest}"
-        raise _damage(segment.data_path, said, folder)
+        raise _damage(segment.data_path, said)
     return bad[0]
 
 
@@ -132,11 +133,11 @@ def _counted(records: list) -> str:
     return f"{len(records)} whole episodes ({sum(record.steps for record in records):,} steps)"
 
 
-def _damage(file: Path, said: str, folder: Path) -> UserError:
+def _damage(file: Path, said: str) -> UserError:
     return UserError(
         f"'{file}': {said}. It is no torn end, so nothing was changed; copy the folder again, or open it "
         f"with EpisodeStore(folder, repair=True), which keeps all whole episodes and puts the rest into "
-        f"'{folder / _DAMAGED}'"
+        f"'{file.parent / _DAMAGED}'"
     )
 
 
@@ -145,25 +146,20 @@ def _damage(file: Path, said: str, folder: Path) -> UserError:
 
 def _salvage(folder: Path, layout: EpisodeLayout) -> None:
     """Every checksum is looked at, also those of old segments."""
-    kept: list[EpisodeRecord] = []
-    lost = 0
+    kept, lost = [], 0
     for number in sorted({*Segment.numbers(folder, ".data"), *Segment.numbers(folder, ".index")}):
         whole, damaged = _salvage_segment(folder, Segment(folder, number), layout)
-        kept += whole
-        lost += damaged
+        kept, lost = kept + whole, lost + damaged
     if lost:
-        steps = sum(record.steps for record in kept)
-        log.warning(
-            "%s: kept %d whole episodes (%s steps); what is left of %d damaged ones is in %s",
-            *(folder, len(kept), f"{steps:,}", lost, folder / _DAMAGED),
-        )
+        rest = f"what is left of {lost} damaged ones is in {folder / _DAMAGED}"
+        log.warning("%s: kept %s; %s", folder, _counted(kept), rest)
 
 
 def _salvage_segment(folder: Path, segment: Segment, layout: EpisodeLayout) -> tuple[list[EpisodeRecord], int]:
     """The whole episodes, and how many others there were as far as can be told."""
     if not segment.index_path.exists() or not segment.data_path.exists():
         lost = segment.torn(layout)[0] if segment.data_path.exists() else len(segment.unread())
-        _put_aside(folder, segment.index_path, segment.data_path)
+        _put_aside(segment)
         return [], lost
     segment.refresh()
     size = segment.data_path.stat().st_size
@@ -176,32 +172,28 @@ def _salvage_segment(folder: Path, segment: Segment, layout: EpisodeLayout) -> t
     if not lost:
         return whole, 0
     if not whole:
-        _put_aside(folder, segment.index_path, segment.data_path)
+        _put_aside(segment)
         return [], lost
     shutil.copy2(segment.index_path, _free_name(folder, segment.index_path.name))
     partial = segment.index_path.with_suffix(".partial")
     partial.write_bytes(b"".join(record.line() for record in whole))
     flush(partial)
     partial.replace(segment.index_path)
-    _put_tail_aside(folder, segment.data_path, whole[-1].end)
+    with open(segment.data_path, "rb") as file:
+        file.seek(whole[-1].end)
+        tail = file.read()
+    if tail:
+        aside = _free_name(folder, f"{segment.data_path.name}.from-{whole[-1].end}")
+        aside.write_bytes(tail)
+        flush(aside)
+        os.truncate(segment.data_path, whole[-1].end)
     return whole, lost
 
 
-def _put_aside(folder: Path, *files: Path) -> None:
-    for file in files:
+def _put_aside(segment: Segment) -> None:
+    for file in (segment.index_path, segment.data_path):
         if file.exists():
-            file.rename(_free_name(folder, file.name))
-
-
-def _put_tail_aside(folder: Path, data: Path, end: int) -> None:
-    with open(data, "rb") as file:
-        file.seek(end)
-        tail = file.read()
-    if tail:
-        aside = _free_name(folder, f"{data.name}.from-{end}")
-        aside.write_bytes(tail)
-        flush(aside)
-        os.truncate(data, end)
+            file.rename(_free_name(file.parent, file.name))
 
 
 def _free_name(folder: Path, name: str) -> Path:

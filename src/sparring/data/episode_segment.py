@@ -39,13 +39,9 @@ class Segment:
     def index_end(self) -> int:
         return self._line_ends[-1] if self.records else 0
 
-    def disk_bytes(self) -> int:
-        return self.data_end + self.index_end
-
     def refresh(self) -> None:
         """Take in what the writer has added since; FileNotFoundError where it has deleted the segment."""
-        lines = self._unread_lines()
-        size = self.data_path.stat().st_size
+        lines, size = self._unread_lines(), self.data_path.stat().st_size
         for line in lines:
             record = EpisodeRecord.parse(line)
             if record is None or record.end > size:
@@ -55,17 +51,15 @@ class Segment:
 
     def expect(self, start: int, size: int) -> None:
         """These bytes will be read soon: a cold disk serves many requests at once far faster than one by one."""
-        if not size:
-            return
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._pages.madvise(mmap.MADV_WILLNEED, page, start + size - page)
+        if size:
+            self._pages.madvise(mmap.MADV_WILLNEED, page, start + size - page)
 
     def append(self, record: EpisodeRecord, pieces: list) -> None:
         """Data first, then the line that makes them count."""
         data, index = self._files = self._files or self._open()
-        line = record.line()
+        line, position = record.line(), record.offset
         try:
-            position = record.offset
             for piece in pieces:
                 position = _write(data, piece, position)
             _write(index, line, self.index_end)
@@ -76,11 +70,6 @@ class Segment:
         self._take(record, line)
         self._map()
 
-    def damaged(self) -> list[int]:
-        """Which of its episodes have not the data that their checksums promise."""
-        intact = {record.offset for record in self.intact(self.records)}
-        return [i for i, record in enumerate(self.records) if record.offset not in intact]
-
     def intact(self, records: list[EpisodeRecord]) -> list[EpisodeRecord]:
         """Those of `records` whose data are what their checksums promise."""
         if not records:
@@ -90,8 +79,7 @@ class Segment:
         with open(self.data_path, "rb") as file:
             for record in records:
                 file.seek(record.offset)
-                if zlib.crc32(file.read(record.size)) == record.crc:
-                    intact.append(record)
+                intact += [record] if zlib.crc32(file.read(record.size)) == record.crc else []
         return intact
 
     def unread(self) -> list[EpisodeRecord | None]:
@@ -125,10 +113,8 @@ class Segment:
         except FileNotFoundError:
             # the index goes first
             if self.index_path.exists():
-                raise UserError(
-                    f"'{self.data_path}' is missing; copy the folder again, or open it with "
-                    "EpisodeStore(folder, repair=True)"
-                ) from None
+                mend = "copy the folder again, or open it with EpisodeStore(folder, repair=True)"
+                raise UserError(f"'{self.data_path}' is missing; {mend}") from None
             return False
         return True
 
@@ -165,10 +151,7 @@ class Segment:
         self._files = None
 
     def delete(self) -> None:
-        """The index first: without it the data count as gone, and its new name tells that they are to go.
-
-        Maps of other processes stay valid.
-        """
+        """The index first: its new name says that the data are to go. Maps of other processes stay valid."""
         self.close()
         if self.index_path.exists():
             self.index_path.rename(self.deleted_path)

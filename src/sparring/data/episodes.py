@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from sparring.data.buffer import leaves
 from sparring.data.episode_files import META, EpisodeColumn, EpisodeLayout, EpisodeRecord
 from sparring.data.episode_repair import open_segments
 from sparring.data.episode_segment import Segment
@@ -54,7 +55,7 @@ class EpisodeStore:
         self._segments: list[Segment] = []
         self._where: list[tuple[Segment, EpisodeRecord]] = []
         self._lock: int | None = None
-        self._told = False
+        self._logged = False
         if read_only and not self.folder.is_dir():
             raise UserError(f"'{folder}' does not exist; give a folder that an EpisodeStore was written to")
         if not read_only:
@@ -78,7 +79,7 @@ class EpisodeStore:
 
     def bytes(self) -> int:
         """On disk."""
-        return sum(segment.disk_bytes() for segment in self._segments)
+        return sum(segment.data_end + segment.index_end for segment in self._segments)
 
     def episode(self, i: int) -> TensorDict:
         """Views into the file: do not keep them longer than you need, and do not write into them."""
@@ -98,10 +99,6 @@ class EpisodeStore:
     def info(self, i: int) -> dict:
         """What was said of an episode when it was appended."""
         return self.locate(i)[1].info
-
-    def number(self, i: int) -> int:
-        """The number of an episode, which it keeps when older ones are deleted."""
-        return self.locate(i)[1].number
 
     def position(self, number: int) -> int | None:
         """Where an episode of this number is among those kept; None where it was deleted."""
@@ -176,11 +173,8 @@ class EpisodeStore:
     def load_state_dict(self, state: dict) -> None:
         self.rewind(state["next_number"])
         if self.next_number and not len(self):
-            log.warning(
-                "%s: none of the %d episodes of the checkpoint is left: later ones pushed them out (max_bytes)",
-                self.folder,
-                self.next_number,
-            )
+            text = "%s: none of the %d episodes of the checkpoint is left: later ones pushed them out (max_bytes)"
+            log.warning(text, self.folder, self.next_number)
 
     def flush(self) -> None:
         """Onto the disk, so that a power cut cannot take it; a killed process loses nothing anyway."""
@@ -198,7 +192,7 @@ class EpisodeStore:
 
     @property
     def numbers(self) -> np.ndarray:
-        """[E] of the episodes kept, ascending; a new array whenever they change."""
+        """[E] of the episodes kept, ascending; an episode keeps its number when older ones are deleted."""
         with self.lock:
             if self._numbers is None:
                 self._numbers = np.array([record.number for _, record in self._where], np.int64)
@@ -228,7 +222,7 @@ class EpisodeStore:
     def _fitting_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> EpisodeLayout:
         """That of the store, or a new one where there is no episode yet."""
         layout = EpisodeLayout(
-            EpisodeColumn(name, part.dtype.name, part.shape[1:]) for name, (part, *_) in rows.items()
+            EpisodeColumn(name, first.dtype.name, first.shape[1:]) for name, (first, *_) in rows.items()
         )
         if len(self):
             if layout.columns != self.layout.columns:
@@ -244,7 +238,7 @@ class EpisodeStore:
 
     def _make_room(self, size: int, line: int) -> int:
         """Where in the last segment the next episode goes, after starting a new one or deleting old ones."""
-        self._say_what_fits()
+        self._log_once()
         if not self._segments or self._segments[-1].data_end + size > self.segment_bytes:
             for segment in self._segments[-1:]:
                 segment.close()
@@ -258,12 +252,12 @@ class EpisodeStore:
             oldest.delete()
         return self._segments[-1].data_end
 
-    def _say_what_fits(self) -> None:
-        if self._told:
+    def _log_once(self) -> None:
+        """What fits."""
+        if self._logged:
             return
-        self._told = True
-        step = self.layout.step_bytes
-        limit = "no limit"
+        self._logged = True
+        step, limit = sum(column.row_bytes for column in self.layout.columns), "no limit"
         if self.max_bytes:
             limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
         log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
@@ -289,8 +283,7 @@ def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
     if not steps:
         raise UserError("an episode without a step cannot be stored")
     rows = {}
-    for key, value in episode.exclude(("next", "observation")).items(True, True):
-        key = key if isinstance(key, tuple) else (key,)
+    for key, value in leaves(episode.exclude(("next", "observation"))):
         name = "/".join(key)
         if value.dtype == torch.bfloat16:
             raise UserError(f"{name} is bfloat16, which cannot be stored; append it as float16 or float32")
@@ -301,22 +294,15 @@ def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
             if following is None:
                 raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
             following = following.numpy(force=True)
-            _check_order(values, following, name)
+            if not np.array_equal(values[1:], following[:-1]):
+                if values.dtype.kind == "f" and np.isnan(values).any():
+                    raise UserError(f"{name} holds NaN, which cannot be stored; mend the env, or leave the episode out")
+                raise UserError(
+                    f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time "
+                    "order; append each episode by itself"
+                )
             rows[name].append(following[-1:])
     return steps, rows
-
-
-def _check_order(values: np.ndarray, following: np.ndarray, name: str) -> None:
-    if not np.array_equal(values[1:], following[:-1]):
-        if values.dtype.kind == "f" and np.isnan(values).any():
-            raise UserError(f"{name} holds NaN, which cannot be stored; mend the env, or leave the episode out")
-        raise UserError(
-            f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time order; "
-            "append each episode by itself"
-        )
-
-
-# ---- Segment: a data file of whole episodes and its index; where they are written, and mapped into memory to be read.
 
 
 def _megabytes(size: int) -> str:

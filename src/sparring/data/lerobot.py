@@ -71,9 +71,7 @@ def read_dataset(path: str | Path) -> Dataset:
     info = _read_info(path)
     episodes = _read_episodes(path, info)
     columns = _read_columns(path, info, episodes)
-    stats, extras = (
-        _read_json(file) if file.exists() else {} for file in (path / "meta/stats.json", path / "meta/sparring.json")
-    )
+    stats, extras = (_read_json(path / f"meta/{name}.json", optional=True) for name in ("stats", "sparring"))
     dataset = Dataset(
         path=path,
         info=info,
@@ -121,13 +119,10 @@ def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
     wanted = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for feature in _video_features(info):
         wanted += [f"videos/{feature}/{what}" for what in ("chunk_index", "file_index", "from_timestamp")]
-    parts = [_read_table(file, wanted) for file in files]
-    columns = {name: np.concatenate([_numbers(part[name], file) for part, file in zip(parts, files, strict=True)])
-               for name in wanted}  # fmt: skip
-    order = np.argsort(columns["episode_index"], kind="stable")
-    columns = {name: values[order] for name, values in columns.items()}
-    if not np.array_equal(columns["episode_index"], np.arange(len(order))):
-        raise DatasetError(f"'{path}/meta/episodes' does not list episodes 0 to {len(order) - 1} once each")
+    columns = _read_sorted(files, {name: [] for name in wanted}, "episode_index")
+    listed = columns["episode_index"]
+    if not np.array_equal(listed, np.arange(len(listed))):
+        raise DatasetError(f"'{path}/meta/episodes' does not list episodes 0 to {len(listed) - 1} once each")
     return columns
 
 
@@ -144,24 +139,19 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
     # [E, 2] -> each file once
     places = np.unique(np.stack([episodes["data/chunk_index"], episodes["data/file_index"]], axis=1), axis=0)
     files = [path / info["data_path"].format(chunk_index=int(c), file_index=int(f)) for c, f in places]
-    parts = [_read_table(file, list(features)) for file in files]
-    columns = {
-        name: np.concatenate([_rows(part[name], shape, file) for part, file in zip(parts, files, strict=True)])
-        for name, shape in features.items()
-    }
-    order = np.argsort(columns["index"], kind="stable")
-    return {name: values[order] for name, values in columns.items()}
+    return _read_sorted(files, features, "index")
 
 
 def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) -> dict[str, list[tuple[Path, float]]]:
     clips = {}
     for feature in _video_features(info):
-        chunks, files, starts = (
-            episodes[f"videos/{feature}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
-        )
+        where = (episodes[f"videos/{feature}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp"))
         clips[feature] = [
-            (path / info["video_path"].format(video_key=feature, chunk_index=int(c), file_index=int(f)), float(s))
-            for c, f, s in zip(chunks, files, starts, strict=True)
+            (
+                path / info["video_path"].format(video_key=feature, chunk_index=int(chunk), file_index=int(file)),
+                float(at),
+            )
+            for chunk, file, at in zip(*where, strict=True)
         ]
     return clips
 
@@ -172,9 +162,8 @@ def _read_instructions(path: Path) -> tuple[str, ...]:
     # pandas keeps the words as an index, whose name differs between versions
     words = [name for name in table.column_names if str(table.schema.field(name).type) in ("string", "large_string")]
     if "task_index" not in table.column_names or not words:
-        raise DatasetError(
-            f"'{path}/meta/tasks.parquet' has columns {table.column_names}, expected task_index and words"
-        )
+        found = table.column_names
+        raise DatasetError(f"'{path}/meta/tasks.parquet' has columns {found}, expected task_index and words")
     pairs = sorted(zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True))
     indices = [index for index, _ in pairs]
     if indices != list(range(len(pairs))):
@@ -207,20 +196,19 @@ def _check_frames(dataset: Dataset) -> None:
                 f"'{path}': {name} holds NaN or infinity in {len(bad)} of {frames} frames, "
                 f"first in episode {episode[bad[0]]}, frame {within[bad[0]]}; record these episodes again"
             )
-    fps = dataset.info["fps"]
+    fps, tasks = dataset.info["fps"], columns["task_index"]
     late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
     if late > 0.5 / fps:
         raise DatasetError(f"'{path}': timestamps are off by up to {late:.3f} s from the {fps} frames/s it claims")
-    if frames and columns["task_index"].min() < 0:
-        raise DatasetError(f"'{path}': task_index goes down to {columns['task_index'].min()}, expected 0 or more")
-    if columns["task_index"].max() >= len(dataset.instructions):
-        raise DatasetError(
-            f"'{path}': task_index goes up to {columns['task_index'].max()}, "
-            f"but meta/tasks.parquet has {len(dataset.instructions)} tasks"
-        )
+    if frames and tasks.min() < 0:
+        raise DatasetError(f"'{path}': task_index goes down to {tasks.min()}, expected 0 or more")
+    if tasks.max() >= (known := len(dataset.instructions)):
+        raise DatasetError(f"'{path}': task_index goes up to {tasks.max()}, but meta/tasks.parquet has {known} tasks")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -243,28 +231,34 @@ def _read_table(path: Path, columns: list[str] | None):
         raise DatasetError(f"'{path}' cannot be read ({reason}); it is missing or cut off: copy it again") from None
 
 
-def _numbers(column, path: Path) -> np.ndarray:
-    values = column.combine_chunks().to_numpy(zero_copy_only=False)
-    if values.dtype == object:
-        raise DatasetError(f"'{path}' holds something else than numbers: {column.type}")
-    return values
+def _read_sorted(files: list[Path], shapes: dict[str, list[int]], by: str) -> dict[str, np.ndarray]:
+    """Columns of all files, one after another, sorted by one of them."""
+    parts = [_read_table(file, list(shapes)) for file in files]
+    columns = {
+        name: np.concatenate([_rows(part[name], shape, file) for part, file in zip(parts, files, strict=True)])
+        for name, shape in shapes.items()
+    }
+    order = np.argsort(columns[by], kind="stable")
+    return {name: values[order] for name, values in columns.items()}
 
 
 def _rows(column, shape: list[int], path: Path) -> np.ndarray:
     """`[F]` where an entry is one number, else `[F, *shape]`."""
-    entries = flat = column.combine_chunks()
-    if not str(entries.type).startswith(("list", "fixed_size_list", "large_list")):
-        return _numbers(column, path)
     from pyarrow.compute import list_value_length
 
+    entries = flat = column.combine_chunks()
+    is_list = str(entries.type).startswith(("list", "fixed_size_list", "large_list"))
     # level by level, row by row: a short one and a long one are right in sum, and shift all between them
-    for size in shape:
+    for size in shape if is_list else ():
         lengths = list_value_length(flat).to_numpy(zero_copy_only=False)
         if (lengths != size).any():
             row = int(np.argmax(lengths != size))
             raise DatasetError(f"'{path}': row {row} of {len(flat)} holds {lengths[row]} numbers, expected {size} each")
         flat = flat.flatten()
-    return flat.to_numpy(zero_copy_only=False).reshape(len(entries), *shape)
+    values = flat.to_numpy(zero_copy_only=False)
+    if values.dtype == object:
+        raise DatasetError(f"'{path}' holds something else than numbers: {column.type}")
+    return values.reshape(len(entries), *shape) if is_list else values
 
 
 def number_statistics(values: np.ndarray) -> dict[str, np.ndarray]:

@@ -49,7 +49,10 @@ class EpisodeRecorder:
                 self._append(env, last[env])
             self._first[env] = -1
         if ended.any():
-            self._drop_finished()
+            # drop the transitions that lie before every episode that goes on
+            oldest = min((first for first in self._first if first >= 0), default=len(self._steps))
+            del self._steps[:oldest]
+            self._first = [first - oldest if first >= 0 else -1 for first in self._first]
 
     def state_dict(self) -> dict:
         """The episodes that are under way."""
@@ -82,10 +85,3 @@ class EpisodeRecorder:
         if self.seeds is not None:
             info["seed"] = int(self.seeds(env, self._episode[env]))
         return info
-
-    def _drop_finished(self) -> None:
-        """Transitions that lie before every episode that goes on."""
-        going_on = [first for first in self._first if first >= 0]
-        oldest = min(going_on, default=len(self._steps))
-        del self._steps[:oldest]
-        self._first = [first - oldest if first >= 0 else -1 for first in self._first]

@@ -49,8 +49,8 @@ def count(path: Path) -> int:
     """Frames that can be decoded, up to the first that cannot; ffmpeg itself passes over what is damaged."""
     strict = ["-xerror", "-err_detect", "explode", "-i", str(path)]
     # a line for each frame, after some that begin with #
-    told = _ffmpeg([*strict, "-map", "0:v:0", "-fps_mode", "passthrough", "-f", "framecrc", "-"]).stdout
-    return sum(not line.startswith(b"#") for line in told.splitlines())
+    lines = _ffmpeg([*strict, "-map", "0:v:0", "-fps_mode", "passthrough", "-f", "framecrc", "-"]).stdout
+    return sum(not line.startswith(b"#") for line in lines.splitlines())
 
 
 def decode(path: Path, start: float, count: int, fps: float, height: int, width: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.buffer import check_whole
-from sparring.data.episode_files import EpisodeColumn, EpisodeRecord
+from sparring.data.episode_files import EpisodeColumn
 from sparring.data.episode_segment import Segment
 from sparring.data.episodes import EpisodeStore
 from sparring.errors import UserError
@@ -26,13 +26,37 @@ _NO_EPISODE = (-1, 0)
 
 
 class _Window(NamedTuple):
-    """Steps of one episode from `start` on; no steps where there is no store."""
+    """Steps `first` to `end` of an episode, which go to column `at` of a batch; by default none."""
 
-    store: EpisodeStore | None
-    # where the episode is; they stay valid when it is deleted
-    segment: Segment | None
-    record: EpisodeRecord | None
-    start: int
+    # where the episode is, which stays valid when it is deleted, and where in it each column
+    segment: Segment | None = None
+    offset: int = 0
+    offsets: dict[str, int] = {}
+    first: int = 0
+    end: int = 0
+    at: int = 0
+
+    def expect(self, columns: list[EpisodeColumn]) -> None:
+        if self.end > self.first:
+            for column in columns:
+                self.segment.expect(*self._bytes(column))
+
+    def copy(self, row: np.ndarray, column: EpisodeColumn) -> None:
+        """Into a row of bytes, with zeros around them."""
+        if self.end == self.first:
+            row[:] = 0
+            return
+        start, size = self._bytes(column)
+        low = self.at * column.row_bytes
+        row[low : low + size] = self.segment.bytes[start : start + size]
+        if size < len(row):
+            row[:low] = 0
+            row[low + size :] = 0
+
+    def _bytes(self, column: EpisodeColumn) -> tuple[int, int]:
+        """(start, size) in the segment."""
+        start = self.offset + self.offsets[column.name] + self.first * column.row_bytes
+        return start, (self.end - self.first + column.extra) * column.row_bytes
 
 
 class _WindowReader:
@@ -57,45 +81,37 @@ class _WindowReader:
             raise UserError(f"'{store.folder}' has no {', '.join(missing)}; it has {', '.join(known)}")
         return [c for c in columns if wanted is None or c.name in wanted or f"next/{c.name}" in wanted]
 
-    def read(self, windows: Sequence[_Window]) -> TensorDict:
-        """[B, k+L]; at least one of the windows has steps."""
-        size = self.burn_in + self.length
-        spans = [self._span(window) for window in windows]
-        columns = self.columns(next(w.store for w in windows if w.store is not None))
-        for span in spans:
-            span.expect(columns)
+    def window(self, store: EpisodeStore, episode: int, start: int) -> _Window:
+        """`length` steps of an episode from `start` on, and `burn_in` before."""
+        segment, record = store.locate(episode)
+        first, end = max(start - self.burn_in, 0), min(start + self.length, record.steps)
+        at = self.burn_in - (start - first)
+        return _Window(segment, record.offset, store.layout.offsets(record.steps), first, end, at)
+
+    def read(self, store: EpisodeStore, windows: Sequence[_Window]) -> TensorDict:
+        """[B, k+L]; all columns are laid out as those of `store`."""
+        size, columns = self.burn_in + self.length, self.columns(store)
+        for window in windows:
+            window.expect(columns)
         batch = TensorDict({}, [len(windows), size])
         for column in columns:
             dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
             values = torch.empty(len(windows), size + column.extra, *column.shape, dtype=dtype)
             # [B, bytes]
             rows = values.flatten(1).numpy().view(np.uint8)
-            for row, span in zip(rows, spans, strict=True):
-                span.copy(row, column)
-            self._set(batch, column, values)
-        return self._mark(batch, spans)
+            for row, window in zip(rows, windows, strict=True):
+                window.copy(row, column)
+            # an observation and the next one are two views of the same rows
+            key = tuple(column.name.split("/"))
+            if self.keys is None or column.name in self.keys:
+                batch.set(key, values[:, :size])
+            if column.extra and (self.keys is None or f"next/{column.name}" in self.keys):
+                batch.set(("next", *key), values[:, 1:])
+        return self._mark(batch, windows)
 
-    def _span(self, window: _Window) -> "_Span":
-        if window.store is None:
-            return _Span(None, 0, {}, 0, 0, self.burn_in)
-        record = window.record
-        first = max(window.start - self.burn_in, 0)
-        end = min(window.start + self.length, record.steps)
-        at = self.burn_in - (window.start - first)
-        return _Span(window.segment, record.offset, window.store.layout.offsets(record.steps), first, end, at)
-
-    def _set(self, batch: TensorDict, column: EpisodeColumn, values: torch.Tensor) -> None:
-        """An observation and the next one are two views of the same rows."""
-        key = tuple(column.name.split("/"))
-        size = self.burn_in + self.length
-        if self.keys is None or column.name in self.keys:
-            batch.set(key, values[:, :size])
-        if column.extra and (self.keys is None or f"next/{column.name}" in self.keys):
-            batch.set(("next", *key), values[:, 1:])
-
-    def _mark(self, batch: TensorDict, spans: list["_Span"]) -> TensorDict:
+    def _mark(self, batch: TensorDict, windows: Sequence[_Window]) -> TensorDict:
         # [B, 1] each
-        first, end, column = torch.tensor([(s.first, s.end, s.at) for s in spans]).T.unsqueeze(-1)
+        first, end, column = torch.tensor([(w.first, w.end, w.at) for w in windows]).T.unsqueeze(-1)
         # [1, k+L]
         at = torch.arange(batch.batch_size[1])[None]
         holds_step = (at >= column) & (at < column + end - first)
@@ -104,40 +120,6 @@ class _WindowReader:
             batch["burn_in"] = holds_step & (at < self.burn_in)
         batch["is_first"] = (at == column) & ((first == 0) | self.clears_memory)
         return batch
-
-
-class _Span(NamedTuple):
-    """Steps `first` to `end` of an episode, which go to column `at` of a batch."""
-
-    segment: Segment | None
-    # where in the segment the episode is, and where in the episode each column
-    offset: int
-    offsets: dict[str, int]
-    first: int
-    end: int
-    at: int
-
-    def expect(self, columns: list[EpisodeColumn]) -> None:
-        if self.end > self.first:
-            for column in columns:
-                self.segment.expect(*self._bytes(column))
-
-    def copy(self, row: np.ndarray, column: EpisodeColumn) -> None:
-        """Into a row of bytes, with zeros around them."""
-        if self.end == self.first:
-            row[:] = 0
-            return
-        start, size = self._bytes(column)
-        low = self.at * column.row_bytes
-        row[low : low + size] = self.segment.bytes[start : start + size]
-        if size < len(row):
-            row[:low] = 0
-            row[low + size :] = 0
-
-    def _bytes(self, column: EpisodeColumn) -> tuple[int, int]:
-        """(start, size) in the segment."""
-        start = self.offset + self.offsets[column.name] + self.first * column.row_bytes
-        return start, (self.end - self.first + column.extra) * column.row_bytes
 
 
 class ShuffledWindows:
@@ -163,13 +145,12 @@ class ShuffledWindows:
     ):
         if newest is not None:
             check_whole("newest", newest)
-        self.store = store
-        self.memory, self.newest = memory, newest
+        self.store, self.memory, self.newest = store, memory, newest
         self.reader = _WindowReader(length, burn_in, memory, keys)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
         check_whole("batch_size", batch_size)
-        return self.reader.read(self.pick(batch_size, generator))
+        return self.reader.read(self.store, self.pick(batch_size, generator))
 
     def pick(self, count: int, generator: torch.Generator) -> list[_Window]:
         """Which windows; the same for the same generator and store."""
@@ -182,10 +163,9 @@ class ShuffledWindows:
             before = torch.randint(length, (count,), generator=generator).numpy()
             episode = np.searchsorted(ends, step, side="right")
             steps = np.diff(ends, prepend=0)[episode]
-            start = step - (ends[episode] - steps) - before
-            start = np.clip(start, 0, np.maximum(steps - length, 0))
-            where = map(self.store.locate, episode.tolist())
-            return [_Window(self.store, *at, first) for at, first in zip(where, start.tolist(), strict=True)]
+            start = np.clip(step - (ends[episode] - steps) - before, 0, np.maximum(steps - length, 0))
+            at = zip(episode.tolist(), start.tolist(), strict=True)
+            return [self.reader.window(self.store, episode, first) for episode, first in at]
 
     def _check_memory(self) -> None:
         """There is something to read, and the memory if it is to be read."""
@@ -202,15 +182,11 @@ class ShuffledWindows:
 class SequentialWindows:
     """Whole episodes in time order, so that a memory can be carried along.
 
-    Iterating gives one pass over the store in batches [B, L]; every step is served exactly once in it.
-
-    Row b is a stream: its windows follow one another through an episode, and then through the next one. The memory
-    after one batch enters the same rows of the following one; `is_first` tells where it is to be cleared. Towards the
-    end of a pass streams run out of episodes: their rows are empty (`mask` false).
-
-    The order of the episodes is a new one in every pass. Episodes appended during a pass come in the next one; those
-    deleted are skipped. A pass that was interrupted goes on where it stopped, also from a `state_dict`. Whoever makes
-    batches ahead of their use keeps the state after each of them, as BatchBuilder does.
+    Iterating gives one pass over the store in batches [B, L]; every step is served exactly once. Row b is a stream: its
+    windows follow one another through an episode, then through the next one. The memory after a batch enters the same
+    rows of the next batch; `is_first` says where to clear it. Streams that run out of episodes give empty rows (`mask`
+    false). Every pass has a new order of episodes. Those appended during a pass come in the next one; those deleted are
+    skipped. An interrupted pass goes on where it stopped, also from a `state_dict`.
     """
 
     def __init__(
@@ -230,15 +206,12 @@ class SequentialWindows:
         if not self._under_way:
             self._begin()
         while windows := self._advance():
-            yield self.reader.read(windows)
+            yield self.reader.read(self.store, windows)
 
     def state_dict(self) -> dict:
-        return {
-            "passes": self._passes,
-            "waiting": list(self._waiting),
-            "streams": [list(stream) for stream in self._streams],
-            "under_way": self._under_way,
-        }
+        streams = [list(stream) for stream in self._streams]
+        now = {"passes": self._passes, "under_way": self._under_way}
+        return now | {"waiting": list(self._waiting), "streams": streams}
 
     def load_state_dict(self, state: dict) -> None:
         self._passes, self._waiting, self._under_way = state["passes"], list(state["waiting"]), state["under_way"]
@@ -250,14 +223,13 @@ class SequentialWindows:
         order = np.random.default_rng([self.seed, self._passes]).permutation(self.store.numbers)
         # taken from the end
         self._waiting = order[::-1].tolist()
-        self._streams = [_NO_EPISODE] * self.batch_size
-        self._under_way = True
+        self._streams, self._under_way = [_NO_EPISODE] * self.batch_size, True
 
     def _advance(self) -> list[_Window]:
         """The next window of every stream; none at the end of a pass."""
         with self.store.lock:
             windows = [self._next_of(b) for b in range(self.batch_size)]
-        if any(window.store is not None for window in windows):
+        if any(window.segment is not None for window in windows):
             return windows
         self._under_way = False
         self._passes += 1
@@ -269,10 +241,10 @@ class SequentialWindows:
             episode = self.store.position(number)
             if episode is not None and step < self.store.locate(episode)[1].steps:
                 self._streams[b] = (number, step + self.reader.length)
-                return _Window(self.store, *self.store.locate(episode), step)
+                return self.reader.window(self.store, episode, step)
             if not self._waiting:
                 self._streams[b] = _NO_EPISODE
-                return _Window(None, None, None, 0)
+                return _Window()
             number, step = self._waiting.pop(), 0
 
 
@@ -286,39 +258,38 @@ class MixedWindows:
 
     def __init__(self, sources: Mapping[ShuffledWindows, float]):
         self.sources = tuple(sources)
-        others = [type(source).__name__ for source in self.sources if not isinstance(source, ShuffledWindows)]
-        if others:
-            raise UserError(f"expected ShuffledWindows and their weights; got {others[0]}")
+        for source in self.sources:
+            if not isinstance(source, ShuffledWindows):
+                raise UserError(f"expected ShuffledWindows and their weights; got {type(source).__name__}")
         self.weights = torch.tensor(list(sources.values()), dtype=torch.float64)
         if not self.sources or (self.weights < 0).any() or not 0 < float(self.weights.sum()) < float("inf"):
             raise UserError(f"weights must be 0 or more, and one above 0; got {self.weights.tolist()}")
         kinds = {(s.reader.length, s.reader.burn_in, s.reader.clears_memory) for s in self.sources}
         if len(kinds) > 1:
-            raise UserError(
-                f"all sources must have one length, burn_in and kind of memory; got (length, burn_in, rebuilt): {kinds}"
-            )
+            got = f"(length, burn_in, rebuilt): {kinds}"
+            raise UserError(f"all sources must have one length, burn_in and kind of memory; got {got}")
         keys = {s.reader.keys for s in self.sources}
         if len(keys) > 1:
-            told = " and ".join("all" if of is None else ", ".join(sorted(of)) for of in keys)
-            raise UserError(f"all sources must be asked for the same keys; got {told}")
+            got = " and ".join("all" if of is None else ", ".join(sorted(of)) for of in keys)
+            raise UserError(f"all sources must be asked for the same keys; got {got}")
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
         check_whole("batch_size", batch_size)
-        self._check_columns()
+        used = [source for source, weight in zip(self.sources, self.weights.tolist(), strict=True) if weight > 0]
+        self._check_columns(used)
         # [B], sorted: the order of rows says nothing, and each source is asked once
         source = torch.multinomial(self.weights, batch_size, replacement=True, generator=generator).sort().values
         counts = torch.bincount(source, minlength=len(self.sources)).tolist()
         windows = []
         for sampler, count in zip(self.sources, counts, strict=True):
             windows += sampler.pick(count, generator) if count else []
-        batch = self.sources[0].reader.read(windows)
+        batch = used[0].reader.read(used[0].store, windows)
         # [B] -> [B, k+L]; a copy, since a row of one number repeated cannot be pinned for a GPU
         batch["source"] = source[:, None].expand(batch.batch_size).contiguous()
         return batch
 
-    def _check_columns(self) -> None:
+    def _check_columns(self, used: list[ShuffledWindows]) -> None:
         """Rows of one batch need the same columns; a source may have got its first episode only just now."""
-        used = [s for s, weight in zip(self.sources, self.weights.tolist(), strict=True) if weight > 0]
         layouts = {str(s.store.folder): set(s.reader.columns(s.store)) for s in used}
         common = set.intersection(*layouts.values())
         other = {f"{folder}: {c.name} {c.dtype} {list(c.shape)}" for folder, cs in layouts.items() for c in cs - common}
