@@ -1,7 +1,16 @@
 #!/usr/bin/env bash
-# Sets up the same virtual environment as quickstart.sh and runs the linter and all tests. Arguments go to pytest.
+# Sets up the same virtual environment as quickstart.sh and runs the linter, the type checker and all tests.
+#
+#   ./test.sh                       everything, in two processes (TEST_PROCESSES=N for more)
+#   ./test.sh --fast                without the tests marked slow
+#   ./test.sh tests/algorithms -x   other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")"
+fast=()
+if [ "${1:-}" = --fast ]; then
+  fast=(-m "not slow")
+  shift
+fi
 . ./setup_env.sh
 set_up "[dev,demos,vla,tensorboard,wandb,browser]"
 
@@ -16,5 +25,8 @@ say "ruff"
 ruff check .
 ruff format --check .
 
+say "mypy"
+mypy
+
 say "pytest"
-python -m pytest "$@"
+python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "${fast[@]}" "$@"

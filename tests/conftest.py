@@ -5,6 +5,8 @@ import sys
 
 # the tests are about numbers on a CPU, also on a machine with GPUs; said before torch looks for them
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# two test processes on two cores, and the processes that tests start, are fastest with one thread each
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # a job in the background is started with Ctrl-C ignored, and would hand that on to the processes that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,10 +17,39 @@ import torch  # noqa: E402
 # children find what this process finds, installed or not: the package, the doubles, the benchmarks
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
+# modules whose tests kill, stop or time processes: one after the other, in one test process
+TIMED = {
+    "test_async_failures",
+    "test_console",
+    "test_distributed",
+    "test_imports",
+    "test_launch",
+    "test_process",
+    "test_remote_failures",
+    "test_report_browser",
+    "test_run_ends",
+    "test_watch",
+}
+# the longest modules are handed out first, so that both test processes end together
+LONGEST = ["test_docs", "test_remote", "test_phases_vla", "test_cli", "test_adversarial", "test_episodes", "test_resume"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a module stay in one process, where they share its fixtures."""
+
+    def turn(item: pytest.Item) -> int:
+        name = item.path.stem
+        return -1 if name in TIMED else LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
+    for item in items:
+        group = "timed" if item.path.stem in TIMED else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Two test processes on two cores are faster with one thread each, and small numbers do not gain from more."""
+    """Small numbers do not gain from more."""
     torch.set_num_threads(1)
 
 
