@@ -64,8 +64,7 @@ class PI0Policy(FlowChain):
         self._choose_what_learns()
         self.reads_task = "task" in spec.observation
         self.in_keys = [("observation", *name.split("/")) for name in cameras]
-        self.in_keys += [STATE] if self.state_size else []
-        self.in_keys += [TASK] if self.reads_task else []
+        self.in_keys += [key for key, is_read in ((STATE, self.state_size), (TASK, self.reads_task)) if is_read]
         self.in_keys += [*self.critic.in_keys, *self.trace_keys]
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:

@@ -41,13 +41,10 @@ _MOST_LINES, _MOST_IN_SENTENCE, _CANDIDATES = 20, 5, 8
 
 @dataclass(frozen=True)
 class WeightsFit:
-    """What a checkpoint and a model do not have in common."""
+    """What a checkpoint and a model do not have in common; of other shapes: (name, in the checkpoint, in the model)."""
 
-    # of the model, not in the checkpoint
     missing: tuple[str, ...]
-    # of the checkpoint, not in the model
     unexpected: tuple[str, ...]
-    # (name, shape in the checkpoint, shape in the model)
     reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 
     @classmethod

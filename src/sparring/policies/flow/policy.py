@@ -80,9 +80,7 @@ class FlowPolicy(FlowChain):
         return velocity.float()
 
     @torch.no_grad()
-    def _later_end(
-        self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
+    def _later_end(self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor, generator: torch.Generator):
         """Where the slow network gets from a point a little further along the path: this one must get there too."""
         self.target.eval()
         for slow, fast in zip(self.target.parameters(), self.velocity.parameters(), strict=True):

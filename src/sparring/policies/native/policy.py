@@ -49,8 +49,7 @@ class NativeVLA(FlowChain):
         self.encoder = _NativeInputs(config, spec, sizes, saved)
         self.model = NativeModel(sizes)
         if saved is not None:
-            new = ("memory_in.",)
-            load_strictly(self.model, saved.weights, f"policy.model_path={config.model_path}", new)
+            load_strictly(self.model, saved.weights, f"policy.model_path={config.model_path}", new=("memory_in.",))
         adapt(self.model, config, frozen=config.frozen)
         unread = _unread(sizes.layers - 1, bool(self.encoder.cameras), self.kernel.learns_noise)
         for name, weight in self.model.named_parameters():
@@ -159,10 +158,8 @@ class _NativeInputs(nn.Module):
         self.has_state = state_size > 0
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
         self.instructions = _token_table(config, spec.instructions, sizes.vocabulary, saved)
-        self.in_keys = [*self.cameras]
-        self.in_keys += [STATE] if self.has_state else []
-        self.in_keys += [TASK] if self.has_task else []
-        self.in_keys += [POLICY_MEMORY] if self.memory_size else []
+        others = ((STATE, self.has_state), (TASK, self.has_task), (POLICY_MEMORY, self.memory_size))
+        self.in_keys = [*self.cameras, *(key for key, is_read in others if is_read)]
         seen = state_size + 3 * _GRID**2 * len(self.cameras)
         self.traces = MemoryTraces(seen, self.memory_size) if self.memory_size else None
 

@@ -173,11 +173,8 @@ def _construct(cls: type, settings: dict) -> nn.Module:
     given = {whole: {n: v for n, v in settings.items() if n not in named}, **named} if whole else settings
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [name for name in given if name not in parameters and not open_ended]
-    needed = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in given
-    ]
+    plain = [name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [name for name in plain if parameters[name].default is inspect.Parameter.empty and name not in given]
     if unknown:
         near = [m for name in unknown for m in difflib.get_close_matches(name, parameters, n=1)]
         hint = f"nearest: {', '.join(near)}" if near else f"it takes {', '.join(parameters) or 'nothing'}"

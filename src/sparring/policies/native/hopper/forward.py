@@ -27,18 +27,17 @@ _TILE = (128, 256)
 
 
 class Cache(NamedTuple):
-    """What denoising attends to, like `Prefix`, and room for what a step adds to it."""
+    """What denoising attends to, like `Prefix`, and room for what a step adds to it.
 
-    # [B, layers, kv heads, C, d] each
+    Keys and values [B, layers, kv heads, C, d], of which all after images and words are seen (mask [B, C]); tokens of
+    state and memory [B, 1 or 2, expert width]; cos and sin [B, room, d/2] of them and of the actions.
+    """
+
     keys: torch.Tensor
     values: torch.Tensor
-    # [B, C] bool: all that follow images and words are seen
     mask: torch.Tensor
-    # [B, W] float32, or None where it was not asked for
     features: torch.Tensor | None
-    # state and memory, [B, 1 or 2, expert width]
     states: torch.Tensor
-    # rotation of them and of the actions, [B, room, d/2] each
     cos: torch.Tensor
     sin: torch.Tensor
 
