@@ -31,7 +31,7 @@ TIMED = {
     "test_watch",
 }
 # the longest modules are handed out first, so that both test processes end together
-LONGEST = ["test_docs", "test_remote", "test_phases_vla", "test_cli", "test_adversarial", "test_episodes", "test_resume"]
+LONGEST = ["test_docs", "test_remote", "test_phases_vla", "test_cli", "test_adversarial", "test_episodes"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
