@@ -17,6 +17,10 @@ _FITS = {
 class Normalizer(nn.Module):
     """(x - shift) * scale; the identity until it is fitted."""
 
+    shift: torch.Tensor
+    scale: torch.Tensor
+    fitted: torch.Tensor
+
     def __init__(self, size: int):
         super().__init__()
         self.register_buffer("shift", torch.zeros(size))
@@ -52,6 +56,10 @@ class RunningNormalizer(Normalizer):
     Statistics change only in `update`, which an algorithm calls between two versions of the weights, so that acting and
     scoring see the same numbers. `memory`: earlier numbers weigh at most as much as so many updates.
     """
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    count: torch.Tensor
 
     def __init__(self, size: int, clip: float = 10.0, memory: int | None = None):
         super().__init__(size)

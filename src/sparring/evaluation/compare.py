@@ -190,7 +190,7 @@ def compare_policies(a: str, b: str, settings: list[Setting]) -> Comparison:
     _refuse_other_episodes(config, opened[1][1])
     episodes, seed = config.evaluation.episodes, config.seed
     _refuse_too_few(episodes)
-    played = []
+    played: list[list[Episode]] = []
     for checkpoint, own in opened:
         device = pick_device(own.device)
         env = held_out_env(own, device, config.rollout.n_envs)
@@ -230,16 +230,16 @@ def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
 
 def _measured(a: list[Episode], b: list[Episode], spec: EnvSpec) -> list[_Measured]:
     """Success where the env reports it, reward, and the success of each of several tasks."""
-    rewards = [np.array([e.reward for e in episodes]) for episodes in (a, b)]
-    reward = _Measured.mean("reward", *rewards, "reward")
+    reward_a, reward_b = (np.array([e.reward for e in episodes]) for episodes in (a, b))
+    reward = _Measured.mean("reward", reward_a, reward_b, "reward")
     if not spec.reports_success:
         return [reward]
-    successes = [np.array([e.success for e in episodes]) for episodes in (a, b)]
+    success_a, success_b = (np.array([e.success for e in episodes]) for episodes in (a, b))
     tasks = np.array([spec.task_names[episode.task] for episode in a])
     names = list(dict.fromkeys(tasks.tolist()))
-    found = [_Measured.success(*successes), reward]
+    found = [_Measured.success(success_a, success_b), reward]
     for name in names if len(names) > 1 else ():
-        found.append(_Measured.success(*(success[tasks == name] for success in successes), f"  {name}"))
+        found.append(_Measured.success(success_a[tasks == name], success_b[tasks == name], f"  {name}"))
     return found
 
 

@@ -14,7 +14,7 @@ from sparring.config.section import Section
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.evaluation.files import EvaluationResult, text_table
-from sparring.evaluation.play import held_out_decisions
+from sparring.evaluation.play import Device, held_out_decisions
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, RandomPolicy
 
@@ -49,7 +49,7 @@ class ExplorationEvaluation(EvaluationResult):
     found: dict[str, Exploration]
 
     @classmethod
-    def run(cls, config: Config, policy: Policy, device: torch.device) -> "ExplorationEvaluation":
+    def run(cls, config: Config, policy: Policy, device: Device) -> "ExplorationEvaluation":
         """With the settings of a run, in an env of its own; actions are sampled, as an explorer does."""
         rollout, episodes = config.rollout, config.evaluation.episodes
         env = make_env(showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from sparring.evaluation.files import EvaluationResult, text_table
 from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
 
+Device = torch.device | str
 # decisions without the end of any episode, after which an evaluation gives up
 NEVER_ENDING = 20_000
 # robots that are filmed where that is cheap, to choose from: failures are shown first
@@ -59,7 +61,7 @@ def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
     return _Rate(successes, episodes, p, max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale))
 
 
-def held_out_env(config: Config, device: torch.device, robots: int | None = None) -> Env:
+def held_out_env(config: Config, device: Device, robots: int | None = None) -> Env:
     """With `robots` or as many as the run had, rounded up to the same number for each task."""
     tasks = len(getattr(config.env, "task", ())) or 1
     robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
@@ -105,8 +107,8 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
     """The transitions of held-out episodes: `[E, T]`, padded with zeros where `mask` is False."""
     collector = Collector(env, policy, seed, split="eval", chunk=chunk)
     recorded: list[TensorDict] = []
-    # a store in memory
-    recorder = EpisodeRecorder(SimpleNamespace(append=lambda rows, **_: recorded.append(rows)), env.num_envs)
+    store: Any = SimpleNamespace(append=lambda rows, **_: recorded.append(rows))
+    recorder = EpisodeRecorder(store, env.num_envs)
     chosen: list[TensorDict] = []
     for td, counted, ended in held_out_decisions(collector, episodes):
         recorder.add(td)
@@ -138,7 +140,7 @@ class Evaluation(EvaluationResult):
         cls,
         config: Config,
         policy: Policy,
-        device: torch.device,
+        device: Device,
         greedy: bool = True,
         films: int = 0,
         both: bool = False,
@@ -152,7 +154,7 @@ class Evaluation(EvaluationResult):
             env.close()
 
     def table(self) -> str:
-        rows = [("policy", "task", "success", "95 % interval", "reward", "steps")]
+        rows: list[tuple[str, ...]] = [("policy", "task", "success", "95 % interval", "reward", "steps")]
         for who, tasks in self.scores.items():
             for task, score in tasks.items():
                 s = score.success

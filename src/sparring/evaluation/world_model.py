@@ -18,7 +18,7 @@ from sparring.config.schema import Config
 from sparring.envs.env import make_env
 from sparring.evaluation.files import EvaluationResult, text_table
 from sparring.evaluation.images import ObjectMasks, changed, squared_error, ssim
-from sparring.evaluation.play import held_out_episodes
+from sparring.evaluation.play import Device, held_out_episodes
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.world_models.world_model import WorldModel
 
@@ -225,7 +225,7 @@ def _camera_figures(tally: _Tally, camera: str) -> dict:
 
 def _skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
     """How much of the way from copying to the ceiling (PSNR); None where the ceiling lies below copying."""
-    if None in (prediction, copy, ceiling) or ceiling <= copy:
+    if prediction is None or copy is None or ceiling is None or ceiling <= copy:
         return None
     return (prediction - copy) / (ceiling - copy)
 
@@ -258,7 +258,7 @@ class WorldModelEvaluation(EvaluationResult):
 
     @classmethod
     def run(
-        cls, config: Config, model: WorldModel, device: torch.device, against: WorldModel | None = None
+        cls, config: Config, model: WorldModel, device: Device, against: WorldModel | None = None
     ) -> "WorldModelEvaluation":
         """With the settings of a run. `against`: another world model, e.g. one without memory, on the same episodes."""
         episodes, fps = random_episodes(config, device)
@@ -279,7 +279,7 @@ class WorldModelEvaluation(EvaluationResult):
         return self.figures
 
     def table(self) -> str:
-        rows = [("camera", "", "prediction", "copy last", "ceiling")]
+        rows: list[tuple[str, ...]] = [("camera", "", "prediction", "copy last", "ceiling")]
         for camera, found in self.figures["cameras"].items():
             rows.append((camera, "PSNR, dB", *(_text(value, ".2f") for value in found["psnr"].values())))
             rows.append((camera, "SSIM", *(_text(value, ".3f") for value in found["ssim"].values())))
@@ -291,7 +291,7 @@ class WorldModelEvaluation(EvaluationResult):
                     name = f"{kind.replace('_', ' ')} pixels, MSE"
                     rows.append((camera, name, *(_text(error, ".5f") for error in errors), ""))
             rows.append((camera, "skill", _text(found["skill"], ".2f"), "0", "1"))
-        ahead = [("decisions ahead", "camera", "PSNR, dB", "copy last", "MSE ratio")]
+        ahead: list[tuple[str, ...]] = [("decisions ahead", "camera", "PSNR, dB", "copy last", "MSE ratio")]
         for k, cameras in self.figures["open_loop"].items():
             for camera, found in cameras.items():
                 psnr = [_text(found["psnr"][who], ".2f") for who in _PAIR]
@@ -324,7 +324,7 @@ class WorldModelEvaluation(EvaluationResult):
         return lines
 
 
-def random_episodes(config: Config, device: torch.device) -> tuple[TensorDict, float]:
+def random_episodes(config: Config, device: Device) -> tuple[TensorDict, float]:
     """Held-out episodes `[E, T]` of a teacher's random actions, and their frames per second."""
     rollout, teacher = config.rollout, config.teacher
     env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)

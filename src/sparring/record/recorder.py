@@ -32,9 +32,10 @@ class Recorder:
         self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False, video_share: float = 1.0
     ):
         self.folder = folder
-        self.metrics_file, self.evaluations_file, self.timeline_file = (
-            folder and folder / name for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl")
-        )
+        # nothing is written where there is no folder
+        place = folder or Path()
+        self.metrics_file, self.evaluations_file = place / "episode_metrics.jsonl", place / "evaluations.jsonl"
+        self.timeline_file = place / "timeline.jsonl"
         self.sinks = sinks or []
         # complete videos, from the encoder's thread; sinks are used in this one only
         self._complete: deque[Path] = deque()
@@ -58,7 +59,7 @@ class Recorder:
         plain = {
             "episode": progress.episodes,
             "avg_loss": metrics.get("loss"),
-            "avg_acc": metrics.get(accuracy),
+            "avg_acc": metrics.get(accuracy) if accuracy else None,
             "episode_reward": metrics.get("episode_reward"),
             "total_steps": progress.env_steps,
             "lr": metrics.get("lr"),
@@ -98,7 +99,8 @@ class Recorder:
         self.sinks = []
 
     def state_dict(self) -> dict:
-        return {"metrics_bytes": _size(self.metrics_file), "timeline_bytes": _size(self.timeline_file)}
+        sizes = [_size(file) if self.folder else 0 for file in (self.metrics_file, self.timeline_file)]
+        return {"metrics_bytes": sizes[0], "timeline_bytes": sizes[1]}
 
     def load_state_dict(self, state: dict, updates: int) -> None:
         """Remove lines that were written after the checkpoint: the resumed run writes them again."""
@@ -143,8 +145,8 @@ def _append(file: Path, line: dict) -> None:
         lines.write(json.dumps(clean | {"timestamp": time.time()}) + "\n")
 
 
-def _size(file: Path | None) -> int:
-    return file.stat().st_size if file and file.exists() else 0
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _is_finite(value: float | int | None) -> bool:
