@@ -46,10 +46,8 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-# a ratio is the exponential of a small difference of large log-probs
-_SCORES = ("float32", "float64")
-# where what a policy remembers enters a decision
-POLICY_MEMORY = ("memory", "policy")
+_SCORES = ("float32", "float64")  # a ratio is the exponential of a small difference of large log-probs
+POLICY_MEMORY = ("memory", "policy")  # where what a policy remembers enters a decision
 STEP_KEYS = {
     ("next", "reward"): "float32",
     ("next", "executed"): "int64",
@@ -67,26 +65,22 @@ class EnvSpec:
     # "state", "image/head", ... -> (shape without N, numpy dtype name)
     observation: dict[str, tuple[tuple[int, ...], str]]
     action_dim: int
-    # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
-    discrete_actions: int = 0
+    discrete_actions: int = 0  # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
     # so many of the last action entries mean nothing: the env ignores them and a policy must not score them
     action_padding: int = 0
     # `observation/task` indexes both; a task that can be put in several ways appears once for each
     task_names: tuple[str, ...] = ("",)
     instructions: tuple[str, ...] = ("",)
     max_episode_steps: int = 0
-    # False where nothing tells success from failure; evaluations then show rewards only
-    reports_success: bool = True
-    # control steps per simulated second; the pace of its videos
-    control_hz: float = 30.0
+    reports_success: bool = True  # False where nothing tells success from failure; evaluations then show rewards only
+    control_hz: float = 30.0  # control steps per simulated second; the pace of its videos
     # whose pictures stand side by side in one for people, all as wide, with their edges (SEAM) as a line between them;
     # (): it is one picture
     film_cameras: tuple[str, ...] = ()
     # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
     hand_entries: tuple[int, ...] = ()
     hand_scale: float = 1.0
-    # the same of `observation/privileged` and the objects, in the same unit
-    object_entries: tuple[int, ...] = ()
+    object_entries: tuple[int, ...] = ()  # the same of `observation/privileged` and the objects, in the same unit
 
 
 class ContractError(UserError):
@@ -122,12 +116,10 @@ def check_step(td: TensorDict, spec: EnvSpec, chunk: int, where: str) -> None:
 
 
 def check_decision(td: TensorDict, chunk: int, action_dim: int, where: str) -> None:
-    """What `Policy.act` returns."""
     _check_written(td, "action", (chunk, action_dim), where)
 
 
 def check_memory(memory: torch.Tensor, robots: int, size: int, where: str) -> None:
-    """What `Policy.remember` returns."""
     _check_tensor(memory, (robots, size), "float32", where)
 
 

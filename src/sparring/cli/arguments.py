@@ -56,7 +56,6 @@ def count(text: str, least: int = 0) -> int:
 
 
 def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool = True) -> "Config":
-    """The config of a command: its file, its overrides, its flags."""
     from sparring.config.schema import configure
     from sparring.config.text import Setting
 
@@ -71,7 +70,6 @@ def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool 
 
 
 def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> "list[Setting]":
-    """What a command's file and overrides say, and --envs."""
     from sparring.config.text import parse_overrides, read_settings
 
     given = read_settings(arguments.config) if arguments.config else []
@@ -79,7 +77,6 @@ def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> "list[Se
 
 
 def flag_settings(arguments: argparse.Namespace, keys: dict[str, str]) -> "list[Setting]":
-    """Flags that are short for a setting; argparse has `image_size` for --image-size."""
     from sparring.config.text import Setting
 
     given = {flag: getattr(arguments, flag, None) for flag in keys}

@@ -81,14 +81,12 @@ def _options(command: argparse.ArgumentParser, given: list[str], word: str) -> I
 
 
 def _values_of(command: argparse.ArgumentParser, action: argparse.Action) -> Any:
-    """What an argument takes: what its parser offers for it, or its choices."""
     offered: Any = command.get_default("offered") or {}
     values: Any = offered.get(action.dest, action.choices or [])
     return values() if callable(values) else values
 
 
 def _keys(given: list[str]) -> "dict[str, FieldInfo]":
-    """Every key there is; `env.name=gym:CartPole-v1` before the word decides which."""
     from sparring.config.schema import SCHEMA
     from sparring.config.text import parse_overrides, split_overrides
 
@@ -100,7 +98,6 @@ def _keys(given: list[str]) -> "dict[str, FieldInfo]":
 
 
 def _values_of_key(name: str, keys: "dict[str, FieldInfo]") -> list[str]:
-    """What may follow `key=` or `--key`."""
     from sparring.config.schema import SCHEMA
     from sparring.envs.tabletop.tasks.registry import TASKS
 

@@ -32,17 +32,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. The defaults of a command's parser say more than argparse can:
-
-    `command` runs it, `takes_overrides` where `key=value` may be given, `offered`: positional or flag -> words that
-    completion offers there, or a function that finds them.
-    """
+    """The parser of all commands. Defaults of a command's parser: `command` runs it, `takes_overrides` where
+    `key=value` may be given, `offered`: argument -> words for completion, or a function that finds them."""
     parser = argparse.ArgumentParser(
         "sparring", description="Train robot policies with reinforcement learning.", epilog=EPILOG, **OPTIONS
     )
     parser.add_argument("--version", action="version", version=f"sparring {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # in the order of the help
     for module in (train, evaluate, report, runs, check, demos, config, completion):
         module.add(commands)
     return parser
@@ -74,7 +70,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _dry_run_in_one_word(argv: list[str]) -> list[str]:
-    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any word that follows for its value."""
+    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any following word for its value."""
     words = []
     for word in argv:
         if words[-1:] == ["--dry-run=training"] and word in train.DRY_RUNS:

@@ -8,8 +8,7 @@ from pathlib import Path
 from sparring.cli.arguments import OPTIONS
 from sparring.errors import UserError
 
-# defaults of --media-mb and --port
-MEDIA_MB, PORT = 30, 6007
+MEDIA_MB, PORT = 30, 6007  # defaults of --media-mb and --port
 
 
 def add(commands) -> None:

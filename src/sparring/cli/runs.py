@@ -59,7 +59,6 @@ def _row(run: "RunState") -> tuple[str, ...]:
 
 
 def _size(number: float) -> str:
-    """Bytes as people read them."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
@@ -68,7 +67,6 @@ def _size(number: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the largest unit that fits."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

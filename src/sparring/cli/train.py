@@ -9,8 +9,7 @@ from sparring import phases
 from sparring.cli.arguments import EPILOG, OPTIONS, config_of, positive, settings_of
 from sparring.errors import UserError
 
-# what --dry-run tries, in the words of ManiFlow's test_rl_rollout.py
-DRY_RUNS = ("rollout", "training")
+DRY_RUNS = ("rollout", "training")  # what --dry-run tries, in the words of ManiFlow's test_rl_rollout.py
 
 
 def add(commands) -> None:

@@ -9,7 +9,6 @@ __all__ = ["Section"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from sparring.config import Section`, without loading pydantic for whoever needs another module only."""
     if name != "Section":
         raise AttributeError(f"module 'sparring.config' has no attribute '{name}'; it offers Section")
     from sparring.config.section import Section

@@ -130,10 +130,8 @@ def _groups(config: "Config") -> Problems:
 
 
 def _what_fits(robots: int, parts: int, tasks: int = 1) -> str:
-    """Numbers instead of `parts`, and of robots that go with it; each part holds a multiple of `tasks`."""
     fitting = [n for n in range(1, robots + 1) if robots % (n * tasks) == 0]
     shown = f"expected one of {', '.join(map(str, fitting))}, or " if fitting else "expected "
-    # the next ones below and above
     fewer = robots // (parts * tasks) * parts * tasks
     return f"{shown}rollout.n_envs={fewer or ''}{' or ' if fewer else ''}{fewer + parts * tasks}"
 

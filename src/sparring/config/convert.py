@@ -9,16 +9,12 @@ from sparring.errors import UserError
 from sparring.phases import ALIASES, CHAIN, PHASES, unknown_phase
 from sparring.policies.configs import LoraConfig
 
-# a setting, and why it is written as a comment
-Comment = tuple[Setting, str]
+Comment = tuple[Setting, str]  # a setting, and why it is written as a comment
 
 
 def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list[str]]:
-    """A YAML file that loads as the original does, and what became of its keys, a line each.
-
-    `phase` is what it is for, as words such as batch_size mean something else in another one; `all`: for the chain of
-    teacher, student and adversarial, and for each of them. Without it, what the file says or is about.
-    """
+    """A YAML file that loads as the original does, and what became of its keys, a line each. `phase` is what it is for
+    (`all`: the chain of teacher, student and adversarial); without it, what the file says."""
     given = read_settings(file)
     if not given:
         raise UserError(f"config file '{file}': says nothing, so there is nothing to import")
@@ -88,7 +84,6 @@ def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
 
 
 def _reasons(homeless: dict[str, list[Comment]]) -> list[Comment]:
-    """Each setting once, with what it waits for; where there are several phases, in which."""
     found: dict[str, tuple[Setting, dict[str, list[str]]]] = {}
     for phase, waiting in homeless.items():
         for setting, why in waiting:
@@ -101,7 +96,6 @@ def _reasons(homeless: dict[str, list[Comment]]) -> list[Comment]:
 
 
 def _placed(kept: list[Setting], homeless: list[Comment], phase: str) -> dict[str, Setting]:
-    """Our keys and what was given for them, all checked."""
     waiting = [id(setting) for setting, _ in homeless]
     kept = [setting for setting in kept if id(setting) not in waiting]
     load_config(None, kept, phase, inherit=False, to_run=False)
@@ -111,7 +105,7 @@ def _placed(kept: list[Setting], homeless: list[Comment], phase: str) -> dict[st
 
 
 def _merged(placed: dict[str, dict[str, Setting]]) -> dict[str, Setting]:
-    """What all phases agree on stands alone, the rest as `<phase>.<key>`, but for keys of the phase's own section."""
+    """What all phases agree on stands alone, the rest as `<phase>.<key>`."""
     merged: dict[str, Setting] = {}
     for phase, settings in placed.items():
         for key, setting in settings.items():

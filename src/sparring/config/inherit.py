@@ -1,8 +1,6 @@
-"""Settings below those that were given: defaults of the phase, and what comes with what a run starts from.
-
-The policy comes with `pretrained`, the env with `imitate.demos`, the world model with `student.teacher` and
-`rollout.imagined`, both with `adversarial.teacher` and `adversarial.student`.
-"""
+"""Settings below those given: defaults of the phase, and what comes with the runs a run starts from: the policy with
+`pretrained`, the env with `imitate.demos`, the world model with `student.teacher` and `rollout.imagined`, both with
+`adversarial.*`."""
 
 import json
 from pathlib import Path
@@ -60,7 +58,6 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
     inherited: list[Setting] = []
     if isinstance(given.get("pretrained"), str):
         inherited += _of_checkpoint("pretrained", given, ("env", "policy"))
-        # nothing is known of an algorithm of one's own
         name, source = str(given.get("algorithm", "ppo")), f"pretrained={given['pretrained']}"
         careful = _OF_PRETRAINED.get(name, {}) if phase == "finetune" else {}
         inherited += [Setting(f"{name}.{key}", value, source) for key, value in careful.items()]
@@ -87,7 +84,6 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
         saved = read_settings(file) if file.is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
         if "world_model" in sections and trained in ("finetune", "imitate", "student"):
-            # before its env is found not to fit
             made = f"it was made by `sparring train {trained}`"
             raise UserError(f"{key} = '{path}': {made}; world models come of `sparring train teacher`")
     method = next((s.value for s in saved if s.key == "policy.method"), None)
@@ -130,7 +126,6 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
 
 
 def _recorded_env(file: Path) -> dict[str, Any]:
-    """The env section that a dataset was recorded with."""
     from sparring.data.lerobot import DatasetError
 
     try:

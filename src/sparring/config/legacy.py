@@ -1,7 +1,5 @@
-"""Keys of the original projects: tables of what they are called here, and how settings are renamed by them. Torch-free.
-
-A key that ends with a dot stands for all below it. docs/from-the-originals.md says where each key is from.
-"""
+"""Keys of the original projects: their names here, and how settings are renamed. A key that ends with a dot stands for
+all below it; docs/from-the-originals.md says where each key is from. Torch-free."""
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -16,7 +14,6 @@ from sparring.phases import CHAIN
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """'a=b c=d' -> {"a": "b", "c": "d"}."""
     return dict(pair.split("=") for pair in text.split())
 
 
@@ -53,7 +50,6 @@ policy.vla_config.model_config=policy.model_settings policy.vla_config.model_con
 policy.vla_config.=policy.
 """)
 ALIASES |= {
-    # both have the same shape here
     **{
         f"policy.{network}.network_cfg.{theirs}": f"policy.{ours}"
         for network in ("actor", "critic")
@@ -190,8 +186,7 @@ class Renamed:
     # with the aliases of this phase
     schema: Schema
     settings: list[Setting] = field(default_factory=list)
-    # theirs -> ours
-    keys: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)  # theirs -> ours
     # what they ask for is so in any case
     always: list[Setting] = field(default_factory=list)
     other_phases: list[Setting] = field(default_factory=list)
@@ -209,11 +204,9 @@ class Renamed:
 
 
 def rename(settings: list[Setting], schema: Schema) -> Renamed:
-    """Settings under our keys.
-
-    Each is renamed, asks for what is so anyway, is for another phase, or is left for the schema to refuse.
-    `<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for all of them.
-    """
+    """Settings under our keys: each is renamed, asks for what is so anyway, is for another phase, or is left for the
+    schema to refuse. `<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for
+    all."""
     phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
     phase = phases.ALIASES.get(phase, phase) if isinstance(phase, str) else "finetune"
     named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
@@ -274,7 +267,6 @@ def why_not(key: str, value: Any) -> str | None:
 
 
 def _without_meaning(setting: Setting) -> str | None:
-    """Why a setting of the originals has no place here, where it asks for what cannot be had; else None."""
     if setting.key.endswith("..."):
         return why_not(setting.key, setting.value)
     has_place = setting.key in ALIASES or setting.key in LISTED or _is_always_so(setting)
@@ -306,7 +298,6 @@ def _is_always_so(setting: Setting) -> bool:
 
 
 def _example(key: str) -> str | None:
-    """A key of the originals that `key` is a section of."""
     known = (*ALIASES, *LISTED, *WITHOUT_MEANING)
     return None if key in known else next((k for k in known if k.startswith(f"{key}.") and not k.endswith(".")), None)
 

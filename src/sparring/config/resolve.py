@@ -27,16 +27,12 @@ def resolve(name: str, known: dict[str, str], kind: str) -> Any:
 
 
 def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: str | None = None) -> Any:
-    """An object of the class that `section` is the config of, made of the section and of what exists at run time.
-
-    `section.name` chooses the class among `known`, or `name` where the name stands elsewhere:
-    `build(config.policy, POLICIES, env.spec, chunk, kind="policy")`. `kind` says what it is where no such name exists.
-    """
+    """`Class(section, *runtime)`; `section.name`, or `name`, chooses the class among `known`: `build(config.policy,
+    POLICIES, env.spec, chunk, kind="policy")`."""
     return resolve(name or section.name, known, kind)(section, *runtime)
 
 
 def import_module(name: str, asked_by: str) -> ModuleType:
-    """A module of somebody else's; whatever goes wrong in it becomes a sentence."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -67,7 +63,6 @@ def config_class(cls: Any, kind: str) -> type[Section]:
 
 
 def _path_of(name: str, known: dict[str, str], kind: str) -> str:
-    """The import path behind a name; nothing is imported yet."""
     if name not in known and known and ":" not in name:
         raise UserError(
             f"no {kind} is called '{name}'{_nearest(name, known)}; known: {', '.join(known)}, or your.module:Class"

@@ -81,7 +81,6 @@ class Config(Section):
 
     @property
     def algorithm_section(self) -> Section:
-        """The config of the algorithm in use."""
         return self.algorithm_config if ":" in self.algorithm else getattr(self, self.algorithm)
 
     @property
@@ -112,11 +111,8 @@ def load_config(
     inherit: bool = True,
     to_run: bool = True,
 ) -> Config:
-    """A file or a (nested) dict plus overrides, checked as a whole; what is not given keeps its default.
-
-    `inherit=False`: nothing comes with what it starts from, as a saved config holds that already. `to_run=False`: a
-    config that is only looked at need not say what it starts from.
-    """
+    """A file or a (nested) dict plus overrides, checked as a whole. `inherit=False`: nothing comes with what it starts
+    from. `to_run=False`: it need not say what it starts from."""
     if isinstance(source, dict):
         settings = [Setting(key, value, "Python") for key, value in flatten(source).items()]
     else:
@@ -241,7 +237,6 @@ def _makes_gymnasium_envs(thing: Any) -> bool:
 
 
 def kinds_with(key: str) -> list[str]:
-    """The names of built-in envs, policies, ... whose config has this key."""
     section, _, leaf = key.partition(".")
     classes = _CLASSES.get(section, {}) | ({"gym:<id>": GymConfig} if section == "env" else {})
     leaf = leaf.partition(".")[0]
@@ -249,7 +244,6 @@ def kinds_with(key: str) -> list[str]:
 
 
 def _explain(key: str, setting: Setting) -> str | None:
-    """What is to be said of a key that is unknown here: it is one of the originals, or of another env, policy, ..."""
     others = kinds_with(key)
     ours = "" if setting.as_written == key else f"as {key} "
     known = f"unknown key; {ours}it is a key of {' and '.join(others)}" if others else None

@@ -1,8 +1,5 @@
-"""Config sections, and the schema that they form: settings become frozen, typed sections.
-
-All problems of a config are reported together, one line each: the key, where it came from, the nearest valid key and
-the accepted values. This file knows no section by name; schema.py does.
-"""
+"""Config sections, and the schema that they form. All problems of a config are reported together, one line each: the
+key, its source, the nearest valid key and the accepted values. No section is known by name here."""
 
 import difflib
 import types
@@ -53,8 +50,7 @@ class ConfigError(UserError):
         self.problems = problems
 
 
-# section -> its class
-Classes = dict[str, type[Section]]
+Classes = dict[str, type[Section]]  # section -> its class
 # finds problems that span sections: each a key and what is wrong with it
 Check = Callable[[Any], Iterable[tuple[str, str]]]
 
@@ -101,20 +97,17 @@ class Schema:
         return classes
 
     def keys(self, classes: Classes) -> dict[str, FieldInfo]:
-        """Every dotted key and its pydantic field."""
         keys = {name: info for name, info in self.root.model_fields.items() if not self._is_section(name)}
         for name, cls in classes.items():
             keys |= {f"{name}.{leaf}": info for leaf, info in cls.model_fields.items()}
         return keys
 
     def comments(self, config: Section) -> dict[str, str]:
-        """Dotted key -> its one-line meaning."""
         classes = {name: type(value) for name, value in config if isinstance(value, Section)}
         meanings = {key: info.description for key, info in self.keys(classes).items() if info.description}
         return meanings | {name: cls.__doc__.strip().splitlines()[0] for name, cls in classes.items() if cls.__doc__}
 
     def spelled(self, key: str) -> str:
-        """The key that an alias stands for; any other as it is."""
         if key in self.aliases:
             return self.aliases[key]
         beginnings = [alias for alias in self.aliases if alias.endswith(".") and key.startswith(alias)]
@@ -122,7 +115,6 @@ class Schema:
         return self.aliases[longest] + key.removeprefix(longest) if longest else key
 
     def place(self, settings: Iterable[Setting], classes: Classes, problems: list[str]) -> dict[str, Setting]:
-        """Dotted key -> the last setting of it."""
         keys = self.keys(classes)
         # keys of a section whose class is not known cannot be judged
         unknown = tuple(f"{name}." for name in self.pickers if name not in classes)
@@ -136,7 +128,6 @@ class Schema:
                 problems.append(f"{setting.as_written} (from {setting.where}): {problem}")
             if key is None:
                 continue
-            # so that it moves to the end
             earlier = placed.pop(key, None)
             placed[key] = setting
             if earlier is None or earlier.source != setting.source:
@@ -152,7 +143,6 @@ class Schema:
 
     @staticmethod
     def nested(placed: dict[str, Setting]) -> dict[str, Any]:
-        """Section -> key -> value."""
         values: dict[str, Any] = {}
         for key, setting in placed.items():
             _insert(values, key, setting.value)
@@ -263,7 +253,6 @@ def _given(key: str, placed: dict[str, Setting]) -> str:
 
 
 def _section_problem(cls: Any, values: dict, problem: Any) -> str:
-    """What is wrong with a section that was made in Python."""
     leaf = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(leaf, cls.model_fields, n=1)

@@ -115,10 +115,8 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
 
 
 def split_overrides(arguments: list[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """The overrides among arguments, each in one word (`--ppo.gamma=0.9`), and the others.
-
-    `flags` are not overrides; True says that the next word is the flag's value.
-    """
+    """The overrides among arguments, each in one word (`--ppo.gamma=0.9`), and the others. `flags` are not overrides;
+    True: the next word is the flag's value."""
     overrides, others, rest = [], [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -135,12 +133,10 @@ def split_overrides(arguments: list[str], flags: Mapping[str, bool]) -> tuple[li
 
 
 def to_yaml(values: dict, comments: dict[str, str] | None = None) -> str:
-    """Nested values as YAML; `comments` maps a dotted key to the words that follow it."""
     return "\n".join(_yaml_lines(values, comments or {}, "")) + "\n"
 
 
 def value_text(value: Any) -> str:
-    """One value as YAML, on one line."""
     # a list of one, without its brackets: a lone value would come with a document end marker
     return yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf).rstrip("\n")[1:-1]
 

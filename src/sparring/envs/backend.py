@@ -1,10 +1,6 @@
-"""What every simulator looks like from inside the library: a batch of robots that speaks numpy.
-
-`Env` (env.py) turns these arrays into TensorDicts. Nothing in this file, nor in any backend, imports torch:
-backends also run in worker processes, which stay small and start fast.
-
-Letters: N robots, C steps of an action chunk, A action dims, K episodes that ended in this call.
-"""
+"""The numpy interface of every simulator: N robots stepped together. `Env` (env.py) turns the arrays into TensorDicts.
+No backend imports torch: worker processes stay small. Letters: N robots, C steps of a chunk, A action dims, K ended
+episodes."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
@@ -17,8 +13,7 @@ from sparring.contract import EnvSpec
 Arrays = dict[str, np.ndarray]
 # [H, W, 3] uint8 for people, or what draws it when called: most of what could be looked at never is
 Picture = np.ndarray | Callable[[], np.ndarray]
-# half the width of the line between two cameras' pictures, pixels
-SEAM = 2
+SEAM = 2  # half the width of the line between two cameras' pictures, pixels
 
 
 def drawn(picture: Picture) -> np.ndarray:
@@ -29,20 +24,15 @@ def drawn(picture: Picture) -> np.ndarray:
 class Step:
     """What one call of `Backend.step` did. Arrays are fresh: the backend keeps no reference to them."""
 
-    # [N, ...] each; of the new episode where one ended
-    observation: Arrays
-    # [N, C] one per executed step, 0 after the episode's end
-    reward: np.ndarray
-    # [N] int64: steps of the chunk that were executed, >= 1
-    executed: np.ndarray
+    observation: Arrays  # [N, ...] each; of the new episode where one ended
+    reward: np.ndarray  # [N, C] one per executed step, 0 after the episode's end
+    executed: np.ndarray  # [N] int64: steps of the chunk that were executed, >= 1
     # [N] bool
     terminated: np.ndarray
     truncated: np.ndarray
     success: np.ndarray
-    # [K] int64 ascending: robots whose episode ended here (terminated | truncated), already reset
-    ended: np.ndarray
-    # [K, ...] each: the true last observation of those episodes
-    final: Arrays
+    ended: np.ndarray  # [K] int64 ascending: robots whose episode ended here (terminated | truncated), already reset
+    final: Arrays  # [K, ...] each: the true last observation of those episodes
     # robot -> one picture per executed step, for the robots given to `record`
     frames: dict[int, list[Picture]] = field(default_factory=dict)
     # [N] bool: did the robot touch an object in any executed step? All False where the simulator does not tell
@@ -55,12 +45,9 @@ class Step:
 
 @dataclass(frozen=True)
 class EpisodeSeeds:
-    """Which seed each episode starts from: a function of (seed, split, episode), never of timing.
-
-    Episode e of robot i is number `first_env + i + e * total_envs`, so M evaluation episodes start from the same
-    M states however many robots share them. The top bit of a seed is the split: training and evaluation never meet.
-    Robots come in groups of `group_size` whose episodes start alike; `first_episode` of each were played before.
-    """
+    """The seed of each episode, a function of (seed, split, episode) only. Episode e of robot i is number `first_env +
+    i + e * total_envs`, so M evaluation episodes are the same for any number of robots. The top bit is the split.
+    Robots of a group (`group_size`) share their starts; `first_episode` were played before."""
 
     seed: int
     split: str = "train"
@@ -76,7 +63,6 @@ class EpisodeSeeds:
         return low | (0x80000000 if self.split == "eval" else 0)
 
     def to_array(self) -> np.ndarray:
-        """`[6]` int64, for the state of an env."""
         return np.array([self.seed, self.split == "eval", *astuple(self)[2:]], np.int64)
 
     @classmethod
@@ -86,7 +72,7 @@ class EpisodeSeeds:
 
 
 def _hash(number: int) -> int:
-    """64 well-mixed bits (SplitMix64). Plain integers: an env with short episodes asks for a seed at every turn."""
+    """64 well-mixed bits (SplitMix64)."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -103,11 +89,8 @@ class Backend(Protocol):
         """Start episode 0 of every robot; `[N, ...]` observations."""
 
     def step(self, action: np.ndarray) -> Step:
-        """Execute chunks `[N, C, A]` (clipped to [-1, 1] here), observing only at their end.
-
-        A robot whose episode ends mid-chunk skips the rest of its chunk and is reset at once: the k-th episode of
-        robot i starts from `seeds(i, k)`.
-        """
+        """Execute chunks `[N, C, A]`, clipped to [-1, 1]; observe at their end. A robot whose episode ends skips the
+        rest of its chunk and is reset at once: its k-th episode starts from `seeds(i, k)`."""
 
     def record(self, envs: list[int]) -> None:
         """From now on `Step.frames` carries a picture of every executed step of these robots ([] stops it)."""
@@ -119,10 +102,8 @@ class Backend(Protocol):
         """Why `render` gives None, and what to do about it; None, or no such method: that is not known."""
 
     def sketch(self, env: int) -> Callable[[], np.ndarray] | None:
-        """What draws robot `env` as it is now, at any time and in any thread; None, or no such method: it cannot wait.
-
-        Where there is one, `Step.frames` holds such too, and filming costs next to nothing until somebody looks.
-        """
+        """A function that draws robot `env` as it is now, later and in any thread; None or no such method: it cannot.
+        Where there is one, `Step.frames` holds such functions too."""
 
     def state(self) -> Arrays | None:
         """All that the future depends on, or None where the simulator cannot tell."""

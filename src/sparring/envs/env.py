@@ -54,7 +54,6 @@ class Env:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The instructions that `observation/task` indexes."""
         return self.spec.instructions
 
     def reset(self, seed: int, split: str = "train", first_episode: int = 0) -> TensorDict:
@@ -134,10 +133,8 @@ def make_env(
     total_envs: int = 0,
     group_size: int = 1,
 ) -> Env:
-    """`num_envs` robots of this process; they are numbers `first_env`.. of `total_envs` over all processes.
-
-    `group_size` of them at a time start each training episode alike.
-    """
+    """`num_envs` robots of this process: numbers `first_env`.. of `total_envs` over all processes. `group_size` of them
+    at a time start each training episode alike."""
     if not isinstance(config, Section):
         raise UserError(f"make_env takes the env section of a config, e.g. load_config().env; got {config!r}")
     if num_envs < 1:

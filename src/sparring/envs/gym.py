@@ -1,8 +1,5 @@
-"""One gymnasium env as a robot of ours: actions in [-1, 1] or an index, observations as "state" and "image/...".
-
-gym_batch.py and workers.py make batches of them. No torch.
-Letters: C steps of an action chunk, A action dims, S state dims.
-"""
+"""One gymnasium env as a robot: actions in [-1, 1] or an index, observations "state" and "image/...". No torch.
+Letters: C steps of an action chunk, A action dims, S state dims."""
 
 import importlib
 import inspect
@@ -49,14 +46,12 @@ class ObservationMap:
             value = observation if key is None else observation[key]
             if convert is not None:
                 value = convert(value)
-            # a gray picture [1, H, W] is repeated into [3, H, W] by broadcasting
             if where is None:
                 arrays[name][row] = value
             else:
                 arrays[name][row, where] = value
 
     def check(self, observation: Any) -> None:
-        """A wrong shape would otherwise be broadcast silently."""
         for key, space, *_ in self.parts:
             value = observation if key is None else observation[key]
             if np.shape(value) != space.shape:
@@ -120,9 +115,7 @@ class ActionMap:
     def _indices(self, action: np.ndarray) -> np.ndarray:
         # [B, 1] -> [B]
         index = np.rint(action[:, 0])
-        # written so that NaN is wrong too
         valid = (index >= 0) & (index < self.discrete)
-        # `all` of a small array takes five times as long
         if np.count_nonzero(valid) != valid.size:
             raise UserError(
                 f"action {action[~valid][0, 0]} of {self.env_name} is not an index in 0..{self.discrete - 1}"
@@ -173,7 +166,6 @@ class GymRobot:
         self.reports_success = config.success_return is not None
         # the env's own latest observation; None before the first reset
         self._observation: Any = None
-        # of this episode, so far
         self._return, self._elapsed = 0.0, 0
 
     def reset(self, seed: int) -> None:
@@ -182,10 +174,8 @@ class GymRobot:
         self._return, self._elapsed = 0.0, 0
 
     def step(self, actions: list[Any], rewards: np.ndarray) -> tuple[int, bool, bool, bool]:
-        """Execute the env's own actions (see `ActionMap.decode`) in turn until the episode ends.
-
-        Fills `rewards` [C] as far as it gets; returns executed, terminated, truncated, success.
-        """
+        """Execute the env's own actions in turn until the episode ends. Fills `rewards` [C]; returns executed,
+        terminated, truncated, success."""
         if self.recording:
             self.frames = []
         for index, action in enumerate(actions):
@@ -208,7 +198,6 @@ class GymRobot:
         return index + 1, terminated, truncated, success
 
     def write(self, arrays: Arrays, row: int) -> None:
-        """Put the latest observation into `arrays[...][row]`."""
         self.observations.write(self._observation, arrays, row)
 
     def render(self) -> np.ndarray | None:
@@ -287,7 +276,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
 
 
 def _creator(env_id: str) -> Any:
-    """The class behind a gymnasium id ("CartPole-v1" or "module:Id-v0"); None where only gymnasium.make can tell."""
+    """The class behind a gymnasium id ("CartPole-v1" or "module:Id-v0"); None where only gymnasium.make knows it."""
     module, _, name = env_id.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -298,7 +287,7 @@ def _creator(env_id: str) -> Any:
 
 
 def _render_kwargs(creator: Any) -> dict:
-    """gymnasium fixes the render mode when an env is made, so it is asked for before anyone needs a picture."""
+    """gymnasium fixes the render mode when an env is made."""
     metadata = getattr(creator, "metadata", None)
     if not isinstance(metadata, dict) or "rgb_array" not in metadata.get("render_modes", ()):
         return {}
@@ -328,7 +317,6 @@ def pack(value: Any) -> Arrays:
 
 
 def unpack(arrays: Arrays) -> Any:
-    """The inverse of `pack`."""
 
     def build(node: Any) -> Any:
         if not isinstance(node, dict):

@@ -1,7 +1,5 @@
-"""Gymnasium envs stepped one after the other: all of them in this process (`SerialBackend`), or those of one worker.
-
-Letters: N robots, C steps of an action chunk, A action dims.
-"""
+"""Gymnasium envs stepped in turn, in this process (`SerialBackend`) or in a worker. Letters: N robots, C steps of a
+chunk, A action dims."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,8 +17,6 @@ Frames = dict[int, list[np.ndarray]]
 
 
 class SerialBackend:
-    """N gymnasium envs in this process."""
-
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
         self._batch = GymBatch(config, range(num_envs), max_episode_steps)
@@ -64,20 +60,15 @@ class SerialBackend:
 class StepArrays:
     """The arrays that a step reads and fills; processes may share them."""
 
-    # [N, C, A] float32
-    action: np.ndarray
-    # [N, C] float32
-    reward: np.ndarray
-    # [N] int64
-    executed: np.ndarray
+    action: np.ndarray  # [N, C, A] float32
+    reward: np.ndarray  # [N, C] float32
+    executed: np.ndarray  # [N] int64
     # [N] bool
     terminated: np.ndarray
     truncated: np.ndarray
     success: np.ndarray
-    # [N, ...] each
-    observation: Arrays
-    # [N, ...] each: the last observation of the episodes that ended in this step, old values elsewhere
-    final: Arrays
+    observation: Arrays  # [N, ...] each
+    final: Arrays  # [N, ...] each: the last observation of the episodes that ended in this step, old values elsewhere
 
     @classmethod
     def allocate(cls, spec: EnvSpec, num_envs: int, chunk: int) -> "StepArrays":
@@ -86,7 +77,6 @@ class StepArrays:
 
     @classmethod
     def columns(cls, spec: EnvSpec, num_envs: int, chunk: int) -> dict[tuple[str, ...], Column]:
-        """Shape and dtype of each array, by its field and key."""
         shapes = {("action",): ((num_envs, chunk, spec.action_dim), "float32")}
         shapes |= {("reward",): ((num_envs, chunk), "float32"), ("executed",): ((num_envs,), "int64")}
         shapes |= {(name,): ((num_envs,), "bool") for name in ("terminated", "truncated", "success")}
@@ -96,7 +86,6 @@ class StepArrays:
 
     @classmethod
     def of(cls, arrays: dict[tuple[str, ...], np.ndarray]) -> "StepArrays":
-        """Of arrays by field and key, which are not copied."""
         whole: dict[str, Any] = {key[0]: array for key, array in arrays.items() if len(key) == 1}
         for group in ("observation", "final"):
             whole[group] = {key[1]: array for key, array in arrays.items() if key[0] == group}
@@ -120,7 +109,6 @@ class StepArrays:
 
     def to_step(self, frames: Frames) -> Step:
         """A copy of the results: the next step fills the arrays again."""
-        # [N] bool -> [K]
         ended = (self.terminated | self.truncated).nonzero()[0]
         return Step(
             observation=self.observed(),
@@ -130,7 +118,6 @@ class StepArrays:
             truncated=self.truncated.copy(),
             success=self.success.copy(),
             ended=ended,
-            # indexing by an array copies
             final={key: value[ended] for key, value in self.final.items()},
             frames=frames,
         )
@@ -150,7 +137,6 @@ class GymBatch:
 
     @property
     def reports_success(self) -> bool:
-        # they are all of one kind
         return self.robots[0].reports_success
 
     def reset(self, seeds: EpisodeSeeds, arrays: StepArrays) -> None:
@@ -248,9 +234,8 @@ class GymBatch:
                 self._check_finite("final observation", arrays.final["state"][ended], ended)
 
     def _check_finite(self, what: str, values: np.ndarray, rows: list[int] | range) -> None:
-        """Once per batch, which is far cheaper than once per robot; `values` are of the robots `rows`."""
+        """Once per batch, which is far cheaper than once per robot."""
         finite = np.isfinite(values)
-        # `all` of a small array takes five times as long
         if np.count_nonzero(finite) == finite.size:
             return
         wrong = int(np.argwhere(~finite)[0][0])
@@ -261,7 +246,6 @@ class GymBatch:
 
 
 def check_action(action: np.ndarray, num_envs: int, spec: EnvSpec) -> int:
-    """C of an action chunk `[N, C, A]`."""
     shape = np.shape(action)
     if len(shape) != 3 or shape[0] != num_envs or shape[1] < 1 or shape[2] != spec.action_dim:
         raise UserError(

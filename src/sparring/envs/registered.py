@@ -1,12 +1,7 @@
-"""The built-in tasks as gymnasium envs. Import this, and gymnasium knows them as `sparring/<task>`.
-
-`gymnasium.make("sparring.envs.registered:sparring/lift_d0")` imports it by itself. It is the one module that does
-something when imported: gymnasium has no other way to find the envs of a package.
-
-Keyword arguments are the fields of `TabletopConfig`; `episode_steps` is the time limit, since gymnasium keeps its own
-`max_episode_steps` to itself. With nothing but the state to observe, an observation is that vector; else it is a dict:
-`state`, one `[H, W, 3]` image per camera under its name, and whatever else was asked for (docs/suite.md).
-"""
+"""The built-in tasks as gymnasium envs `sparring/<task>`; importing this module registers them, as
+`gymnasium.make("sparring.envs.registered:sparring/lift_d0")` does. Keyword arguments are the fields of
+`TabletopConfig`; `episode_steps` is the time limit. An observation is the state vector, or a dict with `state`, one
+`[H, W, 3]` image per camera and what else is configured (docs/suite.md)."""
 
 import gymnasium
 import numpy as np
@@ -21,8 +16,7 @@ from sparring.envs.tabletop.scene import CONTROL_HZ
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
 
-# entries of vectors are about 1; checkers ask for finite bounds
-_BOUND = 20.0
+_BOUND = 20.0  # entries of vectors are about 1; checkers ask for finite bounds
 
 
 class TabletopGym(gymnasium.Env):
@@ -68,7 +62,7 @@ class TabletopGym(gymnasium.Env):
 
 
 def _make_backend(settings: dict, id_task: str | None, num_envs: int, steps: int | None, mode: str | None) -> Tabletop:
-    """`id_task` is what the id that gymnasium was given stands for; tasks to be mixed begin with it."""
+    """`id_task` is the task of the gymnasium id; a list of mixed tasks begins with it."""
     if mode not in (None, "rgb_array"):
         raise UserError(f"render_mode={mode!r}: expected None or 'rgb_array'")
     if steps is not None and not (isinstance(steps, int) and steps > 0):
@@ -81,7 +75,6 @@ def _make_backend(settings: dict, id_task: str | None, num_envs: int, steps: int
 
 
 def _observation_space(spec: EnvSpec) -> gymnasium.Space:
-    """Of one robot."""
     spaces = {}
     for name, (shape, dtype) in spec.observation.items():
         # [3, H, W] -> [H, W, 3]
@@ -93,7 +86,6 @@ def _observation_space(spec: EnvSpec) -> gymnasium.Space:
 
 
 def _observed(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
-    """What N robots observe, in gymnasium's shapes."""
     seen = {}
     for name, value in arrays.items():
         if name.startswith("image/"):
@@ -109,11 +101,9 @@ def _observed_one(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
 
 
 class TabletopVectorGym(gymnasium.vector.VectorEnv):
-    """N robots stepped together: what `make_vec("sparring/lift_d0", 16)` gives. Episodes restart at once.
-
-    The true last observation of one that ended is in `infos["final_obs"]`, its outcome in `infos["success"]`; what the
-    next one asks for is in `infos["instruction"]`, as after `reset`. `render()` shows the new episodes.
-    """
+    """N robots stepped together: `make_vec("sparring/lift_d0", 16)`. Episodes restart at once: `infos` has the true
+    last observation (`final_obs`), its outcome (`success`) and the next `instruction`; `render()` shows the new
+    episodes."""
 
     metadata = {
         "autoreset_mode": AutoresetMode.SAME_STEP,
@@ -159,7 +149,6 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         return [self._backend.render(env) for env in range(self.num_envs)] if self.render_mode else None
 
     def _instructed(self, phrasing: np.ndarray, begun: np.ndarray) -> dict[str, np.ndarray]:
-        """What the episodes that have just begun ask for, as gymnasium has it: None elsewhere, and which ones."""
         instructions = np.array(self._backend.spec.instructions, object)[phrasing]
         return {"instruction": np.where(begun, instructions, None), "_instruction": begun}
 
@@ -168,7 +157,6 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
 
 
 def register() -> None:
-    """Register every tabletop task; doing so again changes nothing."""
     for task in TASKS:
         env_id = f"sparring/{task}"
         if env_id not in gymnasium.registry:

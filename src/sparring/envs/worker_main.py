@@ -1,8 +1,5 @@
-"""A worker process of `ProcessBackend`: owns some of the envs and obeys commands over a pipe. No torch.
-
-Run as `python -m sparring.envs.worker_main <fd>`, where fd is its end of the pipe. It ends when the other end is
-closed, which also happens when the parent dies.
-"""
+"""A worker process of `ProcessBackend`, run as `python -m sparring.envs.worker_main <fd>` with its end of the pipe. It
+ends when the parent closes the pipe or dies. No torch."""
 
 import time
 import traceback
@@ -17,8 +14,7 @@ from sparring.errors import UserError
 from sparring.processes.child import connect_to_parent
 from sparring.processes.shared_memory import SharedHandle, SharedMemory
 
-# what a worker whose parent hung up gets to close its envs in peace
-LEAVE_S = 5.0
+LEAVE_S = 5.0  # what a worker whose parent hung up gets to close its envs in peace
 
 
 class _Commands:
@@ -33,7 +29,7 @@ class _Commands:
         return self.batch.spec
 
     def attach(self, handle: SharedHandle) -> None:
-        """From now on read and fill its own rows of this shared memory, which holds the `StepArrays` of all envs."""
+        """Use this worker's rows of the shared `StepArrays` from now on."""
         whole = StepArrays.of(SharedMemory.attach(handle, last=False).arrays)
         self._arrays = whole.rows(self.batch.envs.start, self.batch.envs.stop)
 
@@ -41,7 +37,6 @@ class _Commands:
         self.batch.reset(seeds, self._arrays)
 
     def step(self) -> tuple[Frames, bool]:
-        """The rest of the result is in the shared memory."""
         return self.batch.step(self._arrays), self.batch.reports_success
 
     def __getattr__(self, method: str) -> Any:
@@ -53,7 +48,6 @@ def _answer(commands: _Commands, method: str, arguments: tuple) -> tuple[bool, A
     try:
         return True, getattr(commands, method)(*arguments)
     except Exception as error:  # whatever an env raises
-        # a mistake a person can mend needs no traceback
         mendable = isinstance(error, UserError)
         what = str(error) if mendable else f"{type(error).__name__}: {error}"
         what = " ".join([what, *getattr(error, "__notes__", ())])
@@ -67,7 +61,6 @@ def main() -> None:
             method, arguments = pipe.receive()
             pipe.send(_answer(commands, method, arguments))
     except (EOFError, OSError):
-        # the parent hung up
         pass
     finally:
         if commands.batch is not None:

@@ -1,7 +1,5 @@
-"""Gymnasium envs in worker processes. Arrays travel through shared memory, commands and rare pictures through pipes.
-
-What runs in a worker is in `worker_main.py`. Linux and macOS.
-"""
+"""Gymnasium envs in worker processes (worker_main.py): arrays in shared memory, commands over pipes. Linux and
+macOS."""
 
 import os
 import sys
@@ -99,7 +97,6 @@ class WorkerPool:
         return self._gather(self.workers)[0]
 
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
-        """Memory for chunks of this length, instead of what was shared before."""
         columns = StepArrays.columns(spec, num_envs, chunk)
         instead = "a larger /dev/shm, or env.vectorize=serial"
         self.memory = SharedMemory.make(columns, what="what is shared with workers of the env", instead=instead)
@@ -108,11 +105,9 @@ class WorkerPool:
         self.memory.forget_name()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers, which work at the same time."""
         return self._call(self.workers, method, arguments)
 
     def call_one(self, env: int, method: str, *arguments: Any) -> Any:
-        """The answer of the worker that owns `env`."""
         owner = next(worker for worker in self.workers if env in worker.envs)
         return self._call([owner], method, arguments)[0]
 
@@ -126,7 +121,6 @@ class WorkerPool:
         if self._closed:
             return
         self._closed = True
-        # all hang up first, so that the workers end at the same time
         for worker in self.workers:
             worker.child.hang_up()
         deadline = time.monotonic() + (CLOSE_BUSY_S if self._busy else CLOSE_S)
@@ -158,18 +152,14 @@ class WorkerPool:
         return [result for _, result in answers]
 
     def _check_alive(self) -> None:
-        """While one is waited for, a death of any is noticed: that one's answer would never come."""
         for worker in self.workers:
             if worker.child.process.poll() is not None:
                 raise worker.death()
 
 
 class Worker:
-    """One worker process, seen from the parent."""
-
     def __init__(self, number: int, envs: range):
         self.number, self.envs = number, envs
-        # the other cores are for the other workers
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         self.child = Child("sparring.envs.worker_main", f"worker {number}", environment)
 
@@ -180,7 +170,6 @@ class Worker:
         self.child.send((method, arguments))
 
     def receive(self, check) -> tuple[bool, Any]:
-        """Whether it succeeded, and the result or what went wrong."""
         try:
             return self.child.receive(check)
         except EOFError:
@@ -201,7 +190,7 @@ def _check_can_run(config: GymConfig) -> None:
 
 
 def _slices(num_envs: int, workers: int) -> list[range]:
-    """Contiguous parts of 0..num_envs-1 whose sizes differ by one at most."""
+    """Contiguous ranges of nearly equal size."""
     workers = min(workers, num_envs)
     edges = [num_envs * k // workers for k in range(workers + 1)]
     return [range(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]

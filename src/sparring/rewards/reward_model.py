@@ -1,11 +1,7 @@
-"""RewardModel: rewards a rollout for what it was to a world model.
-
-The rollout is walked once in time order. At each decision the world model scores the transition, and its memories are
-carried on, from one rollout to the next. Then all terms are worked out at once, each is normalised by its running mean
-and standard deviation, and their weighted sum becomes `next/reward`.
-
-Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory.
-"""
+"""RewardModel: rewards a rollout by what a world model says of it. The world model scores each decision in time order,
+with memories that carry over to the next rollout; terms are normalised by running mean and deviation, and their
+weighted sum becomes `next/reward`. Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of
+memory."""
 
 import torch
 from tensordict import TensorDict
@@ -57,10 +53,8 @@ class RewardModel:
 
     @torch.no_grad()
     def write_rewards(self, buffer: Buffer) -> dict[str, float]:
-        """Writes `next/reward` of the newest rollout: all of a decision's reward on its last executed step.
-
-        And `judged/error`: how badly the world model predicted it at the time.
-        """
+        """Writes `next/reward` of the newest rollout, all of a decision's reward on its last executed step, and
+        `judged/error`."""
         rollout = with_following(buffer)
         # [T, N]: `judged/*`, and the memories as they entered each decision and after it
         rollout.update(torch.stack([self._score(decision) for decision in rollout.select(*_SCORED_BY).unbind(0)]))
@@ -80,7 +74,6 @@ class RewardModel:
         return self._metrics(raw[valid], normalized[valid], rollout["judged"][valid]) | self._episodes(total, rollout)
 
     def state_dict(self) -> dict:
-        """What is the same in every process."""
         terms = {name: term.state_dict() for name, term in self.terms.items()}
         return {"normalizer": self.normalizer.state_dict(), "terms": terms}
 
@@ -141,7 +134,6 @@ def with_following(buffer: Buffer) -> TensorDict:
 
 
 def weights_of(config: RewardsConfig) -> dict[str, float]:
-    """Term -> weight, of those that count."""
     weights = {
         "memory_divergence": config.memory_divergence,
         "memory_change": config.memory_change,

@@ -12,26 +12,20 @@ from sparring.normalize import RunningNormalizer
 from sparring.processes.distributed import Distributed
 from sparring.rewards.configs import RewardsConfig
 
-# of the original's formula: what each step of divergence costs
-_ORIGINAL_COST = 0.07
+_ORIGINAL_COST = 0.07  # of the original's formula: what each step of divergence costs
 _HIDDEN = 128
 _CODE = 32
 _LEARNING_RATE = 1e-3
 _BATCH = 256
-# pictures are seen in so many squares a side: enough to tell where something is
-_SQUARES = 8
+_SQUARES = 8  # pictures are seen in so many squares a side: enough to tell where something is
 # times that errors of a rollout are gone through: what is still unlearned of them would be taken for progress
 PASSES = 10
 
 
 class RewardTerm:
-    """What every term offers; most only override `__call__`.
-
-    Beside the transition it finds in a td what the world model said of it (rewards/reward_model.py):
-    `judged/{error,entropy,disagreement,surprise}`, `memory/world_model [.., D]` as it entered the decision and
-    `next/memory/world_model` after it; `memory/world_model_wrist` and `next/memory/world_model_wrist` are those without
-    the cameras that the explorer does not see, where `compares_memories`.
-    """
+    """What every term offers; most only override `__call__`. A td has the transition and what the world model says of
+    it: `judged/{error,entropy,disagreement,surprise}`, `memory/world_model [.., D]` and `next/memory/world_model`;
+    where `compares_memories` also `*/world_model_wrist`, without the cameras that the explorer does not see."""
 
     compares_memories: bool = False
 
@@ -52,7 +46,6 @@ class RewardTerm:
 
 
 def _stateless(reward: Callable[[TensorDict], torch.Tensor]) -> type[RewardTerm]:
-    """A term that is a function of the transition alone."""
 
     class Stateless(RewardTerm):
         def __call__(self, td: TensorDict) -> torch.Tensor:
@@ -61,8 +54,7 @@ def _stateless(reward: Callable[[TensorDict], torch.Tensor]) -> type[RewardTerm]
     return Stateless
 
 
-# 1 where an episode ends in success
-TaskSuccess = _stateless(lambda td: td["next", "success"].float())
+TaskSuccess = _stateless(lambda td: td["next", "success"].float())  # 1 where an episode ends in success
 # the env's rewards, summed over the steps of the chunk
 TaskReward = _stateless(lambda td: td["next", "reward"].sum(-1))
 # what the world model did not predict: cross-entropy of the true next tokens. Drawn to pure noise
@@ -71,8 +63,7 @@ PredictionError = _stateless(lambda td: td["judged", "error"])
 PredictionEntropy = _stateless(lambda td: td["judged", "entropy"])
 # where the ensemble's members predict different things: H[mean p] - mean H[p]; 0 on pure noise
 Disagreement = _stateless(lambda td: td["judged", "disagreement"])
-# surprise beyond what was predicted to be random
-LatentSurprise = _stateless(lambda td: td["judged", "surprise"])
+LatentSurprise = _stateless(lambda td: td["judged", "surprise"])  # surprise beyond what was predicted to be random
 # whatever changes the memory: ||h' - h||
 MemoryChange = _stateless(
     lambda td: torch.linalg.vector_norm(td["next", "memory", "world_model"] - td["memory", "world_model"], dim=-1)
@@ -80,12 +71,8 @@ MemoryChange = _stateless(
 
 
 class MemoryDivergence(RewardTerm):
-    """Rewards bringing what the explorer's own cameras let it know to what all cameras let it know.
-
-    d is the distance between the memories of one frozen world model: with all cameras, and without those that the
-    explorer does not see. `potential`: d - discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. Both are 0
-    where an episode begins: empty memories are alike, and that they part is not the explorer's doing.
-    """
+    """Rewards bringing the memory of the explorer's own cameras to that of all cameras, at distance d. `potential`: d -
+    discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. 0 where an episode begins."""
 
     compares_memories = True
 
@@ -135,11 +122,8 @@ class RandomNetworkDistillation(RewardTerm):
 
 
 class LearningProgress(RewardTerm):
-    """Rewards going where the world model has become better: g(s, a) - error.
-
-    g learns the errors of the rollouts before, hence those of the world model as it was. What cannot be learned is as
-    wrong as it was: 0 in expectation. 0 before g has learned anything.
-    """
+    """Rewards going where the world model has become better: g(s, a) - error, where g learns the errors of the rollouts
+    before. 0 in expectation on noise, and before g has learned anything."""
 
     def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
@@ -174,7 +158,7 @@ class LearningProgress(RewardTerm):
 
 
 class Regressor(nn.Module):
-    """A small network from numbers that it normalises itself to numbers, and how it learns. Alike in all processes."""
+    """A small regression network with its own input normalizer and optimizer, alike in all processes."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         super().__init__()
@@ -188,7 +172,7 @@ class Regressor(nn.Module):
         return self.network(self.normalizer(x))
 
     def fit(self, x: torch.Tensor, y: torch.Tensor, distributed: Distributed) -> None:
-        """Once through `[B, inputs]` and `[B, outputs]`, in minibatches in an order of their own."""
+        """One pass over `[B, inputs]` and `[B, outputs]` in shuffled minibatches."""
         # a function of (process, call): nothing to save
         shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
         order = torch.randperm(len(x), generator=shuffle).to(x.device)
@@ -230,7 +214,6 @@ def _glimpse(observation: TensorDict) -> torch.Tensor:
 
 
 def _network(inputs: int, outputs: int, seed: int) -> nn.Sequential:
-    """The same in all processes; the policy's weights do not depend on it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, outputs))

@@ -1,10 +1,6 @@
-"""Dynamics: patch features, the decision and the memory -> the digits of all next tokens at once.
-
-A trunk that all members share mixes what is seen with what is remembered and updates the memory; separate members read
-the result and predict. Only the trunk runs step by step through time.
-Letters: N rows, P patches of all cameras, R registers, W width, V width of a VLA, m numbers of memory of each patch
-and register.
-"""
+"""Dynamics: patch features, the decision and the memory -> the digits of all next tokens. A shared trunk updates the
+memory step by step; separate members read its tokens and predict. Letters: N rows, P patches of all cameras, R
+registers, W width, V width of a VLA, m numbers of memory of each patch and register."""
 
 import math
 
@@ -23,16 +19,12 @@ from sparring.policies.weights import load_strictly
 from sparring.world_models.configs import TokenWorldModelConfig
 
 _KEY = "world_model.trunk"
-# tokens of the trunk that belong to no patch, for what the memory keeps of the scene as a whole
-_REGISTERS = 4
+_REGISTERS = 4  # tokens of the trunk that belong to no patch, for what the memory keeps of the scene as a whole
 
 
 class DecisionEncoder(nn.Module):
-    """`td [N]` -> `[N, 1 + P, W]`: a token of its own, and what it means for each patch: where an arm will be is a
-    matter of its joints, and each patch shows another part of it.
-
-    State and instruction are read where the env shows them, the action always.
-    """
+    """`td [N]` -> `[N, 1 + P, W]`: a token of the decision and one for each patch. Reads the action, and state and
+    instruction where the env shows them."""
 
     def __init__(self, spec: EnvSpec, chunk: int, width: int, language_features: int, patches: int):
         super().__init__()
@@ -66,18 +58,14 @@ class DecisionEncoder(nn.Module):
 
 
 class Trunk(nn.Module):
-    """One transformer block over everything, and a GRU at each patch and register: the memory `[N, (P + R) * m]`.
-
-    The memory of a patch is what that part of a camera's view showed before (behind the arm, say); what one camera saw
-    comes to the others through attention. It is the only history of frames there is.
-    """
+    """A transformer block over all tokens, and a GRU at each patch and register: the memory `[N, (P + R) * m]`, the
+    only history."""
 
     def __init__(self, patches: int, width: int, heads: int, memory_channels: int):
         super().__init__()
         self.slots, self.memory_channels = patches + _REGISTERS, memory_channels
         self.registers = nn.Parameter(torch.randn(_REGISTERS, width) * 0.3)
         self.remembered = nn.Linear(memory_channels, width)
-        # or a VLA's transformer instead (VLATrunk)
         self.block: nn.Module = _Attention(width, heads)
         self.norm = nn.LayerNorm(width)
         self.gru = nn.GRUCell(width, memory_channels)
@@ -105,8 +93,6 @@ class Trunk(nn.Module):
 
 
 class EnsembleMember(nn.Module):
-    """One opinion of what comes next: a transformer of its own with heads for tokens and for the rest."""
-
     def __init__(self, patches: int, width: int, layers: int, heads: int, outputs: int, others: int):
         super().__init__()
         self.patches = patches
@@ -122,8 +108,6 @@ class EnsembleMember(nn.Module):
 
 
 class _Attention(nn.Module):
-    """A transformer's block over tokens `[N, P, W]`."""
-
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -143,10 +127,8 @@ class _Attention(nn.Module):
 
 
 class VLATrunk(nn.Module):
-    """Tokens `[N, T, W]` through the VLA's layers and back, beside the straight path.
-
-    The maps in and out are new and learn. The layers learn by LoRA, or in full where there is none.
-    """
+    """Tokens `[N, T, W]` through a VLA's layers and back, as a residual. New maps in and out; layers learn by LoRA or
+    in full."""
 
     def __init__(self, config: TokenWorldModelConfig, width: int):
         super().__init__()
@@ -167,7 +149,7 @@ class VLATrunk(nn.Module):
 
 
 class _Layers(nn.Module):
-    """What runs over images and words in a native VLA, by the same names; here over other tokens `[N, T, V]`."""
+    """The layers of a native VLA, with its weight names, over tokens `[N, T, V]`."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -177,7 +159,6 @@ class _Layers(nn.Module):
         self.trunk_norm = RMSNorm(sizes.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # all see each other, as images and words do
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         turns = rotation(torch.arange(x.shape[1], device=x.device)[None], self.head_dim)
         for layer in self.trunk:

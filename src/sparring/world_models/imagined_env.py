@@ -1,7 +1,5 @@
-"""ImaginedEnv: a world model that is an Env. Robots that act in it move in predictions only.
-
-Letters: N robots, C steps of an action chunk, K robots that begin an episode.
-"""
+"""ImaginedEnv: a world model as an Env. Letters: N robots, C steps of an action chunk, K robots that begin an
+episode."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,15 +20,12 @@ Starts = Callable[[Sequence[int]], TensorDict]
 
 
 class ImaginedEnv(Env):
-    """`num_envs` robots in the imagination of `model`, from the states that `starts` gives.
-
-    It shows what the model predicts: its cameras, the state, and the instruction, which stays. The reward of a decision
-    comes with the last step of its chunk. An episode ends where the model holds that to be more likely than not, or
-    after `max_decisions`.
-    """
+    """`num_envs` robots in the imagination of `model`, from the states of `starts`. The reward of a decision comes with
+    the last step of its chunk. An episode ends where the model finds that more likely than not, or after
+    `max_decisions`."""
 
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int, **placed):
-        """`spec` of the true env; `placed` as in Env: device, first_env, total_envs, group_size."""
+        """`spec` of the true env; `placed` as in Env."""
         super().__init__(_Imagination(model, spec, starts, num_envs, max_decisions), **placed)
 
 
@@ -72,8 +67,6 @@ class GivenStarts:
 
 
 class _Imagination:
-    """The backend: numpy outside, the model inside."""
-
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int):
         self.model, self.starts, self.num_envs, self.max_decisions = model, starts, num_envs, max_decisions
         predicted = {f"image/{camera}" for camera in model.cameras} | {"state", "task"}
@@ -117,7 +110,7 @@ class _Imagination:
         return Step(dict(self.observation), reward, executed, terminated, truncated, success, ended, final)
 
     def record(self, envs: list[int]) -> None:
-        """What it would film is what it shows: there is nothing else to see."""
+        """No frames: there is nothing to see but the observations."""
 
     def render(self, env: int) -> np.ndarray | None:
         return None
@@ -136,7 +129,6 @@ class _Imagination:
     def close(self) -> None: ...
 
     def _begin(self, robots: np.ndarray) -> None:
-        """New episodes of these."""
         if not len(robots):
             return
         started = self.starts([self.seeds(int(robot), int(self.episodes[robot])) for robot in robots])

@@ -1,8 +1,6 @@
-"""TokenWorldModel: frames as discrete tokens, predicted all at once by an ensemble that shares a memory.
-
-Letters: N rows, B windows of T decisions, V cameras, P patches of all cameras, K digits of a token with L values each,
-S state dims, D numbers of memory.
-"""
+"""TokenWorldModel: frames as discrete tokens, predicted at once by an ensemble that shares a memory. Letters: N rows, B
+windows of T decisions, V cameras, P patches of all cameras, K digits of a token with L values each, S state dims, D
+numbers of memory."""
 
 import math
 
@@ -19,23 +17,16 @@ from sparring.world_models.dynamics import DecisionEncoder, EnsembleMember, Trun
 from sparring.world_models.tokenizers import FSQ, PATCH, SIDE, VQ, ContextTokenizer, FrameTokenizer, merge_cells
 from sparring.world_models.world_model import WorldModel
 
-# of the windows, how many each member learns from: those it leaves out make it differ from the others
-_BAG = 0.75
-# pictures are drawn of so many transitions of a batch: neighbours in time tell little, and many small steps get further
-# in the same time than few large ones
-_PICTURED = 8
+_BAG = 0.75  # of the windows, how many each member learns from: those it leaves out make it differ from the others
+_PICTURED = 8  # pictures are drawn of so many transitions of a batch: many small steps get further than few large ones
 # how much faster the tokenizer learns, and how much the dynamics care for pictures beside tokens
 _TOKENIZER_RATE, _PICTURES = 2.0, 10.0
 _IMAGES = ("observation", "image"), ("next", "observation", "image")
-# no digit has these values
-_NEVER = -1e4
+_NEVER = -1e4  # no digit has these values
 
 
 class TokenWorldModel(WorldModel):
-    """A tokenizer, which learns first and then stays as it is, and dynamics that predict its tokens.
-
-    The history of frames is in the memory: it keeps something of what each patch showed before.
-    """
+    """A tokenizer, which learns first and is then frozen, and dynamics that predict its tokens."""
 
     def __init__(self, config: TokenWorldModelConfig, spec: EnvSpec, chunk: int):
         super().__init__()
@@ -69,12 +60,10 @@ class TokenWorldModel(WorldModel):
         )
         # not clipped: a reward that comes once in a thousand decisions lies far out
         self.rewards = RunningNormalizer(1, clip=math.inf)
-        # calls of `loss` so far
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @property
     def ready(self) -> bool:
-        """The tokenizer learns first; the dynamics learn when tokens mean the same for good."""
         return int(self.steps) >= self.config.tokenizer_steps
 
     def settle(self) -> None:
@@ -135,7 +124,7 @@ class TokenWorldModel(WorldModel):
         return sum(parts.values()), parts | accuracies
 
     def _picture_loss(self, frames: Tensor, features: Tensor, logits: Tensor, some: tuple[Tensor, Tensor]) -> Tensor:
-        """Of what predictions of some transitions look like, each by one member: not all digits matter alike."""
+        """Loss of decoded predictions of some transitions, each by one member."""
         rows, columns = some
         member = torch.randint(self.members, rows.shape, device=rows.device)
         codes = self.tokenizer.quantizer.expected(logits[member, rows, columns].softmax(-1))
@@ -179,7 +168,6 @@ class TokenWorldModel(WorldModel):
             tokens, memory = self._step(td, features, without)
             logs = self._opinions(tokens)[0].log_softmax(-1)
         mean = logs.exp().mean(0)
-        # a token's is the sum over its digits
         entropy, own = _entropy(mean).sum(-1), _entropy(logs.exp()).sum(-1).mean(0)
         error = -mean.gather(-1, digits[..., None])[..., 0].clamp_min(1e-9).log().sum(-1)
         right = (mean.argmax(-1) == digits).all(-1).float()
@@ -187,8 +175,7 @@ class TokenWorldModel(WorldModel):
             "error": error,
             "entropy": entropy,
             "disagreement": entropy - own,
-            # the encoder's posterior is a point, so its KL to the prediction is the error; what the members themselves
-            # hold to be chance is taken off
+            # the encoder's posterior is a point: its KL to the prediction is the error
             "surprise": error - own,
             "accuracy": right,
         }
@@ -279,7 +266,7 @@ class TokenWorldModel(WorldModel):
         return TensorDict(dict(zip(self.cameras, images.unbind(1), strict=True)), [len(frames)])
 
     def _other_losses(self, batch: TensorDict, others: Tensor) -> dict[str, Tensor]:
-        """Of everything that is not a token, [M, B, T] each."""
+        """Reward, flags and state, [M, B, T] each."""
         following = batch["next"]
         reward = self.rewards(following["reward"].sum(-1, keepdim=True))[..., 0]
         losses = {"reward": (others[..., -3] - reward).square()}
@@ -293,7 +280,7 @@ class TokenWorldModel(WorldModel):
         return losses
 
     def _accuracies(self, logits: Tensor, digits: Tensor, features: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Of one column of the windows, at random among those that count: that is enough to watch."""
+        """Of one random column of the windows."""
         usable = mask.any(0).nonzero()[:, 0]
         column = int(usable[torch.randint(len(usable), ())])
         counted = mask[:, column]
@@ -319,7 +306,6 @@ def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
 
 
 def _some_of(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of some steps that count."""
     usable = mask.nonzero()
     return usable[torch.randperm(len(usable), device=mask.device)[:_PICTURED]].unbind(1)
 
@@ -329,7 +315,6 @@ def _entropy(probabilities: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Over what counts; 0 where nothing does."""
     return (values * weight).sum() / weight.expand(values.shape).sum().clamp_min(1)
 
 

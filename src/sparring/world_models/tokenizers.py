@@ -1,23 +1,17 @@
-"""Tokenizers: one discrete token for every 16 x 16 pixels of a frame. All cameras share one.
-
-A token of a context tokenizer says how a patch changes: its encoder sees the frame before and the frame after, its
-decoder the frame before and the tokens. A token of a frame tokenizer says how a patch looks. A token is K digits with
-at most L values each: K numbers of an FSQ code, or one index of a VQ codebook; gradients pass straight through.
-Letters: F frames, h x w places of 4 x 4 pixels, c channels (always last), P tokens of a frame, K digits of a token.
-"""
+"""Tokenizers: one discrete token for every 16 x 16 pixels of a frame, shared by all cameras. A context tokenizer
+encodes how a patch changes from the frame before; a frame tokenizer encodes how it looks. A token is K digits: an FSQ
+code or one VQ index; gradients pass straight through. Letters: F frames, h x w places of 4 x 4 pixels, c channels
+(always last), P tokens of a frame."""
 
 import torch
 from torch import nn
 
-# pixels a side of one place of a feature map, and of what one token tells of
-CELL, PATCH = 4, 16
-# places a side of a token
-SIDE = PATCH // CELL
-# in 1/255: a pixel one of whose colours changes by more has changed. Such pixels count more, since most never do and a
-# tokenizer that only copies would be nearly right; and squares count more than L1, or it goes on copying for too long
+CELL, PATCH = 4, 16  # pixels a side of one place of a feature map, and of what one token tells of
+SIDE = PATCH // CELL  # places a side of a token
+# a pixel whose colour changes by more (in 1/255) has changed; such pixels and squared errors weigh more, since copying
+# would be nearly right
 _CHANGED, _CHANGED_WEIGHT, _SQUARES = 8, 4.0, 8.0
-# pixels that something may move by, in one decision
-_FARTHEST = 16.0
+_FARTHEST = 16.0  # pixels that something may move by, in one decision
 
 
 class FSQ(nn.Module):
@@ -48,8 +42,6 @@ class FSQ(nn.Module):
 
 
 class VQ(nn.Module):
-    """The nearest vector of a learned codebook."""
-
     def __init__(self, codebook_size: int, size: int = 16, commitment: float = 0.25):
         super().__init__()
         self.digits, self.values, self.size, self.commitment = 1, codebook_size, size, commitment
@@ -77,7 +69,7 @@ class VQ(nn.Module):
 
 
 class _Tokenizer(nn.Module):
-    """What both kinds share. Frames are float in 0..1; `features` are the stem's maps of them."""
+    """Frames are float in 0..1; `features` are the stem's maps of them."""
 
     # how many frames the encoder sees, and what is drawn of a pixel: colours first
     frames: int
@@ -98,7 +90,6 @@ class _Tokenizer(nn.Module):
         )
 
     def encode(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """Features `[F, h, w, c]` of two successive frames -> digits [F, P, K]."""
         return self._quantized(before, after)[1]
 
     def decode(self, frame: torch.Tensor, features: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -121,7 +112,6 @@ class _Tokenizer(nn.Module):
         return self.quantizer(self.encoder_out(self.encoder_in(self._seen(before, after))).float())
 
     def _seen(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """What the encoder reads of the two, [F, P, frames * 16c]."""
         raise NotImplementedError
 
     def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
@@ -130,10 +120,7 @@ class _Tokenizer(nn.Module):
 
 
 class ContextTokenizer(_Tokenizer):
-    """How each patch changes: every pixel comes from somewhere in the frame before, and is painted over by a gate.
-
-    What moves is copied with its looks, whatever they are, and what stays as it is need not be told.
-    """
+    """Every pixel is copied from somewhere in the frame before, and painted over by a gate."""
 
     frames, drawn_channels = 2, 6
 
@@ -149,8 +136,6 @@ class ContextTokenizer(_Tokenizer):
 
 
 class FrameTokenizer(_Tokenizer):
-    """How each patch looks, whatever it looked like before."""
-
     frames = 1
 
     def decode(self, frame, features, codes):
@@ -161,8 +146,6 @@ class FrameTokenizer(_Tokenizer):
 
 
 class _FrameStem(nn.Module):
-    """Pictures -> feature maps: every 4 x 4 pixels become one place, which then looks at its neighbours."""
-
     def __init__(self, channels: int):
         super().__init__()
         self.patches = nn.Sequential(
@@ -176,8 +159,6 @@ class _FrameStem(nn.Module):
 
 
 class _ConvBlock(nn.Module):
-    """A 3 x 3 convolution beside the straight path."""
-
     def __init__(self, channels: int):
         super().__init__()
         self.norm = nn.LayerNorm(channels)

@@ -1,7 +1,5 @@
-"""WorldModel: predicts what one decision leads to, and carries a memory of what it has seen.
-
-Letters: N robots, B windows of T decisions, C steps of a decision, A action dims, S state dims, D numbers of memory.
-"""
+"""WorldModel: predicts what a decision leads to, and carries a memory. Letters: N robots, B windows of T decisions, C
+steps of a decision, A action dims, S state dims, D numbers of memory."""
 
 import torch
 from tensordict import TensorDict
@@ -14,20 +12,13 @@ from sparring.world_models import WORLD_MODELS
 
 
 class WorldModel(nn.Module):
-    """A class of your own takes (config, spec, chunk) and overrides all of it.
+    """A class of your own takes (config, spec, chunk) and overrides all of it. `memory/world_model [.., D]` is the
+    memory as it *entered* a decision (absent: empty); `is_first`, where present, clears it."""
 
-    Everywhere `memory/world_model [.., D]` is the memory as it *entered* a decision (absent: empty), and `is_first`
-    (where present) clears it. The action taken is always an input.
-    """
-
-    # all cameras it predicts, in order
-    cameras: tuple[str, ...]
-    # those of them that it has learned to do without at times, as an explorer does
-    dispensable: tuple[str, ...] = ()
-    # D; the empty memory is all zeros
-    memory_size: int
-    # of the ensemble whose disagreement `score` measures
-    members: int
+    cameras: tuple[str, ...]  # all cameras it predicts, in order
+    dispensable: tuple[str, ...] = ()  # those of them that it has learned to do without at times, as an explorer does
+    memory_size: int  # D; the empty memory is all zeros
+    members: int  # of the ensemble whose disagreement `score` measures
 
     @property
     def ready(self) -> bool:
@@ -35,15 +26,12 @@ class WorldModel(nn.Module):
         return True
 
     def settle(self) -> None:
-        """Half of a run is over: what comes first must be done with now, so that there is time for the rest."""
+        """Half of a run is over: what is learned first must end now."""
 
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        """How badly it predicts windows `[B, T]`, and numbers to log.
-
-        The first column of `memory/world_model`, where present, is the memory that entered the windows. Only steps in
-        `mask` are learned from. Writes `memory_after [B, T, D]`, detached, into the batch: the memory after each step,
-        whose last column enters the windows that follow.
-        """
+        """The loss of windows `[B, T]`, and numbers to log. The first column of `memory/world_model`, where present,
+        entered the windows. Only steps in `mask` count. Writes `memory_after [B, T, D]`, detached: the memory after
+        each step."""
         raise NotImplementedError
 
     def observe(self, td: TensorDict, without: tuple[str, ...] = ()) -> Tensor:
@@ -51,27 +39,21 @@ class WorldModel(nn.Module):
         raise NotImplementedError
 
     def predict(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
-        """A *new* TensorDict [N] of what the decisions `td [N]` lead to, by the ensemble's mean.
-
-        image/<camera> uint8 [3, H, W], state [S], reward (summed over the chunk), terminated and success
-        (probabilities), and memory [D] afterwards.
-        """
+        """A *new* TensorDict [N] of what the decisions `td [N]` lead to, by the ensemble's mean: image/<camera> uint8
+        [3, H, W], state [S], reward (summed over the chunk), terminated and success (probabilities), memory [D]
+        afterwards."""
         raise NotImplementedError
 
     def score(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
-        """What the transitions `td [N]` (with next/observation) were to it: a *new* TensorDict [N] of float32.
-
-        error: cross-entropy of the true next tokens under the ensemble's mean; entropy of that mean; disagreement:
-        that entropy less the mean of the members' own (all in nats per token); surprise: latent_surprise; accuracy:
-        share of tokens predicted right; and memory [D] afterwards.
-        """
+        """A *new* TensorDict [N] of the transitions `td [N]` (with next/observation), in nats per token: error
+        (cross-entropy of the true next tokens under the ensemble's mean), entropy (of that mean), disagreement (entropy
+        less the mean of the members' own), surprise (latent_surprise); also accuracy (share of right tokens) and memory
+        [D] afterwards."""
         raise NotImplementedError
 
     def correct_tokens(self, td: TensorDict) -> TensorDict:
-        """Which of the P tokens of the true next frames of `td [N]` are predicted right, bool [N, P] each.
-
-        right: by the ensemble's mean; copied: by a copy of the last frame, as if nothing changed.
-        """
+        """Which of the P next tokens of `td [N]` are right, bool [N, P]: `right` by the ensemble's mean, `copied` by a
+        copy of the last frame."""
         raise NotImplementedError
 
     def reconstruct(self, td: TensorDict) -> TensorDict:
@@ -83,14 +65,13 @@ class WorldModel(nn.Module):
         return list(self.parameters())
 
     def learning_rate_scale(self) -> float:
-        """What is left of their learning rate; a part that stops to learn before the others comes to rest by it."""
+        """A factor of the learning rate, to anneal a part that stops to learn before the others."""
         return 1.0
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         """Fold windows into running statistics of state and reward. Called before learning from them."""
 
     def empty_memory(self, rows: int) -> Tensor:
-        """[rows, D], of robots that have seen nothing."""
         return torch.zeros(rows, self.memory_size, device=next(self.parameters()).device)
 
     def forward(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,16 +79,12 @@ class WorldModel(nn.Module):
 
 
 def make_world_model(config: Section, spec: EnvSpec, chunk: int) -> WorldModel:
-    """A fresh world model of an env with this spec, acted on in chunks of `chunk` steps."""
     return build(config, WORLD_MODELS, spec, chunk, kind="world model")
 
 
 class MemoryStateManager:
-    """The memory of each robot (or stream of windows): `enter(td)` before a decision or window, `leave(memory)` after.
-
-    Rows whose episode begins start from zeros; gradients never pass from one decision or window to the next. `key` is
-    where the memory enters, e.g. with the head camera masked: ("memory", "world_model_wrist").
-    """
+    """The memory of each robot or stream of windows: `enter(td)` before a decision or window, `leave(memory)` after.
+    Zeros where an episode begins; gradients stop between windows. The memory enters at `key`."""
 
     def __init__(self, rows: int, size: int, key: tuple[str, ...] = ("memory", "world_model"), device="cpu"):
         self.key = key

@@ -1,12 +1,7 @@
-"""How an arm moves: what an action means, steps of the hand by inverse kinematics, and where everything then is.
-
-A command is `[n, 7]`: six joint angles and one finger opening in metres, which the motors then follow. The last action
-opens (+) or closes (-). Rows are arms: those of a robot with two arms stand one after the other, the left one first.
-
-`mujoco.rollout` hands back joint positions only. The numba kernels below turn them into poses and the hand's Jacobian
-without the interpreter lock and an MjData per robot; they agree with `mj_kinematics` and `mj_jacSite` to rounding.
-Letters: n robots or arms, R arms of a robot, B bodies, J joints, M frames fixed to bodies (geoms, sites or cameras).
-"""
+"""How an arm moves: commands `[n, 7]` (six joint angles, one finger opening in metres) from actions, inverse kinematics
+of the hand, and forward kinematics. Rows are arms, those of a robot one after the other, the left one first. The numba
+kernels agree with `mj_kinematics` and `mj_jacSite` to rounding and release the GIL. Letters: n robots or arms, R arms
+of a robot, B bodies, J joints, M frames fixed to bodies."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,29 +12,22 @@ from numba import njit
 from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, HAND_SITE, SINGLE, Mount, Scene
 
 JOINT_STEP, FINGER_STEP, HAND_STEP, TURN_STEP = 0.05, 0.01, 0.02, 0.1
-# an absolute command is approached at most this many times faster than one that is moved step by step
-APPROACH = 2
-# a command runs at most this far ahead of the arm, so that a blocked arm does not wind up
-_LEASH = 0.3
-# a hand that is commanded by its own position goes no lower, metres: the finger tips are 7 mm below it
-_LOWEST = 0.008
+APPROACH = 2  # an absolute command is approached at most this many times faster than one that is moved step by step
+_LEASH = 0.3  # a command runs at most this far ahead of the arm, so that a blocked arm does not wind up
+_LOWEST = 0.008  # a hand that is commanded by its own position goes no lower, metres: the finger tips are 7 mm below it
 _DAMPING = 1e-3
 _UPRIGHTING = 0.5
 # columns are the hand's axes when it points down: the fingers at the table, the camera outwards
 _POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])
-# values of mujoco.mjtJoint
-_FREE, _BALL, _SLIDE = 0, 1, 2
+_FREE, _BALL, _SLIDE = 0, 1, 2  # values of mujoco.mjtJoint
 
 
 class _Control:
-    """From a command and an action to the next command, within the joints' limits; by steps of the joints (delta_qpos).
-
-    In every mode an entry of 1 or -1 is the largest step, times env.action_scale.
-    """
+    """The next command within the joint limits, by joint steps (delta_qpos). In every mode 1 is the largest step, times
+    env.action_scale."""
 
     action_dim = ARM_JOINTS + 1
-    # of an action of 1
-    step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP])
+    step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP])  # of an action of 1
 
     def __init__(self, hands: "HandMover", scale: float):
         self._hands, self._step = hands, self.step * scale
@@ -68,10 +56,8 @@ class _Qpos(_Control):
 
 
 class _DeltaEePos(_Control):
-    """Steps of the hand, which keeps pointing down, turned as its `Mount` says.
-
-    Damped least squares at the commanded pose, not the measured one: the hand's lag does not leak into its path.
-    """
+    """Steps of the hand, which keeps pointing down: damped least squares at the commanded pose, so that the lag does
+    not accumulate."""
 
     action_dim = 4
     step = np.array([HAND_STEP] * 3 + [FINGER_STEP])
@@ -97,10 +83,8 @@ CONTROLS = {"delta_qpos": _Control, "delta_ee_pos": _DeltaEePos, "delta_ee": _De
 
 
 class HandMover:
-    """Where the hands are, and joint steps `[n, 6]` that move them.
-
-    Arms differ in where they stand only, so one arm's kinematics serve for all: `model` holds it alone, at ARM_BASE.
-    """
+    """Hand poses, and joint steps `[n, 6]` that move them. Arms differ in their base only: `model` is one arm at
+    ARM_BASE."""
 
     def __init__(self, mounts: tuple[Mount, ...] = SINGLE):
         self.model = Scene().compile()
@@ -111,7 +95,7 @@ class HandMover:
         self.pointing_down = about_z(np.array([mount.hand_yaw for mount in mounts])) @ _POINTING_DOWN
 
     def where(self, arms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions `[n, R, 3]` and axes `[n, R, 3, 3]` of the hands of robots whose arms stand as `[n, R, 8]`."""
+        """Positions `[n, R, 3]` and axes `[n, R, 3, 3]` of the hands for arm positions `[n, R, 8]`."""
         n, count, _ = arms.shape
         pos, mat = self._kinematics(arms.reshape(n * count, -1)).frames(self._frame)
         return pos.reshape(n, count, 3) + self._shift, mat.reshape(n, count, 3, 3)
@@ -136,10 +120,8 @@ class HandMover:
 
 
 def _above_table(move: np.ndarray, pos: np.ndarray) -> np.ndarray:
-    """Steps `[n, 3 or more]` that command no hand at `[n, 3]` to go below _LOWEST.
-
-    A command that sinks into the table would press the fingers onto it, and no small action would lift them again.
-    """
+    """Steps `[n, 3 or more]` that move no commanded hand `[n, 3]` below _LOWEST, where it would press onto the
+    table."""
     move = move.copy()
     move[:, 2] = np.maximum(move[:, 2], np.minimum(_LOWEST - pos[:, 2], 0))
     return move
@@ -153,8 +135,6 @@ def about_z(angle: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Frames:
-    """Poses fixed to bodies: which body, and where on it."""
-
     # [M], [M, 3], [M, 3, 3]
     body: np.ndarray
     pos: np.ndarray
@@ -166,8 +146,6 @@ class _Frames:
 
 @dataclass(frozen=True)
 class _BodyPoses:
-    """Where the bodies and the joints of n robots are, in the world."""
-
     # [n, B, 3], [n, B, 3, 3]
     pos: np.ndarray
     mat: np.ndarray
@@ -245,7 +223,6 @@ def _forward(chain, qpos):
                     continue
                 moved = qpos[i, adr] - chain.qpos0[adr]
                 _offset(pos[i, b], mat[i, b], chain.jnt_pos[j], 1.0, anchor[i, j])
-                # axis is still zero: this only rotates
                 _offset(axis[i, j], mat[i, b], chain.jnt_axis[j], 1.0, axis[i, j])
                 if chain.jnt_type[j] == _SLIDE:
                     for k in range(3):
@@ -327,10 +304,8 @@ def _quat_to_mat(q, out):
 
 @njit(nogil=True, cache=True)
 def _twist(move, mat, uprights):
-    """`[n, 6]`: the wanted step, and the small turn that takes axes `[n, 3, 3]` part of the way to those of its arm.
-
-    `uprights` is `[R, 3, 3]`; arms take turns over the rows.
-    """
+    """`[n, 6]`: the step, and the turn of axes `[n, 3, 3]` part of the way to `uprights [R, 3, 3]`; arms alternate over
+    rows."""
     twist = np.zeros((mat.shape[0], 6))
     for i in range(mat.shape[0]):
         twist[i, :3] = move[i, :3]
@@ -346,7 +321,6 @@ def _twist(move, mat, uprights):
 @njit(nogil=True, cache=True)
 def _damped_least_squares(jacobian, twist):
     """`[n, k]`: joint steps J^T (J J^T + damping I)^-1 twist."""
-    # in plain loops: numba's matrix product would need scipy
     n, rows, joints = jacobian.shape
     steps, square = np.zeros((n, joints)), np.empty((rows, rows))
     for i in range(n):
@@ -364,7 +338,7 @@ def _damped_least_squares(jacobian, twist):
 
 @njit(nogil=True, cache=True)
 def _solve_positive(a, b):
-    """x of a x = b for a positive definite a, which needs no pivoting; overwrites both."""
+    """x of a x = b for a positive definite a; overwrites both."""
     n = len(b)
     for k in range(n):
         for r in range(k + 1, n):

@@ -1,8 +1,4 @@
-"""The built-in simulator: N arms at a table, stepped together. See scene.py, arm.py, world.py, observe.py and tasks/.
-
-`step` runs no Python per robot: physics, kinematics and drawing are each one call for all of them. Only a reset draws
-the random start of each ended robot in turn.
-"""
+"""The built-in simulator: N arms at a table. A step is one call for all robots; only a reset works robot by robot."""
 
 from collections.abc import Callable
 from zlib import crc32
@@ -36,8 +32,7 @@ class Tabletop:
         if "clutter" in config.domain_randomization:
             self._tasks = [Domain.cluttered(task) for task in self._tasks]
         self.mounts = _embodiment(self._tasks, config.cameras)
-        # tasks are dealt out in turn: robot i has task i modulo their number; the config makes sure that all processes
-        # and evaluations hold a multiple of them, so that an episode's number alone decides its task
+        # robot i has task i modulo their number; the config makes every process hold a multiple of them
         self._task = np.arange(num_envs) % len(self._tasks)
         scenes = [task.scene for task in self._tasks]
         # with room for the objects of all tasks, also of those that no robot here has
@@ -69,7 +64,6 @@ class Tabletop:
         self._episode = np.zeros(num_envs, np.int64)
         self._episode_seed = np.zeros(num_envs, np.uint64)
         self._phrasing = np.zeros(num_envs, np.int64)
-        # follow from the physics state
         self._hands = np.zeros((num_envs, len(self.mounts), 3))
         self._hand_axes = np.zeros((num_envs, len(self.mounts), 3))
 
@@ -119,7 +113,6 @@ class Tabletop:
         return self._world.picture(env, self._goal[[env]]) if self._world.draws_later else None
 
     def situation(self) -> Situation:
-        """Where everything is, of all robots; experts act on it."""
         return self._situation(self._all)
 
     def arms(self) -> tuple[np.ndarray, np.ndarray]:
@@ -127,11 +120,10 @@ class Tabletop:
         return self._command.copy(), self._world.arms(self._all)
 
     def robot_tasks(self) -> list[Task]:
-        """The task of each robot."""
         return [self._tasks[index] for index in self._task]
 
     def moments(self) -> np.ndarray:
-        """`[N]`: a number of its own for each step of each episode, whichever robot goes through it."""
+        """`[N]`: a number for each step of each episode, the same whichever robot plays it."""
         return self._episode_seed << np.uint64(20) | self._elapsed.astype(np.uint64)
 
     def state(self) -> Arrays:
@@ -192,7 +184,7 @@ class Tabletop:
         )
 
     def _task_names(self) -> np.ndarray:
-        """`[N]`: a number for the name of each robot's task."""
+        """`[N]`: a hash of each robot's task name."""
         return np.array([crc32(task.name.encode()) for task in self.robot_tasks()])
 
     def _started(self) -> EpisodeSeeds:
@@ -215,7 +207,6 @@ class Tabletop:
         return np.clip(action[..., : expected[1] - self.spec.action_padding], -1.0, 1.0)
 
     def _begin(self, rows: np.ndarray) -> None:
-        """Start the current episode of these robots."""
         seeds = self._started()
         for row in rows:
             self._episode_seed[row] = seed = seeds(int(row), int(self._episode[row]))
@@ -223,7 +214,6 @@ class Tabletop:
             task = self._tasks[self._task[row]]
             start = task.start(rng)
             self._goal[row] = start.goal
-            # the motors hold the arm where it starts
             self._command[row] = np.reshape(start.arm, (len(self.mounts), -1))[:, : ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
             # drawn last: an episode is the same with clutter and without
@@ -257,7 +247,6 @@ class Tabletop:
             self._world.set_noise(rows, self.moments()[rows])
 
     def _succeeded(self, rows: np.ndarray) -> np.ndarray:
-        """Which episodes have just ended, and ended well."""
         return (self._elapsed[rows] >= self._limit[rows]) & (self._streak[rows] >= self._hold[rows])
 
     def _situation(self, rows: np.ndarray) -> Situation:
@@ -282,7 +271,6 @@ class Tabletop:
         self._hand_axes[rows] = mat[..., 2]
 
     def _observe(self, rows: np.ndarray) -> Arrays:
-        """What these robots feel and see now; image rows are drawn for them only."""
         goal, time_left = self._goal[rows], 1 - self._elapsed[rows] / self._limit[rows]
         arms = (self._command[rows], self._hands[rows], self._hand_axes[rows])
         vectors = self._state.observe(rows, *arms, goal, time_left)
@@ -290,7 +278,6 @@ class Tabletop:
 
 
 def _embodiment(tasks: list[Task], cameras: tuple[str, ...]) -> tuple[Mount, ...]:
-    """The arms that all these tasks are done with."""
     first = tasks[0].scene
     for task in tasks:
         if task.scene.arms != first.arms:

@@ -1,13 +1,5 @@
-"""Scripted experts: what to do next, read off where everything is now.
-
-    expert = Expert(env, noise=0.1)
-    while ...:
-        step = env.step(expert())
-
-A task says where the hands should go next (`Task.expert`); this turns it into actions of the env's own control mode,
-through damped least squares where those are joints. An expert keeps no memory and goes on from any `set_state`. It sees
-object poses whether or not the env shows them to the policy.
-"""
+"""Scripted experts: `Expert(env, noise=0.1)()` gives actions. `Task.expert` says where the hands go next; this turns it
+into actions of the env's control mode. An expert has no memory and sees all object poses."""
 
 from collections.abc import Callable
 from numbers import Real
@@ -23,11 +15,8 @@ from sparring.noise import keyed_uniform
 
 
 class Expert:
-    """Actions `[N, 1, A]` for the robots of `env` as they are now.
-
-    `noise` is the deviation added to each, as a part of the largest step. Where actions are absolute it is added to the
-    step that leads to them, in parts of delta_qpos' largest step: the same noise is as many radians in both modes.
-    """
+    """Actions `[N, 1, A]` for the robots of `env` as they are now. `noise` is a standard deviation in parts of the
+    largest step; with absolute actions, of delta_qpos' largest step, so that it is as many radians in both modes."""
 
     def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
         if not (isinstance(noise, Real) and 0 <= noise < np.inf):
@@ -80,7 +69,7 @@ class Expert:
         return np.concatenate([*steps, grip[:, None]], axis=1).reshape(len(rows), -1)
 
     def _joint_steps(self, command, arm, move: np.ndarray, turn: np.ndarray, away: np.ndarray) -> np.ndarray:
-        """`[m, 6]` that move and turn hands which are so far `[m]` away."""
+        """`[m, 6]` joint steps for hands that are `[m]` metres away."""
         joints = self._mover.turned(command, arm, np.concatenate([move, turn], axis=1))
         # near the way-point slower rather than in another direction; far from it, each joint as fast as it can
         fastest = self._joint_step()
@@ -98,19 +87,18 @@ class Expert:
         return 2 * np.concatenate([part, opening / FINGER_TRAVEL], axis=2).reshape(len(step), -1) - 1
 
     def _noise_unit(self) -> np.ndarray:
-        """`[R A]`: what noise of 1 is as a part of the largest step."""
+        """`[R A]`: noise of 1 in parts of the largest step."""
         if self._env.config.control_mode != "qpos":
             return np.ones(1)
         return np.tile([1 / APPROACH] * ARM_JOINTS + [1.0], len(self._env.mounts))
 
     def _joint_step(self) -> float:
-        """Radians of the largest step of a joint."""
         config = self._env.config
         return JOINT_STEP * config.action_scale * (APPROACH if config.control_mode == "qpos" else 1)
 
 
 def _keyed_normal(seed: int, moments: np.ndarray, size: int) -> np.ndarray:
-    """`[N, size]` standard normal numbers that depend on each robot's own moment only, not on who else there is."""
+    """`[N, size]` standard normal numbers that depend on each robot's own moment only."""
     one, other = np.split(keyed_uniform(seed, moments, np.zeros(1), 2 * size)[0].astype(np.float64), 2, axis=1)
     return np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * other)
 

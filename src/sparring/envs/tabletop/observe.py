@@ -1,9 +1,5 @@
-"""Observations: the vectors `state` and `privileged`, and what the cameras show. docs/suite.md has their layout.
-
-Every entry of a vector is scaled to be about 1. Blocks about the world (goal, objects, mechanisms) follow the robot's
-own with `env.object_state=state`, are a vector of their own with `privileged`, and are shown to nobody with `hidden`.
-Where tasks are mixed there are as many objects as the largest needs, zero for a robot that has fewer.
-"""
+"""Observation vectors `state` and `privileged`, and camera views; docs/suite.md has the layout. Entries are scaled to
+about 1. Objects that a robot of mixed tasks lacks are zero."""
 
 import numpy as np
 
@@ -14,8 +10,7 @@ from sparring.envs.tabletop.tasks.base import rotation_columns
 from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 
-# observation -> (shape, dtype)
-Spec = dict[str, tuple[tuple[int, ...], str]]
+Spec = dict[str, tuple[tuple[int, ...], str]]  # observation -> (shape, dtype)
 
 HAND_SCALE = 4.0
 # block -> (size, scale)
@@ -62,14 +57,11 @@ def scales(objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = T
 
 
 class StateObservations:
-    """The vectors of n robots with `arms` arms each."""
-
     def __init__(self, config: TabletopConfig, world: World, arms: int):
         self._config, self._world = config, world
         counts = (world.num_objects, world.num_mechanisms, arms)
         self._robot_scale, self._world_scale = scales(*counts, world=False), scales(*counts, robot=False)
         self._size = len(self._robot_scale) + (len(self._world_scale) if config.object_state == "state" else 0)
-        # no copy where there is nothing to pad
         self._padding = padded("env.pad_state", config.pad_state, self._size) - self._size
         hands = ("hand",) if arms == 1 else ("left_hand", "right_hand")
         # where the positions of hands and objects are, in `state` and in `privileged`, one after the other
@@ -86,7 +78,6 @@ class StateObservations:
     def observe(
         self, rows: np.ndarray, command: np.ndarray, hands: np.ndarray, axes: np.ndarray, goal: np.ndarray, time_left
     ) -> Arrays:
-        """Commands `[n, R, 7]`, hands and their axes `[n, R, 3]`, goals `[n, 3]` and time left `[n]` of the robots."""
         n = len(rows)
         arms = [self._world.arms(rows), self._world.arm_speeds(rows), command, hands, axes]
         # [n, R, 29] -> [n, 29 R]
@@ -118,7 +109,6 @@ class StateObservations:
 
 
 def padded(key: str, wanted: int, size: int) -> int:
-    """How long a vector of this size becomes."""
     if wanted and wanted < size:
         raise UserError(f"{key}={wanted} is shorter than the {size} entries there are; give at least {size}, or 0")
     return wanted or size
@@ -129,8 +119,6 @@ def _entries(places: dict[str, slice], names: tuple[str, ...] | list[str]) -> tu
 
 
 class CameraObservations:
-    """Images, depth, segmentation and points of the cameras that are asked for."""
-
     def __init__(self, config: TabletopConfig, world: World):
         self._config, self._world = config, world
         asked = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
@@ -157,7 +145,6 @@ class CameraObservations:
         return {name: kinds[name.split("/")[0]] for name in self._views}
 
     def observe(self, rows: np.ndarray, goal: np.ndarray) -> Arrays:
-        """Of these robots with their goals `[n, 3]`."""
         config = self._config
         if not config.cameras:
             return {}

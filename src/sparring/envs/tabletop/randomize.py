@@ -1,8 +1,5 @@
-"""Domain randomization: what differs between episodes besides the task, each part switched on by its name.
-
-A robot's domain is a function of its episode's seed alone, drawn apart from the task's own start: switching something
-on changes no start, and an env that is put back to a saved state finds its domain again.
-"""
+"""Domain randomization. A robot's domain is a function of its episode's seed, drawn apart from the task's start: a
+switch changes no start, and a restored state finds its domain again."""
 
 import colorsys
 from collections.abc import Collection
@@ -15,12 +12,9 @@ from sparring.envs.tabletop.tasks.base import Task
 from sparring.envs.tabletop.tasks.explore import with_clutter
 from sparring.envs.tabletop.world import World
 
-# of a task's scene when clutter is switched on
-_CLUTTER = 3
-# sliding friction is multiplied by a number between these
-_FRICTION = (0.7, 1.4)
-# a second stream of random numbers for the same episode
-_STREAM = 1
+_CLUTTER = 3  # of a task's scene when clutter is switched on
+_FRICTION = (0.7, 1.4)  # sliding friction is multiplied by a number between these
+_STREAM = 1  # a second stream of random numbers for the same episode
 
 # light = ambient + sky * (how much a face looks up) + sun * (how much it looks to the sun)
 AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
@@ -40,11 +34,9 @@ class Domain:
 
     @staticmethod
     def cluttered(task: Task) -> Task:
-        """The task, with objects about that have nothing to do with it."""
         return replace(task, scene=with_clutter(task.scene, _CLUTTER))
 
     def begin(self, row: int, seed: int) -> None:
-        """Give a robot the domain of the episode with this seed."""
         rng = np.random.default_rng([seed, _STREAM])
         friction = rng.uniform(*_FRICTION)
         if self._friction:
@@ -56,23 +48,17 @@ class Domain:
 class Appearance(NamedTuple):
     """Of n robots, G shapes (the goal marker last, if there is one) and M cameras; one row has no leading n."""
 
-    # [n, G, 3]
-    rgb: np.ndarray
-    # [n, 3]
-    background: np.ndarray
-    # [n, 3] unit vector
-    sun: np.ndarray
-    # [n, 3]: ambient, sky, sun
-    light: np.ndarray
+    rgb: np.ndarray  # [n, G, 3]
+    background: np.ndarray  # [n, 3]
+    sun: np.ndarray  # [n, 3] unit vector
+    light: np.ndarray  # [n, 3]: ambient, sky, sun
     # [n, M, 3] metres and rotation vectors, in each camera's own axes
     camera_pos: np.ndarray
     camera_turn: np.ndarray
-    # [n] int64: which static the screen shows; below 0 it is off
-    noise: np.ndarray
+    noise: np.ndarray  # [n] int64: which static the screen shows; below 0 it is off
 
     @classmethod
     def standard(cls, rgb: np.ndarray, cameras: int, n: int) -> "Appearance":
-        """Shapes in their own colours `[G, 3]`."""
         return cls(
             rgb=np.tile(rgb, (n, 1, 1)),
             background=np.tile(BACKGROUND, (n, 1)),
@@ -96,14 +82,9 @@ def random_appearance(
     floor: np.ndarray,
     wrist: np.ndarray,
 ) -> Appearance:
-    """One robot's row. Shapes in `keep [G]` stay recognisable; cameras in `wrist [M]` move less than the others.
-
-    The shape in `goal [G]`, if there is one, is painted unlike all that is not in `keep`. Shapes in `floor [G]` are
-    scenery as well as background: what cameras see behind the table is mostly the floor.
-
-    Everything is drawn, whatever is switched on, and colours last, as clutter brings some of its own: what one switch
-    changes does not depend on the others.
-    """
+    """One robot's row. Shapes in `keep [G]` stay recognisable; the `goal [G]` differs from all others in colour; `floor
+    [G]` counts as background too; `wrist [M]` cameras move less. Everything is always drawn, colours last, so that
+    switches are independent."""
     sky = rng.uniform(0.15, 0.95, 3)
     sun, strengths = _random_light(rng)
     metres = np.where(wrist, 0.005, 0.02)[:, None]
@@ -133,9 +114,8 @@ def rotations(turn: np.ndarray) -> np.ndarray:
 
 
 def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """One new colour per old one, so that a thing made of several shapes stays of one piece."""
+    """One new colour per old one: a thing of several shapes keeps one colour."""
     colours, which = np.unique(rgb, axis=0, return_inverse=True)
-    # paler than what tasks speak of: a red cube is seen on any table
     broad = np.array([colorsys.hsv_to_rgb(*rng.uniform([0, 0, 0.2], [1, 0.55, 0.95])) for _ in colours])
     slight = np.array([_nudge(rng, colour) for colour in colours])
     which = which.ravel()
@@ -145,7 +125,7 @@ def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray, goal: 
 
 
 def _unlike(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
-    """The colour, or its opposite where it is too near to the marker's: a green disc is seen on any table."""
+    """The colour, or its opposite where it is too near to the marker's."""
     if np.linalg.norm(rgb - marker) >= _APART:
         return rgb
     hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
@@ -162,7 +142,7 @@ def _nudge(rng: np.random.Generator, rgb: np.ndarray) -> tuple[float, float, flo
 
 
 def _random_light(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A sun from any side, 25 to 80 degrees high. A face turned to it is about as bright as it always is."""
+    """A sun 25 to 80 degrees high, with about the usual brightness."""
     height, around = np.deg2rad(rng.uniform(25, 80)), rng.uniform(0, 2 * np.pi)
     sun = np.array([np.cos(height) * np.cos(around), np.cos(height) * np.sin(around), np.sin(height)])
     ambient = rng.uniform(0.35, 0.65)

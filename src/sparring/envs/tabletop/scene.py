@@ -1,8 +1,5 @@
-"""The scene as MJCF text: one or two arms with two-finger grippers at a table, and the objects on it.
-
-The world's origin is the centre of the table top, z up, in metres and radians; arms look along +x. All shapes are
-analytic. A scene is a list of `Part`s: another task adds a cube, or a second arm, by adding a part.
-"""
+"""The scene as MJCF text: arms with two-finger grippers at a table, and objects. The origin is the centre of the table
+top, z up, metres and radians; arms look along +x. A scene is a list of `Part`s."""
 
 import os
 from dataclasses import dataclass
@@ -21,22 +18,17 @@ FINGER_TRAVEL = 0.04
 ARM_BASE = (-0.38, 0.0, 0.0)
 # shoulder, elbow and wrist add up to pi: the hand points straight down
 HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
-# the name of the hand's site, after a mount's prefix
-HAND_SITE = "hand"
+HAND_SITE = "hand"  # the name of the hand's site, after a mount's prefix
 CUBE_HALF = 0.022
-# the geom that can show static
-SCREEN = "screen"
+SCREEN = "screen"  # the geom that can show static
 RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
-# Collision groups: a geom touches another when one's contype meets the other's conaffinity. An arm never touches
-# itself, which halves the candidate pairs; table and arm do touch, and objects touch everything. See also `Mount`.
+# geoms touch when one's contype meets the other's conaffinity; an arm never touches itself, see also `Mount`
 SCENERY = 'contype="1" conaffinity="2"'
 OBJECT = 'contype="3" conaffinity="3"'
 _GHOST = 'contype="0" conaffinity="0"'
 
-# Two geoms rub with the larger of their frictions: the fingers (2) grip a cube well, and a cube slides on the table. At
-# 1 or more it would tip over when pushed at half its height.
-_SLIDES = 0.6
+_SLIDES = 0.6  # of two frictions the larger counts: fingers (2) grip a cube; at 1 or more a pushed cube would tip over
 _TABLE_HEIGHT = 0.72
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
 _WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
@@ -58,8 +50,7 @@ class Mount:
 
 
 SINGLE = (Mount(),)
-# Fingers that open along x, cameras that look towards the other hand. The hands are turned outwards, which leaves their
-# wrists the most room to turn where an arm reaches out to its own side. The bit 4 lets the two arms touch each other.
+# fingers open along x, cameras look towards the other hand; bit 4 lets the two arms touch each other
 DUAL = (
     Mount("left_", (-0.38, 0.28, 0.0), hand_yaw=pi / 2, camera_side=-1, contype=2, conaffinity=1 | 4),
     Mount("right_", (-0.38, -0.28, 0.0), hand_yaw=-pi / 2, camera_side=-1, contype=2 | 4, conaffinity=1),
@@ -68,7 +59,7 @@ DUAL = (
 
 @dataclass(frozen=True)
 class Part:
-    """What one thing adds to the MJCF: bodies of the world, motors, solver options, sensors."""
+    """MJCF of one thing."""
 
     bodies: str
     actuators: str = ""
@@ -79,12 +70,9 @@ class Part:
 class TableObject(Protocol):
     """A free body on the table, made of one shape or of many."""
 
-    # also of the body and of its free joint
-    name: str
-    # half the lengths of a box around it, metres
-    half: tuple[float, float, float]
-    # names of the joints that move a part of it (a drawer, a button)
-    mechanisms: tuple[str, ...]
+    name: str  # also of the body and of its free joint
+    half: tuple[float, float, float]  # half the lengths of a box around it, metres
+    mechanisms: tuple[str, ...]  # names of the joints that move a part of it (a drawer, a button)
 
     def part(self) -> Part: ...
 
@@ -125,11 +113,8 @@ class Solid:
 
 
 def free_body(thing: TableObject, inside: str) -> Part:
-    """A body that moves freely, standing on the table at first; `inside` are its shapes and the bodies it carries.
-
-    Elliptic cones and a stiff friction direction keep it from creeping out of the fingers. Its joint comes after the
-    arm's, so that the arm's positions are the first ones whatever stands on the table.
-    """
+    """A free body that stands on the table; `inside` is its shapes and inner bodies. Elliptic cones and stiff friction
+    keep it from creeping out of the fingers. Its joint follows the arm's in qpos."""
     return Part(
         f"""
     <body name="{thing.name}" pos="0 0 {thing.half[2]}">
@@ -160,14 +145,10 @@ class Scene:
     """What stands on the table for a task, besides the arm. Tasks with equal scenes share one model."""
 
     objects: tuple[TableObject, ...] = ()
-    # None: the goal is not drawn
-    marker: Marker | None = BALL
-    # objects that tasks, experts and observations know nothing of
-    clutter: tuple[TableObject, ...] = ()
-    # what else stands there and never moves
-    scenery: tuple[Part, ...] = ()
-    # their joints come first, in this order
-    arms: tuple[Mount, ...] = SINGLE
+    marker: Marker | None = BALL  # None: the goal is not drawn
+    clutter: tuple[TableObject, ...] = ()  # objects that tasks, experts and observations know nothing of
+    scenery: tuple[Part, ...] = ()  # what else stands there and never moves
+    arms: tuple[Mount, ...] = SINGLE  # their joints come first, in this order
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -175,11 +156,9 @@ class Scene:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """The joints inside the objects, by name."""
         return tuple(name for thing in self.objects for name in thing.mechanisms)
 
     def compile(self):
-        """The `mujoco.MjModel` of this scene."""
         things = self.objects + self.clutter
         # a sensor is above 0 while any shape of an arm touches any shape of a thing; it acts on nothing
         touch = "".join(
@@ -215,10 +194,7 @@ class Scene:
 
 
 def load_mujoco():
-    """Import mujoco on machines without GL libraries too; drawing here needs none.
-
-    MUJOCO_GL is read once, at import, and only touched when the user left it unset.
-    """
+    """Import mujoco without GL. MUJOCO_GL is read once at import, and touched only where the user left it unset."""
     unset = "MUJOCO_GL" not in os.environ
     if unset:
         os.environ["MUJOCO_GL"] = "disable"
@@ -252,11 +228,8 @@ def _table() -> str:
 
 
 def _head_camera(whole_table: bool, arms: int) -> str:
-    """In front of the arm, up and to one side: the hand seldom hides its goal.
-
-    Objects may stand wherever the arm reaches; goals in the air are nearer to the middle. Two arms are seen from
-    straight ahead, where neither hides the other.
-    """
+    """In front of the arm, up and to one side, so that the hand seldom hides its goal; two arms are seen from straight
+    ahead."""
     position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
     if arms > 1:
@@ -284,7 +257,6 @@ def _arm(mount: Mount) -> str:
         prefix,
         ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
         f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {solid}/>'
-        # the motor of the shoulder: only to look at
         f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
         ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
         f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {solid}/>'
@@ -316,8 +288,7 @@ def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> 
 
 
 def _finger(name: str, sign: int, solid: str) -> str:
-    # the joint's range is wider than the motor's: an open gripper rests at its target and not against a stop,
-    # where every substep would pay for solving a constraint
+    # wider than the motor's range: an open gripper does not rest against a stop, which would cost solver time
     return f"""
       <body name="{name}" pos="0 0 0.072" gravcomp="1">
         <joint name="{name}" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"
@@ -328,7 +299,6 @@ def _finger(name: str, sign: int, solid: str) -> str:
 
 
 def _motors(prefix: str) -> str:
-    """One for each joint and finger, in the order of the joints."""
     names = ("base_yaw", "shoulder", "elbow", "wrist_pitch", "wrist_roll", "wrist_yaw")
     joints = (f'<position name="{prefix}{n}" joint="{prefix}{n}" kp="400" kv="40" inheritrange="1"/>' for n in names)
     fingers = (

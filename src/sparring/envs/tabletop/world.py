@@ -1,7 +1,5 @@
-"""The simulated world: N robots whose scenes may differ, their physics and their pictures.
-
-Robots with equal scenes form a group with one model and one physics batch. Rows are the env's, in any order.
-"""
+"""The simulated world: N robots, their physics and pictures. Robots with equal scenes share one model and physics
+batch."""
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
@@ -19,8 +17,6 @@ _ARM = ARM_JOINTS + FINGERS
 
 
 class Objects(NamedTuple):
-    """The free bodies of n robots; all zero where a robot has fewer than K."""
-
     # [n, K, 3] from the table's centre, [n, K, 4] (w, x, y, z), [n, K, 3]
     pos: np.ndarray
     quat: np.ndarray
@@ -31,14 +27,10 @@ class World:
     def __init__(
         self, scenes: list[Scene], threads: int, video_renderer: str = "builtin", possible: Sequence[Scene] = ()
     ):
-        """`scenes[i]` is what robot i has before it; `video_renderer` draws pictures for people.
-
-        There is room for as many objects as any of these scenes or of the `possible` ones has.
-        """
+        """`scenes[i]` is robot i's; there is room for the objects of these and of the `possible` scenes."""
         if video_renderer == "mujoco":
             from sparring.envs.tabletop.render.mujoco import windowless_gl
 
-            # now, not when hours later the first video is due
             windowless_gl()
         kinds = list(dict.fromkeys(scenes))
         self._group = np.array([kinds.index(scene) for scene in scenes])
@@ -86,7 +78,6 @@ class World:
         return speeds.reshape(len(rows), -1, _ARM)
 
     def place(self, row: int, start: Start, clutter: np.ndarray) -> None:
-        """Put one robot at rest as its episode begins, clutter at poses `[c, 7]`."""
         group = self._groups[self._group[row]]
         qpos = group.physics.model.qpos0.copy()
         qpos[: self._arms] = start.arm.ravel()
@@ -100,7 +91,6 @@ class World:
             group.physics.advance(local, control[at])
 
     def touched(self, rows: np.ndarray) -> np.ndarray:
-        """`[n]` bool: whose arms touched a thing in the last control step."""
         out = np.zeros(len(rows), bool)
         for group, at, local in self._split(rows):
             out[at] = group.physics.touched[local]
@@ -110,7 +100,6 @@ class World:
         self._groups[self._group[row]].physics.set_friction(self._local[row], factor)
 
     def set_appearance(self, row: int, rng: np.random.Generator, switches: Collection[str]) -> None:
-        """Draw how one robot's scene looks from now on."""
         group, local = self._groups[self._group[row]], self._local[row]
         drawn = group.renderer().random_appearance(rng, switches)
         for all_rows, mine in zip(group.own_appearance(), drawn, strict=True):
@@ -121,7 +110,6 @@ class World:
         return all(group.has_screen for group in self._groups)
 
     def set_noise(self, rows: np.ndarray, numbers: np.ndarray) -> None:
-        """`[n]`: which static the screens before these robots show."""
         for group, at, local in self._split(rows):
             group.own_appearance().noise[local] = numbers[at]
 
@@ -147,7 +135,6 @@ class World:
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """In the order of `picture`."""
         model = self._groups[0].physics.model
         return tuple(model.camera(i).name for i in range(model.ncam))
 
@@ -157,14 +144,12 @@ class World:
         return self._groups[0].video_renderer == "builtin"
 
     def picture(self, row: int, goal: np.ndarray) -> Picture:
-        """`[H, W, 3]` of one robot, for a person to look at."""
         group, local = self._groups[self._group[row]], self._local[[row]]
         look = None if group.appearance is None else group.appearance.rows(local)
         draw = partial(group.painter().picture, group.physics.qpos(local), goal, look)
         return draw if self.draws_later else draw()
 
     def state(self) -> np.ndarray:
-        """`[N, width]`: all that the physics of each robot depends on."""
         rows = np.arange(len(self._group))
         state = np.zeros((len(rows), max(group.physics.state.shape[1] for group in self._groups)))
         for group, at, _ in self._split(rows):
@@ -192,8 +177,7 @@ class World:
 
 
 class _Group:
-    # an Appearance with a row for each robot of the group; None: all look as usual
-    appearance = None
+    appearance = None  # an Appearance with a row for each robot of the group; None: all look as usual
 
     def __init__(self, scene: Scene, num_envs: int, threads: int, video_renderer: str):
         self._scene, self._num_envs, self._threads, self.video_renderer = scene, num_envs, threads, video_renderer
@@ -211,7 +195,6 @@ class _Group:
         self.travel = np.array([model.joint(name).range[1] for name in scene.mechanisms])
 
     def renderer(self):
-        """Built when the first picture is asked for."""
         if self._renderer is None:
             from sparring.envs.tabletop.render.renderer import Renderer
 
@@ -220,7 +203,6 @@ class _Group:
         return self._renderer
 
     def painter(self):
-        """What draws videos; built when the first one is asked for."""
         if self.video_renderer == "builtin":
             return self.renderer()
         if self._painter is None:
@@ -230,7 +212,6 @@ class _Group:
         return self._painter
 
     def own_appearance(self):
-        """Of all robots of the group, to be changed in place."""
         if self.appearance is None:
             self.appearance = self.renderer().standard_appearance(self._num_envs)
         return self.appearance
@@ -244,26 +225,21 @@ class _Group:
 
 
 def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Where these joints begin in qpos and in qvel."""
     found = [model.joint(name) for name in joints]
     positions, speeds = [joint.qposadr[0] for joint in found], [joint.dofadr[0] for joint in found]
     return np.array(positions, np.int64), np.array(speeds, np.int64)
 
 
 class _Physics:
-    """N copies of one MuJoCo model advanced together by `mujoco.rollout`, over threads.
-
-    A row of `state` `[N, nstate]` is all that a robot's future depends on: each rollout starts from it with no warm
-    start, so the result is the same in any process and with any number of threads. `touched` `[N]`: did any of the
-    model's sensors, which all sense touch, answer in the last control step?
-    """
+    """N copies of one MuJoCo model, advanced by `mujoco.rollout`. A row of `state` `[N, nstate]` determines a robot's
+    future: there is no warm start, so results do not depend on processes or threads. `touched` `[N]`: did a touch
+    sensor fire in the last control step?"""
 
     def __init__(self, model, num_envs: int, threads: int):
         mujoco = load_mujoco()
         full = mujoco.mjtState.mjSTATE_FULLPHYSICS.value
         self.model = model
         self._control_spec = mujoco.mjtState.mjSTATE_CTRL.value
-        # one thread: rollout runs on the caller's
         threads = min(threads, num_envs)
         self._rollout = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
         # one for all, until a robot gets a friction of its own
@@ -290,12 +266,10 @@ class _Physics:
         return self.state[rows, self._qvel]
 
     def place(self, row: int, qpos: np.ndarray) -> None:
-        """Put one robot at rest in this pose."""
         self.state[row] = self._initial
         self.state[row, self._qpos] = qpos
 
     def set_friction(self, row: int, factor: float) -> None:
-        """From now on everything about this robot rubs so many times as much."""
         if not self._own_models:
             self._models = [copy.copy(self.model) for _ in self._models]
             self._own_models = True
@@ -314,7 +288,6 @@ class _Physics:
             control_spec=self._control_spec,
             nstep=SUBSTEPS,
             state=trajectory,
-            # it refuses an array without columns
             sensordata=sensed if sensed.size else None,
             skip_checks=True,
         )

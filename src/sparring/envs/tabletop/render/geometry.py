@@ -1,19 +1,14 @@
-"""Shapes on the screen: which pixels one can cover, and where a ray meets it, in closed form.
-
-`hit` takes a shape's size (MuJoCo's: radius and half lengths) and a ray o + t d in the shape's own axes. It returns
-where the ray enters the shape: t (FAR when it misses), the outward normal there, and the tone of its pattern. It is
-written without early returns, so that a loop over pixels turns into vector instructions.
-"""
+"""Shapes on the screen: the pixels one can cover, and ray intersections in closed form. `hit` takes a shape's size
+(MuJoCo's) and a ray o + t d in the shape's axes, and returns t (FAR: a miss), the outward normal and the tone. It has
+no early returns, so that loops over pixels vectorize."""
 
 import numpy as np
 from numba import njit
 
-# values of mujoco.mjtGeom
-PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX = 0, 2, 3, 4, 5, 6
+PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX = 0, 2, 3, 4, 5, 6  # values of mujoco.mjtGeom
 FAR = 1e9
 TILE, TILE_CONTRAST = 0.3, 0.05
-# what is nearer is not drawn
-NEAR = 0.004
+NEAR = 0.004  # what is nearer is not drawn
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -47,7 +42,6 @@ def shape_window(kind, size, pos, mat, camera_pos, camera_mat, tangent, height, 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _tangents(x, z, xx, xz, zz):
-    """The u of the two planes x + u z = 0 through the camera that touch an ellipsoid at (x, z)."""
     # (x + u z)^2 = xx + 2 u xz + u^2 zz
     a, b, c = z * z - zz, x * z - xz, x * x - xx
     root = np.sqrt(max(b * b - a * c, 0.0))
@@ -56,7 +50,6 @@ def _tangents(x, z, xx, xz, zz):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def box_window(pos, mat, half, camera_pos, camera_mat, tangent, height, width, corners):
-    """Of a box: its corners, as far as they are in front of the near plane."""
     for k in range(8):
         a = half[0] if k & 1 else -half[0]
         b = half[1] if k & 2 else -half[1]
@@ -114,7 +107,6 @@ def hit(kind, size, ox, oy, oz, dx, dy, dz):
 @njit(nogil=True, cache=True, error_model="numpy")
 def _hit_plane(size, ox, oy, oz, dx, dy, dz):
     t = -oz / dz if dz < 0 else FAR
-    # a chequered floor
     tiles = np.floor((ox + t * dx) / TILE) + np.floor((oy + t * dy) / TILE)
     odd = tiles - 2 * np.floor(0.5 * tiles)
     return t, 0.0, 0.0, 1.0, 1 - TILE_CONTRAST * odd
@@ -215,7 +207,6 @@ def _enter_tube(radius, ox, oy, oz, dx, dy, dz):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def half_extent(kind, size):
-    """Half lengths of the box around a shape, in its own axes."""
     if kind in (BOX, ELLIPSOID):
         return size[0], size[1], size[2]
     if kind == SPHERE:

@@ -13,8 +13,7 @@ from sparring.envs.tabletop.render.renderer import PICTURE_SIZE, goal_shape, sid
 from sparring.envs.tabletop.scene import BALL, Marker, load_mujoco
 from sparring.errors import UserError
 
-# the modules of mujoco that can open a context without a window, the faster first
-_WINDOWLESS = ("egl", "osmesa")
+_WINDOWLESS = ("egl", "osmesa")  # the modules of mujoco that can open a context without a window, the faster first
 _PROBE = """
 import os
 os.environ["MUJOCO_GL"] = "disable"
@@ -41,7 +40,6 @@ class MujocoRenderer:
         # a shadow map of the table only: sharper, and a quarter of the work
         self._model.vis.map.shadowclip, self._model.vis.quality.shadowsize = 0.8 / model.stat.extent, 2048
         self._options = self._mujoco.MjvOption()
-        # sites are for measuring, not for looking at
         self._options.sitegroup[:] = 0
         self._data = self._mujoco.MjData(self._model)
         self._marker = marker
@@ -80,7 +78,6 @@ class MujocoRenderer:
         return views
 
     def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None = None) -> np.ndarray:
-        """One robot: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
         return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
 
     def close(self) -> None:
@@ -91,7 +88,6 @@ class MujocoRenderer:
             self._context = None
 
     def _draw(self, camera: str, size: int, goal: np.ndarray, marker_rgb) -> np.ndarray:
-        """`[size, size, 3]`"""
         mujoco, scene = self._mujoco, self._scene
         view = mujoco.MjvCamera()
         view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self.cameras.index(camera)
@@ -111,7 +107,6 @@ class MujocoRenderer:
         rectangle = mujoco.MjrRect(0, 0, size, size)
         mujoco.mjr_render(rectangle, scene, self._context)
         mujoco.mjr_readPixels(pixels, None, rectangle, self._context)
-        # OpenGL's first row is the lowest
         return pixels[::-1]
 
 

@@ -9,11 +9,8 @@ CROP_LOW, CROP_HIGH = np.array([-0.50, -0.55, 0.004]), np.array([0.50, 0.55, 0.8
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def point_clouds(depth, rgb, camera_pos, camera_mat, tangent, low, high, count):
-    """Depths `[n, C, S, S]` and colours `[n, C, 3, S, S]` of C cameras to float32 `[n, count, 6]`: x, y, z, r, g, b.
-
-    Cameras are at `[n, C, 3]`, `[n, C, 3, 3]` with half fields of view of these tangents `[C]`. Fewer points than
-    `count` are repeated in turn; none at all give zeros.
-    """
+    """Depths `[n, C, S, S]`, colours `[n, C, 3, S, S]` and cameras `[n, C, 3]`, `[n, C, 3, 3]` with tangents `[C]` ->
+    float32 `[n, count, 6]`: x, y, z, r, g, b. Too few points are repeated; none give zeros."""
     n, cameras, size = depth.shape[0], depth.shape[1], depth.shape[2]
     cloud = np.empty((cameras * size * size, 6))
     out = np.empty((n, count, 6), np.float32)
@@ -70,7 +67,6 @@ def _farthest(cloud, centre, out):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _approach(xs, ys, zs, x, y, z, away):
-    """Squared distances to the nearest chosen point, now that (x, y, z) is one."""
     for k in range(len(away)):
         dx, dy, dz = xs[k] - x, ys[k] - y, zs[k] - z
         squared = dx * dx + dy * dy + dz * dz

@@ -1,11 +1,6 @@
-"""Draw analytic shapes into a z-buffer and shade them: one call without the interpreter lock, no GL.
-
-Each shape is visited once: the pixels it can cover are found, and the ray of each is intersected with the shape in
-closed form (geometry.py). Rays have depth 1 in front of the camera, so the ray parameter t is the depth. What a pixel
-shows is its nearest intersection beyond NEAR that enters a shape; from inside a shape one sees out.
-
-Rows (robots) are independent and nothing is summed across them: any split over threads gives the same bytes.
-"""
+"""Draw analytic shapes into a z-buffer and shade them, without the GIL or GL. Rays have depth 1, so the ray parameter t
+is the depth; a pixel shows the nearest entry into a shape beyond NEAR. Robots are independent: any split over threads
+gives the same bytes."""
 
 from typing import NamedTuple
 
@@ -29,8 +24,7 @@ from sparring.envs.tabletop.render.geometry import (
 )
 
 _SHADOW, _SHADOW_BLUR = 0.32, 0.012
-# of the static: along the longest side of the screen and along the next
-_CELLS = 16, 9
+_CELLS = 16, 9  # of the static: along the longest side of the screen and along the next
 
 
 class Shapes(NamedTuple):
@@ -43,19 +37,15 @@ class Shapes(NamedTuple):
     # [G] bool: throws a soft shadow straight down onto the top of the `ground` box (-1: no shadows)
     casts: np.ndarray
     ground: int
-    # [G] uint8: its number in a segmentation
-    label: np.ndarray
-    # the box that may show static (-1: none)
-    screen: int
+    label: np.ndarray  # [G] uint8: its number in a segmentation
+    screen: int  # the box that may show static (-1: none)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def draw(shapes, pos, mat, camera_pos, camera_mat, tangents, look, first, last, rgb, depth, segmentation):
     """Robots `first` to `last` of n: shapes at `[n, G, 3]`, `[n, G, 3, 3]`, cameras at `[n, C, 3]`, `[n, C, 3, 3]`.
-
-    Fills uint8 `[C, n, 3, H, W]`, float32 `[C, n, 1, H, W]` (0: nothing there) and uint8 `[C, n, 1, H, W]`; those of
-    them that have no rows are left out. Tangents `[C]` are those of half the vertical fields of view.
-    """
+    Fills uint8 `[C, n, 3, H, W]`, float32 `[C, n, 1, H, W]` (0: nothing) and uint8 `[C, n, 1, H, W]`, but not those
+    without rows. `tangents [C]`: of half the vertical fields of view."""
     height, width = rgb.shape[3], rgb.shape[4]
     count = shapes.kind.shape[0]
     nearest, light = np.empty((height, width)), np.empty((height, width))
@@ -63,14 +53,12 @@ def draw(shapes, pos, mat, camera_pos, camera_mat, tangents, look, first, last, 
     corners = np.empty((8, 3))
     for c in range(tangents.shape[0]):
         tangent = tangents[c]
-        # where pixels are on a screen at distance 1
         us = (np.arange(width) + 0.5 - 0.5 * width) * (2 * tangent / height)
         vs = (0.5 * height - np.arange(height) - 0.5) * (2 * tangent / height)
         for i in range(first, last):
             eye, axes = camera_pos[i, c], camera_mat[i, c]
             nearest[:] = FAR
             light[:] = 1.0
-            # the background counts as one shape more
             shape_at[:] = count
             for g in range(count):
                 window = shape_window(
@@ -124,10 +112,7 @@ def _draw_shape(kind, size, pos, mat, eye, axes, sun, strengths, g, window, us, 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _scan(kind, size, ray, lit, g, window, us, vs, nearest, light, shape_at):
-    """Visit the pixels of a window.
-
-    Inlined where `kind` is a constant: each kind gets a loop of its own, without branches, in vector instructions.
-    """
+    """Visit the pixels of a window. Inlined for a constant `kind`: each kind gets a branch-free, vectorized loop."""
     (ox, oy, oz), (rx, ry, rz), (ux, uy, uz), (bx, by, bz) = ray
     (sx, sy, sz), (upx, upy, upz), (ambient, sky, sun) = lit
     x0, x1, y0, y1 = window
@@ -190,7 +175,6 @@ def _draw_shadows(shapes, pos, mat, eye, axes, tangent, us, vs, light, shape_at,
     for g in range(shapes.kind.shape[0]):
         if not shapes.casts[g] or pos[g, 2] < level:
             continue
-        # seen from above, every caster is a streak: a segment, thickened by a radius
         radius, along, axis = _streak(half_extent(shapes.kind[g], shapes.size[g]))
         ax, ay = mat[g, 0, axis] * along, mat[g, 1, axis] * along
         reach = radius + _SHADOW_BLUR + 0.25 * (pos[g, 2] - level)
@@ -241,7 +225,6 @@ def _ground_points(ground, level, eye, axes, us, vs, shape_at):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _streak(half):
-    """(radius, half length, axis) of the thickened segment that stands for a box of these half lengths."""
     axis = 1 if half[1] > half[2] else 2
     radius = min(half[0], half[3 - axis])
     return radius, max(half[axis] - radius, 0.0), axis
@@ -278,7 +261,6 @@ def _cell(at, half, cells):
 
 @njit(nogil=True, cache=True)
 def _hash(a, b):
-    """SplitMix64's finaliser over both numbers."""
     x = a * np.uint64(0x9E3779B97F4A7C15) + (b + np.uint64(1)) * np.uint64(0xD1B54A32D192ED03)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

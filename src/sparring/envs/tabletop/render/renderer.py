@@ -1,4 +1,4 @@
-"""Pictures of the robots: poses from kinematics.py, pixels from raster.py, robots split over threads."""
+"""Pictures of the robots: poses from arm.py, pixels from raster.py, robots split over threads."""
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +20,9 @@ KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.
 # numbers in a segmentation; the k-th free body has OBJECTS + k
 NOTHING, SCENERY, ROBOT, OBJECTS, SCREEN_LABEL, GOAL = 0, 1, 2, 3, 254, 255
 
-# the line between two cameras' pictures
-_PAPER = (250, 250, 248)
+_PAPER = (250, 250, 248)  # the line between two cameras' pictures
 _FREE_JOINT = 0
-# a disc lies on the table and is as flat as a sticker
-_DISC_HALF_HEIGHT = 0.001
+_DISC_HALF_HEIGHT = 0.001  # a disc lies on the table and is as flat as a sticker
 
 
 class Renderer:
@@ -34,7 +32,6 @@ class Renderer:
         self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
         self._tangents = np.tan(np.deg2rad(model.cam_fovy) / 2)
         self._kinematics, self._marker, self._shapes = kinematics, marker, _shapes(model, marker)
-        # cameras that a hand carries
         self._wrist = model.cam_bodyid > 0
         # of as many rows as were ever asked for, since all are equal
         self._standard = self.standard_appearance(1)
@@ -45,7 +42,6 @@ class Renderer:
         return Appearance.standard(self._shapes.rgb, len(self.cameras), n)
 
     def random_appearance(self, rng: np.random.Generator, switches: Collection[str]) -> Appearance:
-        """One robot's, to be written into a row of `standard_appearance(n)`."""
         label, floor = self._shapes.label, self._shapes.kind == PLANE
         # colours that a task may speak of, and the screen's, are kept
         keep, goal = label >= OBJECTS, label == GOAL
@@ -61,12 +57,9 @@ class Renderer:
         wants: tuple[str, ...] = ("rgb",),
         points: int = 0,
     ) -> dict[str, np.ndarray]:
-        """Robots `[n, nq]` and their goals `[n, 3]` as each camera sees them.
-
-        "rgb/<camera>" uint8 `[n, 3, size, size]`; "depth/<camera>" float32 `[n, 1, size, size]`, metres along the
-        optical axis, 0 where there is nothing; "segmentation/<camera>" uint8 `[n, 1, size, size]`; where asked for,
-        "points" float32 `[n, points, 6]`: what all cameras see above the table, x, y, z and r, g, b in 0..1.
-        """
+        """Robots `[n, nq]` and goals `[n, 3]` -> "rgb/<camera>" uint8 `[n, 3, S, S]`, "depth/<camera>" float32 `[n, 1,
+        S, S]` (metres along the optical axis, 0: nothing), "segmentation/<camera>" uint8 `[n, 1, S, S]`, "points"
+        float32 `[n, points, 6]` (x, y, z in metres, r, g, b in 0..1, above the table)."""
         if unknown := set(wants) - set(KINDS):
             raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
         if unknown := [name for name in cameras if name not in self.cameras]:
@@ -98,7 +91,6 @@ class Renderer:
         return views
 
     def picture(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance | None = None) -> np.ndarray:
-        """One robot for a person to look at: `[256, 256 M, 3]`, all M cameras side by side, smoothed edges."""
         return side_by_side(self.views(qpos, goal, self.cameras, 2 * PICTURE_SIZE, look))
 
     def close(self) -> None:
@@ -126,10 +118,8 @@ class Renderer:
 
 
 def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
-    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: each 2 x 2 block is averaged.
-
-    A pale line over the seams keeps them apart.
-    """
+    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: 2 x 2 blocks averaged, pale lines between
+    cameras."""
     double = np.concatenate([pixels[0] for pixels in views.values()], axis=2).astype(np.uint16)
     # [3, 2 H, 2 M W] -> [3, H, M W], in integers: `mean` over blocks takes ten times as long
     rows = double[:, ::2] + double[:, 1::2]
@@ -142,14 +132,12 @@ def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:
-    """mjtGeom and size."""
     if marker.kind == "ball":
         return SPHERE, (marker.radius, 0.0, 0.0)
     return CYLINDER, (marker.radius, _DISC_HALF_HEIGHT, 0.0)
 
 
 def _shapes(model, marker: Marker | None) -> Shapes:
-    """The model's geoms, then the goal."""
     unknown = set(model.geom_type.tolist()) - {PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX}
     if unknown:
         raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, ellipsoids, tubes, boxes")
@@ -183,6 +171,6 @@ def _shapes(model, marker: Marker | None) -> Shapes:
 
 
 def _parts(n: int, parts: int) -> list[tuple[int, int]]:
-    """`range(n)` cut into at most `parts` pieces (first, last + 1) of nearly equal length, at least one."""
+    """`range(n)` cut into 1 to `parts` pieces (first, last + 1) of nearly equal length."""
     parts = max(1, min(n, parts))
     return [(n * k // parts, n * (k + 1) // parts) for k in range(parts)]

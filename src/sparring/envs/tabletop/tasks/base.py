@@ -1,8 +1,5 @@
-"""What a task is: a scene, a start, a reward, when it counts as done, and how a scripted expert does it.
-
-The backend knows no task by name: it calls these members. `Reach`, the simplest one, is here, the others are in
-manipulate.py, mechanisms.py, dual.py and explore.py, their names in registry.py.
-"""
+"""What a task is: a scene, a start, a reward, when it is done, and a scripted expert. registry.py has all tasks by
+name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +11,11 @@ from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FI
 
 
 class Start(NamedTuple):
-    """How one episode begins."""
-
     # [R, 8] joints and fingers ([8] will do for one arm), [3], [k, 7] positions and quaternions
     arm: np.ndarray
     goal: np.ndarray
     objects: np.ndarray
-    # [m] joints inside the objects, each as a part of its travel
-    mechanisms: np.ndarray = np.zeros(0)
+    mechanisms: np.ndarray = np.zeros(0)  # [m] joints inside the objects, each as a part of its travel
 
 
 class Situation(NamedTuple):
@@ -55,15 +49,12 @@ class Situation(NamedTuple):
 
 
 class HandTarget(NamedTuple):
-    """Where an expert wants the hands of n robots: `[n, 3]` and `[n]`, with R arms `[n, R, 3]` and `[n, R]`."""
+    """Where an expert wants the hands: `[n, 3]` and `[n]`, with R arms `[n, R, 3]` and `[n, R]`."""
 
     point: np.ndarray
-    # radians about z from how delta_ee_pos holds it
-    yaw: np.ndarray
-    # of the fingers, from -1 (close) to 1 (open)
-    grip: np.ndarray
-    # at most this part of the fastest step
-    speed: np.ndarray
+    yaw: np.ndarray  # radians about z from how delta_ee_pos holds it
+    grip: np.ndarray  # of the fingers, from -1 (close) to 1 (open)
+    speed: np.ndarray  # at most this part of the fastest step
 
 
 class Task(Protocol):
@@ -72,12 +63,10 @@ class Task(Protocol):
     # ways to say what to do
     instructions: tuple[str, ...]
     max_episode_steps: int
-    # an episode is a success when `score` was satisfied in each of its last `hold` steps
-    hold: int
-    # False where nothing is to be done, so that a success rate would say nothing
-    reports_success: bool = True
-    # Where a scripted expert moves the hands next. It keeps no memory: each decision follows from the positions alone,
-    # so it recovers from a slip or from noise. None: nobody knows how
+    hold: int  # an episode is a success when `score` was satisfied in each of its last `hold` steps
+    reports_success: bool = True  # False where nothing is to be done, so that a success rate would say nothing
+    # where a scripted expert moves the hands next, by the positions alone, so that it recovers from slips; None: there
+    # is none
     expert: ClassVar[Callable[[Situation], HandTarget] | None] = None
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -92,7 +81,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Sector:
-    """A part of a ring around an arm's base, on the table: where the arm reaches is such a ring."""
+    """A part of a ring around an arm's base, on the table."""
 
     # metres from the axis of the base, and degrees to either side of `ahead`, which is to the left of straight ahead
     near: float
@@ -102,7 +91,6 @@ class Sector:
     ahead: float = 0.0
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """A point (x, y), uniform over the area."""
         radius = np.sqrt(rng.uniform(self.near**2, self.far**2))
         angle = np.deg2rad(self.ahead + rng.uniform(-self.degrees, self.degrees))
         return np.array([self.base[0] + radius * np.cos(angle), self.base[1] + radius * np.sin(angle)])
@@ -117,8 +105,7 @@ class Sector:
         return f"{self.near:.2f}..{self.far:.2f} m from the base, {where}+-{self.degrees:g} deg"
 
 
-# in reach, and neither off the table nor in the arm's base
-WIDE = Sector(0.16, 0.49, 90)
+WIDE = Sector(0.16, 0.49, 90)  # in reach, and neither off the table nor in the arm's base
 
 
 def arm_near_home(
@@ -126,7 +113,6 @@ def arm_near_home(
 ) -> np.ndarray:
     """`[8]`: each joint uniform within `noise` rad of home."""
     arm = np.full(ARM_JOINTS + FINGERS, opening)
-    # the hand points down, so its own yaw goes the other way round
     arm[:ARM_JOINTS] = (*HOME[:-1], HOME[-1] - mount.hand_yaw) + rng.uniform(-noise, noise, ARM_JOINTS)
     return arm
 
@@ -137,7 +123,6 @@ def standing(point: np.ndarray, z: float, yaw: float) -> np.ndarray:
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`[n, d]`, `[n, d]` -> `[n]`"""
     offset = a - b
     return np.sqrt(np.einsum("ni,ni->n", offset, offset))
 
@@ -153,11 +138,9 @@ def rotation_columns(quat: np.ndarray) -> np.ndarray:
 def grasp(
     hand: np.ndarray, grip: np.ndarray, place: np.ndarray, pressed: float, over: float = 0.065
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of hands `[..., 3]` commanded to be open by `grip` `[...]`: above the place `[..., 3]`, down, close.
-
-    Returns where the hand should go `[..., 3]`, what the fingers do `[...]`, and `[...]` bool whether they are around
-    the place and, commanded closer than `pressed`, press on what is there. `over` is how far above it the hand comes.
-    """
+    """Above the place `[..., 3]`, down, close: for hands `[..., 3]` commanded open by `grip` `[...]`. Returns the
+    hand's target `[..., 3]`, the finger action `[...]`, and `[...]` bool: the fingers are around the place and
+    commanded closer than `pressed`."""
     offset = hand - place
     aside, away = np.linalg.norm(offset[..., :2], axis=-1), np.linalg.norm(offset, axis=-1)
     below = offset[..., 2] < over - 0.02

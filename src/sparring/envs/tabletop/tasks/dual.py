@@ -30,23 +30,16 @@ TRAY = Solid(
     handles=(((0, _HANDLE_Y, _HANDLE_Z), _HANDLE_HALF), ((0, -_HANDLE_Y, _HANDLE_Z), _HANDLE_HALF)),
 )
 _CUBE = Solid("red_cube", RED)
-# lies along y where its yaw is 0
-BAR = Solid("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))
-# metres from the bar's middle to where a hand takes it
-BAR_GRIP = 0.065
+BAR = Solid("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))  # lies along y where its yaw is 0
+BAR_GRIP = 0.065  # metres from the bar's middle to where a hand takes it
 LEFT, RIGHT = 0, 1
-# metres that things keep from the axis of an arm's base
-_FOOT = 0.085
-# and from where a hand that points down can no longer touch the table
-_OUT_OF_REACH = 0.53
-# metres: handles and bar keep the fingers further open than this
-_PRESSED = 0.008
+_FOOT = 0.085  # metres that things keep from the axis of an arm's base
+_OUT_OF_REACH = 0.53  # and from where a hand that points down can no longer touch the table
+_PRESSED = 0.008  # metres: handles and bar keep the fingers further open than this
 
 
 @dataclass(frozen=True)
 class Area:
-    """A rectangle of the table, metres from its centre."""
-
     x: tuple[float, float]
     y: tuple[float, float]
 
@@ -63,9 +56,7 @@ class LiftTray(Task):
 
     name: str
     tray: Area
-    # degrees to either side; at 0 the handles are at the left and the right. From 60 on the arms get into each other's
-    # way: the expert lifts two thirds of the trays at 65 degrees, a third at 75 and a fifth at 90
-    yaw: float
+    yaw: float  # degrees to either side; from 60 on the arms get into each other's way
     # metres, along each side of the tray, that the cube stands off its middle
     offset: float
     joint_noise: float
@@ -79,8 +70,7 @@ class LiftTray(Task):
     max_episode_steps: int = 70
     hold: int = 5
     height: float = 0.08
-    # where each arm takes its handle, from its own base
-    reach: Sector = WIDE
+    reach: Sector = WIDE  # where each arm takes its handle, from its own base
 
     def start(self, rng: np.random.Generator) -> Start:
         arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
@@ -117,12 +107,10 @@ class LiftTray(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Each hand above its handle, down, close; once both hold, up together."""
         places = _handles(now)
         point, grip, held = grasp(now.hands, now.grips, places, _PRESSED)
         both = held.all(axis=1, keepdims=True)
         raised = places.copy()
-        # from the lower end on, so that the tray stays level
         raised[..., 2] = np.minimum(places[..., 2].min(axis=1) + 0.04, now.goal[:, 2] + 0.03)[:, None]
         axes = _rotations(now.quats[:, 0])
         yaw = np.arctan2(axes[:, 1, 0], axes[:, 0, 0])[:, None]
@@ -135,7 +123,6 @@ class LiftTray(Task):
         return {"tray": f"{self.tray}, {reach}", "yaw": f"+-{self.yaw:g} deg", "cube": cube}
 
     def reaches(self, centre: np.ndarray, yaw: float) -> bool:
-        """Both arms reach their handle of a tray that lies like this, and it does not lie on their feet."""
         axes = _axes(yaw)
         for mount, sign in zip(DUAL, (1, -1), strict=True):
             # the foot as the tray sees it
@@ -148,11 +135,9 @@ class LiftTray(Task):
 
 @dataclass(frozen=True)
 class Handover(Task):
-    """The left hand takes the bar near one end, the right hand takes the other end in the air, the left one lets go.
-
-    Done when the right hand holds the bar, whose middle is 5 cm or more above where it lay, and the left hand is open
-    and more than 6 cm from the bar. The bar lies where the right hand cannot touch it pointing down.
-    """
+    """The left hand takes the bar near one end, the right hand the other end in the air, the left one lets go. Done
+    when the right hand holds the bar, its middle 5 cm or more above where it lay, and the left hand is open and 6 cm or
+    more away."""
 
     name: str
     bar: Area
@@ -170,10 +155,8 @@ class Handover(Task):
     hold: int = 5
     height: float = 0.05
     clear: float = 0.06
-    # where the bar's middle should be when it changes hands
-    meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)
-    # where the left arm takes its end of the bar, from its own base
-    reach: Sector = WIDE
+    meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)  # where the bar's middle should be when it changes hands
+    reach: Sector = WIDE  # where the left arm takes its end of the bar, from its own base
 
     def start(self, rng: np.random.Generator) -> Start:
         arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
@@ -200,7 +183,6 @@ class Handover(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Left: take the bar, bring it to the middle, leave. Right: wait, take its other end, keep it."""
         along, from_bar = _beside_bar(now)
         left, right = ((from_bar < 0.025) & (now.grips < _PRESSED)).T
         axis = _rotations(now.quats[:, 0])[:, :, 1]
@@ -220,7 +202,6 @@ class Handover(Task):
         leave = now.goal + [0.0, BAR_GRIP, 0.12]
         leave[:, :2] = np.where(from_bar[:, LEFT, None] < 0.05, hand[:, :2], leave[:, :2])
         leave = np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, leave)
-        # the bar is at the meeting point and lies across
         presented = (np.abs(axis[:, 1]) > np.cos(np.deg2rad(12))) & (distance(now.objects[:, 0], now.goal) < 0.03)
 
         # 0, 1, 2 are take, bring, leave of the left hand and wait, take, keep of the right one
@@ -261,12 +242,11 @@ def _beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
-    """`[n, 3]`: the point of the bar's axis so far `[n]` from its middle."""
     return now.objects[:, 0] + along[:, None] * _rotations(now.quats[:, 0])[:, :, 1]
 
 
 def _half_turn(yaw: np.ndarray) -> np.ndarray:
-    """The same bar, its ends swapped or not: from -115 to 65 degrees, which the left wrist reaches on its own side."""
+    """The same bar with its ends swapped or not: -115 to 65 degrees, the range of the left wrist."""
     low = np.deg2rad(-115)
     return (yaw - low) % np.pi + low
 
@@ -276,23 +256,20 @@ def _nearness(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _handles(now: Situation) -> np.ndarray:
-    """`[n, 2, 3]`: where the left and the right hand hold the tray."""
     offsets = np.array([[0, _HANDLE_Y, _HANDLE_Z], [0, -_HANDLE_Y, _HANDLE_Z]])
     return now.objects[:, :1] + np.einsum("nij,rj->nri", _rotations(now.quats[:, 0]), offsets)
 
 
 def _gripping(now: Situation, thickness: float) -> np.ndarray:
-    """`[n, R]` bool: something about as thick keeps the fingers from closing as far as they are told to."""
+    """`[n, R]` bool: something about as thick keeps the fingers open."""
     held_open = (now.widths > thickness - 0.008) & (now.widths < thickness * np.sqrt(2) + 0.004)
     return held_open & (2 * now.grips < now.widths - 0.008)
 
 
 def _rotations(quat: np.ndarray) -> np.ndarray:
-    """`[n, 4]` unit quaternions to `[n, 3, 3]`."""
     one, two = np.split(rotation_columns(quat), 2, axis=1)
     return np.stack([one, two, np.cross(one, two)], axis=2)
 
 
 def _axes(yaw: float) -> np.ndarray:
-    """`[2, 2]`: the horizontal directions of a thing's own x and y."""
     return np.array([[np.cos(yaw), np.sin(yaw)], [-np.sin(yaw), np.cos(yaw)]])

@@ -26,7 +26,7 @@ _TRIES = 100
 
 
 class _Zone(NamedTuple):
-    """What is nearer than `radius` to the line from one point (x, y) to another, which may be the same."""
+    """All points nearer than `radius` to the line from one point (x, y) to another."""
 
     one: np.ndarray
     other: np.ndarray
@@ -59,7 +59,6 @@ def _scatter(rng: np.random.Generator, things: tuple[TableObject, ...], zones: l
 
 
 def with_clutter(scene: Scene, count: int) -> Scene:
-    """The same scene with so many things that have nothing to do with the task."""
     toys = (TOYS[k % len(TOYS)] for k in range(count))
     return replace(scene, clutter=tuple(replace(toy, name=f"clutter{k}") for k, toy in enumerate(toys)))
 
@@ -74,7 +73,6 @@ def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.nd
 
 
 def _footprint(thing: TableObject) -> float:
-    """Radius of a circle on the table that it stays inside of at any yaw."""
     return float(np.hypot(*thing.half[:2]))
 
 

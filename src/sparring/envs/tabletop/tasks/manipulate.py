@@ -22,10 +22,8 @@ _BLUE_CUBE = Solid("blue_cube", BLUE)
 COLOURS = {"red": _RED_CUBE, "blue": _BLUE_CUBE, "green": Solid("green_cube", GREEN)}
 # as high as a third of the cube, which therefore cannot be pushed onto it
 _BLUE_PLATE = Solid("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)
-# where a hand that points down can touch the table, with a little room to spare
-REACHABLE = Sector(0.12, 0.515, 120)
-# metres: a cube keeps the fingers further open than this
-_PRESSED = 0.012
+REACHABLE = Sector(0.12, 0.515, 120)  # where a hand that points down can touch the table, with a little room to spare
+_PRESSED = 0.012  # metres: a cube keeps the fingers further open than this
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class Push(Task):
     name: str
     cube: Sector
     goal: Sector
-    # metres from the cube's start to the disc
-    travel: tuple[float, float]
+    travel: tuple[float, float]  # metres from the cube's start to the disc
     # degrees to either side; a cube looks the same every 90 degrees, so 45 is any yaw
     yaw: float
     joint_noise: float
@@ -73,7 +70,6 @@ class Push(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Behind the cube, down, then along the line from the cube to the disc."""
         cube, n = now.objects[:, 0], len(now.hand)
         way = now.goal[:, :2] - cube[:, :2]
         left = np.linalg.norm(way, axis=1, keepdims=True)
@@ -139,7 +135,6 @@ class Lift(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Above the cube, down, close, up."""
         cube = now.objects[:, 0]
         point, grip, held = grasp(now.hand, now.grip, cube, pressed=_PRESSED)
         point[held] = np.stack([now.hand[held, 0], now.hand[held, 1], now.goal[held, 2] + 0.02], axis=1)
@@ -150,10 +145,8 @@ class Lift(Task):
 
     @classmethod
     def pick(cls, name: str, cubes: dict[str, Sector], yaw: float, noise: float) -> "Lift":
-        """Lift the cube whose colour the name says. All are on the table whatever is asked: only words tell.
-
-        `cubes`: colour -> where that cube stands.
-        """
+        """Lift the cube whose colour the name says; only the instruction tells which. `cubes`: colour -> where that
+        cube stands."""
         colour = name.split("_")[1]
         instructions = (
             f"lift the {colour} cube",
@@ -206,7 +199,6 @@ class PutOn(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Grasp, up, over, down, let go, up."""
         cube, target, offset = now.objects[:, 0], now.goal.copy(), now.hand - now.objects[:, 0]
         target[:, :2] = now.objects[:, 1, :2]
         point, grip, held = grasp(now.hand, now.grip, cube, pressed=_PRESSED)
@@ -264,7 +256,6 @@ def _face(quat: np.ndarray) -> np.ndarray:
 
 
 def _two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tuple[float, float]) -> np.ndarray:
-    """`[2, 2]`: a point of each sector, so far apart."""
     while True:
         points = np.stack([one.draw(rng), other.draw(rng)])
         if apart[0] <= np.hypot(*(points[1] - points[0])) <= apart[1]:
@@ -272,7 +263,6 @@ def _two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tup
 
 
 def _points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: float) -> np.ndarray:
-    """`[k, 2]`: a point of each sector, at least so far from the others."""
     while True:
         points = np.stack([sector.draw(rng) for sector in sectors])
         gaps = np.linalg.norm(points[:, None] - points, axis=-1) + np.diag(np.full(len(points), np.inf))
@@ -281,7 +271,6 @@ def _points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: 
 
 
 def resting(thing: TableObject, point: np.ndarray, rng: np.random.Generator, yaw: float) -> np.ndarray:
-    """`[7]`: a thing that stands on the table at (x, y), turned by up to `yaw` degrees."""
     return standing(point, thing.half[2], np.deg2rad(rng.uniform(-yaw, yaw)))
 
 
@@ -291,15 +280,11 @@ def _resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
 
 
 def _holding(now: Situation) -> np.ndarray:
-    """`[n]` bool: the hand is at the first object, which keeps the fingers from closing as far as they are told to.
-
-    They stay open by the cube's side, or by up to its diagonal when it stands askew between them.
-    """
+    """`[n]` bool: the hand is at the first object, which keeps the fingers open, by its side or up to its diagonal."""
     close = distance(now.hand, now.objects[:, 0]) < 0.025
     held_open = (now.width > 2 * CUBE_HALF - 0.01) & (now.width < 2 * CUBE_HALF * np.sqrt(2) + 0.004)
     return close & held_open & (2 * now.grip < now.width - 0.008)
 
 
 def yaw_range(degrees: float) -> str:
-    """The yaw of what looks the same every 90 degrees, up to so far to either side."""
     return "any" if degrees == 45 else f"+-{degrees:g} deg"

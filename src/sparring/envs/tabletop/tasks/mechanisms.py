@@ -38,8 +38,7 @@ class _PushButton:
 
     def part(self) -> Part:
         x, y, z = self.half
-        # the cap weighs nothing to its spring, and rests at the spring's end rather than against a stop, where every
-        # substep would pay for solving a constraint
+        # gravity is compensated and the spring's end is not a stop, which would cost solver time
         cap = f"""
       <body name="button_cap" pos="0 0 {self.top - _CAP_HALF}" gravcomp="1">
         <joint name="button_press" type="slide" axis="0 0 -1" range="-0.001 {_BUTTON_TRAVEL}" stiffness="350"
@@ -93,7 +92,6 @@ class Button(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Over the cap, down, and a little further than it has to go."""
         n, cap = len(now.hand), _cap_top(now)
         over = distance(now.hand[:, :2], cap[:, :2]) < 0.012
         point = cap.copy()
@@ -106,15 +104,13 @@ class Button(Task):
 
 
 def _cap_top(now: Situation) -> np.ndarray:
-    """`[n, 3]`: the middle of the cap's top, as far as it is pressed now; the box stands level."""
     top = now.objects[:, 0].copy()
     top[:, 2] += _BUTTON.top - _BUTTON_TRAVEL * now.mechanisms[:, 0]
     return top
 
 
 _DRAWER_TRAVEL = 0.10
-# where the hand grips the knob, from the middle of the cabinet with the drawer closed. The knob stands up, and the
-# fingertips stay above the cabinet: a hand of any yaw grips it without touching anything else
+# where the hand grips the knob, from the middle of the closed cabinet: a hand of any yaw touches nothing else
 _KNOB = (0.107, 0.0, 0.0555)
 _KNOB_RADIUS = 0.012
 _WALL = 0.004
@@ -159,7 +155,6 @@ class _Cabinet:
           {OBJECT}/>
         <geom name="knob" type="capsule" size="{_KNOB_RADIUS}" fromto="{_KNOB[0]} 0 {bottom} {_KNOB[0]} 0 {top}"
           mass="0.05" rgba="{_RED}" condim="4" {OBJECT}/>"""
-        # it rests a little before its stop, where every substep would pay for solving a constraint
         return f"""
       <body name="drawer">
         <joint name="drawer" type="slide" axis="1 0 0" range="-0.001 {_DRAWER_TRAVEL}" damping="6" frictionloss="0.8"
@@ -178,11 +173,8 @@ _CABINET = _Cabinet()
 
 @dataclass(frozen=True)
 class Drawer(Task):
-    """Open it by 7 cm or more."""
-
     name: str
-    # where the middle of the knob's path is
-    knob: Sector
+    knob: Sector  # where the middle of the knob's path is
     # degrees: where the front looks (0 away from the robot, -90 to its right), and up to how far to either side of that
     front: float
     spread: float
@@ -219,7 +211,6 @@ class Drawer(Task):
 
     @staticmethod
     def expert(now: Situation) -> HandTarget:
-        """Above the knob, down, close, and along the drawer's way."""
         knob = _knob_now(now)
         point, grip, held = grasp(now.hand, now.grip, knob, pressed=0.010, over=0.055)
         point = np.where(held[:, None], now.goal, point)
@@ -231,7 +222,6 @@ class Drawer(Task):
 
 
 def _knob_now(now: Situation) -> np.ndarray:
-    """`[n, 3]`: where the hand grips the knob, as far as the drawer is open now."""
     cabinet = np.concatenate([now.objects[:, 0], now.quats[:, 0]], axis=1)
     return _knobs(cabinet, _DRAWER_TRAVEL * now.mechanisms[:, 0])
 
@@ -244,10 +234,7 @@ def _knobs(cabinet: np.ndarray, opening: np.ndarray) -> np.ndarray:
 
 
 def _fits(centre: np.ndarray, front: np.ndarray) -> bool:
-    """A cabinet so placed stands on the table and leaves room for the arm's base; the knob's whole path is in reach.
-
-    Of all places and yaws with the path in reach, 64 % fit.
-    """
+    """The cabinet stands on the table, clear of the arm's base, and the knob's whole path is in reach."""
     x, y, _ = _CABINET.half
     aside = np.array([-front[1], front[0]])
     path = [centre + (_KNOB[0] + opening) * front for opening in np.linspace(0, _DRAWER_TRAVEL, 11)]

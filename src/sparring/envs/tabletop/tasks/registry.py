@@ -1,10 +1,5 @@
-"""Every task by name; adding one to `TASKS` makes it available everywhere.
-
-The suffix is the distribution of starts: d0 narrow (about +-3 cm), d1 wider, d2 more than 60 % of the table that the
-hand reaches pointing down, and any yaw. For two arms d2 is 69 % of the places, at yaws of up to 60 degrees, where both
-reach their handle of the tray, and 87 % of those, at any yaw, where the left hand reaches the bar and the right does
-not.
-"""
+"""Every task by name. The suffix is the distribution of starts: d0 narrow (about +-3 cm), d1 wider, d2 more than 60 %
+of the table in reach of a hand that points down, at any yaw (docs/suite.md has the shares for two arms)."""
 
 from dataclasses import replace
 from difflib import get_close_matches
@@ -70,7 +65,6 @@ def find(name: str) -> Task:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """Rows (name, what, what varies) of every task."""
     return [
         (task.name, task.instructions[0], ", ".join(f"{key} {value}" for key, value in task.describe().items()))
         for task in TASKS.values()
