@@ -46,7 +46,7 @@ class BatchBuilder:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._remembers = batch_size is None and hasattr(source, "state_dict")
-        # of the source, after the last batch handed out
+        # after the last batch handed out
         self._source_state: dict | None = source.state_dict() if self._remembers else None
         self._restart()
 
@@ -96,7 +96,7 @@ class BatchBuilder:
 
     def _restart(self) -> None:
         self._pending: deque[Future] = deque()
-        # made by the thread, as the first item may be long in coming
+        # made by the thread, as the first item may take long
         self._batches: Iterator[TensorDict] | None = None
         self._next = self.consumed
 

@@ -176,11 +176,9 @@ class Demonstrations:
             raise DatasetError("\n".join([f"'{self.path}' is not what is asked for; {advice}:", *mistakes]))
 
     def _recorded_shape(self, camera: str) -> tuple[int, int]:
-        """(H, W)."""
         shape = self.dataset.info["features"][self._features[camera]]["shape"]
-        # some write [3, H, W] instead of [H, W, 3]
-        height, width = shape[1:] if shape[0] == 3 else shape[:2]
-        return height, width
+        # [H, W, 3], or as some write it, [3, H, W]
+        return tuple(shape[1:] if shape[0] == 3 else shape[:2])
 
     def _decode(self, camera: str, episode: int) -> np.ndarray:
         file, start = self.dataset.clips[self._features[camera]][episode]
@@ -230,8 +228,7 @@ class ActionChunks:
 
     It is what an env with `spec` would show: entries it does not have are left out, vectors are padded to its sizes,
     and `observation/task` indexes its instructions. Of each dataset only the first `episodes` are used (None: all).
-    Datasets with pictures must have been opened with cache=True. B drawn steps, H steps of a chunk, A action dims, F
-    steps of all demonstrations that are used.
+    Datasets with pictures must be opened with cache=True. B drawn steps, H steps of a chunk, A action dims, F steps.
     """
 
     def __init__(
@@ -261,10 +258,7 @@ class ActionChunks:
         return sum(len(lengths) for lengths in self.lengths)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
-        """`[B]`: `observation/*`, `action [B, H, A]`, and `valid [B, H]`, false past the episode's end.
-
-        And `step`, their numbers among the F.
-        """
+        """`[B]`: `observation/*`, `action [B, H, A]`, `valid [B, H]` (false past the end), and `step` of the F."""
         step = torch.randint(len(self), (batch_size,), generator=generator)
         valid = step[:, None] + torch.arange(self.horizon) < self._ends[step, None]
         drawn = {"observation": self.observation(step), "action": self.actions(step), "valid": valid, "step": step}

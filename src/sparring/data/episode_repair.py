@@ -110,8 +110,8 @@ def _refuse_bad_index(layout: EpisodeLayout, segment: Segment, finished: bool, w
     unlisted = segment.unlisted(segment.data_end, layout)
     # a reader may find more of them while a writer is at work
     if unlisted and (finished or len(unlisted) > 1 and writing):
-        said = f"lists {whole} episodes, but {len(unlisted)} more lie behind them in the data"
-        raise _damage(segment.index_path, said)
+        more = f"{len(unlisted)} more lie behind them in the data"
+        raise _damage(segment.index_path, f"lists {whole} episodes, but {more}")
 
 
 def _whole(segment: Segment) -> int:
@@ -124,8 +124,7 @@ def _whole(segment: Segment) -> int:
     following = [record for i, record in enumerate(records) if i > bad[0] and i not in bad]
     if following or len(bad) == len(records) > 1:
         rest = f"{_counted(following)} follow it" if following else f"so are all {len(records)} of the segment"
-        said = f"the data of episode {records[bad[0]].number} are damaged, and {rest}"
-        raise _damage(segment.data_path, said)
+        raise _damage(segment.data_path, f"the data of episode {records[bad[0]].number} are damaged, and {rest}")
     return bad[0]
 
 
@@ -141,11 +140,8 @@ def _damage(file: Path, said: str) -> UserError:
     )
 
 
-# ---- repair
-
-
 def _salvage(folder: Path, layout: EpisodeLayout) -> None:
-    """Every checksum is looked at, also those of old segments."""
+    """Keep what is whole; every checksum is verified, also those of old segments."""
     kept, lost = [], 0
     for number in sorted({*Segment.numbers(folder, ".data"), *Segment.numbers(folder, ".index")}):
         whole, damaged = _salvage_segment(folder, Segment(folder, number), layout)

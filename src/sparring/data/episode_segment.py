@@ -74,13 +74,9 @@ class Segment:
         """Those of `records` whose data are what their checksums promise."""
         if not records:
             return []
-        intact = []
         # read, not mapped: all of it would stay in this process's memory
         with open(self.data_path, "rb") as file:
-            for record in records:
-                file.seek(record.offset)
-                intact += [record] if zlib.crc32(file.read(record.size)) == record.crc else []
-        return intact
+            return [r for r in records if file.seek(r.offset) == r.offset and zlib.crc32(file.read(r.size)) == r.crc]
 
     def unread(self) -> list[EpisodeRecord | None]:
         """What the index lists behind `records`: not parsed (None), without its data, or written since."""

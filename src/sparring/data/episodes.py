@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class EpisodeStore:
     """`append` episodes; `episode(i)` is a TensorDict [T] with `observation/*`, `next/observation/*` and all else.
 
-    The one writer takes the folder for itself until `close`; it first drops what a crash left half-written at the end,
-    and says so. Other damage is refused, unless `repair`: then whole episodes are kept and the rest is put aside.
+    The one writer locks the folder until `close`; it first drops, and logs, what a crash left half-written at the end.
+    Other damage is refused, unless `repair`: then whole episodes are kept and the rest is put aside.
     Readers open it with `read_only` and see what was there at the last `refresh`. Beyond `max_bytes` the oldest
     segments are deleted whole. Episodes are numbered from 0 on for ever; `episode(i)` counts from the oldest kept.
     """
@@ -149,10 +149,7 @@ class EpisodeStore:
             self._list_episodes()
 
     def rewind(self, next_number: int) -> None:
-        """Forget the episodes from this number on: a run that goes on from a checkpoint writes them again.
-
-        Nobody else may be reading meanwhile, and views of the forgotten ones must be gone.
-        """
+        """Forget the episodes from this number on; nobody may be reading, and views of them must be gone."""
         self._require_writer()
         if next_number > self.next_number:
             raise UserError(
@@ -238,7 +235,12 @@ class EpisodeStore:
 
     def _make_room(self, size: int, line: int) -> int:
         """Where in the last segment the next episode goes, after starting a new one or deleting old ones."""
-        self._log_once()
+        if not self._logged:
+            step, limit = sum(column.row_bytes for column in self.layout.columns), "no limit"
+            if self.max_bytes:
+                limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
+            log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
+            self._logged = True
         if not self._segments or self._segments[-1].data_end + size > self.segment_bytes:
             for segment in self._segments[-1:]:
                 segment.close()
@@ -252,22 +254,12 @@ class EpisodeStore:
             oldest.delete()
         return self._segments[-1].data_end
 
-    def _log_once(self) -> None:
-        """What fits."""
-        if self._logged:
-            return
-        self._logged = True
-        step, limit = sum(column.row_bytes for column in self.layout.columns), "no limit"
-        if self.max_bytes:
-            limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
-        log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
-
 
 def _differences(old: EpisodeLayout, new: EpisodeLayout) -> str:
     was, now = ({c.name: f"{c.dtype} {list(c.shape)}" for c in layout.columns} for layout in (old, new))
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
-    told = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
-    return "; ".join(told) + "; give another folder, or leave out keys that differ"
+    found = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
+    return "; ".join(found) + "; give another folder, or leave out keys that differ"
 
 
 def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:

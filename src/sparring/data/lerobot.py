@@ -71,17 +71,11 @@ def read_dataset(path: str | Path) -> Dataset:
     info = _read_info(path)
     episodes = _read_episodes(path, info)
     columns = _read_columns(path, info, episodes)
+    lengths, clips = episodes["length"].astype(np.int64), _clips(path, info, episodes)
+    instructions = _read_instructions(path)
     stats, extras = (_read_json(path / f"meta/{name}.json", optional=True) for name in ("stats", "sparring"))
-    dataset = Dataset(
-        path=path,
-        info=info,
-        columns=columns,
-        lengths=episodes["length"].astype(np.int64),
-        clips=_clips(path, info, episodes),
-        instructions=_read_instructions(path),
-        statistics={of: {name: np.array(value) for name, value in values.items()} for of, values in stats.items()},
-        extras=extras,
-    )
+    stats = {feature: {name: np.array(value) for name, value in values.items()} for feature, values in stats.items()}
+    dataset = Dataset(path, info, columns, lengths, clips, instructions, stats, extras)
     _check_frames(dataset)
     return dataset
 
@@ -104,10 +98,8 @@ def _read_info(path: Path) -> dict[str, Any]:
     if missing:
         raise DatasetError(f"'{path}/meta/info.json' lacks {', '.join(missing)}")
     if not str(info["codebase_version"]).startswith("v3."):
-        raise DatasetError(
-            f"'{path}' is a LeRobotDataset {info['codebase_version']}, expected v3.0; "
-            "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
-        )
+        mend = "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
+        raise DatasetError(f"'{path}' is a LeRobotDataset {info['codebase_version']}, expected v3.0; {mend}")
     return info
 
 
@@ -130,8 +122,7 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
     features = {
         name: feature["shape"]
         for name, feature in info["features"].items()
-        if feature["dtype"] not in ("video", "image", "string")
-        and len(feature["shape"]) == (2 if name == POINTS else 1)
+        if feature["dtype"] not in ("video", "image", "string") and len(feature["shape"]) == 1 + (name == POINTS)
     }
     missing = [name for name in ("action", *_BOOKKEEPING) if name not in features]
     if missing:

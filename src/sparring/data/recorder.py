@@ -7,16 +7,14 @@ from tensordict import TensorDict
 
 from sparring.data.episodes import EpisodeStore
 
-# what acting and scoring need and nobody trains on later
-_LEFT_OUT = ("noise", "trace")
-
 
 class EpisodeRecorder:
     """`add` every transition as `Collector.decide` returns it; each episode is appended to the store when it ends.
 
     A transition is kept as it is, without a copy, until its episodes have ended: do not write into it. An episode whose
     first step was not seen is left out. `seeds(env, episode)` tells the seed of an env's k-th episode, `tasks` are the
-    instructions that `observation/task` indexes; both, `source` and the success are noted with the episode.
+    instructions that `observation/task` indexes; both, `source` and the success are noted with the episode. `exclude`:
+    keys that acting and scoring need and nobody trains on later.
     """
 
     def __init__(
@@ -26,7 +24,7 @@ class EpisodeRecorder:
         source: str = "",
         tasks: Sequence[str] = (),
         seeds: Callable[[int, int], int] | None = None,
-        exclude: Sequence[str] = _LEFT_OUT,
+        exclude: Sequence[str] = ("noise", "trace"),
     ):
         self.store, self.num_envs, self.source = store, num_envs, source
         self.tasks, self.seeds, self.exclude = tuple(tasks), seeds, tuple(exclude)
@@ -75,13 +73,10 @@ class EpisodeRecorder:
             rows = torch.stack([*rows, last.get(key[1:])])
             episode.set(key, rows[:-1])
             episode.set(("next", *key), rows[1:])
-        self.store.append(episode, **self._info(env, episode))
-
-    def _info(self, env: int, episode: TensorDict) -> dict:
         info = {"source": self.source, "success": bool(episode["next", "success"][-1])}
         task = episode.get(("observation", "task"), None)
         if self.tasks:
             info["task"] = self.tasks[0 if task is None else int(task[0])]
         if self.seeds is not None:
             info["seed"] = int(self.seeds(env, self._episode[env]))
-        return info
+        self.store.append(episode, **info)

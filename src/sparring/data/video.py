@@ -81,7 +81,5 @@ def _run(arguments: list[str], path: Path, given: bytes | None = None) -> bytes:
 
 def _ffmpeg(arguments: list[str], given: bytes | None = None) -> subprocess.CompletedProcess:
     command = [find_ffmpeg(), "-y", "-v", "error", *arguments]
-    # without input ffmpeg must not read the terminal's
-    source = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-    # of its own session: Ctrl-C is ours to answer, and must not cut a clip short
-    return subprocess.run(command, capture_output=True, start_new_session=True, **source)
+    # without input ffmpeg must not read the terminal's; its own session, as Ctrl-C must not cut a clip short
+    return subprocess.run(command, input=given or b"", capture_output=True, start_new_session=True)

@@ -1,10 +1,9 @@
 """Windows: slices of time [B, L] out of stored episodes, for training through a memory.
 
-A window never crosses the end of an episode. Where it is shorter than L (the whole episode is, or its last steps are
-left) it is filled up, and `mask` is true only at steps to learn from. With `burn_in` = k a batch has k more columns in
-front, for bringing the memory up to date without learning: `burn_in` is true at those that hold a step. Column k is
-always where learning starts. `is_first` is true where the memory is to be cleared: at the start of an episode, and at
-the first step of a window whose memory is neither stored nor carried.
+A window never crosses the end of an episode. A shorter one is filled up, and `mask` is true only at steps to learn
+from. With `burn_in` = k a batch has k more columns in front, which bring the memory up to date without learning:
+`burn_in` is true at those that hold a step. Column k is always where learning starts. `is_first` is true where to clear
+the memory: at the start of an episode, and of a window whose memory is neither stored nor carried.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,8 +129,8 @@ class ShuffledWindows:
     is seen at least half as often as one in the middle, and long episodes are drawn more often than short ones.
 
     memory=stored: the memory that enters a window is `memory/*` in its first column. rebuilt: it is empty there
-    (`is_first`), and `burn_in` steps bring it up to date. keys: what to read; None: all that is stored. newest: from so
-    many of the newest episodes only; None: from all.
+    (`is_first`), and `burn_in` steps bring it up to date. keys: what to read (None: all); newest: from so many of the
+    newest episodes only (None: from all).
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class SequentialWindows:
         # numbers of the episodes that no stream has begun yet
         self._waiting: list[int] = []
         # of each stream: (number of its episode, its next step)
-        self._streams = [_NO_EPISODE] * batch_size
+        self._streams: list[tuple[int, int]] = [_NO_EPISODE] * batch_size
         self._under_way = False
 
     def __iter__(self) -> Iterator[TensorDict]:
