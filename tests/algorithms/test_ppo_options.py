@@ -9,6 +9,7 @@ from test_ppo import Lesson, batch
 from torch import nn
 
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
+from sparring.algorithms.gradient_step import GradientStep
 from sparring.algorithms.grpo import GRPO
 from sparring.algorithms.ppo import PPO, LossTerms, clipped_policy_loss, ppo_loss
 from sparring.collect.collector import Collector
@@ -18,6 +19,7 @@ from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.policy import executed_mask
+from sparring.processes.distributed import Distributed
 
 
 def parameters_of(lesson) -> dict[str, torch.Tensor]:
@@ -43,6 +45,15 @@ def test_the_warm_up_leaves_no_momentum_behind():
     lesson.learn(1)
     policy_vector, critic_vector = (group.vector for group in lesson.ppo.step.groups)
     assert policy_vector not in lesson.ppo.step.optimizer.state and critic_vector in lesson.ppo.step.optimizer.state
+
+
+def test_a_group_that_rested_is_clipped_with_the_others_again():
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    step = GradientStep([{"params": [one], "lr": 0.1}, {"params": [other], "lr": 0.1}], Distributed("cpu"), 1.0)
+    for learning, norm in ((step.groups[-1:], 4.0), (None, 5.0)):
+        step.backward(TensorDict({}, [1]), lambda _: (3 * one[0] + 4 * other[0], None), None)
+        assert step.apply(learning).item() == pytest.approx(norm)
+    assert one.grad.norm() == pytest.approx(0.6) and other.grad.norm() == pytest.approx(0.8)
 
 
 def test_a_policy_that_does_not_name_its_critic_cannot_warm_it_up():

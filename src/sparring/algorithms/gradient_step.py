@@ -60,12 +60,13 @@ class GradientStep:
     def apply(self, learning: "list[_FlatParameters] | None" = None) -> Tensor:
         """A step with the gradients of all processes; their norm. `learning`: the groups that change; None: all."""
         learning = self.groups if learning is None else learning
-        for group in learning:
-            self.distributed.average_(group.gradient)
-        norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
         for group in self.groups:
             # without a gradient Adam leaves values and moments as they are
-            group.vector.grad = group.gradient if any(group is other for other in learning) else None
+            group.vector.grad = None
+        for group in learning:
+            group.vector.grad = group.gradient
+            self.distributed.average_(group.gradient)
+        norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
         with self.memory("taking a gradient step", 0):
             self.optimizer.step()
         return norm
