@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,8 @@ def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict, root: Tens
 class BaseCollector:
     """What a phase asks of its collector, wherever the robots are. Robots are in one or several `lanes`."""
 
-    env: Env
+    # an Env, or what stands for those that are in groups or in another process
+    env: Any
     policy: Policy
     stopwatch: Stopwatch
     # how often the weights have changed
@@ -115,7 +117,7 @@ class BaseCollector:
     def state_dict(self) -> dict | None:
         """All that the next rollout depends on, besides the weights; None: nothing was collected yet."""
 
-    def load_state_dict(self, state: dict | None) -> bool:
+    def load_state_dict(self, state: dict) -> bool:
         """Go on from a `state_dict`. False: an env could not be put back, and starts new episodes instead."""
         return True
 

@@ -4,7 +4,6 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ _DOING = {
 class ActorProcess:
     """The collecting process. Whatever ends it other than `close` is raised, as a StageFailed, by `receive`."""
 
-    def __init__(self, factory: Callable, config: "Config"):
+    def __init__(self, factory: Any, config: "Config"):
         rollout, folder = config.rollout, config.buffer.folder
         # kept until the other has attached it
         self._table = SharedMemory.make({("deadlines",): Column((rollout.groups, len(WATCHED)), np.dtype("float64"))})
@@ -130,7 +129,7 @@ class ActorProcess:
 class RemoteEnv:
     """What there is to know of robots that another process owns."""
 
-    def __init__(self, factory: Callable, config: "Config"):
+    def __init__(self, factory: Any, config: "Config"):
         self.actor = ActorProcess(factory, config)
         self.num_envs, self.config, self.device = config.rollout.n_envs, config.env, factory.device
         # when the robots are made

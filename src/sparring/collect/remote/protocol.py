@@ -4,9 +4,9 @@ Learner: Start; calls (method, arguments) to be answered; Begin; then Notices at
 Collecting process: the spec of its env; answers; then a Report for every rollout. A Failure, at any time, is its last.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sparring.algorithms.parity import Parity
 from sparring.collect.camera import Episode, Film
@@ -25,7 +25,7 @@ CLOSE_S = 5.0
 class Start:
     """What the process is made with. `factory()` makes the collector, its buffer, and the scorer of the parity gate."""
 
-    factory: Callable
+    factory: Any
     threads: int
     staleness: int
     watchdog_s: float

@@ -43,7 +43,7 @@ class WeightsWriter:
         for (name,), tensor in self.whole.tensors.items():
             tensor.copy_(weights[name])
         columns = {(name,): Column((2, *weights[name].shape), weights[name].dtype) for name in self.names}
-        self.shared = SharedMemory.make(columns | {_CONTROL: Column((2,), torch.int64)}, folder, what)
+        self.shared = SharedMemory.make({**columns, _CONTROL: Column((2,), torch.int64)}, folder, what)
         self.shared.pin(next(model.parameters()).device)
         self.write(version)
 
