@@ -15,7 +15,7 @@ import tiny_pi0
 from metric_names import unexplained
 
 import sparring.data
-from sparring.cli.main import build_parser, main
+from sparring.cli.main import _build_parser, main
 from sparring.config.schema import load_config
 from sparring.record.names import FLAT
 from sparring.runs.summary import next_commands
@@ -96,7 +96,7 @@ def run_small(command: str, capsys) -> None:
     """In the folder of `trained`, at a size that takes no time."""
     words = shlex.split(command)[1:]
     if words[0] == "watch":  # it would not end; test_watch.py serves
-        assert build_parser().parse_args(words).runs
+        assert _build_parser().parse_args(words).runs
         return
     if words[0] == "train":
         gym = any("gym:" in word or "configs/" in word for word in words)
@@ -152,7 +152,7 @@ def test_there_are_commands_to_run():
 
 def test_every_command_has_its_place_on_the_page():
     page = (ROOT / "docs/commands.md").read_text()
-    (commands,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    (commands,) = [a for a in _build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert [command for command in commands.choices if f"`{command}`" not in page] == []
 
 

@@ -103,8 +103,7 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     spec = load_spec(checkpoint)
     phase = next((s.value for s in settings if s.key == "phase"), None)
     if phase in ("student", "adversarial"):
-        # it has fewer cameras than its env shows
-        spec = with_cameras(spec, config.student.cameras)
+        spec = with_cameras(spec, config.student.cameras)  # it has fewer cameras than its env shows
     policy = make_policy(config.policy, spec, config.rollout.action_steps, device)
     load_weights(policy, checkpoint, "policy." if phase == "adversarial" else "")
     return policy.eval()

@@ -5,7 +5,7 @@ import sys
 import pytest
 from pydantic import Field
 
-from sparring.config.resolve import _path_of, config_class, resolve
+from sparring.config.resolve import config_class, resolve
 from sparring.config.schema import load_config
 from sparring.config.section import Section
 from sparring.config.text import parse_overrides
@@ -76,8 +76,8 @@ def test_short_names_and_import_paths():
 
     assert resolve("square", KNOWN, "thing") is math.sqrt
     assert resolve("math:log", KNOWN, "thing") is math.log
-    # nothing is imported by asking for the path
-    assert _path_of("no.such:Thing", KNOWN, "thing") == "no.such:Thing"
+    # an import path is taken as it is, known or not
+    assert sentence(resolve, "no.such:Thing", KNOWN, "thing").startswith("thing 'no.such:Thing': no module 'no'")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_a_bad_import_path(path, said):
 
 def test_an_unknown_name():
     said = "no thing is called 'sqare'; nearest: square; known: square, log, or your.module:Class"
-    assert sentence(_path_of, "sqare", KNOWN, "thing") == said
-    assert sentence(_path_of, "zzz", KNOWN, "thing") == (
+    assert sentence(resolve, "sqare", KNOWN, "thing") == said
+    assert sentence(resolve, "zzz", KNOWN, "thing") == (
         "no thing is called 'zzz'; known: square, log, or your.module:Class"
     )
 

@@ -6,7 +6,7 @@ from gymnasium import spaces
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym import ActionMap, GymRobot, ObservationMap, pack, unpack
+from sparring.envs.gym import GymRobot, _ActionMap, _ObservationMap, pack, unpack
 from sparring.envs.gym_batch import SerialBackend
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
@@ -24,7 +24,7 @@ def chunks(num_envs=1, steps=1, value=0.0, dim=1):
 
 def written(space, value):
     """What an observation of this space becomes."""
-    observations = ObservationMap(space, "test")
+    observations = _ObservationMap(space, "test")
     arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in observations.spec.items()}
     observations.check(value)
     observations.write(value, arrays, 0)
@@ -85,7 +85,7 @@ def test_dict_is_split_into_pictures_and_one_state_in_the_order_of_its_keys():
 )
 def test_other_observations_are_refused(space):
     with pytest.raises(ValueError, match="observation space .* of test is not supported; expected a Box"):
-        ObservationMap(space, "test")
+        _ObservationMap(space, "test")
 
 
 def test_wrong_shape_of_an_observation_is_told_not_broadcast():
@@ -98,24 +98,24 @@ def test_wrong_shape_of_an_observation_is_told_not_broadcast():
 
 def test_box_actions_are_clipped_then_mapped_onto_the_bounds():
     space = spaces.Box(np.array([0, -2, -np.inf], np.float32), np.array([10, 2, np.inf], np.float32))
-    actions = ActionMap(space, "test")
+    actions = _ActionMap(space, "test")
     # [N=1, C=3, A=3]
     ours = np.array([[[-1, 0.5, 0.25], [0, 3, 9], [1, -1, -0.5]]], np.float32)
     assert np.array(actions.decode(ours)[0]).tolist() == [[0, 1, 0.25], [5, 2, 1], [10, -2, -0.5]]
-    shaped = ActionMap(spaces.Box(-1, 1, (2, 3)), "test").decode(np.zeros((4, 5, 6), np.float32))
+    shaped = _ActionMap(spaces.Box(-1, 1, (2, 3)), "test").decode(np.zeros((4, 5, 6), np.float32))
     assert np.shape(shaped) == (4, 5, 2, 3) and shaped[0][0].dtype == np.float32
     with pytest.raises(ValueError, match="action for test holds NaN or inf"):
         actions.decode(ours * np.nan)
 
 
 def test_discrete_actions_are_rounded_and_checked():
-    actions = ActionMap(spaces.Discrete(3, start=5), "test")
+    actions = _ActionMap(spaces.Discrete(3, start=5), "test")
     assert actions.decode(np.array([[[0.0], [1.6]], [[1.0], [0.4]]], np.float32)) == [[5, 7], [6, 5]]
     for wrong in (3.0, -1.0, np.nan):
         with pytest.raises(ValueError, match=r"of test is not an index in 0\.\.2"):
             actions.decode(np.full((1, 1, 1), wrong, np.float32))
     with pytest.raises(ValueError, match="action space .* is not supported; expected a Box or a Discrete"):
-        ActionMap(spaces.MultiDiscrete([2, 2]), "test")
+        _ActionMap(spaces.MultiDiscrete([2, 2]), "test")
 
 
 def test_shape_of_actions_is_checked():

@@ -59,7 +59,9 @@ def test_state_holds_what_its_layout_says():
     qpos = env._world._groups[0].physics.qpos(np.arange(3))
     np.testing.assert_allclose(_block(state, "joints"), qpos[:, :6], rtol=1e-5)
     np.testing.assert_allclose(_block(state, "fingers"), qpos[:, 6:], rtol=1e-5)
-    np.testing.assert_allclose(_block(state, "joint_speeds"), env._world.arm_speeds(np.arange(3))[:, 0, :6], rtol=1e-5)
+    np.testing.assert_allclose(
+        _block(state, "joint_speeds"), env._world.arms(np.arange(3), speeds=True)[:, 0, :6], rtol=1e-5
+    )
     # one full action moves each commanded joint by 0.05 from where the arm started
     commanded = _block(observation["state"], "joints") + 0.05
     np.testing.assert_allclose(_block(state, "commanded_joints"), commanded, atol=1e-6)

@@ -17,7 +17,7 @@ import sparring.runs.run
 from sparring.data.episodes import EpisodeStore
 from sparring.phases.from_runs import episodes_of
 from sparring.processes.distributed import Distributed
-from sparring.rewards.terms import PASSES, Regressor
+from sparring.rewards.terms import PASSES, _Regressor
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
 from sparring.runs.run import Run
 
@@ -189,7 +189,7 @@ def test_nobody_writes_into_a_run_that_is_moved_aside(ranks):
 def test_a_rank_with_few_rows_fits_as_often_as_the_others():
     distributed = Distributed("cpu")
     distributed.max = lambda value: 3.0  # the other has so many minibatches
-    learner = Regressor(2, 1, torch.device("cpu"))
+    learner = _Regressor(2, 1, torch.device("cpu"))
     learner.fit(torch.ones(2, 2), torch.ones(2, 1), distributed)
     assert learner.optimizer.state_dict()["state"][0]["step"] == 3
     assert all(bool(weight.isfinite().all()) for weight in learner.parameters())

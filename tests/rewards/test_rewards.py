@@ -18,14 +18,14 @@ from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
 from sparring.rewards import TERMS
 from sparring.rewards.configs import OriginalRewardsConfig, RewardsConfig
-from sparring.rewards.reward_model import RewardModel, make_term, weights_of
+from sparring.rewards.reward_model import RewardModel, _make_term, _weights_of
 
 SPEC = EnvSpec({"image/head": ((3, 16, 16), "uint8"), "state": ((2,), "float32")}, action_dim=1)
 ALONE = Distributed("cpu")
 
 
 def term(name, config=None, spec=SPEC):
-    return make_term(name, config or RewardsConfig(), spec, 1, torch.device("cpu"))
+    return _make_term(name, config or RewardsConfig(), spec, 1, torch.device("cpu"))
 
 
 def memories(entered, entered_wrist, after, after_wrist, is_first=False):
@@ -167,10 +167,10 @@ def test_terms_that_learn_go_on_where_they_were(name):
 
 
 def test_the_default_and_the_original_pay_for_these():
-    assert weights_of(RewardsConfig()) == {"memory_divergence": 0.3, "disagreement": 1.0}
-    assert weights_of(OriginalRewardsConfig()) == {"memory_divergence": 1.0, "prediction_error": 1.0}
+    assert _weights_of(RewardsConfig()) == {"memory_divergence": 0.3, "disagreement": 1.0}
+    assert _weights_of(OriginalRewardsConfig()) == {"memory_divergence": 1.0, "prediction_error": 1.0}
     everything = RewardsConfig(**{name: 0.5 for name in TERMS})
-    assert weights_of(everything) == dict.fromkeys(TERMS, 0.5)
+    assert _weights_of(everything) == dict.fromkeys(TERMS, 0.5)
 
 
 # ---- paying a rollout

@@ -10,9 +10,8 @@ from sparring.policies import POLICIES
 
 def add(commands) -> None:
     check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **OPTIONS)
-    check.add_argument(
-        "name", nargs="?", metavar="NAME", help="gym:<id>, sparring/<task>, your.module:Class; none: all"
-    )
+    name = "gym:<id>, sparring/<task>, your.module:Class; none: all"
+    check.add_argument("name", nargs="?", metavar="NAME", help=name)
     check.set_defaults(command=_check, takes_overrides=True, offered={"name": _names})
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
     tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
@@ -40,6 +39,6 @@ def _tasks(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from sparring.record.overlay import contact_sheet, write_png
 
         print(write_png(Path(arguments.sheet), contact_sheet(task_rows())))
-        return 0
-    print(text_table([("task", "goal", "ranges"), *describe()], rule=False))
+    else:
+        print(text_table([("task", "goal", "ranges"), *describe()], rule=False))
     return 0

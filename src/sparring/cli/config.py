@@ -11,17 +11,10 @@ from sparring.phases import PHASES
 
 
 def add(commands) -> None:
-    config = commands.add_parser(
-        "config",
-        help="print the resolved config, each key with its meaning; or put a config of the originals into our words",
-        **OPTIONS,
-    )
-    config.add_argument(
-        "what",
-        metavar="PHASE | import FILE",
-        nargs="*",
-        help="phase to print (default: finetune), or a file, and the phase it is for if it does not say",
-    )
+    about = "print the resolved config, each key with its meaning; or put a config of the originals into our words"
+    config = commands.add_parser("config", help=about, **OPTIONS)
+    what = "phase to print (default: finetune), or a file, and the phase it is for if it does not say"
+    config.add_argument("what", metavar="PHASE | import FILE", nargs="*", help=what)
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
     config.set_defaults(command=_config, takes_overrides=True, offered={"what": [*PHASES, "import"]})

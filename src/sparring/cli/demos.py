@@ -10,13 +10,11 @@ from sparring.errors import UserError
 
 def add(commands) -> None:
     demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **OPTIONS)
-    demos.add_argument(
-        "what", metavar="TASK | show PATH", nargs="+", help="task(s) to record, or a dataset to look into"
-    )
+    what = "task(s) to record, or a dataset to look into"
+    demos.add_argument("what", metavar="TASK | show PATH", nargs="+", help=what)
     demos.add_argument("--episodes", type=positive, metavar="N", help="how many to record")
-    demos.add_argument(
-        "--noise", type=_number, default=0.0, metavar="X", help="deviation added to actions (default: 0)"
-    )
+    noise = "deviation added to actions (default: 0)"
+    demos.add_argument("--noise", type=_number, default=0.0, metavar="X", help=noise)
     demos.add_argument("--output", metavar="DIR", help="folder of the dataset (default: outputs/demos/<task>)")
     demos.add_argument("--cameras", nargs="+", metavar="NAME", help="what is seen (default: all of the robot's)")
     demos.add_argument("--image-size", type=positive, metavar="N", help="pixels a side (env.image_size)")
@@ -24,9 +22,8 @@ def add(commands) -> None:
     demos.add_argument("--seed", type=count, metavar="S", help="of the episodes (default: 0)")
     demos.add_argument("--workers", type=positive, default=1, metavar="K", help="processes (default: 1)")
     demos.add_argument("--keep-failures", action="store_true", help="keep episodes that the expert failed, too")
-    demos.add_argument(
-        "--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv444p", help="of the videos; yuv420p for browsers"
-    )
+    pixels = "of the videos; yuv420p for browsers"
+    demos.add_argument("--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv444p", help=pixels)
     demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
     demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
     offered = {

@@ -14,18 +14,13 @@ def add(commands) -> None:
     evaluate.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: the run's)")
     actions = evaluate.add_mutually_exclusive_group()
     actions.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
-    actions.add_argument(
-        "--both", action="store_true", help="one, then the other (of flow policies always: ODE, then SDE)"
-    )
+    both = "one, then the other (of flow policies always: ODE, then SDE)"
+    actions.add_argument("--both", action="store_true", help=both)
     evaluate.add_argument("--videos", type=count, default=0, metavar="N", help="episodes to record beside the table")
-    evaluate.add_argument(
-        "--json",
-        metavar="FILE",
-        help="where to write the numbers (default: PATH/eval*.json, called by what was evaluated)",
-    )
-    evaluate.add_argument(
-        "--world-model", action="store_true", help="evaluate a teacher's world model: what it foretells"
-    )
+    numbers = "where to write the numbers (default: PATH/eval*.json, called by what was evaluated)"
+    evaluate.add_argument("--json", metavar="FILE", help=numbers)
+    foretells = "evaluate a teacher's world model: what it foretells"
+    evaluate.add_argument("--world-model", action="store_true", help=foretells)
     evaluate.add_argument("--exploration", action="store_true", help="what a policy touches and where it gets to")
     evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
     evaluate.set_defaults(command=_evaluate, takes_overrides=True)

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Defaults of a command's parser: `command` runs it, `takes_overrides` where
     `key=value` may be given, `offered`: argument -> words for completion, or a function that finds them."""
     parser = argparse.ArgumentParser(
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: list[str]) -> int:
-    parser = build_parser()
+    parser = _build_parser()
     (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     commands = dict(subparsers.choices)
     if argv[:1] == ["__complete"]:

@@ -14,12 +14,12 @@ MEDIA_MB, PORT = 30, 6007  # defaults of --media-mb and --port
 def add(commands) -> None:
     report = commands.add_parser("report", help="write what runs learned into one HTML file", **OPTIONS)
     report.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold some")
-    report.add_argument(
-        "--output", metavar="HTML", help="where to write it (RUN/report.html; of several ./report.html)"
+    where, media = (
+        "where to write it (RUN/report.html; of several ./report.html)",
+        "of videos and pictures (%(default)s)",
     )
-    report.add_argument(
-        "--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help="of videos and pictures (%(default)s)"
-    )
+    report.add_argument("--output", metavar="HTML", help=where)
+    report.add_argument("--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help=media)
     report.set_defaults(command=_report)
     watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
     watch.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or folders that hold or will hold some")

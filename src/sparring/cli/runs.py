@@ -41,8 +41,7 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(f"no runs in {folder}")
     else:
         rows = [_HEAD, *map(_row, found)]
-        # what went wrong, where something did
-        columns = len(_HEAD) if any(run.why for run in found) else -1
+        columns = len(_HEAD) if any(run.why for run in found) else -1  # what went wrong, where something did
         print(text_table(row[:columns] for row in rows))
     return 0
 
@@ -76,8 +75,7 @@ def _duration(seconds: float) -> str:
 def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.prune import carry_out, plan
 
-    # all of them before the first is touched; each once
-    runs = dict.fromkeys(map(Path, arguments.runs))
+    runs = dict.fromkeys(map(Path, arguments.runs))  # all of them before the first is touched; each once
     prunings = [plan(run, arguments.keep_best, arguments.keep_last) for run in runs]
     for pruning in prunings:
         kept = ", ".join(f"{path.name} ({why})" for path, why in pruning.kept.items())

@@ -14,39 +14,20 @@ DRY_RUNS = ("rollout", "training")  # what --dry-run tries, in the words of Mani
 
 def add(commands) -> None:
     train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **OPTIONS)
-    train.add_argument(
-        "phase",
-        metavar="PHASE",
-        help="finetune (RL on a task), imitate (of demonstrations), teacher (a world model), student (an explorer), "
-        "adversarial (both against each other), all (the last three, one after the other)",
-    )
+    kinds = "finetune (RL on a task), imitate (of demonstrations), teacher (a world model), student (an explorer), "
+    kinds += "adversarial (both against each other), all (the last three, one after the other)"
+    train.add_argument("phase", metavar="PHASE", help=kinds)
     train.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
-    train.add_argument(
-        "--gpus",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="processes, one per GPU, or so many on the CPU (default: 1)",
-    )
+    processes = "processes, one per GPU, or so many on the CPU (default: 1)"
+    train.add_argument("--gpus", type=positive, default=1, metavar="N", help=processes)
     train.add_argument("--envs", type=positive, metavar="N", help="robots of each process; short for rollout.n_envs=N")
-    train.add_argument(
-        "--output",
-        metavar="DIR",
-        help="run folder (default: outputs/<phase>_rl); with all: what holds the three folders",
-    )
-    train.add_argument(
-        "--resume",
-        metavar="auto|never|CHECKPOINT",
-        help="auto (default): go on where the run folder stopped; never: start anew, the old run is moved aside; or "
-        "the checkpoint to start from",
-    )
-    train.add_argument(
-        "--dry-run",
-        choices=DRY_RUNS,
-        nargs="?",
-        metavar="rollout",
-        help="try one rollout and one update, and write nothing; with the word rollout, only the rollout",
-    )
+    folder = "run folder (default: outputs/<phase>_rl); with all: what holds the three folders"
+    train.add_argument("--output", metavar="DIR", help=folder)
+    resume = "auto (default): go on where the run folder stopped; never: start anew, the old run is moved aside; or "
+    resume += "the checkpoint to start from"
+    train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help=resume)
+    tried = "try one rollout and one update, and write nothing; with the word rollout, only the rollout"
+    train.add_argument("--dry-run", choices=DRY_RUNS, nargs="?", metavar="rollout", help=tried)
     offered = {"phase": [*phases.PHASES, "all"], "resume": ["auto", "never"]}
     train.set_defaults(command=_train, takes_overrides=True, offered=offered)
 
@@ -55,9 +36,8 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.phase == "all":
         return _train_all(arguments, overrides)
     if phases.ALIASES.get(arguments.phase, arguments.phase) not in phases.PHASES:
-        raise UserError(
-            f"phase = {arguments.phase} (from command line): {phases.unknown_phase(arguments.phase, 'all')}"
-        )
+        why = phases.unknown_phase(arguments.phase, "all")
+        raise UserError(f"phase = {arguments.phase} (from command line): {why}")
     config = config_of(arguments, overrides)
     if arguments.gpus > 1 and "RANK" not in os.environ:
         from sparring.processes.launch import launch

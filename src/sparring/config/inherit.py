@@ -15,15 +15,12 @@ USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 _PLAYGROUND = {
     "env.task": ["explore"],
     "env.cameras": ["head", "wrist"],
-    # what a camera does not show must be remembered, not read from the state
-    "env.object_state": "hidden",
-    # a decision lasts 160 ms: long enough for something to change
-    "rollout.action_steps": 4,
+    "env.object_state": "hidden",  # what a camera does not show must be remembered, not read from the state
+    "rollout.action_steps": 4,  # a decision lasts 160 ms: long enough for something to change
 }
 # what differs in the env comes with the teacher
 _EXPLORER = _PLAYGROUND | {
-    # two episodes of each robot
-    "rollout.steps": 50,
+    "rollout.steps": 50,  # two episodes of each robot
     # noise that lasts for an episode: from the first day the hand gets to where things are
     "policy.distribution": "gsde",
     "policy.sde_sample_freq": 25,
@@ -62,8 +59,7 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
         careful = _OF_PRETRAINED.get(name, {}) if phase == "finetune" else {}
         inherited += [Setting(f"{name}.{key}", value, source) for key, value in careful.items()]
     if phase == "imitate":
-        # in the env that was recorded, whatever `pretrained` was trained in
-        inherited += _of_demonstrations(given)
+        inherited += _of_demonstrations(given)  # in the env that was recorded, whatever `pretrained` was trained in
     for key in (f"{phase}.teacher", "rollout.imagined"):
         if isinstance(given.get(key), str):
             inherited += _of_checkpoint(key, given, ("env", "world_model"))

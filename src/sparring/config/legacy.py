@@ -183,12 +183,10 @@ class Renamed:
     """Settings under our keys, as their phase reads them, and what became of the others."""
 
     phase: str
-    # with the aliases of this phase
-    schema: Schema
+    schema: Schema  # with the aliases of this phase
     settings: list[Setting] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)  # theirs -> ours
-    # what they ask for is so in any case
-    always: list[Setting] = field(default_factory=list)
+    always: list[Setting] = field(default_factory=list)  # what they ask for is so in any case
     other_phases: list[Setting] = field(default_factory=list)
     # among `settings`, those that ask for what cannot be had here, and why
     refused: list[tuple[Setting, str]] = field(default_factory=list)
@@ -293,8 +291,7 @@ def _is_always_so(setting: Setting) -> bool:
         return False
     value = setting.value
     whole = repr(int(value)) if isinstance(value, float) and value.is_integer() else ""
-    # by repr: 1 == True
-    return repr(SO_ANYWAY[setting.key]) in (repr(value), whole)
+    return repr(SO_ANYWAY[setting.key]) in (repr(value), whole)  # by repr: 1 == True
 
 
 def _example(key: str) -> str | None:

@@ -14,15 +14,17 @@ from sparring.errors import UserError, describe_error
 
 def resolve(name: str, known: dict[str, str], kind: str) -> Any:
     """The object that `name` means: a short name in `known`, or an import path `package.module:Thing`."""
-    path = _path_of(name, known, kind)
+    if name not in known and known and ":" not in name:
+        choices = f"known: {', '.join(known)}, or your.module:Class"
+        raise UserError(f"no {kind} is called '{name}'{_nearest(name, known)}; {choices}")
+    path = known.get(name, name)
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UserError(f"{kind} '{path}': is no import path; expected your.module:Class")
     module = import_module(module_name, f"{kind} '{path}'")
     if not hasattr(module, attribute):
-        raise UserError(
-            f"{kind} '{path}': module '{module_name}' has no '{attribute}'{_nearest(attribute, dir(module))}"
-        )
+        near = _nearest(attribute, dir(module))
+        raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{near}")
     return getattr(module, attribute)
 
 
@@ -36,7 +38,10 @@ def import_module(name: str, asked_by: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise UserError(f"{asked_by}: no module '{error.name}'; {_why_missing(name, error.name)}") from None
+        hint = f"'{name}' itself needs '{error.name}', which is not installed"
+        if f"{name}.".startswith(f"{error.name}."):
+            hint = "is it in this folder or on PYTHONPATH?"
+        raise UserError(f"{asked_by}: no module '{error.name}'; {hint}") from None
     except Exception as error:
         raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error
 
@@ -62,20 +67,6 @@ def config_class(cls: Any, kind: str) -> type[Section]:
     return section
 
 
-def _path_of(name: str, known: dict[str, str], kind: str) -> str:
-    if name not in known and known and ":" not in name:
-        raise UserError(
-            f"no {kind} is called '{name}'{_nearest(name, known)}; known: {', '.join(known)}, or your.module:Class"
-        )
-    return known.get(name, name)
-
-
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; nearest: {close[0]}" if close else ""
-
-
-def _why_missing(module: str, missing: str | None) -> str:
-    if f"{module}.".startswith(f"{missing}."):
-        return "is it in this folder or on PYTHONPATH?"
-    return f"'{module}' itself needs '{missing}', which is not installed"

@@ -198,14 +198,8 @@ def _class_of(section: str, name: Any, known: dict[str, str]) -> type[Section]:
     cls = config_class(thing, kind)
     if "name" in cls.model_fields:
         return cls
-    # `name` chose the class, so its config must be able to hold it
-    field = Field(description="your.module:Class")
+    field = Field(description="your.module:Class")  # `name` chose the class, so its config must be able to hold it
     return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, name=(str, field))
-
-
-def _rewards_class(name: Any) -> type[Section]:
-    # the class itself refuses any other name
-    return _CLASSES["rewards"].get(name if isinstance(name, str) else "default", RewardsConfig)
 
 
 def _algorithm_class(name: Any) -> type[Section]:
@@ -256,7 +250,8 @@ SCHEMA = Schema(
         "env": ("env.name", _env_class),
         "policy": ("policy.name", lambda name: _class_of("policy", name, policies.POLICIES)),
         "world_model": ("world_model.name", lambda name: _class_of("world_model", name, world_models.WORLD_MODELS)),
-        "rewards": ("rewards.name", _rewards_class),
+        # the class itself refuses any other name
+        "rewards": ("rewards.name", lambda name: _CLASSES["rewards"].get(str(name), RewardsConfig)),
         "algorithm_config": ("algorithm", _algorithm_class),
     },
     aliases=ALIASES,

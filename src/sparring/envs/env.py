@@ -39,8 +39,7 @@ class Env:
         self.first_env = first_env
         self.total_envs = total_envs or backend.num_envs
         self.group_size = group_size
-        # the `env` section it was made from, where there is one
-        self.config: Section | None = None
+        self.config: Section | None = None  # the `env` section it was made from, where there is one
         # what the backend said of the last step, in numpy: for those who count and film, not for those who learn
         self.last: Step | None = None
 
@@ -69,19 +68,12 @@ class Env:
         is_first = np.zeros(self.num_envs, bool)
         is_first[step.ended] = True
         root = self._root(step.observation, is_first)
-        following = TensorDict(
-            {
-                "observation": self._true_next(root["observation"], step.ended, step.final),
-                "reward": self._tensor(step.reward),
-                "executed": self._tensor(step.executed),
-                "terminated": self._tensor(step.terminated),
-                "truncated": self._tensor(step.truncated),
-                "success": self._tensor(step.success),
-            },
-            [self.num_envs],
-        )
+        following: dict[str, TensorDict | torch.Tensor] = {}
+        following["observation"] = self._true_next(root["observation"], step.ended, step.final)
+        for name in ("reward", "executed", "terminated", "truncated", "success"):
+            following[name] = self._tensor(getattr(step, name))
         self.last = step
-        return root.set("next", following)
+        return root.set("next", TensorDict(following, [self.num_envs]))
 
     def state(self) -> Arrays | None:
         return self.backend.state()
@@ -93,10 +85,8 @@ class Env:
         self.backend.close()
 
     def _root(self, observation: Arrays, is_first: np.ndarray) -> TensorDict:
-        return TensorDict(
-            {"observation": self._observation(observation, self.num_envs), "is_first": self._tensor(is_first)},
-            [self.num_envs],
-        )
+        shown = self._observation(observation, self.num_envs)
+        return TensorDict({"observation": shown, "is_first": self._tensor(is_first)}, [self.num_envs])
 
     def _observation(self, arrays: Arrays, rows: int) -> TensorDict:
         nested: dict = {}
@@ -156,16 +146,8 @@ def make_training_env(config: "Config", distributed: "Distributed", group: int =
     robots = rollout.n_envs // rollout.groups
     env = config.env
     if rollout.groups > 1:
-        # they simulate at the same time: all cores for each would be too many
-        own = usable_cores(rollout.groups)
+        own = usable_cores(rollout.groups)  # they simulate at the same time: all cores for each would be too many
         shared = "workers" if isinstance(env, GymConfig) else "threads"
         env = env.model_copy(update={shared: own}) if getattr(env, shared, None) == 0 else env
-    return make_env(
-        env,
-        robots,
-        rollout.max_episode_steps,
-        distributed.device,
-        first_env=distributed.rank * rollout.n_envs + group * robots,
-        total_envs=distributed.world_size * rollout.n_envs,
-        group_size=rollout.group_size,
-    )
+    first, total = distributed.rank * rollout.n_envs + group * robots, distributed.world_size * rollout.n_envs
+    return make_env(env, robots, rollout.max_episode_steps, distributed.device, first, total, rollout.group_size)

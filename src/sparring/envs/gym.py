@@ -17,7 +17,7 @@ from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 
 
-class ObservationMap:
+class _ObservationMap:
     """A gymnasium observation space -> "state" float32 [S] and "image/<name>" uint8 [3, H, W]."""
 
     def __init__(self, space: spaces.Space, env_name: str):
@@ -85,7 +85,7 @@ class ObservationMap:
         )
 
 
-class ActionMap:
+class _ActionMap:
     """Our actions [C, A] -> the env's own. `discrete` is its number of choices, 0 for continuous actions."""
 
     def __init__(self, space: spaces.Space, env_name: str):
@@ -140,8 +140,8 @@ class GymRobot:
 
     def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
         self.env, self._limit = _make_env(config, max_episode_steps)
-        self.observations = ObservationMap(self.env.observation_space, config.name)
-        self.actions = ActionMap(self.env.action_space, config.name)
+        self.observations = _ObservationMap(self.env.observation_space, config.name)
+        self.actions = _ActionMap(self.env.action_space, config.name)
         self.spec = EnvSpec(
             observation=self.observations.spec,
             action_dim=self.actions.dim,
@@ -154,18 +154,15 @@ class GymRobot:
         # while recording, `frames` holds one [H, W, 3] picture per step of the latest chunk
         self.recording = False
         self.frames: list[np.ndarray] = []
-        # why there is no picture; None while there may be one
-        self.no_picture: str | None = None
+        self.no_picture: str | None = None  # why there is no picture; None while there may be one
         if self.env.render_mode != "rgb_array":
             mode = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"
-            self.no_picture = (
-                f"{mode}; a class that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
-            )
+            needed = "a class that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
+            self.no_picture = f"{mode}; {needed}"
         self._success_return = config.success_return
         # with no return to judge by, this is known only when an info first says so
         self.reports_success = config.success_return is not None
-        # the env's own latest observation; None before the first reset
-        self._observation: Any = None
+        self._observation: Any = None  # the env's own latest observation; None before the first reset
         self._return, self._elapsed = 0.0, 0
 
     def reset(self, seed: int) -> None:
@@ -222,8 +219,7 @@ class GymRobot:
 
     def set_state(self, state: Arrays) -> None:
         saved, env = unpack(state), self.env
-        # a fresh env may build in its first reset what it needs for a step
-        self._observation, _ = env.reset(seed=0)
+        self._observation, _ = env.reset(seed=0)  # a fresh env may build in its first reset what it needs for a step
         if hasattr(env, "set_state"):
             env.set_state(saved["inner"])
         else:
@@ -238,8 +234,7 @@ class GymRobot:
     def _inner_state(self) -> Any:
         env = self.env
         if isinstance(env, gymnasium.Wrapper):
-            # a wrapper may remember things that the env inside knows nothing of
-            return None
+            return None  # a wrapper may remember things that the env inside knows nothing of
         if hasattr(env, "get_state") and hasattr(env, "set_state"):
             return env.get_state()
         # Of these we know that nothing else changes in an episode; a subclass of them may have more to remember.

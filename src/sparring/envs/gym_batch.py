@@ -22,6 +22,8 @@ class SerialBackend:
         self._batch = GymBatch(config, range(num_envs), max_episode_steps)
         self.spec = self._batch.spec
         self._arrays = StepArrays.allocate(self.spec, num_envs, chunk=1)
+        self.record, self.render, self.no_picture = self._batch.record, self._batch.render, self._batch.no_picture
+        self.state, self.set_state, self.close = self._batch.state, self._batch.set_state, self._batch.close
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         self._batch.reset(seeds, self._arrays)
@@ -36,24 +38,6 @@ class SerialBackend:
         if self._batch.reports_success and not self.spec.reports_success:
             self.spec = replace(self.spec, reports_success=True)
         return self._arrays.to_step(frames)
-
-    def record(self, envs: list[int]) -> None:
-        self._batch.record(envs)
-
-    def render(self, env: int) -> np.ndarray | None:
-        return self._batch.render(env)
-
-    def no_picture(self, env: int) -> str | None:
-        return self._batch.no_picture(env)
-
-    def state(self) -> Arrays | None:
-        return self._batch.state()
-
-    def set_state(self, state: Arrays) -> None:
-        self._batch.set_state(state)
-
-    def close(self) -> None:
-        self._batch.close()
 
 
 @dataclass
@@ -110,17 +94,9 @@ class StepArrays:
     def to_step(self, frames: Frames) -> Step:
         """A copy of the results: the next step fills the arrays again."""
         ended = (self.terminated | self.truncated).nonzero()[0]
-        return Step(
-            observation=self.observed(),
-            reward=self.reward.copy(),
-            executed=self.executed.copy(),
-            terminated=self.terminated.copy(),
-            truncated=self.truncated.copy(),
-            success=self.success.copy(),
-            ended=ended,
-            final={key: value[ended] for key, value in self.final.items()},
-            frames=frames,
-        )
+        flags = (self.terminated.copy(), self.truncated.copy(), self.success.copy())
+        final = {key: value[ended] for key, value in self.final.items()}
+        return Step(self.observed(), self.reward.copy(), self.executed.copy(), *flags, ended, final, frames)
 
 
 class GymBatch:
@@ -210,10 +186,8 @@ class GymBatch:
         robot = self.robots[row]
         try:
             executed, terminated, truncated, success = robot.step(actions, arrays.reward[row])
-            arrays.executed[row] = executed
-            arrays.terminated[row] = terminated
-            arrays.truncated[row] = truncated
-            arrays.success[row] = success
+            arrays.executed[row], arrays.success[row] = executed, success
+            arrays.terminated[row], arrays.truncated[row] = terminated, truncated
             ended = terminated or truncated
             robot.write(arrays.final if ended else arrays.observation, row)
         except Exception as error:

@@ -105,11 +105,7 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
     last observation (`final_obs`), its outcome (`success`) and the next `instruction`; `render()` shows the new
     episodes."""
 
-    metadata = {
-        "autoreset_mode": AutoresetMode.SAME_STEP,
-        "render_modes": ["rgb_array"],
-        "render_fps": round(CONTROL_HZ),
-    }
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, **TabletopGym.metadata}
 
     def __init__(
         self,

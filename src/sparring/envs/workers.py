@@ -30,9 +30,15 @@ class ProcessBackend:
     """N gymnasium envs dealt out over worker processes. The results do not depend on how many workers there are."""
 
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
-        _check_can_run(config)
+        if sys.platform == "win32":
+            raise UserError("env.vectorize=process needs Linux or macOS; use env.vectorize=serial")
+        if config.name.startswith("__main__:"):
+            raise UserError(
+                f"env.name={config.name!r} is defined in the script or notebook itself, which a worker process cannot "
+                "import; move the class to a module, or use env.vectorize=serial"
+            )
         self.num_envs = num_envs
-        self._pool = WorkerPool(_slices(num_envs, config.workers or usable_cores()))
+        self._pool = _WorkerPool(_slices(num_envs, config.workers or usable_cores()))
         # also runs when the backend is garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
@@ -81,14 +87,14 @@ class ProcessBackend:
         self._finalizer()
 
 
-class WorkerPool:
+class _WorkerPool:
     """The workers and the memory they share. Apart from the backend, so that it can outlive it to clean up."""
 
     def __init__(self, slices: list[range]):
         self.arrays: StepArrays | None = None
         self.memory: SharedMemory | None = None
         self._busy = self._closed = False
-        self.workers = [Worker(number, envs) for number, envs in enumerate(slices)]
+        self.workers = [_Worker(number, envs) for number, envs in enumerate(slices)]
 
     def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
         self._busy = True
@@ -128,15 +134,14 @@ class WorkerPool:
             worker.child.end(max(0.0, deadline - time.monotonic()))
         self.arrays = self.memory = None
 
-    def _call(self, workers: list["Worker"], method: str, arguments: tuple) -> list[Any]:
+    def _call(self, workers: list["_Worker"], method: str, arguments: tuple) -> list[Any]:
         self.check_open()
-        # stays set where a KeyboardInterrupt leaves answers unread
-        self._busy = True
+        self._busy = True  # stays set where a KeyboardInterrupt leaves answers unread
         for worker in workers:
             worker.send(method, *arguments)
         return self._gather(workers)
 
-    def _gather(self, workers: list["Worker"]) -> list[Any]:
+    def _gather(self, workers: list["_Worker"]) -> list[Any]:
         """All answers are read before an error is raised, so that none is left for the next call."""
         try:
             answers = [worker.receive(self._check_alive) for worker in workers]
@@ -157,7 +162,7 @@ class WorkerPool:
                 raise worker.death()
 
 
-class Worker:
+class _Worker:
     def __init__(self, number: int, envs: range):
         self.number, self.envs = number, envs
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -177,16 +182,6 @@ class Worker:
 
     def death(self) -> WorkerError:
         return WorkerError(f"{self} {self.child.death(CLOSE_S)}")
-
-
-def _check_can_run(config: GymConfig) -> None:
-    if sys.platform == "win32":
-        raise UserError("env.vectorize=process needs Linux or macOS; use env.vectorize=serial")
-    if config.name.startswith("__main__:"):
-        raise UserError(
-            f"env.name={config.name!r} is defined in the script or notebook itself, which a worker process cannot "
-            "import; move the class to a module, or use env.vectorize=serial"
-        )
 
 
 def _slices(num_envs: int, workers: int) -> list[range]:

@@ -33,9 +33,9 @@ class RewardModel:
         unseen: tuple[str, ...],
         distributed: Distributed,
     ):
-        weights, device = weights_of(config), distributed.device
+        weights, device = _weights_of(config), distributed.device
         self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
-        self.terms = {name: make_term(name, config, env.spec, chunk, device) for name in weights}
+        self.terms = {name: _make_term(name, config, env.spec, chunk, device) for name in weights}
         # for these alone transitions are copied
         self.learning = [term for term in self.terms.values() if type(term).learn is not RewardTerm.learn]
         self.weights = torch.tensor(list(weights.values()), device=device)
@@ -133,7 +133,7 @@ def with_following(buffer: Buffer) -> TensorDict:
     return rollout
 
 
-def weights_of(config: RewardsConfig) -> dict[str, float]:
+def _weights_of(config: RewardsConfig) -> dict[str, float]:
     weights = {
         "memory_divergence": config.memory_divergence,
         "memory_change": config.memory_change,
@@ -149,5 +149,5 @@ def weights_of(config: RewardsConfig) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def make_term(name: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device) -> RewardTerm:
+def _make_term(name: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device) -> RewardTerm:
     return build(config, TERMS, spec, chunk, device, kind="reward term", name=name)

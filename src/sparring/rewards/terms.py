@@ -100,7 +100,7 @@ class RandomNetworkDistillation(RewardTerm):
         super().__init__(config, spec, chunk, device)
         size = _glimpse_size(spec)
         self.random = _network(size, _CODE, seed=0).to(device).requires_grad_(False)
-        self.learner = Regressor(size, _CODE, device)
+        self.learner = _Regressor(size, _CODE, device)
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
         seen = _glimpse(td["next", "observation"])
@@ -127,7 +127,7 @@ class LearningProgress(RewardTerm):
 
     def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
-        self.learner = Regressor(_glimpse_size(spec) + chunk * spec.action_dim, 1, device)
+        self.learner = _Regressor(_glimpse_size(spec) + chunk * spec.action_dim, 1, device)
         # g learns in units of them, so that it begins with the mean of the first rollout's
         self.errors = RunningNormalizer(1).to(device)
 
@@ -157,7 +157,7 @@ class LearningProgress(RewardTerm):
         return torch.cat([_glimpse(td["observation"]), td["action"].flatten(-2)], -1)
 
 
-class Regressor(nn.Module):
+class _Regressor(nn.Module):
     """A small regression network with its own input normalizer and optimizer, alike in all processes."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):

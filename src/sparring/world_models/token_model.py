@@ -46,8 +46,7 @@ class TokenWorldModel(WorldModel):
         patch_features = SIDE**2 * config.channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
-        # what is seen of a camera that is masked
-        self.unseen = nn.Parameter(torch.randn(width) * 0.3)
+        self.unseen = nn.Parameter(torch.randn(width) * 0.3)  # what is seen of a camera that is masked
         self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
         if config.trunk is not None:
             self.trunk.block = VLATrunk(config, width)
@@ -106,8 +105,7 @@ class TokenWorldModel(WorldModel):
             )
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
-        # columns that only bring the memory up to date are not predicted
-        first = int(mask.any(0).nonzero()[0])
+        first = int(mask.any(0).nonzero()[0])  # columns that only bring the memory up to date are not predicted
         batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))
         frames, features = frames[:, first:], features[:, first:]
         # [M, B, T, P, K, L] and [M, B, T, S + 3]
@@ -175,8 +173,7 @@ class TokenWorldModel(WorldModel):
             "error": error,
             "entropy": entropy,
             "disagreement": entropy - own,
-            # the encoder's posterior is a point: its KL to the prediction is the error
-            "surprise": error - own,
+            "surprise": error - own,  # the encoder's posterior is a point: its KL to the prediction is the error
             "accuracy": right,
         }
         return TensorDict({name: value.mean(-1) for name, value in scores.items()} | {"memory": memory}, td.batch_size)

@@ -71,8 +71,7 @@ class VQ(nn.Module):
 class _Tokenizer(nn.Module):
     """Frames are float in 0..1; `features` are the stem's maps of them."""
 
-    # how many frames the encoder sees, and what is drawn of a pixel: colours first
-    frames: int
+    frames: int  # how many frames the encoder sees, and what is drawn of a pixel: colours first
     drawn_channels: int = 3
 
     def __init__(self, quantizer: FSQ | VQ, channels: int):

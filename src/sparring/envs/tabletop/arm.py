@@ -3,8 +3,8 @@ of the hand, and forward kinematics. Rows are arms, those of a robot one after t
 kernels agree with `mj_kinematics` and `mj_jacSite` to rounding and release the GIL. Letters: n robots or arms, R arms
 of a robot, B bodies, J joints, M frames fixed to bodies."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -162,19 +162,11 @@ class _BodyPoses:
         return _jacobian(self.anchor, self.axis, joints, point)
 
 
-class _Chain(NamedTuple):
-    """The tree of bodies and joints; the fields are MjModel's."""
-
-    body_parentid: np.ndarray
-    body_pos: np.ndarray
-    body_quat: np.ndarray
-    body_jntadr: np.ndarray
-    body_jntnum: np.ndarray
-    jnt_type: np.ndarray
-    jnt_qposadr: np.ndarray
-    jnt_pos: np.ndarray
-    jnt_axis: np.ndarray
-    qpos0: np.ndarray
+# the tree of bodies and joints; the fields are MjModel's
+_Chain = namedtuple(
+    "_Chain",
+    "body_parentid body_pos body_quat body_jntadr body_jntnum jnt_type jnt_qposadr jnt_pos jnt_axis qpos0",
+)
 
 
 class Kinematics:

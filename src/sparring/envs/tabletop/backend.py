@@ -232,8 +232,7 @@ class Tabletop:
         parts = (self._command[rows], action.reshape(len(rows), len(self.mounts), -1), self._world.arms(rows))
         command = self._control(*(part.reshape(-1, part.shape[-1]) for part in parts))
         self._command[rows] = command.reshape(parts[0].shape)
-        # both fingers of a hand follow one command
-        motors = np.concatenate([command, command[:, -1:]], axis=1)
+        motors = np.concatenate([command, command[:, -1:]], axis=1)  # both fingers of a hand follow one command
         self._world.advance(rows, motors.reshape(len(rows), -1))
         self._locate_hands(rows)
         reward, satisfied = self._score(rows)

@@ -39,10 +39,14 @@ class Expert:
         step = np.zeros((self._env.num_envs, self._env.spec.action_dim - padding))
         for expert, rows in self._rows.items():
             step[rows] = self._steps(expert(Situation(*(values[rows] for values in now))), rows)
+        absolute = self._env.config.control_mode == "qpos"
         if self._noise:
-            step += self._noise * self._noise_unit() * _keyed_normal(self._seed, self._env.moments(), step.shape[1])
+            # [R A]: noise of 1 in parts of the largest step
+            arm = [1 / APPROACH] * ARM_JOINTS + [1.0]
+            unit = np.tile(arm, len(self._env.mounts)) if absolute else np.ones(1)
+            step += self._noise * unit * _keyed_normal(self._seed, self._env.moments(), step.shape[1])
         action = np.clip(step, -1, 1)
-        if self._env.config.control_mode == "qpos":
+        if absolute:
             action = np.clip(self._targets(action), -1, 1)
         return np.pad(action, ((0, 0), (0, padding)))[:, None]
 
@@ -85,12 +89,6 @@ class Expert:
         opening = command[..., -1:] + step[..., -1:] * FINGER_STEP * self._env.config.action_scale
         part = (joints - self._low) / (self._high - self._low)
         return 2 * np.concatenate([part, opening / FINGER_TRAVEL], axis=2).reshape(len(step), -1) - 1
-
-    def _noise_unit(self) -> np.ndarray:
-        """`[R A]`: noise of 1 in parts of the largest step."""
-        if self._env.config.control_mode != "qpos":
-            return np.ones(1)
-        return np.tile([1 / APPROACH] * ARM_JOINTS + [1.0], len(self._env.mounts))
 
     def _joint_step(self) -> float:
         config = self._env.config

@@ -79,7 +79,7 @@ class StateObservations:
         self, rows: np.ndarray, command: np.ndarray, hands: np.ndarray, axes: np.ndarray, goal: np.ndarray, time_left
     ) -> Arrays:
         n = len(rows)
-        arms = [self._world.arms(rows), self._world.arm_speeds(rows), command, hands, axes]
+        arms = [self._world.arms(rows), self._world.arms(rows, speeds=True), command, hands, axes]
         # [n, R, 29] -> [n, 29 R]
         robot = [np.concatenate(arms, axis=2).reshape(n, -1), time_left[:, None]]
         state, privileged = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
@@ -130,11 +130,8 @@ class CameraObservations:
         kinds = ["rgb", *(["depth"] if config.depth else []), *(["segmentation"] if config.segmentation else [])]
         self._kinds = tuple(kinds)
         # observation -> view
-        self._views = {
-            f"{'image' if kind == 'rgb' else kind}/{name}": f"{kind}/{name}"
-            for kind in kinds
-            for name in config.cameras
-        }
+        shown = {kind: "image" if kind == "rgb" else kind for kind in kinds}
+        self._views = {f"{shown[kind]}/{name}": f"{kind}/{name}" for kind in kinds for name in config.cameras}
         if config.points:
             self._views["points"] = "points"
 

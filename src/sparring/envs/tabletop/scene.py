@@ -44,8 +44,7 @@ class Mount:
     hand_yaw: float = 0.0
     # which side of the hand the camera is on: at yaw 0, the one away from the base, or (-1) the one towards it
     camera_side: int = 1
-    # collision bits: scenery has 1 and 2, objects have both
-    contype: int = 2
+    contype: int = 2  # collision bits: scenery has 1 and 2, objects have both
     conaffinity: int = 1
 
 
@@ -83,11 +82,9 @@ class Solid:
 
     name: str
     rgb: tuple[float, float, float]
-    # half lengths, metres
-    half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)
+    half: tuple[float, float, float] = (CUBE_HALF, CUBE_HALF, CUBE_HALF)  # half lengths, metres
     mass: float = 0.06
-    # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
-    shape: str = "box"
+    shape: str = "box"  # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
     mechanisms: tuple[str, ...] = ()
     # boxes that are part of it: (centre, half lengths), from its own centre
     handles: tuple[tuple[tuple[float, float, float], tuple[float, float, float]], ...] = ()

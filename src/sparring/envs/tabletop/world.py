@@ -42,8 +42,7 @@ class World:
             self._groups.append(_Group(scene, len(mine), threads, video_renderer))
         self.num_objects = max(len(scene.objects) for scene in (*kinds, *possible))
         self.num_mechanisms = max(len(scene.mechanisms) for scene in (*kinds, *possible))
-        # all robots have equally many arms
-        self._arms = _ARM * len(kinds[0].arms)
+        self._arms = _ARM * len(kinds[0].arms)  # all robots have equally many arms
 
     def objects(self, rows: np.ndarray) -> Objects:
         n, k = len(rows), self.num_objects
@@ -64,18 +63,13 @@ class World:
             speed[at, :mine] = group.physics.qvel(local)[:, group.mechanism_speeds] / group.travel
         return position, speed
 
-    def arms(self, rows: np.ndarray) -> np.ndarray:
-        """`[n, R, 8]`: six joints and two fingers of each arm."""
+    def arms(self, rows: np.ndarray, speeds: bool = False) -> np.ndarray:
+        """`[n, R, 8]`: positions or speeds of the six joints and two fingers of each arm."""
         arms = np.empty((len(rows), self._arms))
         for group, at, local in self._split(rows):
-            arms[at] = group.physics.qpos(local)[:, : self._arms]
+            physics = group.physics
+            arms[at] = (physics.qvel if speeds else physics.qpos)(local)[:, : self._arms]
         return arms.reshape(len(rows), -1, _ARM)
-
-    def arm_speeds(self, rows: np.ndarray) -> np.ndarray:
-        speeds = np.empty((len(rows), self._arms))
-        for group, at, local in self._split(rows):
-            speeds[at] = group.physics.qvel(local)[:, : self._arms]
-        return speeds.reshape(len(rows), -1, _ARM)
 
     def place(self, row: int, start: Start, clutter: np.ndarray) -> None:
         group = self._groups[self._group[row]]
@@ -242,8 +236,7 @@ class _Physics:
         self._control_spec = mujoco.mjtState.mjSTATE_CTRL.value
         threads = min(threads, num_envs)
         self._rollout = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
-        # one for all, until a robot gets a friction of its own
-        self._models = [model] * num_envs
+        self._models = [model] * num_envs  # one for all, until a robot gets a friction of its own
         self._own_models = False
         self._data = [mujoco.MjData(model) for _ in range(threads)]
 
@@ -251,8 +244,7 @@ class _Physics:
         self._initial = np.empty(mujoco.mj_stateSize(model, full))
         mujoco.mj_getState(model, self._data[0], self._initial, full)
         self.state = np.tile(self._initial, (num_envs, 1))
-        # FULLPHYSICS begins with time, qpos, qvel
-        self._qpos = slice(1, 1 + model.nq)
+        self._qpos = slice(1, 1 + model.nq)  # FULLPHYSICS begins with time, qpos, qvel
         self._qvel = slice(1 + model.nq, 1 + model.nq + model.nv)
         self._control = np.empty((num_envs, SUBSTEPS, model.nu))
         self._trajectory = np.empty((num_envs, SUBSTEPS, len(self._initial)))

@@ -42,8 +42,7 @@ def shape_window(kind, size, pos, mat, camera_pos, camera_mat, tangent, height, 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _tangents(x, z, xx, xz, zz):
-    # (x + u z)^2 = xx + 2 u xz + u^2 zz
-    a, b, c = z * z - zz, x * z - xz, x * x - xx
+    a, b, c = z * z - zz, x * z - xz, x * x - xx  # (x + u z)^2 = xx + 2 u xz + u^2 zz
     root = np.sqrt(max(b * b - a * c, 0.0))
     return (-b - root) / a, (-b + root) / a
 
@@ -138,8 +137,7 @@ def _hit_ball(size, ox, oy, oz, dx, dy, dz):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _hit_ellipsoid(size, ox, oy, oz, dx, dy, dz):
-    # a ball of radius 1 once every axis is divided by its half length; t stays what it is
-    a, b, c = size
+    a, b, c = size  # a ball of radius 1 once every axis is divided by its half length; t stays what it is
     t = _enter_ball(1.0, ox / a, oy / b, oz / c, dx / a, dy / b, dz / c)
     # the gradient of (x/a)^2 + (y/b)^2 + (z/c)^2
     nx, ny, nz = (ox + t * dx) / (a * a), (oy + t * dy) / (b * b), (oz + t * dz) / (c * c)
@@ -151,8 +149,7 @@ def _hit_ellipsoid(size, ox, oy, oz, dx, dy, dz):
 def _hit_capsule(size, ox, oy, oz, dx, dy, dz):
     radius, half = size[0], size[1]
     side, z = _enter_tube(radius, ox, oy, oz, dx, dy, dz)
-    # A ray that enters the endless tube beyond an end can only enter by that end.
-    end = half if z > 0 else -half
+    end = half if z > 0 else -half  # A ray that enters the endless tube beyond an end can only enter by that end.
     ball = _enter_ball(radius, ox, oy, oz - end, dx, dy, dz)
     on_side = abs(z) <= half
     t = side if on_side else ball
@@ -167,15 +164,13 @@ def _hit_cylinder(size, ox, oy, oz, dx, dy, dz):
     end = half if z > 0 else -half
     lid = (end - oz) / dz
     x, y = ox + lid * dx, oy + lid * dy
-    # not when it leaves by that end, or runs along it
-    by_lid = (x * x + y * y <= radius * radius) & (end * dz < 0)
+    by_lid = (x * x + y * y <= radius * radius) & (end * dz < 0)  # not when it leaves by that end, or runs along it
     on_side = abs(z) <= half
     t = side if on_side else (lid if by_lid else FAR)
     nx = (ox + t * dx) / radius if on_side else 0.0
     ny = (oy + t * dy) / radius if on_side else 0.0
     nz = 0.0 if on_side else (1.0 if end > 0 else -1.0)
-    # past the endless tube the side's t is FAR, and so is z
-    return (FAR if side == FAR else t), nx, ny, nz, 1.0
+    return (FAR if side == FAR else t), nx, ny, nz, 1.0  # past the endless tube the side's t is FAR, and so is z
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

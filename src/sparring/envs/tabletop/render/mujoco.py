@@ -32,8 +32,7 @@ class MujocoRenderer:
         self._mujoco = load_mujoco()
         self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
         self._gl = importlib.import_module(f"mujoco.{windowless_gl()}").GLContext(1, 1)
-        # a copy, since looks repaint it and the light is not the physics' business
-        self._model = copy.copy(model)
+        self._model = copy.copy(model)  # a copy, since looks repaint it and the light is not the physics' business
         self._rgba = self._model.geom_rgba.copy()
         headlight = self._model.vis.headlight
         headlight.ambient[:], headlight.diffuse[:], headlight.specular[:] = 0.40, 0.25, 0.10

@@ -33,8 +33,7 @@ class Renderer:
         self._tangents = np.tan(np.deg2rad(model.cam_fovy) / 2)
         self._kinematics, self._marker, self._shapes = kinematics, marker, _shapes(model, marker)
         self._wrist = model.cam_bodyid > 0
-        # of as many rows as were ever asked for, since all are equal
-        self._standard = self.standard_appearance(1)
+        self._standard = self.standard_appearance(1)  # of as many rows as were ever asked for, since all are equal
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
@@ -43,8 +42,7 @@ class Renderer:
 
     def random_appearance(self, rng: np.random.Generator, switches: Collection[str]) -> Appearance:
         label, floor = self._shapes.label, self._shapes.kind == PLANE
-        # colours that a task may speak of, and the screen's, are kept
-        keep, goal = label >= OBJECTS, label == GOAL
+        keep, goal = label >= OBJECTS, label == GOAL  # colours that a task may speak of, and the screen's, are kept
         return random_appearance(rng, self.standard_appearance(1).rows(0), switches, keep, goal, floor, self._wrist)
 
     def views(

@@ -60,8 +60,7 @@ class HandTarget(NamedTuple):
 class Task(Protocol):
     name: str
     scene: Scene
-    # ways to say what to do
-    instructions: tuple[str, ...]
+    instructions: tuple[str, ...]  # ways to say what to do
     max_episode_steps: int
     hold: int  # an episode is a success when `score` was satisfied in each of its last `hold` steps
     reports_success: bool = True  # False where nothing is to be done, so that a success rate would say nothing
@@ -159,8 +158,7 @@ class Reach(Task):
     # opposite corners of the box that goals are uniform in, metres from the centre of the table top
     low: tuple[float, float, float]
     high: tuple[float, float, float]
-    # radians, each joint uniform around home
-    joint_noise: float
+    joint_noise: float  # radians, each joint uniform around home
     scene: Scene = Scene()
     instructions: tuple[str, ...] = (
         "move the hand to the green ball",

@@ -57,8 +57,7 @@ class LiftTray(Task):
     name: str
     tray: Area
     yaw: float  # degrees to either side; from 60 on the arms get into each other's way
-    # metres, along each side of the tray, that the cube stands off its middle
-    offset: float
+    offset: float  # metres, along each side of the tray, that the cube stands off its middle
     joint_noise: float
     scene: Scene = Scene((TRAY, _CUBE), marker=None, arms=DUAL)
     instructions: tuple[str, ...] = (

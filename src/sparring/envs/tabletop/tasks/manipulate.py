@@ -34,8 +34,7 @@ class Push(Task):
     cube: Sector
     goal: Sector
     travel: tuple[float, float]  # metres from the cube's start to the disc
-    # degrees to either side; a cube looks the same every 90 degrees, so 45 is any yaw
-    yaw: float
+    yaw: float  # degrees to either side; a cube looks the same every 90 degrees, so 45 is any yaw
     joint_noise: float
     scene: Scene = Scene((_RED_CUBE,), Marker("disc", 0.05, GREEN))
     instructions: tuple[str, ...] = (
@@ -79,8 +78,7 @@ class Push(Task):
         behind = cube[:, :2] - 0.052 * way
         low, off = now.hand[:, 2] < 0.05, distance(now.hand[:, :2], behind)
 
-        # up where it is in the way, then over to behind the cube, then down
-        high = now.hand[:, 2] > 0.06
+        high = now.hand[:, 2] > 0.06  # up where it is in the way, then over to behind the cube, then down
         xy = np.where(high[:, None], behind, now.hand[:, :2])
         z = np.where(off < 0.015, 0.022, 0.08)
         ready = low & (along < -0.02) & (np.abs(aside) < 0.016)
@@ -169,12 +167,10 @@ class PutOn(Task):
     instructions: tuple[str, ...]
     cube: Sector
     support: Sector
-    # metres between the two at the start
-    apart: tuple[float, float]
+    apart: tuple[float, float]  # metres between the two at the start
     yaw: float
     joint_noise: float
-    # metres that the cube may lie off the middle
-    tolerance: float
+    tolerance: float  # metres that the cube may lie off the middle
     max_episode_steps: int = 80
     hold: int = 5
 
@@ -203,8 +199,7 @@ class PutOn(Task):
         target[:, :2] = now.objects[:, 1, :2]
         point, grip, held = grasp(now.hand, now.grip, cube, pressed=_PRESSED)
         aside, height = distance(cube[:, :2], target[:, :2]), cube[:, 2] - target[:, 2]
-        # straight up until it clears what it goes on, then over, then down
-        clear = height > 0.015
+        clear = height > 0.015  # straight up until it clears what it goes on, then over, then down
         carry = np.where(clear[:, None], target, cube)
         carry[:, 2] = target[:, 2] + np.where(aside < 0.008, 0.0, 0.035)
         point = np.where(held[:, None], carry + offset, point)

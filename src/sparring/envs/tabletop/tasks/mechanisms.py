@@ -63,8 +63,7 @@ class Button(Task):
 
     name: str
     place: Sector
-    # degrees to either side; the box looks the same every 90 degrees, so 45 is any yaw
-    yaw: float
+    yaw: float  # degrees to either side; the box looks the same every 90 degrees, so 45 is any yaw
     joint_noise: float
     scene: Scene = Scene((_BUTTON,), marker=None)
     instructions: tuple[str, ...] = (
@@ -148,8 +147,7 @@ class _Cabinet:
             + _panel(_IVORY, (-long, 0, -0.006), (0.002, wide, low - 0.006))
             + _panel(_IVORY, (x + 0.004, 0, 0.001), (_WALL, y - 0.001, z - 0.003))
         )
-        # the knob reaches 22 mm above where it is gripped
-        bottom, top = -0.01, _KNOB[2] + 0.022 - _KNOB_RADIUS
+        bottom, top = -0.01, _KNOB[2] + 0.022 - _KNOB_RADIUS  # the knob reaches 22 mm above where it is gripped
         knob = f"""
         <geom type="box" size="0.018 0.006 0.006" pos="{_KNOB[0] - 0.016} 0 {bottom}" mass="0.01" rgba="{_RED}"
           {OBJECT}/>
@@ -239,8 +237,7 @@ def _fits(centre: np.ndarray, front: np.ndarray) -> bool:
     aside = np.array([-front[1], front[0]])
     path = [centre + (_KNOB[0] + opening) * front for opening in np.linspace(0, _DRAWER_TRAVEL, 11)]
     corners = [centre + a * front + b * aside for a in (-x, x) for b in (-y, y)]
-    # from the nearest point of the cabinet and its open drawer
-    base = np.array(ARM_BASE[:2]) - centre
+    base = np.array(ARM_BASE[:2]) - centre  # from the nearest point of the cabinet and its open drawer
     along, across = base @ front, base @ aside
     gap = np.hypot(along - np.clip(along, -x, x + _DRAWER_TRAVEL), across - np.clip(across, -y, y))
     on_table = all(abs(corner[0]) < 0.49 and abs(corner[1]) < 0.54 for corner in corners)
