@@ -18,7 +18,7 @@ import sparring.data
 from sparring.cli.main import _build_parser, main
 from sparring.config.schema import load_config
 from sparring.record.names import FLAT
-from sparring.runs.summary import next_commands
+from sparring.runs.summary import _next_commands as next_commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

@@ -16,6 +16,7 @@ LAYERS = [
     {"collect", "algorithms", "runs.checkpoint", "runs.listing"},
     {
         "phases",
+        "runs.fits",
         "record.configs",
         "config.legacy",
         "config.checks",

@@ -61,14 +61,14 @@ def _config(teacher: Path, folder: Path, seed: int, changes: list[str]):
 def on_generations(models: dict, folder: Path) -> list[dict]:
     """Of each generation: the error of the time, and that of each world model now."""
     from sparring.data.episodes import EpisodeStore
-    from sparring.phases.generations import errors_on
+    from sparring.phases.replay import Generations
 
     found = []
     for path in sorted(folder.iterdir(), key=lambda path: int(path.name)):
         store = EpisodeStore(path, read_only=True)
         if not len(store):
             continue
-        errors = {who: errors_on(model, store) for who, model in models.items()}
+        errors = {who: Generations.errors(model, store) for who, model in models.items()}
         now = {who: error for who, (_, error) in errors.items()}
         found.append({"generation": int(path.name), "decisions": store.num_steps, "then": errors["teacher"][0]} | now)
     return found

@@ -24,7 +24,8 @@ from sparring.evaluation.play import Evaluation, evaluate
 from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
 from sparring.policies.policy import Policy, make_policy
-from sparring.runs.checkpoint import checkpoint_folder, load_spec, load_weights
+from sparring.runs.checkpoint import checkpoint_folder, load_spec
+from sparring.runs.fits import load_weights
 from sparring.runs.run import Run
 from sparring.world_models.world_model import WorldModel, make_world_model
 

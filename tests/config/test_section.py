@@ -21,7 +21,7 @@ from sparring.config.text import Setting, flatten, parse_overrides, read_setting
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.errors import UserError
 from sparring.phases import CHAIN, PHASES
-from sparring.runs.train_all import settings_of
+from sparring.runs.train_all import _settings_of as settings_of
 
 # nothing that these configs start from is there
 load_config = partial(schema.load_config, inherit=False)

@@ -18,10 +18,10 @@ from sparring.config.text import parse_overrides
 from sparring.data.episodes import EpisodeStore
 from sparring.errors import UserError
 from sparring.phases.adversarial import Adversarial
-from sparring.phases.generations import Generations, errors_on
+from sparring.phases.replay import Generations
 from sparring.phases.teacher import Teacher
 from sparring.runs.run import Run
-from sparring.runs.summary import next_commands
+from sparring.runs.summary import _next_commands as next_commands
 
 SHORT = ["device=cpu", "env.threads=1", "logging.console_level=ERROR", "evaluation.episodes=2", "rollout.n_envs=2"]
 SHORT += ["rollout.steps=4", "rollout.max_episode_steps=8", "rollout.render_episodes=0", "training.bptt_length=2"]
@@ -158,16 +158,16 @@ def test_what_is_played_is_kept_with_the_envs_own_reward_and_a_share_is_set_asid
     for _ in range(4):
         phase.step(0.0)
     # 2 robots, 4 updates of one episode each: every fourth is set aside
-    kept = len(phase.store), [len(EpisodeStore(tmp_path / "generations" / k, read_only=True)) for k in "01"]
+    kept = len(phase.replay.store), [len(EpisodeStore(tmp_path / "generations" / k, read_only=True)) for k in "01"]
     assert kept == (6, [1, 1])
-    episode = phase.store.episode(0)
+    episode = phase.replay.store.episode(0)
     assert len(episode) == 4 and bool(episode["is_first"][0])
     # the env pays each step; the explorer is paid at a decision's end
     assert bool((episode["next", "reward"] != 0).all())
     # of the double: |action| of the first entry, and a share of pictures that changed
     wrong = episode["judged", "error"] - episode["action"][:, 0, 0].abs()
     assert bool(((wrong > -1e-6) & (wrong < 1 + 1e-6)).all())
-    assert phase.store.info(0)["source"] == "explorer"
+    assert phase.replay.store.info(0)["source"] == "explorer"
     closed(run)
 
 
@@ -176,7 +176,7 @@ def test_windows_come_from_all_three_sources_by_weight(runs, tmp_path):
     run = run_of(runs, tmp_path, *weights, "adversarial.batch_size=64")
     for _ in range(2):
         run.phase.step(0.0)
-    batch = next(run.phase.replay)
+    batch = next(run.phase.replay.batches)
     counts = torch.bincount(batch["source"][:, 0], minlength=3)
     # in this order: past, newest, random
     assert counts[0] == 0 and 32 <= counts[1] <= 60 and counts.sum() == 64
@@ -188,8 +188,8 @@ def test_newest_windows_are_of_the_newest_episodes(runs, tmp_path):
     run = run_of(runs, tmp_path, "adversarial.replay_random=0", "adversarial.replay_past=0", "adversarial.held_out=0")
     for _ in range(3):
         run.phase.step(0.0)
-    newest = [run.phase.store.episode(i)["action"].clone() for i in (4, 5)]
-    actions = next(run.phase.replay)
+    newest = [run.phase.replay.store.episode(i)["action"].clone() for i in (4, 5)]
+    actions = next(run.phase.replay.batches)
     actions = actions["action"][actions["mask"]]
     for action in actions:
         assert any(bool((of == action).flatten(1).all(1).any()) for of in newest)
@@ -201,8 +201,8 @@ def test_looking_back_tells_the_error_then_and_now(runs, tmp_path):
     phase = run.phase
     assert "generations_error_now" not in phase.step(0.0)
     metrics = phase.step(0.0)
-    (store,) = phase.generations.earlier()
-    then, now = errors_on(phase.world_model, store)
+    (store,) = phase.replay.generations.earlier()
+    then, now = Generations.errors(phase.world_model, store)
     assert metrics["generations_error_then"] == pytest.approx(then)
     assert metrics["generations_error_now"] == pytest.approx(now)
     judged = [store.episode(i)["judged", "error"] for i in range(len(store))]

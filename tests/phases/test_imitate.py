@@ -23,7 +23,7 @@ from sparring.demos.record import record
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import make_env
 from sparring.errors import UserError
-from sparring.phases.imitate import shifted
+from sparring.phases.imitate import _shifted as shifted
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, FlowConfig
 from sparring.policies.flow.policy import FlowPolicy

@@ -13,12 +13,12 @@ import torch
 from small_runs import start
 from test_adversarial import EXPLORER, SMALL, SPARRING, TEACHER, closed, config_of, trained
 
-import sparring.runs.run
 from sparring.data.episodes import EpisodeStore
-from sparring.phases.from_runs import episodes_of
+from sparring.phases.from_runs import open_episodes
 from sparring.processes.distributed import Distributed
 from sparring.rewards.terms import PASSES, _Regressor
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
+from sparring.runs.folder import RunFolder
 from sparring.runs.run import Run
 
 # episodes of 7 decisions go on in the next rollout of 4
@@ -75,11 +75,11 @@ def _when_ranks_differ(config) -> dict:
     phase, collector = run.phase, run.phase.explorer.collector
     phase.step(0.0)
     if not run.distributed.is_main:
-        phase.generations.append = lambda episode, **info: -1
+        phase.replay.generations.append = lambda episode, **info: -1
         collector.drain_episodes = list
     one_sided = phase.step(0.0) | {"steps_made": phase.learner.gradient_steps}
     if not run.distributed.is_main:
-        del phase.generations.append, collector.drain_episodes
+        del phase.replay.generations.append, collector.drain_episodes
     phase.step(0.0)
     both = phase.step(0.0) | {"steps_made": phase.learner.gradient_steps}
     closed(run)
@@ -89,10 +89,10 @@ def _when_ranks_differ(config) -> dict:
 def _anew_in_the_same_folder(config) -> None:
     """Twice, and the main process takes its time to move the first run aside."""
     trained(config)
-    make_room = sparring.runs.run.make_room
-    sparring.runs.run.make_room = lambda config: (time.sleep(1.0), make_room(config))
+    make_room = RunFolder.make_room
+    RunFolder.make_room = lambda folder: (time.sleep(1.0), make_room(folder))
     trained(config)
-    sparring.runs.run.make_room = make_room
+    RunFolder.make_room = make_room
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_each_keeps_its_own_episodes_and_generations(ranks):
 def test_each_replays_what_the_teachers_process_of_its_number_collected(ranks):
     folder = str(ranks[0] / "teacher_rl")
     env = SimpleNamespace(spec=load_spec(checkpoint_folder(folder)))
-    names = [episodes_of(folder, "teacher", env, rank).folder.name for rank in (0, 1, 2)]
+    names = [open_episodes(folder, "teacher", env, rank).folder.name for rank in (0, 1, 2)]
     assert names == ["episodes", "episodes-1", "episodes"]
 
 

@@ -17,7 +17,8 @@ from sparring.config.text import Setting
 from sparring.envs.env import make_env
 from sparring.evaluation.play import evaluate
 from sparring.policies.policy import make_policy
-from sparring.runs.checkpoint import CheckpointError, checkpoints, load_pretrained, read_weights
+from sparring.runs.checkpoint import CheckpointError, checkpoints, read_weights
+from sparring.runs.fits import load_pretrained
 from sparring.runs.run import Run
 
 SMALL = ["rollout.n_envs=2", "rollout.steps=8", "ppo.mini_batch_size=16", "ppo.ppo_epochs=1", "env.threads=1"]

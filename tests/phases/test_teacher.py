@@ -20,7 +20,7 @@ from sparring.contract import EnvSpec
 from sparring.data.episodes import EpisodeStore
 from sparring.envs.backend import Step
 from sparring.envs.env import Env
-from sparring.phases.replay import FAILED, foretold
+from sparring.phases.replay import FAILED, Prediction
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
@@ -41,6 +41,12 @@ SMALL = {
 
 def config_in(folder, **more):
     return load_config(SMALL | {"output": str(folder)} | more)
+
+
+def single_steps(folder, decisions, teacher):
+    """Decisions of one step each, so many before an update."""
+    rollout = SMALL["rollout"] | {"steps": decisions, "action_steps": 1}
+    return config_in(folder, rollout=rollout, teacher=teacher, training={"bptt_length": 3})
 
 
 def closed(run: Run) -> Run:
@@ -136,17 +142,14 @@ def test_what_a_line_says(tmp_path):
 
 def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_learned_from(tmp_path):
     """Pictures brighten by 10 a decision: a model that says so is always right, one that copies never."""
-    from sparring.algorithms.world_model import WorldModelLearner
-    from sparring.phases.configs import TeacherConfig
     from sparring.phases.teacher import Teacher
     from sparring.processes.distributed import Distributed
 
     for brighter, expected in ((10.0, 6.0), (0.0, 0.0)):
         env = Env(BrighteningBackend(2, length=6))
         model = CopyingWorldModel(CopyingConfig(brighter=brighter), env.spec, 1)
-        config = TeacherConfig(gradient_steps=1, batch_size=2, learning_rate=1e-9, sequential=True)
-        learner, folder = WorldModelLearner(config, model, Distributed("cpu")), tmp_path / str(brighter)
-        teacher = Teacher(config, env, model, learner, learner.distributed, folder, 1, 12, 3)
+        settings = {"gradient_steps": 1, "batch_size": 2, "learning_rate": 1e-9, "sequential": True}
+        teacher = Teacher(single_steps(tmp_path / str(brighter), 12, settings), env, model, Distributed("cpu"))
         metrics = teacher.step(0.0)
         assert metrics["episode_reward"] == expected and metrics["fresh_acc"] == expected / 6
         assert teacher.progress.episodes == 4
@@ -156,16 +159,13 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
 
 
 def test_it_learns(tmp_path):
-    from sparring.algorithms.world_model import WorldModelLearner
-    from sparring.phases.configs import TeacherConfig
     from sparring.phases.teacher import Teacher
     from sparring.processes.distributed import Distributed
 
     env = Env(BrighteningBackend(2, length=6))
     model = CopyingWorldModel(CopyingConfig(), env.spec, 1)
-    config = TeacherConfig(gradient_steps=60, batch_size=4, learning_rate=0.5)
-    learner = WorldModelLearner(config, model, Distributed("cpu"))
-    teacher = Teacher(config, env, model, learner, learner.distributed, tmp_path, 1, 6, 3)
+    settings = {"gradient_steps": 60, "batch_size": 4, "learning_rate": 0.5}
+    teacher = Teacher(single_steps(tmp_path, 6, settings), env, model, Distributed("cpu"))
     rewards = [teacher.step(fraction)["episode_reward"] for fraction in (0.0, 0.3, 0.6)]
     assert float(model.brighter.detach()) == pytest.approx(10.0, abs=0.5)
     # what it had learned by then: nothing of the first episodes, all of the last
@@ -227,7 +227,7 @@ def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
     seen = {"observation": {"image": {"head": image}}, "next": after}
     first = torch.tensor([True, False])
     episode = TensorDict(seen | {"action": torch.zeros(2, 1, 1), "is_first": first}, [2])
-    shown = foretold(model, episode, 5.0)
+    shown = Prediction.of(model, episode, 5.0)
     for moment in (shown.moment(0), shown.moment(1)):
         assert (moment[:, :16] == FAILED).all() and (moment[:, 16:] == 50).all()
 
@@ -346,13 +346,13 @@ def teach_on_this_rank(folder):
     stopped.save()
     closed(stopped)
     resumed = run_to_the_end(config_in(f"{folder}/stopped"))
-    store = EpisodeStore(run.phase.folder, read_only=True)
+    store = EpisodeStore(run.phase.replay.store.folder, read_only=True)
     told = {
         "weights": dict(run.phase.model.state_dict()),
         "resumed": dict(resumed.phase.model.state_dict()),
         "progress": (run.phase.progress.env_steps, run.phase.progress.episodes),
         "first": store.episode(0)["action"][0].clone(),
-        "folder": run.phase.folder.name,
+        "folder": run.phase.replay.store.folder.name,
     }
     torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
 

@@ -256,7 +256,8 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
 def test_weights_of_a_plain_run_go_beside_new_adapters(tmp_path):
     from safetensors.torch import save_file
 
-    from sparring.runs.checkpoint import CheckpointError, load_weights
+    from sparring.runs.checkpoint import CheckpointError
+    from sparring.runs.fits import load_weights
 
     def net():
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

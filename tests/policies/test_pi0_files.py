@@ -17,7 +17,8 @@ from sparring.policies.lora import load_adapters, merge, save_adapters
 from sparring.policies.native.config import NativeVLAConfig
 from sparring.policies.native.policy import NativeVLA
 from sparring.policies.pi0 import ImagePreparation, PI0Policy
-from sparring.runs.checkpoint import load_weights, save_checkpoint
+from sparring.runs.checkpoint import save_checkpoint
+from sparring.runs.fits import load_weights
 
 
 @pytest.fixture(scope="module")

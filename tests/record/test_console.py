@@ -11,7 +11,7 @@ from sparring.evaluation.play import Evaluation, Score, wilson
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.record import console as view
 from sparring.record.console import CELLS, Console, _Curve, _sparkline, _View, clock
-from sparring.runs.summary import reached
+from sparring.runs.summary import _reached as reached
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 

@@ -21,7 +21,7 @@ from sparring.processes.child import _Output
 from sparring.record.configs import LoggingConfig
 from sparring.record.log import PARTS, RunLog
 from sparring.runs.run import Run
-from sparring.runs.status import Status, why
+from sparring.runs.status import Status
 
 # ---- who says what where
 
@@ -239,4 +239,7 @@ def test_what_learns_is_counted_and_what_is_frozen(tmp_path):
 
 
 def test_an_exception_in_a_line():
-    assert why(RuntimeError()) == "RuntimeError" and why(UserError("a\nb")) == "a"
+    for error, why in ((RuntimeError(), "RuntimeError"), (UserError("a\nb"), "a")):
+        status = Status(None, "finetune", "reach_d0", {})
+        status.fail(Progress(), 0.5, error)
+        assert status.ended == ("crashed", why)

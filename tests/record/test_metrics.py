@@ -118,8 +118,8 @@ def test_mean_and_deviation_over_all_decisions():
 def test_a_line_has_the_means_over_the_processes_that_have_a_number(tmp_path):
     run = Run(load_config(SMALL | {"output": str(tmp_path)}))
     run.distributed = Pair({"update_seconds": 3.0, "learner_idle": 0.25})
-    run.pending.update({"update_seconds": [1.0, 2.0], "loss": [4.0]})
-    run._write_line()
+    run.recorder.pending.update({"update_seconds": [1.0, 2.0], "loss": [4.0]})
+    run.recorder.write_line(run)
     (line,) = lines(tmp_path)
     assert (line["perf/update_seconds"], line["perf/learner_idle"], line["avg_loss"]) == (2.25, 0.25, 4.0)
 

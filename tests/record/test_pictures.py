@@ -14,7 +14,7 @@ from sparring.collect.camera import Episode, Film
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
-from sparring.phases.replay import Foretold
+from sparring.phases.replay import Prediction
 from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.recorder import Recorder
 from sparring.record.videos import VideoWriter, _film_scene, _prediction_scene, by_camera, write_video
@@ -42,10 +42,10 @@ def plain(brightness, size=64):
     return np.full((size, size, 3), brightness, np.uint8)
 
 
-def foretold_of(decisions=5) -> Foretold:
+def foretold_of(decisions=5) -> Prediction:
     true = np.stack([plain(100 + t, 16) for t in range(decisions)])
     rewards, numbers = np.full(decisions, 2.0), np.zeros((decisions, 2))
-    return Foretold({"head": true - 3}, {"head": true}, rewards, numbers, numbers, 0, 5.0)
+    return Prediction({"head": true - 3}, {"head": true}, rewards, numbers, numbers, 0, 5.0)
 
 
 def read_video(path):

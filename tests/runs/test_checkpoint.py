@@ -8,22 +8,19 @@ import textwrap
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from sparring.contract import EnvSpec
-from sparring.policies.configs import CriticConfig
-from sparring.policies.critic import Critic
 from sparring.runs.checkpoint import (
     CheckpointError,
     checkpoints,
     find_checkpoint,
     load_spec,
     load_training_state,
-    load_weights,
     remove_old,
     save_checkpoint,
 )
+from sparring.runs.fits import load_weights
 
 SPEC = EnvSpec({"state": ((3,), "float32"), "image/head": ((3, 8, 8), "uint8")}, 2, instructions=("go",))
 
@@ -67,20 +64,6 @@ def test_strict_loading_reports_all_and_changes_nothing(tmp_path):
     for words in ("2 missing: c.weight, c.bias", "2 unexpected: b.bias, b.weight", "a.weight [2, 3] instead of [2, 4]"):
         assert words in str(error.value)
     assert torch.equal(before, model["a"].weight)
-
-
-def test_weights_from_before_critics_had_units_are_loaded(tmp_path):
-    critic, fresh = (nn.ModuleDict({"critic": Critic(CriticConfig(hidden=(4,)), SPEC, 3, True)}) for _ in range(2))
-    path = saved(tmp_path, model=critic)
-    old = {name: weight for name, weight in critic.state_dict().items() if ".returns." not in name}
-    assert len(old) < len(critic.state_dict())
-    save_file(old, path / "model.safetensors")
-    load_weights(fresh, path)
-    assert all(torch.equal(weight, fresh.state_dict()[name]) for name, weight in critic.state_dict().items())
-    # but not half of them
-    save_file(old | {"critic.returns.mean": torch.zeros(1)}, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="missing: critic.returns.shift"):
-        load_weights(fresh, path)
 
 
 def test_model_pt_is_read_without_running_code(tmp_path):

@@ -14,11 +14,12 @@ import pytest
 from small_runs import config_in, status_in
 
 from sparring.errors import UserError
+from sparring.phases.phase import Progress
 from sparring.processes.launch import PATIENCE
 from sparring.record.recorder import AFTER_AN_ERROR_S
 from sparring.runs.checkpoint import CheckpointError, checkpoints
 from sparring.runs.run import Run
-from sparring.runs.status import why
+from sparring.runs.status import Status
 
 
 def fail_with(error):
@@ -75,7 +76,9 @@ def test_how_it_ended_is_told_before_videos_are_waited_for(tmp_path, monkeypatch
 
 
 def test_why_does_not_announce_what_it_leaves_out():
-    assert why(UserError("a worker died; its last words:\n  Segmentation fault")) == "a worker died"
+    status = Status(None, "finetune", "reach_d0", {})
+    status.fail(Progress(), 0.5, UserError("a worker died; its last words:\n  Segmentation fault"))
+    assert status.ended == ("crashed", "a worker died")
 
 
 def test_an_evaluation_before_the_end_interrupts_nothing(tmp_path):
@@ -160,15 +163,6 @@ def test_time_is_that_of_all_starts(tmp_path):
     now = status_in(tmp_path)
     assert now["state"] == "finished" and 1000 < now["seconds"] < 1060
     assert now["started"] == told["started"] - 9000 and now["ended"] > told["ended"]
-
-
-def test_time_that_an_earlier_version_did_not_sum_up_counts_too(tmp_path):
-    stop_after(1, Run(config_in(tmp_path)))
-    told = status_in(tmp_path)
-    del told["seconds"]
-    (tmp_path / "status.json").write_text(json.dumps(told | {"started": told["ended"] - 500}))
-    assert Run(config_in(tmp_path)).run()
-    assert 500 < status_in(tmp_path)["seconds"] < 560
 
 
 def test_a_finished_run_that_is_started_again_stays_what_it_was(tmp_path, numbered_logs):

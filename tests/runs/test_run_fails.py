@@ -8,7 +8,7 @@ import torch
 
 from sparring.config.schema import load_config
 from sparring.errors import LeftAlone
-from sparring.phases.build import together
+from sparring.phases.build import fail_together
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
@@ -150,6 +150,6 @@ def test_of_one_that_fails_and_is_left_alone_both_are_told():
     def barrier():
         raise LeftAlone("process 1 has gone")
 
-    with pytest.raises(LeftAlone) as told, together(SimpleNamespace(barrier=barrier)):
+    with pytest.raises(LeftAlone) as told, fail_together(SimpleNamespace(barrier=barrier)):
         fail()
     assert isinstance(told.value.__cause__, ZeroDivisionError)

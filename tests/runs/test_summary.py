@@ -7,7 +7,7 @@ import pytest
 
 from sparring.cli.main import main
 from sparring.config.schema import load_config
-from sparring.runs.summary import next_commands
+from sparring.runs.summary import _next_commands as next_commands
 
 TINY = ["device=cpu", "policy.hidden=[8]", "rollout.steps=16", "rollout.render_episodes=0"]
 SMALL = ["--envs", "3", "training.iterations=1", "evaluation.episodes=3", "logging.console_level=ERROR", *TINY]

@@ -26,7 +26,7 @@ class Commands:
         self.made.append(words)
         code = self.codes.pop(0) if self.codes else 0
         if code == 0:
-            (chain.folder_of(words[1], self.output) / "checkpoint-1").mkdir(parents=True, exist_ok=True)
+            (chain._folder_of(words[1], self.output) / "checkpoint-1").mkdir(parents=True, exist_ok=True)
         return code
 
     @property
@@ -38,7 +38,7 @@ class Commands:
 def commands(tmp_path, monkeypatch):
     commands = Commands(tmp_path)
     monkeypatch.setattr(chain, "_run", commands)
-    monkeypatch.setattr(chain, "summary", lambda output: "measures")
+    monkeypatch.setattr(chain, "_summary", lambda output: "measures")
     return commands
 
 
@@ -58,7 +58,7 @@ def test_each_starts_from_what_the_last_one_left(commands, tmp_path, capsys):
 def test_settings_reach_the_phases_they_belong_to():
     given = ["teacher.coloured=0.3", "teacher.training.iterations=7", "training.iterations=5", "student.num_episodes=9"]
     shares = {
-        phase: [(s.key, s.value) for s in chain.settings_of(phase, parse_overrides(given), Path("out"))]
+        phase: [(s.key, s.value) for s in chain._settings_of(phase, parse_overrides(given), Path("out"))]
         for phase in ("teacher", "student", "adversarial")
     }
     common = [("teacher.coloured", 0.3), ("training.iterations", 5)]

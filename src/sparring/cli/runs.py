@@ -73,10 +73,11 @@ def _duration(seconds: float) -> str:
 
 
 def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from sparring.runs.prune import carry_out, plan
+    from sparring.runs.prune import Pruning
 
-    runs = dict.fromkeys(map(Path, arguments.runs))  # all of them before the first is touched; each once
-    prunings = [plan(run, arguments.keep_best, arguments.keep_last) for run in runs]
+    # all of them before the first is touched; each once
+    runs = dict.fromkeys(map(Path, arguments.runs))
+    prunings = [Pruning.plan(run, arguments.keep_best, arguments.keep_last) for run in runs]
     for pruning in prunings:
         kept = ", ".join(f"{path.name} ({why})" for path, why in pruning.kept.items())
         removed = f"removes {len(pruning.removed)}, {_size(pruning.bytes)}" if pruning.removed else "nothing to remove"
@@ -95,7 +96,7 @@ def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print("nothing was removed")
         return 0
     for pruning in prunings:
-        carry_out(pruning)
+        pruning.carry_out()
     print(f"freed {_size(bytes_freed)}")
     return 0
 

@@ -71,6 +71,7 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
 def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *keys: str) -> list[Setting]:
     """What the config of a checkpoint says about `sections`, `keys` and how long decisions last; weights have none."""
     from sparring.runs.checkpoint import find_checkpoint
+    from sparring.runs.fits import other_origin
 
     path = given[key]
     saved = [] if Path(path).exists() else _of_the_run_itself(key, given)
@@ -79,9 +80,9 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
         file = (found.parent if found.is_file() else found) / "config.yaml"
         saved = read_settings(file) if file.is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
-        if "world_model" in sections and trained in ("finetune", "imitate", "student"):
-            made = f"it was made by `sparring train {trained}`"
-            raise UserError(f"{key} = '{path}': {made}; world models come of `sparring train teacher`")
+        # before its env is found not to fit
+        if trained and "world_model" in sections and (other := other_origin("world_model", trained)):
+            raise UserError(f"{key} = '{path}': {other}")
     method = next((s.value for s in saved if s.key == "policy.method"), None)
     if given.get("policy.method", method) != method:
         saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_A_METHOD]]

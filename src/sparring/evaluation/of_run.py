@@ -17,13 +17,8 @@ from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.phases.phase import Progress
 from sparring.processes.distributed import pick_device
 from sparring.record.videos import VideoWriter
-from sparring.runs.checkpoint import (
-    CheckpointError,
-    checkpoint_folder,
-    load_spec,
-    load_training_state,
-    spec_differences,
-)
+from sparring.runs.checkpoint import CheckpointError, checkpoint_folder, load_spec, load_training_state
+from sparring.runs.fits import spec_differences
 from sparring.world_models.world_model import WorldModel
 
 # what an evaluation may change; the rest was decided when the policy was trained

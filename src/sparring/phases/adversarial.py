@@ -3,120 +3,111 @@
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 
 from torch import nn
 
 from sparring.algorithms.world_model import WorldModelLearner
+from sparring.config.schema import Config
 from sparring.config.section import Section
 from sparring.data.episodes import EpisodeStore
-from sparring.data.recorder import EpisodeRecorder
 from sparring.data.windows import MixedWindows, ShuffledWindows
-from sparring.envs.env import Env
 from sparring.errors import UserError
-from sparring.phases.configs import AdversarialConfig
-from sparring.phases.from_runs import episodes_of, load_part, load_teacher
-from sparring.phases.generations import Generations, errors_on
-from sparring.phases.phase import Progress
-from sparring.phases.replay import Foretold, Replay, foretold
-from sparring.phases.student import Student, paid_by
+from sparring.phases.from_runs import load_teacher, open_episodes
+from sparring.phases.phase import Phase, Progress
+from sparring.phases.replay import EpisodeReplay, Prediction
+from sparring.phases.student import Student
 from sparring.processes.distributed import Distributed
-from sparring.rewards.reward_model import RewardModel, with_following
+from sparring.rewards.reward_model import with_following
+from sparring.runs.fits import load_part
 from sparring.world_models.world_model import WorldModel
 
-# what is kept of a transition; `judged` is what the world model of the time made of it
-_KEPT = ("observation", "action", "is_first", "next", "judged")
+# what is recorded of a transition; `judged` is what the world model of the time made of it
+_RECORDED = ("observation", "action", "is_first", "next", "judged")
 _READ = ("action", "is_first", "next/reward", "next/executed", "next/terminated", "next/truncated", "next/success")
+# metrics of the world model that the explorer has too
+_NAMES = {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm"}
 
 
-class Explorer(Student):
-    """A student whose world model goes on learning, and whose episodes are kept."""
+class _Explorer(Student):
+    """A student whose world model goes on learning, and whose episodes are recorded."""
 
-    recorder: EpisodeRecorder
+    replay: EpisodeReplay
 
     @staticmethod
-    def algorithm_config(config) -> Section:
-        """With a leash to the policy of phase 2, where there is one."""
-        section, leash = config.algorithm_section, config.adversarial.kl_coef
-        if config.adversarial.student is None or not leash:
+    def algorithm_config(config: Config) -> Section:
+        """With a KL penalty to the student's policy, where there is one."""
+        section, kl_coef = config.algorithm_section, config.adversarial.kl_coef
+        if config.adversarial.student is None or not kl_coef:
             return section
         if "kl_coef" not in type(section).model_fields:
             raise UserError(
-                f"adversarial.kl_coef={leash}, but algorithm={config.algorithm} has no kl_coef to keep the explorer "
+                f"adversarial.kl_coef={kl_coef}, but algorithm={config.algorithm} has no kl_coef to keep the explorer "
                 "near the student's policy; give its config one, or set adversarial.kl_coef=0"
             )
-        return section.model_copy(update={"kl_coef": leash})
-
-    @staticmethod
-    def make_rewards(config, env: Env, distributed: Distributed) -> RewardModel:
-        model = load_teacher(config.adversarial.teacher, "adversarial.teacher", config, env)
-        return paid_by(model.to(distributed.device).eval(), config, env, distributed)
+        return section.model_copy(update={"kl_coef": kl_coef})
 
     def pay(self) -> dict[str, float]:
-        # what the env gave: the world model foretells that, not what the explorer is paid
+        # the env's rewards: the world model predicts those, not what the explorer is paid
         reward = self.buffer.rollout()["next", "reward"]
         paid = super().pay()
-        rollout = with_following(self.buffer).select(*_KEPT).exclude(("next", "value"))
+        rollout = with_following(self.buffer).select(*_RECORDED).exclude(("next", "value"))
         rollout["next", "reward"] = reward
         # a copy: the recorder keeps it until its episodes end, and the buffer is written to before that
         for transition in rollout.clone().unbind(0):
-            self.recorder.add(transition)
+            self.replay.add(transition)
         return paid
 
 
-class Adversarial:
+class Adversarial(Phase):
     """An explorer, a store of what it played, and a world model, taking turns.
 
     An update: the explorer plays and learns; then the world model learns from windows of the teacher's random episodes,
-    of all explorers and of the newest. A share of what is played is set aside (generations.py).
+    of all explorers and of the newest. A share of the episodes is set aside (`Generations`).
     """
 
     default_limit = ("iterations", 40)
     accuracy = "wm_accuracy"
+    # `sparring eval` evaluates the policy
+    evaluation = "world_model"
 
-    def __init__(
-        self,
-        config: AdversarialConfig,
-        explorer: Explorer,
-        learner: WorldModelLearner,
-        random: EpisodeStore | None,
-        folder: Path,
-        bptt_length: int,
-        seed: int = 0,
-    ):
-        """`random`: the teacher's episodes; None: not replayed. What is played is kept under `folder`."""
-        self.config, self.explorer, self.learner, self.random = config, explorer, learner, random
+    def __init__(self, config: Config, explorer: _Explorer, world_model: WorldModel, random: EpisodeStore | None):
+        """`random`: the teacher's episodes; None: not replayed."""
+        self.config, self.bptt_length = config.adversarial, config.training.bptt_length
+        self.explorer, self.world_model, self.random = explorer, world_model, random
         self.env, self.distributed = explorer.env, explorer.distributed
-        self.folder, self.bptt_length, self.seed = folder, bptt_length, seed
-        self.model = nn.ModuleDict({"world_model": learner.model, "policy": explorer.policy})
-        self.store: EpisodeStore | None = None
+        self.model = nn.ModuleDict({"world_model": world_model, "policy": explorer.policy})
+        self.learner = WorldModelLearner(self.config, world_model, self.distributed)
+        self.replay = explorer.replay = EpisodeReplay(
+            self.config,
+            config.run_folder,
+            config.seed,
+            self.env,
+            self.distributed,
+            self._windows,
+            world_model.memory_size,
+            "explorer",
+            held_out=self.config.held_out,
+        )
         self.progress = Progress()
 
     @classmethod
-    def from_config(cls, config, distributed: Distributed) -> "Adversarial":
-        settings = config.adversarial
-        explorer = Explorer.from_config(config, distributed)
-        if not explorer.env.spec.max_episode_steps:
+    def from_config(cls, config: Config, distributed: Distributed) -> "Adversarial":
+        settings, key = config.adversarial, "adversarial.teacher"
+        env, policy, algorithm = _Explorer.build_learner(config, distributed)
+        world_model = load_teacher(settings.teacher, key, config, env).to(distributed.device).eval()
+        rewards = _Explorer.rewards_by(world_model, config, env, distributed)
+        explorer = _Explorer.of(config, env, policy, algorithm, distributed, rewards)
+        if not env.spec.max_episode_steps:
             raise UserError("adversarial learns from whole episodes, which have no end; set rollout.max_episode_steps")
-        random = None
-        if settings.replay_random:
-            random = episodes_of(settings.teacher, "adversarial.teacher", explorer.env, distributed.rank)
+        random = open_episodes(settings.teacher, key, env, distributed.rank) if settings.replay_random else None
         if settings.student:
-            load_part(explorer.policy, "policy", settings.student, "adversarial.student", config, explorer.env)
-        return cls(
-            settings,
-            explorer,
-            WorldModelLearner(settings, explorer.rewards.world_model, distributed),
-            random,
-            config.run_folder,
-            config.training.bptt_length,
-            config.seed,
-        )
+            load_part(policy, "policy", settings.student, "adversarial.student", config, env)
+        return cls(config, explorer, world_model, random)
 
     @property
-    def world_model(self) -> WorldModel:
-        return self.learner.model
+    def evaluated_model(self) -> WorldModel:
+        return self.world_model
 
     @property
     def learns_from(self) -> str:
@@ -129,24 +120,21 @@ class Adversarial:
         return self.explorer.learning
 
     def step(self, fraction: float) -> dict[str, float]:
-        self._open_stores()
+        self.replay.open()
         self.explorer.learning = False
-        self.generations.begin(self.progress.updates // self.config.generation_every)
+        self.replay.generations.begin(self.progress.updates // self.config.generation_every)
         metrics = _means([self._explore(fraction) for _ in range(self.config.explorer_updates_per_iter)])
         metrics |= self._learn(fraction)
         played = self.explorer.progress
         self.progress.updates += 1
         self.progress.env_steps, self.progress.episodes = played.env_steps, played.episodes
         if self.progress.updates % self.config.generation_every == 0:
-            metrics |= self._look_back()
+            metrics |= self._errors_on_generations()
         return metrics
 
-    def pictures(self) -> Foretold | None:
-        """The newest episode, as the world model foretells it, decision by decision."""
-        if not len(self.store):
-            return None
-        episode = self.store.episode(len(self.store) - 1).to(self.env.device)
-        return foretold(self.world_model, episode, self.env.spec.control_hz / self.explorer.collector.chunk)
+    def pictures(self) -> Prediction | None:
+        rate = self.env.spec.control_hz / self.explorer.collector.chunk
+        return self.replay.predict_newest(self.world_model, rate)
 
     def state_dict(self) -> dict:
         return {
@@ -156,30 +144,18 @@ class Adversarial:
         }
 
     def process_state(self) -> dict:
-        self._open_stores()
-        return {
-            "explorer": self.explorer.process_state(),
-            "store": self.store.state_dict(),
-            "generations": self.generations.state_dict(),
-            "recorder": self.explorer.recorder.state_dict(),
-            "replay": self.replay.state_dict(),
-        }
+        return self.replay.state_dict() | {"explorer": self.explorer.process_state()}
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
         self.progress = Progress(**state["progress"])
         self.learner.load_state_dict(state["learner"])
-        lost = self._open_stores(process_state)
-        self.replay.load_state_dict(process_state["replay"])
-        self.explorer.recorder.load_state_dict(process_state["recorder"])
+        lost = self.replay.load_state_dict(process_state)
         return lost + self.explorer.load_state_dict(state["explorer"], process_state["explorer"])
 
     def close(self) -> None:
         """End what it has going: the env, the thread that makes batches, the stores' locks on their folders."""
         self.env.close()
-        if self.store is not None:
-            self.replay.close()
-            self.generations.close()
-            self.store.close()
+        self.replay.close()
 
     def _explore(self, fraction: float) -> dict[str, float]:
         metrics = self.explorer.collect()
@@ -189,72 +165,39 @@ class Adversarial:
 
     def _learn(self, fraction: float) -> dict[str, float]:
         # processes step together: all of them must have something to learn from
-        if self.distributed.max(float(not len(self.store))):
+        if self.distributed.max(float(not len(self.replay))):
             return {}
         started = time.perf_counter()
-        self.replay.refresh()
-        metrics = self.learner.update(self.replay, self.config.wm_updates_per_iter, fraction)
+        self.replay.batches.refresh()
+        metrics = self.learner.update(self.replay.batches, self.config.wm_updates_per_iter, fraction)
         metrics = {_NAMES.get(name, name): value for name, value in metrics.items()}
         return metrics | {"wm_update_seconds": time.perf_counter() - started}
 
-    def _look_back(self) -> dict[str, float]:
+    def _errors_on_generations(self) -> dict[str, float]:
         """The world model on what earlier explorers surprised it with, then and now."""
-        self.generations.begin(self.progress.updates // self.config.generation_every)
+        generations = self.replay.generations
+        generations.begin(self.progress.updates // self.config.generation_every)
         self.world_model.eval()
-        errors = [errors_on(self.world_model, store) for store in self.generations.earlier()]
+        errors = [generations.errors(self.world_model, store) for store in generations.earlier()]
         # a process may have set nothing aside so far
         sums = {"then": sum(e[0] for e in errors), "now": sum(e[1] for e in errors), "count": float(len(errors))}
         sums = self.distributed.mean(sums)
         count = sums.pop("count")
         return {f"generations_error_{when}": total / count for when, total in sums.items()} if count else {}
 
-    def _open_stores(self, state: dict | None = None) -> list[str]:
-        """Not before the first step: a run folder is written to only when all has been found to fit.
-
-        What an earlier run left behind after its last checkpoint is forgotten. Returns what was lost, in words.
-        """
-        if self.store is not None:
-            return []
-        lost = []
-        # of a process each
-        rank = "" if self.distributed.is_main else f"-{self.distributed.rank}"
-        self.store = EpisodeStore(self.folder / f"episodes{rank}", max_bytes=int(self.config.max_gb * 1e9))
-        self.generations = Generations(self.store, self.folder / f"generations{rank}", self.config.held_out)
-        if state and self.store.next_number < state["store"]["next_number"]:
-            # a run that branched off from another's checkpoint
-            lost.append(f"the episodes played so far are not in {self.store.folder}; plays new ones")
-            state = None
-        self.store.load_state_dict(state["store"] if state else {"next_number": 0})
-        self.generations.load_state_dict(state["generations"] if state else _NO_GENERATION)
-        self.explorer.recorder = EpisodeRecorder(
-            self.generations, self.env.num_envs, source="explorer", tasks=self.env.tasks
-        )
-        self.replay = self._replay()
-        return lost
-
-    def _replay(self) -> Replay:
+    def _windows(self, store: EpisodeStore, seed: int) -> MixedWindows:
         config = self.config
+        seen = [name for name in self.env.spec.observation if name.partition("/")[0] in ("image", "state", "task")]
+        keys = [*_READ, *(f"{side}observation/{name}" for side in ("", "next/") for name in seen)]
+
+        def windows(store: EpisodeStore, newest: int | None = None) -> ShuffledWindows:
+            return ShuffledWindows(store, self.bptt_length, config.burn_in, keys=keys, newest=newest)
+
         newest = self.env.num_envs * config.explorer_updates_per_iter
-        sources = {
-            self._windows(self.store): config.replay_past,
-            self._windows(self.store, newest): config.replay_newest,
-        }
+        sources = {windows(store): config.replay_past, windows(store, newest): config.replay_newest}
         if self.random is not None:
-            sources[self._windows(self.random)] = config.replay_random
-        # each process draws its own
-        seed = self.seed * 1009 + self.distributed.rank
-        windows = MixedWindows(sources)
-        return Replay(windows, config.batch_size, self.world_model.memory_size, seed, self.distributed.device)
-
-    def _windows(self, store: EpisodeStore, newest: int | None = None) -> ShuffledWindows:
-        read = [name for name in self.env.spec.observation if name.partition("/")[0] in ("image", "state", "task")]
-        keys = [*_READ, *(f"{side}observation/{name}" for side in ("", "next/") for name in read)]
-        return ShuffledWindows(store, self.bptt_length, self.config.burn_in, keys=keys, newest=newest)
-
-
-_NO_GENERATION = {"played": 0, "number": 0, "store": {"next_number": 0}}
-# of the world model; what the explorer has too is told apart
-_NAMES = {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm"}
+            sources[windows(self.random)] = config.replay_random
+        return MixedWindows(sources)
 
 
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -72,14 +72,10 @@ class AdversarialConfig(Section):
         1, gt=0, description="rollouts in an update, and updates of the explorer, one from each"
     )
     warmup_steps: int = Field(
-        200,
-        ge=0,
-        description="first gradient steps, in which the world model alone learns while the explorer acts",
+        200, ge=0, description="first gradient steps, in which the world model alone learns while the explorer acts"
     )
     learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr",
+        1e-3, gt=0, description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr"
     )
     batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
     burn_in: int = Field(6, ge=0, description="decisions before a window that rebuild the memory")

@@ -4,32 +4,29 @@ import time
 from dataclasses import asdict
 from statistics import fmean
 
-from torch import nn
-
-from sparring.algorithms.ppo import Algorithm
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
 from sparring.collect.timing import Span, Stopwatch
+from sparring.config.schema import Config
 from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
-from sparring.phases.build import act_apart, make_algorithm, make_collector, make_robots, make_rollout_buffer, together
-from sparring.phases.phase import Progress
+from sparring.phases.build import build_algorithm, build_collector, build_env, fail_together
+from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
 from sparring.rewards.reward_model import RewardModel
 from sparring.world_models.imagined_env import ImaginedEnv
 
 
-class Finetune:
+class Finetune(Phase):
     """An env, a policy and an algorithm, taking turns. Where there are `rewards`, they pay instead of the env."""
 
     default_limit = ("total_timesteps", 150_000)
-    explores = False
     accuracy = "success_rate"
-    # rollouts of a run of which every turn of every stage is told; of later ones only the outlines
-    told_in_full = 20
+    # the first rollouts of a run, whose timeline has every stage; later ones have the outlines only
+    detailed_updates = 20
 
     def __init__(
         self,
@@ -38,60 +35,59 @@ class Finetune:
         algorithm,
         buffer: Buffer,
         distributed: Distributed,
-        seed: int = 0,
-        chunk: int = 1,
-        episodes: int | None = None,
-        rewards: RewardModel | None = None,
         collector=None,
+        rewards: RewardModel | None = None,
     ):
-        """`episodes` of each robot between two updates; None: as many decisions as the buffer holds.
-
-        `collector`: another than a `Collector` of this env: of groups, or of a process of its own.
-        """
         # what acts and what is scored must be the same: no dropout
-        policy.eval()
-        self.env, self.policy, self.algorithm, self.distributed = env, policy, algorithm, distributed
+        self.model = self.policy = policy.eval()
+        self.env, self.algorithm, self.distributed = env, algorithm, distributed
         self.buffer, self.rewards = buffer, rewards
-        self.collector = collector or Collector(env, policy, seed, chunk=chunk, episodes=episodes)
+        self.collector = collector or Collector(env, policy, seed=0)
         self.stopwatch = Stopwatch("learner")
         self.spans: list[Span] = []
         self.learning = False
         self.progress = Progress()
 
     @classmethod
-    def from_config(cls, config, distributed: Distributed) -> "Finetune":
-        apart = config.rollout.mode == "async"
-        env = act_apart(config, distributed) if apart else make_robots(config, distributed)
-        policy = make_policy(config.policy, cls.seen(config, env.spec), config.rollout.action_steps, distributed.device)
-        algorithm = make_algorithm(config.algorithm, cls.algorithm_config(config), policy, distributed, config.seed)
-        if apart and config.rollout.staleness and isinstance(algorithm, Algorithm):
-            algorithm.expect_stale()
-        return cls.of(config, env, policy, algorithm, distributed)
+    def from_config(cls, config: Config, distributed: Distributed) -> "Finetune":
+        env, policy, algorithm = cls.build_learner(config, distributed)
+        return cls.of(config, env, policy, algorithm, distributed, cls.build_rewards(config, env, distributed))
 
     @classmethod
-    def of(cls, config, env: Env, policy: Policy, algorithm, distributed: Distributed) -> "Finetune":
-        """Of parts that are there already; the config says how rollouts are made of them."""
-        buffer, collector = make_rollout_buffer(config, env), make_collector(config, env, policy)
-        rewards = cls.make_rewards(config, env, distributed)
-        return cls(env, policy, algorithm, buffer, distributed, rewards=rewards, collector=collector)
+    def build_learner(cls, config: Config, distributed: Distributed) -> tuple:
+        """Env, policy and algorithm."""
+        env = build_env(config, distributed)
+        spec = cls.policy_spec(config, env.spec)
+        policy = make_policy(config.policy, spec, config.rollout.action_steps, distributed.device)
+        return env, policy, build_algorithm(config, cls.algorithm_config(config), policy, distributed)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        env: Env,
+        policy: Policy,
+        algorithm,
+        distributed: Distributed,
+        rewards: RewardModel | None = None,
+    ) -> "Finetune":
+        """From parts that exist already; the config says how they make rollouts."""
+        collector, buffer = build_collector(config, env, policy)
+        return cls(env, policy, algorithm, buffer, distributed, collector, rewards)
 
     @staticmethod
-    def seen(config, spec: EnvSpec) -> EnvSpec:
-        """What the policy is shown of what the env shows."""
+    def policy_spec(config: Config, spec: EnvSpec) -> EnvSpec:
+        """What the policy sees of what the env shows."""
         return spec
 
     @staticmethod
-    def algorithm_config(config) -> Section:
+    def algorithm_config(config: Config) -> Section:
         return config.algorithm_section
 
     @staticmethod
-    def make_rewards(config, env: Env, distributed: Distributed) -> RewardModel | None:
+    def build_rewards(config: Config, env: Env, distributed: Distributed) -> RewardModel | None:
         """What pays instead of the env."""
         return None
-
-    @property
-    def model(self) -> nn.Module:
-        return self.policy
 
     @property
     def learns_from(self) -> str:
@@ -105,16 +101,16 @@ class Finetune:
         return self.learn(fraction) | collected
 
     def collect(self) -> dict[str, float]:
-        """A rollout in the buffer, paid for; what it and the episodes that ended were like."""
+        """Fill the buffer with a rollout and its rewards; metrics of it and of the episodes that ended."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
-        with together(self.distributed):
+        with fail_together(self.distributed):
             self.collector.collect(self.buffer)
-        # what pays learns, too
+        # rewards learn, too
         self.learning = True
         paid = self.pay()
         seconds = time.perf_counter() - started
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
-        # every process runs as many robots; chunks and episodes may end early, so steps are summed
+        # every process has as many robots; chunks and episodes may end early, so steps are summed
         steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
         self.progress.env_steps += round(steps * self.distributed.world_size)
         self.progress.episodes += len(episodes)
@@ -129,11 +125,11 @@ class Finetune:
         """An update from the rollout in the buffer."""
         started = time.perf_counter()
         with self.stopwatch.stage("learn", self.progress.updates):
-            found = self._gate_what_came()
+            measured = self._check_remote_parity()
             metrics = self.algorithm.update(self.buffer.rollout(), fraction)
             # each compares what the other cannot
-            metrics |= {name: max(metrics.get(name, 0.0), value) for name, value in found.items()}
-            metrics |= {"parity_skipped": 0.0} if found else {}
+            metrics |= {name: max(metrics.get(name, 0.0), value) for name, value in measured.items()}
+            metrics |= {"parity_skipped": 0.0} if measured else {}
         self.spans += self.stopwatch.drain()[1]
         if "ess" in metrics:
             self.collector.pace(metrics["ess"])
@@ -141,8 +137,8 @@ class Finetune:
         self.progress.updates += 1
         return metrics | {"update_seconds": time.perf_counter() - started}
 
-    def _gate_what_came(self) -> dict[str, float]:
-        """What was decided elsewhere by weights that are gone was scored again there: is it what was done?"""
+    def _check_remote_parity(self) -> dict[str, float]:
+        """The collecting process scored its rollout again by the weights that made it; the gate judges that here."""
         if self.collector.parity is None:
             return {}
         parity = self.algorithm.gate(self.collector.parity)
@@ -156,7 +152,7 @@ class Finetune:
 
     def drain_spans(self) -> list[Span]:
         spans, self.spans = self.spans, []
-        in_full = self.progress.updates <= self.told_in_full
+        in_full = self.progress.updates <= self.detailed_updates
         return spans if in_full else [span for span in spans if span.stage in ("collect", "wait", "learn")]
 
     def state_dict(self) -> dict:

@@ -1,29 +1,18 @@
-"""What a phase starts from: the world model, the explorer and the episodes of earlier runs, where they fit."""
+"""What a phase starts from: the world model and the episodes of an earlier run, where they fit."""
 
-from dataclasses import replace
-from pathlib import Path
-
-from torch import nn
-
-from sparring.config.text import flatten, read_settings
-from sparring.contract import EnvSpec
+from sparring.config.schema import Config
 from sparring.data.episodes import EpisodeStore
 from sparring.envs.env import Env
 from sparring.errors import UserError
-from sparring.runs.checkpoint import SAME_MEANING, checkpoint_folder, load_spec, load_weights, spec_differences
+from sparring.runs.checkpoint import checkpoint_folder, load_spec
+from sparring.runs.fits import load_part
 from sparring.world_models.world_model import WorldModel, make_world_model
 
-# section of a config -> what it makes, and the phases that train it
-_MADE_BY = {
-    "world_model": ("world models", ("teacher", "adversarial")),
-    "policy": ("explorers", ("student", "adversarial")),
-}
 
+def load_teacher(path: str, key: str, config: Config, env: Env) -> WorldModel:
+    """The world model of an earlier run: of the same config, trained in an env like this one.
 
-def load_teacher(path: str, key: str, config, env: Env) -> WorldModel:
-    """The world model of an earlier run: its config, its weights, and an env like the one it learned in.
-
-    `key` is what `path` was given as.
+    `key`: the setting that `path` was given as.
     """
     model = make_world_model(config.world_model, env.spec, config.rollout.action_steps)
     load_part(model, "world_model", path, key, config, env)
@@ -35,29 +24,17 @@ def load_teacher(path: str, key: str, config, env: Env) -> WorldModel:
     return model
 
 
-def load_part(model: nn.Module, section: str, path: str, key: str, config, env: Env) -> None:
-    """The weights of what `section` of an earlier run's config made; refused where that run and this one differ."""
-    folder = checkpoint_folder(path)
-    trained = {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-    differences = _differences(folder, trained, section, config, env)
-    if differences:
-        advice = "leave out what you gave (the rest comes with it), or train another"
-        raise UserError("\n".join([f"{key}={path}: that does not fit this run:", *differences, advice]))
-    # of an adversarial run both are saved, under these names
-    load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
+def open_episodes(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
+    """What a world model learned from; of a run of several processes, the episodes of process `rank`.
 
-
-def episodes_of(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
-    """What a world model learned from, beside its checkpoints; of several processes, what that of `rank` collected.
-
-    Refused where `env` has other instructions: the episodes tell theirs by number.
+    Refused where `env` has other instructions: episodes hold them by number.
     """
     checkpoint = checkpoint_folder(path)
     theirs = load_spec(checkpoint).instructions
     if theirs != env.spec.instructions:
-        told = [", ".join(repr(text) for text in texts[:3]) for texts in (theirs, env.spec.instructions)]
+        shown = [", ".join(repr(text) for text in texts[:3]) for texts in (theirs, env.spec.instructions)]
         raise UserError(
-            f"{key}={path}: its episodes are of other tasks: {told[0]}, here {told[1]}; leave out env.task (it comes "
+            f"{key}={path}: its episodes are of other tasks: {shown[0]}, here {shown[1]}; leave out env.task (it comes "
             "with the world model), or train a world model on this task"
         )
     found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
@@ -71,23 +48,3 @@ def episodes_of(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
     if not len(store):
         raise UserError(f"{key}={path}: there are no episodes in '{store.folder}'; train the world model again")
     return store
-
-
-def _differences(folder: Path, trained: dict, section: str, config, env: Env) -> list[str]:
-    """In words: between the run of this checkpoint and this one."""
-    what, phases = _MADE_BY[section]
-    if trained["phase"] not in phases:
-        return [f"it was made by `sparring train {trained['phase']}`; {what} come of `sparring train {phases[0]}`"]
-    now = {f"{section}.{key}": v for key, v in flatten(getattr(config, section).model_dump(mode="json")).items()}
-    # a key that there was not at that time is not held against it: weights are loaded strictly
-    now = {key: value for key, value in now.items() if key in trained}
-    now["rollout.action_steps"] = config.rollout.action_steps
-    now |= {f"env.{key}": getattr(env.config, key) for key in SAME_MEANING if hasattr(env.config, key)}
-    found = [f"{key} was {trained.get(key)} and is {value}" for key, value in now.items() if trained.get(key) != value]
-    return found + spec_differences(_foreseen(load_spec(folder)), _foreseen(env.spec))
-
-
-def _foreseen(spec: EnvSpec) -> EnvSpec:
-    """What a world model reads; what is measured beside it may differ."""
-    read = {name: kind for name, kind in spec.observation.items() if name.partition("/")[0] in ("image", "state")}
-    return replace(spec, observation=read)

@@ -8,59 +8,31 @@ from dataclasses import asdict
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 from sparring.algorithms.gradient_step import GradientStep, schedule
-from sparring.contract import POLICY_MEMORY
+from sparring.config.schema import Config
+from sparring.config.section import Section
+from sparring.contract import POLICY_MEMORY, EnvSpec
 from sparring.data.batches import BatchBuilder
 from sparring.data.demonstrations import ActionChunks, Demonstrations
 from sparring.data.lerobot import DatasetError
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.phases.configs import ImitateConfig
-from sparring.phases.phase import Progress
+from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory_errors import explain_oom
 
-# ---- What a policy would have remembered of demonstrations, had it been the one to act.
-
-
-# steps that are looked at together
+# demonstrated steps in a forward pass that computes memories
 _AT_ONCE = 1024
-
-
-@torch.no_grad()
-def remembered(policy: Policy, chunks: ActionChunks, device: torch.device) -> torch.Tensor:
-    """`memory/policy` [F, M] as it enters a decision at each of the F demonstrated steps.
-
-    A policy decides every C steps: before step t it did at t - C, t - 2 C and so on, and first of all at step 0.
-    """
-    memory = torch.zeros(len(chunks), policy.memory_size, device=device)
-    after = torch.zeros_like(memory)
-    first, lengths = chunks.first_steps, chunks.episode_lengths
-    for t in range(int(lengths.max())):
-        # of the episodes that last so long
-        steps = first[lengths > t] + t
-        if t:
-            memory[steps] = after[steps - min(t, policy.chunk)]
-        for part in steps.split(_AT_ONCE):
-            acted = chunks.actions(part)[:, : policy.chunk]
-            td = TensorDict({"observation": chunks.observation(part), "action": acted}, [len(part)])
-            after[part] = policy.remember(td.to(device).set(POLICY_MEMORY, memory[part]))
-    return memory
-
-
 MAX_GRAD_NORM = 1.0
 
 
-class Imitate:
-    """Demonstrations and a policy. The env is there to say what it shows and accepts; nothing acts in it."""
+class Imitate(Phase):
+    """Demonstrations and a policy. The env only says what it shows and accepts; nothing acts in it."""
 
     default_limit = ("iterations", 20)
-    explores = False
-    # actions are near to those demonstrated or far from them, neither right nor wrong
-    accuracy = None
 
     def __init__(
         self, config: ImitateConfig, env: Env, policy: Policy, chunks: ActionChunks, distributed: Distributed, seed: int
@@ -85,7 +57,7 @@ class Imitate:
         self.progress = Progress()
 
     @classmethod
-    def from_config(cls, config, distributed: Distributed) -> "Imitate":
+    def from_config(cls, config: Config, distributed: Distributed) -> "Imitate":
         env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, distributed.device)
         demonstrations = [_open(folder, config.env, env.spec) for folder in config.imitate.demos]
@@ -122,7 +94,10 @@ class Imitate:
             "gradient_steps": self.gradient_steps,
             "optimizer": self.optimizer.state_dict(),
         }
-        return state | ({} if self.model is self.policy else {"policy": _cloned(self.policy)})
+        if self.model is not self.policy:
+            # cloned: parameters are views of one vector, which would be saved whole with each of them
+            state["policy"] = {name: tensor.detach().clone() for name, tensor in self.policy.state_dict().items()}
+        return state
 
     def process_state(self) -> dict:
         return {"batches": self.batches.state_dict()}
@@ -133,8 +108,7 @@ class Imitate:
         self.optimizer.load_state_dict(state["optimizer"])
         self.batches.load_state_dict(process_state["batches"])
         if self.model is not self.policy:
-            # what policies had not yet when it was saved stays as it is
-            self.policy.load_state_dict(self.policy.state_dict() | state["policy"])
+            self.policy.load_state_dict(state["policy"])
         return []
 
     def _begin(self) -> None:
@@ -151,7 +125,16 @@ class Imitate:
         # a function of (seed, process, step): nothing to save
         number = (self.seed * 1_000_003 + self.gradient_steps) * 1009 + self.distributed.rank
         generator = torch.Generator(self.distributed.device).manual_seed(number)
-        batch = self._augmented(self._remembered(next(self.batches)), generator)
+        batch = next(self.batches)
+        if self.policy.memory_size:
+            if self._memory is None:
+                # normalisers are fitted by now, and stay as they are
+                self._memory = _memory_at_steps(self.policy, self.chunks, self.distributed.device)
+            batch.set(POLICY_MEMORY, self._memory[batch["step"]])
+        pixels, images = self.config.image_augmentation, batch["observation"].get("image", None)
+        if pixels and images is not None:
+            for camera, pictures in images.items():
+                images[camera] = _shifted(pictures, pixels, generator)
         loss, numbers = self.policy.imitation_loss(batch, generator)
         norm = self.optimizer(loss)
         self.gradient_steps += 1
@@ -169,24 +152,29 @@ class Imitate:
         for average, now in zip(self.model.buffers(), self.policy.buffers(), strict=True):
             average.copy_(now)
 
-    def _remembered(self, batch: TensorDict) -> TensorDict:
-        """With what a policy that has a memory would remember there."""
-        if not self.policy.memory_size:
-            return batch
-        if self._memory is None:
-            # normalisers are fitted by now, and stay as they are
-            self._memory = remembered(self.policy, self.chunks, self.distributed.device)
-        return batch.set(POLICY_MEMORY, self._memory[batch["step"]])
 
-    def _augmented(self, batch: TensorDict, generator: torch.Generator) -> TensorDict:
-        pixels, images = self.config.image_augmentation, batch["observation"].get("image", None)
-        if pixels and images is not None:
-            for camera, pictures in images.items():
-                images[camera] = shifted(pictures, pixels, generator)
-        return batch
+@torch.no_grad()
+def _memory_at_steps(policy: Policy, chunks: ActionChunks, device: torch.device) -> torch.Tensor:
+    """`memory/policy` [F, M] as it would enter a decision at each of the F demonstrated steps.
+
+    A policy decides every C steps: before step t it did at t - C, t - 2 C and so on, and first of all at step 0.
+    """
+    memory = torch.zeros(len(chunks), policy.memory_size, device=device)
+    after = torch.zeros_like(memory)
+    first, lengths = chunks.first_steps, chunks.episode_lengths
+    for t in range(int(lengths.max())):
+        # in episodes that last so long
+        steps = first[lengths > t] + t
+        if t:
+            memory[steps] = after[steps - min(t, policy.chunk)]
+        for part in steps.split(_AT_ONCE):
+            acted = chunks.actions(part)[:, : policy.chunk]
+            td = TensorDict({"observation": chunks.observation(part), "action": acted}, [len(part)])
+            after[part] = policy.remember(td.to(device).set(POLICY_MEMORY, memory[part]))
+    return memory
 
 
-def shifted(pictures: torch.Tensor, pixels: int, generator: torch.Generator) -> torch.Tensor:
+def _shifted(pictures: torch.Tensor, pixels: int, generator: torch.Generator) -> torch.Tensor:
     """`[B, 3, H, W]`, each moved by its own whole number of pixels, up to `pixels`, the border repeated."""
     count, _, height, width = pictures.shape
     moved = torch.randint(-pixels, pixels + 1, (2, count, 1), generator=generator, device=pictures.device)
@@ -197,7 +185,7 @@ def shifted(pictures: torch.Tensor, pixels: int, generator: torch.Generator) -> 
     return pictures[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-def _open(folder: str, env_config, spec) -> Demonstrations:
+def _open(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
     """A dataset that fits the env, or what does not."""
     cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
     # envs of others may say neither how they are controlled nor that they pad
@@ -224,7 +212,7 @@ def _described(demos: Demonstrations) -> str:
     return f"{demos.path}" + (f", its pictures scaled from {', '.join(sorted(scaled))}" if scaled else "")
 
 
-def _check_padded_states(demonstrations: list[Demonstrations], env_config) -> None:
+def _check_padded_states(demonstrations: list[Demonstrations], env_config: Section) -> None:
     """Padded, the states of any dataset would fit; they must also be about the same things."""
     if not getattr(env_config, "pad_state", 0):
         return
@@ -242,8 +230,3 @@ def _check_padded_states(demonstrations: list[Demonstrations], env_config) -> No
         if mistakes:
             advice = "give the config it was recorded with, or record another dataset"
             raise DatasetError("\n".join([f"'{demos.path}' is not what is asked for; {advice}:", *mistakes]))
-
-
-def _cloned(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters are views of one vector, which would be saved whole with each of them."""
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

@@ -1,14 +1,15 @@
 """What every phase is to the loop that runs it."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal
 
 from torch import nn
 
 from sparring.collect.camera import Film
 from sparring.collect.timing import Span
 from sparring.envs.env import Env
-from sparring.phases.replay import Foretold
+from sparring.phases.replay import Prediction
+from sparring.processes.distributed import Distributed
 
 
 @dataclass
@@ -20,65 +21,56 @@ class Progress:
     episodes: int = 0
 
 
-class Phase(Protocol):
-    """One stage of training. Returns numbers; writing them down is the run's business."""
+class Phase:
+    """One stage of training, built by `from_config(config, distributed)`. It returns numbers; the run writes them."""
 
-    # what is saved as model.safetensors, and where it acts
+    # saved as model.safetensors
     model: nn.Module
     env: Env
+    distributed: Distributed
     progress: Progress
-    # of a run that was given no limit of its own: a field of `training` and its value
+    # for a run without a limit of its own: a field of `training` and its value
     default_limit: tuple[str, int]
-    # in words
+    # for people to read
     learns_from: str
-    # of a policy: whether what it explores is measured, rather than what it achieves
-    explores: bool
-    # which of its metrics is told as `avg_acc`; None: nothing here is right or wrong
-    accuracy: str | None
+    # the metric that is written as `avg_acc`; None: nothing here is right or wrong
+    accuracy: str | None = None
+    # which evaluation it has, of `evaluated_model`
+    evaluation: Literal["policy", "exploration", "world_model"] = "policy"
+    # whether the newest step has begun to learn; where it failed before, what was learned can be saved
+    learning: bool = True
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        return self.model
 
     def step(self, fraction: float) -> dict[str, float]:
         """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict:
-        """All that the next step depends on beside the model and is the same in every process."""
+        """All that the next step depends on, apart from the model, and that is the same in every process."""
+        raise NotImplementedError
 
     def process_state(self) -> dict:
-        """What this process alone knows: where its robots are."""
+        """What this process alone knows, such as where its robots are."""
+        raise NotImplementedError
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
-        """Go on from both; returns what could not be restored, in words."""
-
-
-@runtime_checkable
-class Collects(Protocol):
-    """A phase whose robots act before it learns from what they did."""
-
-    # whether the newest step came so far; one that failed before left all that was learned as it was: it can be saved
-    learning: bool
-
-
-@runtime_checkable
-class Filmed(Protocol):
-    """A phase whose robots can be watched while they learn."""
+        """Continue from both. Returns messages about what could not be restored."""
+        raise NotImplementedError
 
     def film(self, episodes: int) -> None:
         """Record the next episode of each of so many robots, from its beginning."""
 
     def drain_films(self) -> list[Film]:
-        """Those that ended since the last call."""
-
-
-@runtime_checkable
-class Timed(Protocol):
-    """A phase that can tell what it did when."""
+        """Films that ended since the last call."""
+        return []
 
     def drain_spans(self) -> list[Span]:
-        """Since the last call."""
+        """The timeline since the last call."""
+        return []
 
-
-@runtime_checkable
-class ShowsPictures(Protocol):
-    """A phase that can show what its world model foretells."""
-
-    def pictures(self) -> Foretold | None:
-        """As it is now; changes nothing. None: there is no episode yet."""
+    def pictures(self) -> Prediction | None:
+        """What its world model predicts now; changes nothing. None: it has no world model, or no episode yet."""
+        return None

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from statistics import fmean
+from typing import Literal
 
 from sparring.collect.camera import Episode
+from sparring.config.schema import Config
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
@@ -15,7 +17,7 @@ from sparring.world_models.world_model import WorldModel
 
 
 class Student(Finetune):
-    """Task RL in all but two things: what pays, and what the policy is shown."""
+    """Task RL in all but two things: the rewards, and what the policy sees."""
 
     # 60 updates: later ones drift away from things, while the world model stays as it is (docs/log.md)
     default_limit = ("total_timesteps", 192_000)
@@ -23,18 +25,23 @@ class Student(Finetune):
     accuracy = "wm_accuracy"
 
     @staticmethod
-    def seen(config, spec: EnvSpec) -> EnvSpec:
+    def policy_spec(config: Config, spec: EnvSpec) -> EnvSpec:
         return with_cameras(spec, config.student.cameras)
 
-    @staticmethod
-    def make_rewards(config, env: Env, distributed: Distributed) -> RewardModel:
+    @classmethod
+    def build_rewards(cls, config: Config, env: Env, distributed: Distributed) -> RewardModel:
         teacher = load_teacher(config.student.teacher, "student.teacher", config, env).to(distributed.device)
-        return paid_by(teacher.requires_grad_(False).eval(), config, env, distributed)
+        return cls.rewards_by(teacher.requires_grad_(False).eval(), config, env, distributed)
+
+    @staticmethod
+    def rewards_by(world_model: WorldModel, config: Config, env: Env, distributed: Distributed) -> RewardModel:
+        unseen = tuple(camera for camera in world_model.cameras if camera not in config.student.cameras)
+        return RewardModel(config.rewards, world_model, env, config.rollout.action_steps, unseen, distributed)
 
     @property
-    def explores(self) -> bool:
-        # that is where a hand is told to be
-        return "state" in self.env.spec.observation
+    def evaluation(self) -> Literal["policy", "exploration"]:
+        # the state says where hands are
+        return "exploration" if "state" in self.env.spec.observation else "policy"
 
     @property
     def learns_from(self) -> str:
@@ -45,13 +52,8 @@ class Student(Finetune):
         return metrics | ({"contact_share": fmean(e.contact for e in episodes)} if episodes else {})
 
 
-def paid_by(world_model: WorldModel, config, env: Env, distributed: Distributed) -> RewardModel:
-    unseen = tuple(camera for camera in world_model.cameras if camera not in config.student.cameras)
-    return RewardModel(config.rewards, world_model, env, config.rollout.action_steps, unseen, distributed)
-
-
 def with_cameras(spec: EnvSpec, cameras: tuple[str, ...]) -> EnvSpec:
-    """The same env to somebody who has these cameras only."""
+    """The same env, seen by these cameras only."""
     shown = [name.partition("/")[2] for name in spec.observation if name.startswith("image/")]
     if not set(cameras) <= set(shown):
         raise UserError(
@@ -59,6 +61,6 @@ def with_cameras(spec: EnvSpec, cameras: tuple[str, ...]) -> EnvSpec:
             f"set env.cameras to all that the world model predicts, e.g. [head,{','.join(cameras)}]"
         )
     kept = {name: kind for name, kind in spec.observation.items() if name.partition("/")[2] in ("", *cameras)}
-    # of all cameras together
+    # points are of all cameras together
     kept.pop("points", None)
     return replace(spec, observation=kept)

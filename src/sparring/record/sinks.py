@@ -11,7 +11,7 @@ import numpy as np
 from sparring.collect.camera import Film
 from sparring.config.schema import Config
 from sparring.errors import UserError
-from sparring.phases.replay import Foretold
+from sparring.phases.replay import Prediction
 from sparring.record.configs import LoggingConfig
 
 # age of what a browser shows of TensorBoard, at most
@@ -142,7 +142,7 @@ class RerunFile:
         if np.isfinite(film.values).any():
             self._series("step", f"{name}/value", film.values)
 
-    def prediction(self, name: str, prediction: Foretold) -> None:
+    def prediction(self, name: str, prediction: Prediction) -> None:
         for kind, cameras in (("true", prediction.true), ("predicted", prediction.predicted)):
             for camera, pictures in cameras.items():
                 self._pictures("decision", f"{name}/{kind}/{camera}", list(pictures), first=1)
@@ -153,7 +153,7 @@ class RerunFile:
         if self._stream is not None:
             self._stream.flush()
 
-    def _numbers(self, timeline: str, name: str, episode: Film | Foretold) -> None:
+    def _numbers(self, timeline: str, name: str, episode: Film | Prediction) -> None:
         for part, rows in (("state", episode.states), ("action", episode.actions)):
             if rows.shape[1]:
                 self._series(timeline, f"{name}/{part}", rows)

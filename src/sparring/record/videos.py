@@ -22,7 +22,7 @@ from sparring.data.video import find_ffmpeg
 from sparring.envs.backend import SEAM
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
-from sparring.phases.replay import Foretold
+from sparring.phases.replay import Prediction
 from sparring.record.log import LOGGER
 from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.sinks import RerunFile
@@ -89,7 +89,7 @@ class VideoWriter:
             log.info("to look at: %s", path)
         return path
 
-    def prediction(self, prediction: Foretold, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
+    def prediction(self, prediction: Prediction, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
         """An episode with a world model's prediction: its middle as an image; with time or `anyway`, a video of all."""
         number, rewards, task = _number(progress), prediction.rewards, spec.task_names[prediction.task]
         line = _index_line(f"episode_{number:06d}", "prediction", progress, task, len(rewards), float(rewards.sum()))
@@ -110,7 +110,7 @@ class VideoWriter:
         if self.rerun is not None:
             self.rerun.film(Path(line["file"]).stem, film, views)
 
-    def _make_prediction(self, line: dict, prediction: Foretold, spec: EnvSpec, anyway: bool) -> None:
+    def _make_prediction(self, line: dict, prediction: Prediction, spec: EnvSpec, anyway: bool) -> None:
         write_png(self.folder / line["strip"], prediction.moment(line["steps"] // 2))
         if not (anyway or self.affords()):
             return
@@ -251,7 +251,7 @@ def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -
     return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
 
 
-def _prediction_scene(prediction: Foretold, spec: EnvSpec) -> Scene:
+def _prediction_scene(prediction: Prediction, spec: EnvSpec) -> Scene:
     rows, errors, rewards = [], [], prediction.rewards
     for camera, true in prediction.true.items():
         # [T, H, W, 3]

@@ -12,7 +12,7 @@ from sparring.errors import UserError
 from sparring.report import media
 from sparring.report.curves import Curves, Timeline
 from sparring.report.tail import Follower
-from sparring.runs.listing import lives, read_json, run_folders, seconds_of
+from sparring.runs.listing import lives, read_json, run_folders
 
 # settings that say where and how loudly, not what is trained
 IDLE = ("output", "resume", "logging.")
@@ -102,7 +102,7 @@ class RunFolder:
             "phase": status.get("phase") or self.config.get("phase"),
             "task": status.get("task") or self.config.get("env.task") or self.config.get("env.name"),
             "state": status["state"],
-            "seconds": seconds_of(status) if status.get("started") else None,
+            "seconds": status.get("seconds"),
             "unreadable": {name: lines for name, lines in unread.items() if lines},
         } | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 

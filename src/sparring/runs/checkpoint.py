@@ -10,7 +10,7 @@ checkpoint-<n>/
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,16 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparring.config.text import read_settings
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.processes.files import flush
 from sparring.runs.listing import why_no_checkpoint
-
-# settings of an env that leave all shapes as they are and change what an action does
-SAME_MEANING = ("control_mode", "action_scale")
-# of a critic: what checkpoints had not before ppo.normalize_value, and that changes nothing until it is fitted
-_LATER = "critic.returns."
 
 
 class CheckpointError(UserError):
@@ -86,10 +80,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     if not (folder / "config.yaml").is_file():
-        what = (
-            f"'{found}': no config.yaml is beside it"
-            if found.is_file()
-            else f"'{found}' has weights but no config.yaml"
+        what = f"'{found}'" + (
+            ": no config.yaml is beside it" if found.is_file() else " has weights but no config.yaml"
         )
         raise CheckpointError(f"{what}, to tell what it holds weights of; give a run folder or a checkpoint folder")
     return folder
@@ -101,114 +93,6 @@ def weights_file(path: Path) -> Path | None:
     return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
 
 
-# in the names of LoRA's weights
-_ADAPTER = ".lora_"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What came of loading weights."""
-
-    tensors: int
-    # those of the model that were not there, and may be new
-    new: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.tensors} tensors, all that there are" + (f"; new: {_some(list(self.new))}" if self.new else "")
-
-
-def load_weights(
-    model: nn.Module,
-    path: str | Path,
-    prefix: str = "",
-    may_be_new: tuple[str, ...] = (),
-    of_plain: bool = False,
-) -> Loaded:
-    """Strictly: every key present, none left over, every shape equal; or nothing is changed and all is told.
-
-    A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
-    `prefix`: of a checkpoint that holds several models, whose keys begin so. `of_plain`: a model with LoRA adapters
-    also takes weights of one without, and its adapters are new then.
-    """
-    file = weights_file(find_checkpoint(path))
-    expected = model.state_dict()
-    later = tuple({key[: key.index(_LATER) + len(_LATER)] for key in expected if _LATER in key})
-    may_be_new += later
-    given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
-    if of_plain and not any(_ADAPTER in key for key in given):
-        given = _beside_adapters(given, expected)
-        may_be_new += tuple(key for key in expected if _ADAPTER in key)
-    absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
-    new = tuple(key for key in expected if absent and key.startswith(absent))
-    missing = [key for key in expected if key not in given and key not in new]
-    unexpected = [key for key in given if key not in expected]
-    reshaped = [
-        f"{key} {list(given[key].shape)} instead of {list(expected[key].shape)}"
-        for key in expected
-        if key in given and given[key].shape != expected[key].shape
-    ]
-    problems = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
-    told = "; ".join(f"{len(keys)} {what}: {_some(keys)}" for what, keys in problems.items() if keys)
-    if told:
-        raise CheckpointError(
-            f"'{file}' does not fit this model: {told}. Use the config it was trained with (config.yaml beside it)"
-        )
-    # what is not in `given` may be new
-    model.load_state_dict(given, strict=not new)
-    return Loaded(len(given), tuple(key for key in new if not key.startswith(later)))
-
-
-def _beside_adapters(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of a plain network, by the names they have in one with LoRA adapters: those are new then."""
-    plain = {key.replace(".base_layer.", "."): key for key in expected}
-    return {plain.get(key, key): weight for key, weight in given.items()}
-
-
-def load_pretrained(model: nn.Module, path: str | Path, env) -> Loaded:
-    """The weights of another run, in an env that must show and accept what its env did."""
-    found = find_checkpoint(path)
-    folder = found.parent if found.is_file() else found
-    differences = []
-    if (folder / "spec.json").is_file():
-        differences += spec_differences(load_spec(folder), env.spec)
-    if (folder / "config.yaml").is_file():
-        trained = {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-        # a padded state does not tell by its shape what is in it
-        for key in (*SAME_MEANING, "object_state"):
-            now = getattr(env.config, key, None)
-            if trained.get(f"env.{key}", now) != now:
-                differences.append(f"env.{key} was {trained[f'env.{key}']} and is {now}")
-    if differences:
-        raise CheckpointError(
-            "\n".join(
-                [f"pretrained={path}: was trained in another env; leave out what you gave, or train another:"]
-                + differences
-            )
-        )
-    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()), of_plain=True)
-
-
-def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
-    """What a policy sees and does, where it differs; in words."""
-    shown = sorted(trained.observation.keys() | now.observation.keys())
-    found = [
-        f"observation/{name} was {_shape(trained, name)} and is {_shape(now, name)}"
-        for name in shown
-        if trained.observation.get(name) != now.observation.get(name)
-    ]
-    for name in ("action_dim", "discrete_actions", "action_padding"):
-        then, present = getattr(trained, name), getattr(now, name)
-        found += [f"{name} was {then} and is {present}"] if then != present else []
-    return found
-
-
-def _shape(spec: EnvSpec, name: str) -> str:
-    if name not in spec.observation:
-        return "not there"
-    shape, dtype = spec.observation[name]
-    return f"{list(shape)} {dtype}"
-
-
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix != ".safetensors":
         loaded = _torch_load(file)
@@ -216,7 +100,9 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"'{file}' cannot be read as weights: {_first_line(error)}") from None
+        raise CheckpointError(
+            f"'{file}' cannot be read as weights: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        ) from None
 
 
 def load_training_state(checkpoint: Path) -> dict:
@@ -251,14 +137,4 @@ def load_spec(checkpoint: Path) -> EnvSpec:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error}") from None
     values["observation"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["observation"].items()}
-    for name in {"task_names", "instructions", "hand_entries", "object_entries", "film_cameras"} & values.keys():
-        values[name] = tuple(values[name])
-    return EnvSpec(**values)
-
-
-def _some(keys: list[str], most: int = 6) -> str:
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return EnvSpec(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

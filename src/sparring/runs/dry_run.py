@@ -84,10 +84,10 @@ def _imitation(phase: Imitate) -> list[str]:
 
 def _teacher(phase: Teacher) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        phase.folder = Path(folder)
+        phase.replay.folder = Path(folder)
         metrics = phase.step(0.0)
-        batch = next(phase.replay)
-        stored = phase.store.bytes()
+        batch = next(phase.replay.batches)
+        stored = phase.replay.store.bytes()
         phase.close()
     steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
     return [
@@ -101,10 +101,10 @@ def _teacher(phase: Teacher) -> list[str]:
 
 def _adversarial(phase: Adversarial) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        phase.folder = Path(folder)
+        phase.replay.folder = Path(folder)
         metrics = phase.step(0.0)
         rollout = phase.explorer.buffer.rollout()
-        stored = phase.store.bytes()
+        stored = phase.replay.store.bytes()
         phase.close()
     lines = [*_shapes(rollout), _memory(phase, stored, "episodes")]
     # where the world model warms up alone, or no episode has ended yet, there is less to tell

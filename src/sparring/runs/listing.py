@@ -1,7 +1,4 @@
-"""`sparring runs`: which run folders there are, and how each fares. Torch-free, so that it answers at once.
-
-What a run says of itself is in its status.json; folders of earlier versions have none, and tell less.
-"""
+"""`sparring runs`: which run folders there are, and the state of each, by its status.json. Torch-free: it is fast."""
 
 import errno
 import fcntl
@@ -17,18 +14,15 @@ from typing import Any
 from sparring.config.text import read_settings
 from sparring.errors import UserError
 
-# what a run leaves beside its config, any of it
-TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
-# what only runs leave, so that it tells one by itself
-PROOF = {"status.json", "episode_metrics.jsonl"}
+# what a run writes next to its config, any of it
+_TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
+# what only runs write
+_PROOF = {"status.json", "episode_metrics.jsonl"}
 # folders in a run folder that hold no runs
-INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos", "wandb"}
-# a state in words
+_INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos", "wandb"}
 _HOW = {"running": "goes on", "interrupted": "was interrupted", "crashed": "crashed", "killed": "was killed"}
-# of runs that somebody may have meant, so many are named
-NAMED = 5
-# of a file, enough for its last line
-TAIL = 1 << 16
+# most runs that a hint names
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -47,29 +41,33 @@ class RunState:
     # success_rate, low, high
     best: dict[str, Any] | None
     bytes: int
-    # seconds since it was last heard of
+    # seconds since it wrote last
     age: float
 
 
 def find_runs(root: Path) -> list[RunState]:
-    """Of `root` and all that is below it, the one last heard of first."""
+    """Those in `root` and below it, the one that wrote last first."""
     if not root.is_dir():
         raise UserError(f"'{root}' is no folder; give the one that your runs are in")
-    return sorted(map(look_at, run_folders(root)), key=lambda run: run.age)
+    return sorted(map(_look_at, run_folders(root)), key=lambda run: run.age)
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """`root` itself and those below it, as far as they are run folders; what lies in checkpoints is not looked at."""
+    """`root` itself and all below it that are run folders; checkpoints are not searched."""
     for folder, names, files in os.walk(root):
         if _is_run({*names, *files}):
             yield Path(folder)
-        names[:] = [name for name in names if name not in INNER and not name.startswith((".", "checkpoint-"))]
+        names[:] = [name for name in names if name not in _INNER and not name.startswith((".", "checkpoint-"))]
 
 
 def why_no_checkpoint(folder: Path) -> str | None:
-    """In words, where a folder without one is a run, or holds some; None: it is something else."""
+    """A message, where a folder without one is a run, or holds some; None: it is something else."""
     if _is_run_folder(folder):
-        run, often = look_at(folder), _config(folder).get("training.save_every")
+        try:
+            saved = {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
+        except UserError:
+            saved = {}
+        run, often = _look_at(folder), saved.get("training.save_every")
         done = f" after {run.updates:,} updates" if run.updates else ""
         mend = "wait for it" if run.state == "running" else "train it again by the same command"
         return (
@@ -80,8 +78,8 @@ def why_no_checkpoint(folder: Path) -> str | None:
     found = [path for deep in ("*", "*/*") for path in sorted(folder.glob(deep)) if _is_run_folder(path)]
     if not found:
         return None
-    more = f" or {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f"'{folder}' is no run but holds some; did you mean {', '.join(map(str, found[:NAMED]))}{more}?"
+    more = f" or {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"'{folder}' is no run but holds some; did you mean {', '.join(map(str, found[:_NAMED]))}{more}?"
 
 
 def _is_run_folder(path: Path) -> bool:
@@ -94,31 +92,29 @@ def _is_run_folder(path: Path) -> bool:
 def _is_run(names: set[str]) -> bool:
     """By what lies in a folder."""
     saved = any(name.startswith("checkpoint-") for name in names)
-    return bool(PROOF & names) or "config.yaml" in names and (bool(TRACES & names) or saved)
+    return bool(_PROOF & names) or "config.yaml" in names and (bool(_TRACES & names) or saved)
 
 
-def look_at(folder: Path) -> RunState:
+def _look_at(folder: Path) -> RunState:
     status = read_json(folder / "status.json")
-    config = {} if status else _config(folder)
-    last = _last_line(folder / "episode_metrics.jsonl")
-    progress = status.get("progress") or {"updates": last.get("update"), "env_steps": last.get("total_steps")}
+    progress = status.get("progress") or {}
     return RunState(
         path=str(folder),
-        phase=status.get("phase") or config.get("phase"),
-        task=status.get("task") or _task(config),
+        phase=status.get("phase"),
+        task=status.get("task"),
         state=_state(folder, status),
         why=status.get("why"),
         updates=progress.get("updates"),
         env_steps=progress.get("env_steps"),
         fraction=progress.get("fraction"),
-        best=status.get("best") if status else _evaluated(folder, last),
+        best=status.get("best"),
         bytes=size_of(folder),
         age=time.time() - (status.get("updated") or _touched(folder)),
     )
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process trains there; None: it cannot be told. Asking takes the lock for a moment, see `take_lock`."""
+    """Whether a process trains there; None: unknown. Asking takes the lock for a moment, see `take_lock`."""
     try:
         handle = os.open(folder / "writer.lock", os.O_RDONLY)
     except FileNotFoundError:
@@ -139,9 +135,9 @@ def is_held(folder: Path) -> bool | None:
 
 
 def lives(folder: Path, status: dict) -> bool | None:
-    """Whether the process that wrote this status is still there; None: nothing can tell.
+    """Whether the process that wrote this status is still there; None: unknown.
 
-    By the lock; where that tells nothing, by the number of the process, which after a restart may be another's.
+    By the lock; where there are no locks, by the process id, which after a restart may be another's.
     """
     held = is_held(folder)
     if held is not None or status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
@@ -156,7 +152,7 @@ def lives(folder: Path, status: dict) -> bool | None:
 
 
 def json_lines(file: Path) -> Iterator[dict]:
-    """Those that are whole: a run that was killed may have left half of one."""
+    """Whole lines: a run that was killed may have left half of one."""
     if not file.exists():
         return
     with file.open() as lines:
@@ -165,13 +161,6 @@ def json_lines(file: Path) -> Iterator[dict]:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 continue
-
-
-def seconds_of(status: dict) -> float | None:
-    """That a run has trained by its status.json, over all its starts; earlier versions told of the last one only."""
-    if "seconds" in status or "started" not in status:
-        return status.get("seconds")
-    return (status.get("ended") or status.get("updated") or status["started"]) - status["started"]
 
 
 def size_of(folder: Path) -> int:
@@ -187,10 +176,9 @@ def size_of(folder: Path) -> int:
 
 
 def _state(folder: Path, status: dict) -> str:
-    said = status.get("state")
-    if said == "running":
+    if status.get("state") == "running":
         return "killed" if lives(folder, status) is False else "running"
-    return "running" if is_held(folder) else said or "unknown"
+    return "running" if is_held(folder) else status.get("state") or "unknown"
 
 
 def read_json(file: Path) -> dict:
@@ -202,39 +190,5 @@ def read_json(file: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-    except UserError:
-        return {}
-
-
-def _task(config: dict[str, Any]) -> str | None:
-    task = config.get("env.task") or config.get("env.name")
-    return ", ".join(task) if isinstance(task, list) else task
-
-
-def _last_line(file: Path) -> dict:
-    if not file.exists():
-        return {}
-    with file.open("rb") as lines:
-        lines.seek(max(0, file.stat().st_size - TAIL))
-        for line in reversed(lines.read().splitlines()):
-            try:
-                return json.loads(line)
-            except json.JSONDecodeError:  # half a line, at either end
-                continue
-    return {}
-
-
-def _evaluated(folder: Path, last: dict) -> dict[str, Any] | None:
-    """Of a run without a status, its last evaluation, where the env tells success from failure."""
-    scores = read_json(folder / "evaluation.json").get("scores", {}).get("policy", {})
-    if not scores or last.get("success_rate") is None:
-        return None
-    success = scores.get("all", next(iter(scores.values())))["success"]
-    return {"success_rate": success["rate"], "low": success["low"], "high": success["high"]}
-
-
 def _touched(folder: Path) -> float:
-    return max((folder / name).stat().st_mtime for name in {"config.yaml", *TRACES} if (folder / name).exists())
+    return max((folder / name).stat().st_mtime for name in {"config.yaml", *_TRACES} if (folder / name).exists())

@@ -5,11 +5,10 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from sparring.config.resolve import resolve
 from sparring.config.schema import Config
@@ -20,24 +19,17 @@ from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.noise import random_state, seed_everything, set_random_state
 from sparring.phases import PHASES
-from sparring.phases.phase import Collects, Filmed, Phase, ShowsPictures, Timed
+from sparring.phases.phase import Phase
 from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, RunLog
 from sparring.record.recorder import Recorder
 from sparring.record.sinks import make_sinks
-from sparring.runs.checkpoint import (
-    CheckpointError,
-    load_pretrained,
-    load_training_state,
-    load_weights,
-    remove_old,
-    save_checkpoint,
-)
-from sparring.runs.folder import alone_in, choose_checkpoint, make_room, open_folder, way_on
-from sparring.runs.status import Ended, status_of, why
-from sparring.world_models.world_model import WorldModel
+from sparring.runs.checkpoint import CheckpointError, load_training_state, remove_old, save_checkpoint
+from sparring.runs.fits import load_pretrained, load_weights
+from sparring.runs.folder import RunFolder, alone_in
+from sparring.runs.status import Status
 
 log = logging.getLogger(LOGGER)
 
@@ -52,8 +44,9 @@ class Run:
         self.log = RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
             config.logging.check_installed()
-        checkpoint = choose_checkpoint(config) if self.folder else None
-        # the main process decides where to go on from; the others are told
+        run_folder = RunFolder(config)
+        checkpoint = run_folder.choose_checkpoint() if self.folder else None
+        # the main process decides for all where to go on from
         checkpoint = self.distributed.gather_objects([checkpoint])[0]
         # one thread while networks are made: their first weights must not depend on how many cores there are
         threads = torch.get_num_threads()
@@ -65,27 +58,24 @@ class Run:
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
         quiet = quiet or not self.distributed.is_main or config.logging.console_level not in ("DEBUG", "INFO")
-        self.console = Console(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
-        self.pending: dict[str, list[float]] = defaultdict(list)
-        self.saved_at = -1
-        # after how many updates last, and what was found
-        self.evaluated = (-1, None)
+        self.console = _RunConsole(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
+        self.checkpoints, self.evaluator = _Checkpoints(), _Evaluator()
         # only now, when all that was given has been found to fit, is anything written
         if self.folder:
-            make_room(config)
+            run_folder.make_room()
         # the others keep episodes in the folder too: not in the one that is being moved aside
         self.distributed.barrier()
-        goes_on = checkpoint is not None and _is_in(checkpoint, config.run_folder)
-        self.status = status_of(config, self.folder, self.phase, self.distributed.device, goes_on)
-        with self._alone():
+        goes_on = checkpoint is not None and run_folder.holds(checkpoint)
+        self.status = Status.of(config, self.folder, self.phase, self.distributed.device, goes_on)
+        with alone_in(self.folder):
             if self.folder:
-                open_folder(config)
-            with self._told_if_it_fails():
+                run_folder.open()
+            with self._status_on_error():
                 self.log.open_files(self.folder)
                 self._link_log()
-                self.recorder = Recorder(self.folder, None, config.logging.rerun, config.logging.video_share)
+                self.recorder = _RunRecorder(self.folder, None, config.logging.rerun, config.logging.video_share)
                 if checkpoint is not None:
-                    self._go_on_from(checkpoint)
+                    self._resume(checkpoint, run_folder)
                 elif pretrained:
                     log.info("starts from the weights of %s: %s", pretrained, loaded)
                 if self.folder:
@@ -114,228 +104,94 @@ class Run:
             shares = [made[name][0] / limit]
         return min(1.0, max(shares))
 
+    @property
+    def made(self) -> str:
+        """How far it is, for people to read. Where no robot acts, updates are all there is to count."""
+        progress = self.phase.progress
+        return f"{progress.env_steps:,} env steps" if progress.env_steps else f"{progress.updates:,} updates"
+
     def announce(self) -> None:
-        """What is about to happen, before it does."""
-        phase, config = self.phase, self.config
-        log.info("%s", self.status.system_in_words())
-        log.info(
-            "%s in %s on %s: learns from %s; seed %s",
-            config.phase,
-            config.env.name,
-            self.distributed.device,
-            phase.learns_from,
-            config.seed,
-        )
+        """Log what is about to happen."""
+        config, learns_from = self.config, self.phase.learns_from
+        log.info("%s", self.status.describe_system())
+        where = f"{config.phase} in {config.env.name} on {self.distributed.device}"
+        log.info("%s: learns from %s; seed %s", where, learns_from, config.seed)
         log.info("run folder: %s (its config.yaml says every setting)", self.folder)
         for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
             if isinstance(threads, int) and threads > usable_cores():
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
         if self.fraction >= 1:
-            log.info("already trained to the end (%s)", self._made())
+            log.info("already trained to the end (%s)", self.made)
 
     def run(self) -> bool:
-        """Train to the end. False when it was interrupted (a checkpoint is then saved, and how to go on is said)."""
-        with self._alone(), self.recorder, self._told():
+        """Train to the end. False: interrupted; then a checkpoint is saved, and a message says how to go on."""
+        with alone_in(self.folder), self.recorder, self._status_open():
             return self._train()
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out episodes by the main process, with videos; the others wait."""
-        with self._alone(), self.recorder, self._told(trains=False):
-            return self._evaluate()
+        with alone_in(self.folder), self.recorder, self._status_open(trains=False):
+            return self.evaluator.evaluate(self)
 
     def save(self) -> None:
-        """Every process brings its own state, the main one writes."""
-        own = self.phase.process_state() | {"random": random_state(self.distributed.device)}
-        processes = self.distributed.gather_objects([own])
-        if self.folder is not None:
-            state = {"phase": self.phase.state_dict(), "processes": processes, "pending": dict(self.pending)}
-            state["recorder"] = self.recorder.state_dict()
-            config_yaml = self.config.to_yaml()
-            save_checkpoint(
-                self.folder, self.phase.progress.updates, self.phase.model, state, config_yaml, self.phase.env.spec
-            )
-            remove_old(self.folder, self.config.training.keep_checkpoints)
-        self.saved_at = self.phase.progress.updates
-        # nobody leaves while the main process is still writing
-        self.distributed.barrier()
-
-    def _alone(self) -> AbstractContextManager:
-        """While something is written; nobody else may train in the same folder then."""
-        return nullcontext() if self.folder is None else alone_in(self.folder)
-
-    @contextmanager
-    def _told(self, trains: bool = True) -> Iterator[None]:
-        """status.json says that it goes on, and then how it ended, also while videos are still being encoded."""
-        self.log.activate()
-        before = self.status.ended
-        self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
-        self._link_log()
-        with self._told_if_it_fails():
-            yield
-        ended = Ended("interrupted", "asked to stop; saved") if trains else before or Ended("finished", "not trained")
-        ended = Ended("finished") if self.fraction >= 1 else ended
-        self.status.end(self.phase.progress, self.fraction, ended)
-
-    def _link_log(self) -> None:
-        """Of a finished run, train.log stays with what was said while it trained."""
-        if not self.status.was_finished:
-            self.log.link()
-
-    @contextmanager
-    def _told_if_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            # the console is told by whoever catches it
-            log.debug("ended by an exception", exc_info=True)
-            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed"
-            self.status.end(self.phase.progress, self.fraction, Ended(state, why(error)))
-            raise
+        self.checkpoints.save(self)
 
     def _train(self) -> bool:
-        training, progress = self.config.training, self.phase.progress
-        self._film_what_comes()
+        self.recorder.film_next(self)
         with Interrupt(speaks=self.distributed.is_main) as interrupt, self.console:
             while self.fraction < 1:
-                started, steps_before = time.perf_counter(), progress.env_steps
                 metrics = self._step()
-                speed = (progress.env_steps - steps_before) / (time.perf_counter() - started)
-                metrics["steps_per_second"] = speed
-                for name, value in metrics.items():
-                    self.pending[name].append(value)
-                self.log.update(progress.updates, metrics)
-                # where no robot acts, updates are all there is to count
-                made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
-                self.console.progress(self.fraction, made[0], _in_words(metrics), made[1], metrics)
-                self._write_films()
-                if isinstance(self.phase, Timed):
-                    self.recorder.timeline(self.phase.drain_spans())
-                if progress.updates % training.log_every == 0 or self.fraction >= 1:
-                    self._write_line()
-                    self._write_pictures()
-                # pictures take the main process its time
-                self.distributed.barrier()
-                self.distributed.update_done()
-                if progress.updates % training.save_every == 0:
-                    self.save()
-                    self._film_what_comes()
-                if self.config.evaluation.every and progress.updates % self.config.evaluation.every == 0:
-                    self._evaluate()
+                for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
+                    part.after_update(self, metrics)
                 # all processes must leave together
                 if self.distributed.max(float(interrupt.asked)):
                     self._stop_early()
                     return False
-        if self.saved_at != progress.updates:
-            self.save()
+        self.checkpoints.save_last(self)
         return True
 
     def _step(self) -> dict[str, float]:
+        progress = self.phase.progress
+        started, steps_before = time.perf_counter(), progress.env_steps
         try:
-            return self.phase.step(self.fraction)
+            metrics = self.phase.step(self.fraction)
         except LeftAlone:
             # the processes save together
             raise
         except Exception:
             # in the middle of an update weights and optimiser do not belong together
-            if isinstance(self.phase, Collects) and not self.phase.learning:
-                self._save_what_was_learned()
+            if not self.phase.learning:
+                self._save_after_failure()
             raise
+        return metrics | {"steps_per_second": (progress.env_steps - steps_before) / (time.perf_counter() - started)}
 
-    def _save_what_was_learned(self) -> None:
-        """Robots, or who decides for them, failed: all else is as the last update left it."""
-        if not _is_finite(self.phase.model):
+    def _save_after_failure(self) -> None:
+        """Collecting failed: all else is as the last update left it."""
+        # weights, and what normalisers have seen
+        if not all(bool(tensor.isfinite().all()) for tensor in self.phase.model.state_dict().values()):
             self.console.end()
             log.warning("failed, and is not saved: its weights or normalisers are NaN or infinite by now")
         # a start that fails does not take the folder
         elif self.phase.progress.updates:
             self._stop_early("failed")
 
-    def _evaluate(self) -> EvaluationResult | None:
-        """Once after an update, however often it is asked for."""
-        updates, evaluation = self.evaluated
-        if updates == self.phase.progress.updates:
-            return evaluation
-        evaluation = None
-        if self.distributed.is_main:
-            self.console.end()
-            evaluation = self._evaluate_here()
-            log.info(
-                "after %s, %s held-out episodes:\n%s",
-                self._made(),
-                evaluation.episodes,
-                evaluation.table(),
-            )
-        self.distributed.barrier()
-        self.evaluated = (self.phase.progress.updates, evaluation)
-        return evaluation
-
-    def _made(self) -> str:
-        progress = self.phase.progress
-        return f"{progress.env_steps:,} env steps" if progress.env_steps else f"{progress.updates:,} updates"
-
-    def _write_line(self) -> None:
-        """Means over the updates since the last line, and over the processes."""
-        progress = self.phase.progress
-        means = {name: sum(values) / len(values) for name, values in self.pending.items()}
-        self.pending.clear()
-        self.recorder.write(progress, self.distributed.mean_of_all(means), self.phase.accuracy)
-        self.status.progress(progress, self.fraction)
-        self.log.normalizers(progress.updates, self.phase.model)
-
-    def _write_pictures(self) -> None:
-        """What the phase has to show, by the main process."""
-        if self.folder is not None and isinstance(self.phase, ShowsPictures) and (shown := self.phase.pictures()):
-            # the last one is what people look for
-            self.recorder.videos.prediction(shown, self.phase.progress, self.phase.env.spec, self.fraction >= 1)
-
-    def _evaluate_here(self) -> EvaluationResult:
-        config, device = self.config, self.distributed.device
-        model = self.phase.model
-        # of several, it is the world model whose figures tell more; `sparring eval` evaluates the policy
-        model = model["world_model"] if isinstance(model, nn.ModuleDict) else model
-        if isinstance(model, WorldModel):
-            evaluation = WorldModelEvaluation.run(config, model, device)
-        elif self.phase.explores:
-            evaluation = ExplorationEvaluation.run(config, model, device)
-        else:
-            evaluation = Evaluation.run(config, model, device, films=config.rollout.render_episodes)
-        if self.folder is not None:
-            evaluation.write(self.folder / "evaluation.json")
-        self.recorder.evaluation(self.phase.progress, evaluation.numbers())
-        self.status.evaluated(self.recorder.evaluations())
-        if self.folder is not None and isinstance(evaluation, Evaluation):
-            self.recorder.videos.evaluation(evaluation.films, self.phase.progress, evaluation.spec)
-        return evaluation
-
-    def _film_what_comes(self) -> None:
-        """When a run begins or goes on, and after every checkpoint, where there is time for it."""
-        episodes = self.config.rollout.render_episodes
-        if self.folder is not None and isinstance(self.phase, Filmed) and self.recorder.videos.affords(episodes):
-            self.phase.film(episodes)
-
-    def _write_films(self) -> None:
-        if self.folder is not None and isinstance(self.phase, Filmed) and (films := self.phase.drain_films()):
-            self.recorder.videos.rollouts(films, self.phase.progress, self.phase.env.spec)
-
     def _stop_early(self, how: str = "stopped") -> None:
         self.console.end()
-        if self.saved_at != self.phase.progress.updates:
-            self.save()
-        # to look at meanwhile; what goes on from here forgets it, and makes a whole one of what is pending
-        if self.pending:
-            self._write_line()
+        self.checkpoints.save_last(self)
+        # a line to look at meanwhile: the checkpoint has the pending numbers, and going on writes a whole one
+        if self.recorder.pending:
+            self.recorder.write_line(self)
         if self.folder is not None:
             command = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
-            updates = self.phase.progress.updates
             then = "evaluates it" if self.fraction >= 1 else "goes on from here"
-            log.warning("%s after %s updates; saved. %s %s.", how, updates, command, then)
+            log.warning("%s after %s updates; saved. %s %s.", how, self.phase.progress.updates, command, then)
 
-    def _go_on_from(self, checkpoint) -> None:
+    def _resume(self, checkpoint: Path, run_folder: RunFolder) -> None:
         try:
             load_weights(self.phase.model, checkpoint)
             state = load_training_state(checkpoint)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}\nto go on all the same: {way_on(checkpoint, self.config)}") from None
+            raise CheckpointError(f"{error}\nto go on all the same: {run_folder.advise(checkpoint)}") from None
         processes = len(state["processes"])
         if processes != self.distributed.world_size:
             raise CheckpointError(
@@ -346,33 +202,173 @@ class Run:
         lost = self.phase.load_state_dict(state["phase"], own)
         set_random_state(own["random"], self.distributed.device)
         self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
-        self.pending.update(state["pending"])
+        self.recorder.pending.update(state["pending"])
         # a run that branches off has nothing in its own folder yet
-        if _is_in(checkpoint, self.config.run_folder):
-            self.saved_at = self.phase.progress.updates
-        log.info("goes on from %s (%s)", checkpoint, self._made())
-        for words in lost:
-            log.warning("%s", words)
+        if run_folder.holds(checkpoint):
+            self.checkpoints.saved_at = self.phase.progress.updates
+        log.info("goes on from %s (%s)", checkpoint, self.made)
+        for message in lost:
+            log.warning("%s", message)
+
+    @contextmanager
+    def _status_open(self, trains: bool = True) -> Iterator[None]:
+        """status.json says that it runs, and then how it ended, also while videos are still being encoded."""
+        self.log.activate()
+        before = self.status.ended
+        self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
+        self._link_log()
+        with self._status_on_error():
+            yield
+        ended = ("interrupted", "asked to stop; saved") if trains else before or ("finished", "not trained")
+        ended = ("finished",) if self.fraction >= 1 else ended
+        self.status.end(self.phase.progress, self.fraction, *ended)
+
+    @contextmanager
+    def _status_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # whoever catches it writes to the console
+            log.debug("ended by an exception", exc_info=True)
+            self.status.fail(self.phase.progress, self.fraction, error)
+            raise
+
+    def _link_log(self) -> None:
+        """Keep train.log of the training session; a later evaluation must not replace it."""
+        if not self.status.was_finished:
+            self.log.link()
 
 
-def _is_in(checkpoint: Path, folder: Path) -> bool:
-    return checkpoint.parent.resolve() == folder.resolve()
+class _RunConsole(Console):
+    def after_update(self, run: Run, metrics: dict[str, float]) -> None:
+        progress = run.phase.progress
+        run.log.update(progress.updates, metrics)
+        made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
+        shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
+        # imitation has nothing else
+        shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
+        # a world model: accuracy on what it has not learned from yet
+        shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"} if "fresh_acc" in metrics else shown
+        line = "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
+        self.progress(run.fraction, made[0], line, made[1], metrics)
+
+
+class _RunRecorder(Recorder):
+    """A Recorder that writes a line of means every `training.log_every` updates."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        # metrics of the updates since the last line
+        self.pending: dict[str, list[float]] = defaultdict(list)
+
+    def after_update(self, run: Run, metrics: dict[str, float]) -> None:
+        phase, progress = run.phase, run.phase.progress
+        for name, value in metrics.items():
+            self.pending[name].append(value)
+        if self.videos is not None and (films := phase.drain_films()):
+            self.videos.rollouts(films, progress, phase.env.spec)
+        self.timeline(phase.drain_spans())
+        if progress.updates % run.config.training.log_every == 0 or run.fraction >= 1:
+            self.write_line(run)
+            if self.videos is not None and (prediction := phase.pictures()):
+                # the last one is always made into a video
+                self.videos.prediction(prediction, progress, phase.env.spec, run.fraction >= 1)
+        # pictures take the main process its time
+        run.distributed.barrier()
+        run.distributed.update_done()
+
+    def write_line(self, run: Run) -> None:
+        """Means over the updates since the last line, and over the processes."""
+        progress = run.phase.progress
+        means = {name: sum(values) / len(values) for name, values in self.pending.items()}
+        self.pending.clear()
+        self.write(progress, run.distributed.mean_of_all(means), run.phase.accuracy)
+        run.status.progress(progress, run.fraction)
+        run.log.normalizers(progress.updates, run.phase.model)
+
+    def film_next(self, run: Run) -> None:
+        """Film the next episodes: when a run begins or goes on, and after every checkpoint, where there is time."""
+        episodes = run.config.rollout.render_episodes
+        if self.videos is not None and self.videos.affords(episodes):
+            run.phase.film(episodes)
+
+
+class _Checkpoints:
+    """Saves every `training.save_every` updates, and what a run ends with."""
+
+    # updates
+    saved_at = -1
+
+    def after_update(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.phase.progress.updates % run.config.training.save_every == 0:
+            self.save(run)
+            run.recorder.film_next(run)
+
+    def save_last(self, run: Run) -> None:
+        if self.saved_at != run.phase.progress.updates:
+            self.save(run)
+
+    def save(self, run: Run) -> None:
+        """Every process brings its own state, the main one writes."""
+        phase, distributed = run.phase, run.distributed
+        own = phase.process_state() | {"random": random_state(distributed.device)}
+        processes = distributed.gather_objects([own])
+        updates = phase.progress.updates
+        if run.folder is not None:
+            state = {"phase": phase.state_dict(), "processes": processes, "pending": dict(run.recorder.pending)}
+            state["recorder"] = run.recorder.state_dict()
+            save_checkpoint(run.folder, updates, phase.model, state, run.config.to_yaml(), phase.env.spec)
+            remove_old(run.folder, run.config.training.keep_checkpoints)
+        self.saved_at = updates
+        # nobody leaves while the main process is still writing
+        distributed.barrier()
+
+
+class _Evaluator:
+    """Evaluates every `evaluation.every` updates, and when asked."""
+
+    # after how many updates last, and what was found
+    newest: tuple[int, EvaluationResult | None] = (-1, None)
+
+    def after_update(self, run: Run, metrics: dict[str, float]) -> None:
+        every = run.config.evaluation.every
+        if every and run.phase.progress.updates % every == 0:
+            self.evaluate(run)
+
+    def evaluate(self, run: Run) -> EvaluationResult | None:
+        """Once after an update, however often it is asked for."""
+        updates, evaluation = self.newest
+        if updates == run.phase.progress.updates:
+            return evaluation
+        evaluation = None
+        if run.distributed.is_main:
+            run.console.end()
+            evaluation = self._evaluate_here(run)
+            found = evaluation.episodes, evaluation.table()
+            log.info("after %s, %s held-out episodes:\n%s", run.made, *found)
+        run.distributed.barrier()
+        self.newest = (run.phase.progress.updates, evaluation)
+        return evaluation
+
+    def _evaluate_here(self, run: Run) -> EvaluationResult:
+        phase, config, recorder = run.phase, run.config, run.recorder
+        model, device = phase.evaluated_model, run.distributed.device
+        if phase.evaluation == "world_model":
+            evaluation, films = WorldModelEvaluation.run(config, model, device), []
+        elif phase.evaluation == "exploration":
+            evaluation, films = ExplorationEvaluation.run(config, model, device), []
+        else:
+            evaluation = Evaluation.run(config, model, device, films=config.rollout.render_episodes)
+            films = evaluation.films
+        if run.folder is not None:
+            evaluation.write(run.folder / "evaluation.json")
+        recorder.evaluation(phase.progress, evaluation.numbers())
+        run.status.evaluated(recorder.evaluations())
+        if films and recorder.videos is not None:
+            recorder.videos.evaluation(films, phase.progress, evaluation.spec)
+        return evaluation
 
 
 def _is_small(phase: Phase) -> bool:
     """Without images, networks are so small that more threads mostly wait for each other and for the simulator's."""
     return phase.env.device.type == "cpu" and not any(name.startswith("image/") for name in phase.env.spec.observation)
-
-
-def _is_finite(model: nn.Module) -> bool:
-    """Weights, and what normalisers have seen."""
-    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
-
-
-def _in_words(metrics: dict[str, float]) -> str:
-    shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
-    # of demonstrations nothing else is known
-    shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
-    # of a world model, what it foretells of what it has not seen yet
-    shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"} if "fresh_acc" in metrics else shown
-    return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)

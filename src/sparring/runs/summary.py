@@ -12,23 +12,21 @@ from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.phases.phase import Progress
 from sparring.runs.checkpoint import checkpoints
 
+AnyEvaluation = Evaluation | WorldModelEvaluation | ExplorationEvaluation
 
-def summary(
-    config: Config,
-    progress: Progress,
-    evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluation,
-) -> str:
+
+def summary(config: Config, progress: Progress, evaluation: AnyEvaluation) -> str:
     folder = config.run_folder
     counted = {"env steps": progress.env_steps, "episodes": progress.episodes, "updates": progress.updates}
     made = ", ".join(f"{count:,} {what}" for what, count in counted.items() if count)
-    lines = ["", f"{config.phase} is done: {made}", *(f"  {line}" for line in reached(evaluation))]
+    lines = ["", f"{config.phase} is done: {made}", *(f"  {line}" for line in _reached(evaluation))]
     lines += [f"  kept: {checkpoints(folder)[-1]}; all that was recorded is beside it", "next:"]
-    commands = next_commands(config)
+    commands = _next_commands(config)
     width = max(map(len, commands))
     return "\n".join([*lines, *(f"  {command:<{width}}  # {why}" for command, why in commands.items())])
 
 
-def reached(evaluation: Evaluation | WorldModelEvaluation | ExplorationEvaluation) -> list[str]:
+def _reached(evaluation: AnyEvaluation) -> list[str]:
     """In a line, or one for each camera."""
     if isinstance(evaluation, WorldModelEvaluation):
         cameras = {name: found for name, found in evaluation.figures["cameras"].items() if found["changed_mse_ratio"]}
@@ -52,7 +50,7 @@ def _foretold(found: dict) -> str:
     return f"squared error on pixels that change, {ratio:.3f} of that of copying the last frame{whole}"
 
 
-def next_commands(config: Config) -> dict[str, str]:
+def _next_commands(config: Config) -> dict[str, str]:
     """The three most useful ones after this phase, and what each is for."""
     run = shlex.quote(str(config.run_folder))
     # as a setting a folder called 2024 would be a number

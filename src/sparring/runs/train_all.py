@@ -21,10 +21,14 @@ from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
 
 # what each starts from: key -> phase
-STARTS_FROM = {
+_STARTS_FROM = {
     "teacher": {},
     "student": {"student.teacher": "teacher"},
     "adversarial": {"adversarial.teacher": "teacher", "adversarial.student": "student"},
+}
+_CURVES = {
+    "rollout/contact_share": "share of decisions in touch with an object",
+    "episode_reward": "pay of an episode",
 }
 
 
@@ -32,12 +36,12 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
     """0, or the code of the phase that failed or was interrupted; the same call goes on there."""
     if resume not in ("auto", "never"):
         raise UserError(f"--resume {resume}: all phases go on (auto) or start anew (never); name a phase to branch off")
-    shares = {phase: settings_of(phase, given, output) for phase in CHAIN}
-    # mistakes are told before hours are spent
+    shares = {phase: _settings_of(phase, given, output) for phase in CHAIN}
+    # mistakes are found before hours are spent
     _refuse_own_starts(given)
     for phase, settings in shares.items():
-        _refuse_own_folder(settings, folder_of(phase, output))
-        _refuse_what_cannot_be_made(load_config(None, settings, phase, inherit=False))
+        _refuse_own_folder(settings, _folder_of(phase, output))
+        _refuse_bad_explorer(load_config(None, settings, phase, inherit=False))
     record = output / "all.json"
     done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
     # these start anew, also in a later call, whatever lies in their folders
@@ -45,11 +49,11 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
     for number, (phase, settings) in enumerate(shares.items(), 1):
         words = [f"{setting.key}={value_text(setting.value)}" for setting in settings]
         what = f"phase {number} of {len(shares)}: {phase}"
-        if phase not in anew and done.get(phase) == words and any(folder_of(phase, output).glob("checkpoint-*")):
+        if phase not in anew and done.get(phase) == words and any(_folder_of(phase, output).glob("checkpoint-*")):
             print(f"{what}, done before", flush=True)
             continue
         print(what, flush=True)
-        # what is for the other phases is read there
+        # the other phases' settings are reported there
         for line in replace(_renamed(phase, given), other_phases=[]).notes():
             print(line, file=sys.stderr, flush=True)
         how = "never" if phase in anew else "auto"
@@ -62,12 +66,31 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         anew += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in anew]
         done[phase] = words
         _write(record, done, anew)
-    print(summary(output))
+    print(_summary(output))
     return 0
 
 
+def _settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]:
+    """What of `given` is for this phase: all but `<another phase>.<key of any section>`; and what the chain adds.
+
+    `teacher.coloured` is a setting like any other; `teacher.training.iterations` is `training.iterations` for it alone.
+    """
+    added = {key: str(_folder_of(other, output)) for key, other in _STARTS_FROM[phase].items()}
+    added["output"] = str(_folder_of(phase, output))
+    # later ones win
+    return _renamed(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
+
+
+def _renamed(phase: str, given: list[Setting]) -> Renamed:
+    return rename([*given, Setting("phase", phase, "train all")], SCHEMA)
+
+
+def _folder_of(phase: str, output: Path) -> Path:
+    return output / f"{phase}_rl"
+
+
 def _refuse_own_starts(given: list[Setting]) -> None:
-    added = {key for keys in STARTS_FROM.values() for key in keys}
+    added = {key for keys in _STARTS_FROM.values() for key in keys}
     aliases = rename(given, SCHEMA).schema.aliases
     for setting in given:
         if aliases.get(setting.key, setting.key) in added:
@@ -86,8 +109,8 @@ def _refuse_own_folder(settings: list[Setting], folder: Path) -> None:
             )
 
 
-def _refuse_what_cannot_be_made(config: Config) -> None:
-    """The explorer of a phase, which that phase would find out about."""
+def _refuse_bad_explorer(config: Config) -> None:
+    """Build the explorer of a phase, to find mistakes that the phase would find hours later."""
     if config.phase == "teacher":
         return
     from sparring.envs.env import make_env
@@ -106,84 +129,47 @@ def _write(record: Path, done: dict, anew: list[str]) -> None:
     partial.replace(record)
 
 
-def settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]:
-    """What of `given` is for this phase: all but `<another phase>.<key of any section>`; and what the chain adds.
-
-    `teacher.coloured` is a setting like any other; `teacher.training.iterations` is `training.iterations` for it alone.
-    """
-    added = {key: str(folder_of(other, output)) for key, other in STARTS_FROM[phase].items()}
-    added["output"] = str(folder_of(phase, output))
-    # later ones win
-    return _renamed(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
-
-
-def _renamed(phase: str, given: list[Setting]) -> Renamed:
-    return rename([*given, Setting("phase", phase, "train all")], SCHEMA)
-
-
-def folder_of(phase: str, output: Path) -> Path:
-    return output / f"{phase}_rl"
-
-
 def _run(words: list[str]) -> int:
     """`sparring WORDS` in a process of its own; its exit code."""
     child = subprocess.Popen([sys.executable, "-m", "sparring", *words])
     with forward_signals([child]):
         code = child.wait()
-    # killed by a signal: as a shell tells it
+    # killed by a signal: as a shell has it
     return code if code >= 0 else 128 - code
 
 
-def summary(output: Path) -> str:
+def _summary(output: Path) -> str:
     """The measures of the three phases, from what they wrote."""
+    folders = {phase: _folder_of(phase, output) for phase in CHAIN}
+    teacher, student, adversarial = (json.loads((folders[p] / "evaluation.json").read_text()) for p in CHAIN)
     rows = [("phase", "measure", "", "")]
-    before, after = (_evaluation(folder_of(phase, output)) for phase in ("teacher", "adversarial"))
-    for camera, found in before["cameras"].items():
-        ratio, later = found["changed_mse_ratio"], after["cameras"][camera]["changed_mse_ratio"]
-        rows.append(
-            ("teacher", f"{camera}: squared error on changed pixels", _text(ratio), "copying the last frame: 1")
-        )
-        rows.append(("adversarial", "  the same, after sparring", _text(later), ""))
-    explored = _evaluation(folder_of("student", output)).get("exploration")
-    if explored:
-        touch = {who: found["contact"] for who, found in explored.items()}
+    for camera in teacher["cameras"]:
+        ratio, later = (_text(run["cameras"][camera]["changed_mse_ratio"]) for run in (teacher, adversarial))
+        rows.append(("teacher", f"{camera}: squared error on changed pixels", ratio, "copying the last frame: 1"))
+        rows.append(("adversarial", "  the same, after sparring", later, ""))
+    if student.get("exploration"):
+        touch = {who: found["contact"] for who, found in student["exploration"].items()}
         mine, noise = touch.pop("policy"), max(touch.values())
         rows.append(("student", "in touch with an object, held-out episodes", _text(mine), f"noise: {_text(noise)}"))
-    for phase, names in (("student", _EXPLORING), ("adversarial", _EXPLORING)):
-        for name, words in names.items():
-            rows += _rise(phase, words, _curve(folder_of(phase, output), name))
-    then, now = (
-        _curve(folder_of("adversarial", output), f"world_model/generations_error_{when}") for when in ("then", "now")
-    )
-    if then:
-        told = f"when they were played: {_text(then[-1])}"
-        rows.append(("adversarial", "error on what earlier explorers found, nats a token", _text(now[-1]), told))
-    looks = [_to_look_at(folder_of(phase, output)) for phase in CHAIN]
-    return "\n".join([text_table(rows), *filter(None, looks)])
-
-
-def _to_look_at(folder: Path) -> str | None:
-    there = [name for name in ("samples", "videos") if (folder / name).is_dir()]
-    return f"to look at: {folder}{os.sep}{', '.join(there)}" if there else None
-
-
-_EXPLORING = {
-    "rollout/contact_share": "share of decisions in touch with an object",
-    "episode_reward": "pay of an episode",
-}
-
-
-def _rise(phase: str, words: str, curve: list[float]) -> list[tuple[str, str, str, str]]:
-    return [(phase, words, _text(curve[-1]), f"at the start: {_text(curve[0])}")] if curve else []
+    for phase in ("student", "adversarial"):
+        for name, what in _CURVES.items():
+            if curve := _curve(folders[phase], name):
+                rows.append((phase, what, _text(curve[-1]), f"at the start: {_text(curve[0])}"))
+    errors = [_curve(folders["adversarial"], f"world_model/generations_error_{when}") for when in ("then", "now")]
+    if errors[0]:
+        then, now = (_text(curve[-1]) for curve in errors)
+        what = "error on what earlier explorers found, nats a token"
+        rows.append(("adversarial", what, now, f"when they were played: {then}"))
+    lines = [text_table(rows)]
+    for folder in folders.values():
+        there = [name for name in ("samples", "videos") if (folder / name).is_dir()]
+        lines += [f"to look at: {folder}{os.sep}{', '.join(there)}"] if there else []
+    return "\n".join(lines)
 
 
 def _curve(folder: Path, name: str) -> list[float]:
     lines = map(json.loads, (folder / "episode_metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines if line.get(name) is not None]
-
-
-def _evaluation(folder: Path) -> dict:
-    return json.loads((folder / "evaluation.json").read_text())
 
 
 def _text(value: float | None) -> str:

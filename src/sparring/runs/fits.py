@@ -1,0 +1,196 @@
+"""Does a saved run fit this one? Settings, what the env shows, and weights are compared; what differs is reported."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparring.config.schema import Config
+from sparring.config.section import ConfigError
+from sparring.config.text import flatten, read_settings, value_text
+from sparring.contract import EnvSpec
+from sparring.envs.env import Env
+from sparring.errors import UserError
+from sparring.runs.checkpoint import (
+    CheckpointError,
+    checkpoint_folder,
+    find_checkpoint,
+    load_spec,
+    read_weights,
+    weights_file,
+)
+
+# settings that say where and how loudly, not what is trained
+_FREE_TO_DIFFER = ("resume", "output", "logging.", "rollout.watchdog_s")
+# sections that a phase does not read
+_NOT_READ = {
+    "teacher": ("policy.", "ppo.", "grpo.", "algorithm", "imitate.", "student.", "adversarial.", "rewards.", "buffer.")
+}
+# settings of an env that leave all shapes as they are and change what an action does
+_SAME_MEANING = ("control_mode", "action_scale")
+# section of a config -> what it makes, and the phases that train it
+_TRAINED_BY = {
+    "world_model": ("world models", ("teacher", "adversarial")),
+    "policy": ("explorers", ("student", "adversarial")),
+}
+# in the names of LoRA's weights
+_ADAPTER = ".lora_"
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Dotted keys and values of the config.yaml in a run folder or checkpoint; nothing where there is none."""
+    file = folder / "config.yaml"
+    return {setting.key: setting.value for setting in read_settings(file)} if file.exists() else {}
+
+
+def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
+    """A run goes on with the settings it was saved with."""
+    now = flatten(config.dump())
+    free = (*_FREE_TO_DIFFER, *_NOT_READ.get(config.phase, ()))
+    shown = {
+        key: [value_text(values[key]) if key in values else "not there" for values in (saved, now)]
+        for key in sorted(saved.keys() | now.keys())
+        if not key.startswith(free)
+    }
+    changed = [f"  {key}: {then} in the folder, {today} now" for key, (then, today) in shown.items() if then != today]
+    if saved and changed:
+        raise ConfigError(
+            [
+                f"'{folder}' holds a run with another config:",
+                *changed,
+                "give another folder (--output DIR), start anew here (--resume never; the old run is moved aside), "
+                f"or start a new run from its weights (--output DIR pretrained={folder})",
+            ]
+        )
+
+
+def other_origin(section: str, phase: str | None) -> str | None:
+    """Where a run of `phase` trains nothing that `section` of a config makes: a message that says so."""
+    what, phases = _TRAINED_BY[section]
+    if phase in phases:
+        return None
+    return f"it was made by `sparring train {phase}`; {what} come of `sparring train {phases[0]}`"
+
+
+def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
+    """What a policy sees and does, where it differs."""
+
+    def shape(spec: EnvSpec, name: str) -> str:
+        return f"{list(spec.observation[name][0])} {spec.observation[name][1]}"
+
+    names = sorted(trained.observation.keys() | now.observation.keys())
+    values = {
+        f"observation/{name}": [
+            shape(spec, name) if name in spec.observation else "not there" for spec in (trained, now)
+        ]
+        for name in names
+    }
+    values |= {
+        name: [getattr(spec, name) for spec in (trained, now)]
+        for name in ("action_dim", "discrete_actions", "action_padding")
+    }
+    return [f"{name} was {then} and is {today}" for name, (then, today) in values.items() if then != today]
+
+
+def load_part(model: nn.Module, section: str, path: str, key: str, config: Config, env: Env) -> None:
+    """Load the weights of what `section` of an earlier run's config made; refused where that run and this one differ.
+
+    `key`: the setting that `path` was given as.
+    """
+    folder = checkpoint_folder(path)
+    trained = saved_settings(folder)
+    if other := other_origin(section, trained["phase"]):
+        differences = [other]
+    else:
+        now = {f"{section}.{k}": v for k, v in flatten(getattr(config, section).model_dump(mode="json")).items()}
+        now["rollout.action_steps"] = config.rollout.action_steps
+        now |= {f"env.{k}": getattr(env.config, k) for k in _SAME_MEANING if hasattr(env.config, k)}
+        differences = [f"{k} was {trained.get(k)} and is {v}" for k, v in now.items() if trained.get(k) != v]
+        differences += spec_differences(_predicted(load_spec(folder)), _predicted(env.spec))
+    if differences:
+        advice = "leave out what you gave (the rest comes with it), or train another"
+        raise UserError("\n".join([f"{key}={path}: that does not fit this run:", *differences, advice]))
+    # an adversarial run saves both, under these names
+    load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
+
+
+def _predicted(spec: EnvSpec) -> EnvSpec:
+    """What a world model reads; measures may differ."""
+    read = {name: kind for name, kind in spec.observation.items() if name.partition("/")[0] in ("image", "state")}
+    return replace(spec, observation=read)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What loading weights did."""
+
+    tensors: int
+    # parameters that the file did not have, and may be new
+    new: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.tensors} tensors, all that there are" + (f"; new: {_some(list(self.new))}" if self.new else "")
+
+
+def load_pretrained(model: nn.Module, path: str | Path, env: Env) -> _Loaded:
+    """The weights of another run, whose env must show and accept what this one does."""
+    found = find_checkpoint(path)
+    folder = found.parent if found.is_file() else found
+    has_spec = (folder / "spec.json").is_file()
+    differences = spec_differences(load_spec(folder), env.spec) if has_spec else []
+    trained = saved_settings(folder)
+    # the shape of a padded state does not say what is in it
+    for key in [f"env.{name}" for name in (*_SAME_MEANING, "object_state")]:
+        now = getattr(env.config, key.removeprefix("env."), None)
+        if trained.get(key, now) != now:
+            differences.append(f"{key} was {trained[key]} and is {now}")
+    if differences:
+        what = f"pretrained={path}: was trained in another env; leave out what you gave, or train another:"
+        raise CheckpointError("\n".join([what, *differences]))
+    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()), of_plain=True)
+
+
+def load_weights(
+    model: nn.Module, path: str | Path, prefix: str = "", may_be_new: tuple[str, ...] = (), of_plain: bool = False
+) -> _Loaded:
+    """Strictly: every key present, none left over, every shape equal; else nothing is changed and all is reported.
+
+    A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
+    `prefix`: of a checkpoint that holds several models, the one whose keys begin so. `of_plain`: a model with LoRA
+    adapters also takes weights of one without, and its adapters are new then.
+    """
+    file = weights_file(find_checkpoint(path))
+    expected = model.state_dict()
+    given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
+    if of_plain and not any(_ADAPTER in key for key in given):
+        # a network with adapters has other names for the same weights
+        plain = {key.replace(".base_layer.", "."): key for key in expected}
+        given = {plain.get(key, key): weight for key, weight in given.items()}
+        may_be_new += tuple(key for key in expected if _ADAPTER in key)
+    absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
+    new = tuple(key for key in expected if absent and key.startswith(absent))
+    if found := _weight_differences({key: w for key, w in expected.items() if key not in new}, given):
+        raise CheckpointError(
+            f"'{file}' does not fit this model: {found}. Use the config it was trained with (config.yaml beside it)"
+        )
+    model.load_state_dict(given, strict=not new)
+    return _Loaded(len(given), new)
+
+
+def _weight_differences(expected: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> str:
+    problems = {
+        "missing": [key for key in expected if key not in given],
+        "unexpected": [key for key in given if key not in expected],
+        "of another shape": [
+            f"{key} {list(given[key].shape)} instead of {list(expected[key].shape)}"
+            for key in expected
+            if key in given and given[key].shape != expected[key].shape
+        ],
+    }
+    return "; ".join(f"{len(keys)} {what}: {_some(keys)}" for what, keys in problems.items() if keys)
+
+
+def _some(keys: list[str], most: int = 6) -> str:
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
