@@ -130,7 +130,6 @@ def _section(thing) -> dict:
 
 
 def _named(algorithm) -> dict:
-    """The algorithm and its section, as a config has them."""
     settings = algorithm.config.model_dump()
     for name, kind in (("ppo", PPO), ("grpo", GRPO)):
         if isinstance(algorithm, kind):

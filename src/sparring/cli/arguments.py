@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from sparring.config.schema import Config
     from sparring.config.text import Setting
 
-# of every parser
 OPTIONS: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-# what --help ends with
 EPILOG = """\
 examples:
   sparring train finetune                                    the built-in arm learns reach_d0, about a minute

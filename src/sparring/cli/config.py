@@ -42,13 +42,11 @@ def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(text, end="")
         return 0
     output = Path(arguments.output)
-    # somebody's comments may be in there, those of the imported file for one
     if output.is_file():
         raise UserError(f"--output {output}: is there already, and stays; choose another name")
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        # half of it would be in the way of the next try
         with suppress(OSError):
             output.unlink()
         raise UserError(f"--output {output}: cannot write there ({error.strerror})") from None

@@ -57,7 +57,6 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not run.run():
         return 130
     evaluation = run.evaluate()
-    # the main process alone has a folder
     if run.folder is not None:
         print(summary(config, run.phase.progress, evaluation))
     return 0

@@ -15,13 +15,11 @@ Problems = Iterator[tuple[str, str]]
 
 
 def problems_of(config: "Config", to_run: bool = True) -> Problems:
-    """Settings that do not go together, and with `to_run` also what the phase starts from, where it was not given."""
     robots, size, phase = config.rollout.n_envs, config.buffer.size, config.phase
     if size and size < robots:
         holds = f"holds less than one decision of each of the {robots} robots"
         yield "buffer.size", f"{holds}; expected >= {robots}, or a smaller rollout.n_envs"
     tasks = len(getattr(config.env, "task", ()))
-    # where no robot acts, an evaluation takes as many as it needs
     if tasks > 1 and robots % tasks and phase != "imitate":
         dealt = f"cannot be dealt out evenly over the {tasks} tasks of env.task"
         yield "rollout.n_envs", f"{robots} robots {dealt}; expected a multiple of {tasks}"
@@ -107,7 +105,6 @@ def _async(config: "Config") -> Problems:
         yield "rollout.mode", f"async goes with finetune only, not with {config.phase}; use sync"
     if "least_ess" in given and not rollout.staleness:
         yield "rollout.least_ess", "rollout.staleness=0 leaves nothing to pace; leave it out"
-    # without weights, 0 asks for what is so
     if "least_ess" in given and rollout.least_ess and getattr(config.algorithm_section, "correction", None) == "none":
         why = f"{config.algorithm}.correction=none weighs nothing, so nothing is paced"
         yield "rollout.least_ess", f"{why}; set another correction, or leave it out"

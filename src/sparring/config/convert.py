@@ -61,7 +61,6 @@ def _renamed(kept: list[Setting], phase: str) -> Renamed:
 
 
 def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
-    """Settings whose place here another setting would have to make, and what they wait for."""
     renamed = _renamed(kept, phase)
     schema, given = renamed.schema, {s.key: s.value for s in renamed.settings}
     keys = schema.keys(schema.classes(renamed.settings))
@@ -69,7 +68,6 @@ def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
     for setting in kept:
         key = schema.spelled(setting.key)
         section, _, leaf = key.partition(".")
-        # policy.model_settings holds keys of its own
         if f"{section}.{leaf.partition('.')[0]}" not in keys:
             needs = " or ".join(kinds_with(key))
         elif leaf in LoraConfig.model_fields and section == "world_model" and not given.get("world_model.trunk"):

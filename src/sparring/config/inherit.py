@@ -10,7 +10,6 @@ from sparring.config.text import Setting, read_settings
 from sparring.errors import UserError
 from sparring.policies.configs import OF_A_METHOD
 
-# the classes of sections where nobody names another
 USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 _PLAYGROUND = {
     "env.task": ["explore"],
@@ -18,25 +17,21 @@ _PLAYGROUND = {
     "env.object_state": "hidden",  # what a camera does not show must be remembered, not read from the state
     "rollout.action_steps": 4,  # a decision lasts 160 ms: long enough for something to change
 }
-# what differs in the env comes with the teacher
 _EXPLORER = _PLAYGROUND | {
     "rollout.steps": 50,  # two episodes of each robot
-    # noise that lasts for an episode: from the first day the hand gets to where things are
-    "policy.distribution": "gsde",
+    "policy.distribution": "gsde",  # noise that lasts for an episode
     "policy.sde_sample_freq": 25,
     "policy.init_std": 0.3,
     "ppo.gamma": 0.99,
     "ppo.policy_lr": 5e-4,
     "ppo.critic_lr": 1e-3,
-    # returns are large: with more of their error the encoder they share is the critic's, and its features saturate
-    "ppo.value_loss_coef": 0.02,
+    "ppo.value_loss_coef": 0.02,  # more of it saturates the shared encoder
     "ppo.mini_batch_size": 200,
     "ppo.ppo_epochs": 4,
     "ppo.target_kl": 0.05,
 }
 # phase -> dotted key -> value, above the defaults of the sections; those of `env` are for the built-in arm
 PHASE_DEFAULTS = {
-    # rollout.steps: an episode of each robot
     "teacher": _PLAYGROUND | {"rollout.steps": 25, "training.log_every": 5, "training.save_every": 20},
     "student": _EXPLORER,
     "adversarial": _EXPLORER | {"training.log_every": 5, "training.save_every": 10},
@@ -50,7 +45,6 @@ _OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize
 
 
 def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
-    """What comes with what `settings`, under our keys, start from; later ones win."""
     given = {setting.key: setting.value for setting in settings}
     inherited: list[Setting] = []
     if isinstance(given.get("pretrained"), str):

@@ -17,7 +17,6 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in text.split())
 
 
-# words of other PPO trainers
 _PPO_WORDS = _pairs("""
 learning_rate=policy_lr value_lr=critic_lr n_epochs=ppo_epochs batch_size=mini_batch_size clip_coef=clip_ratio
 clip_epsilon=clip_ratio clip_range=clip_ratio ent_coef=entropy_coef vf_coef=value_loss_coef
@@ -89,7 +88,6 @@ PHASE_ALIASES = {
 PHASE_ALIASES["adversarial"] |= {
     f"{run}_{word}": f"adversarial.{run}" for run in ("teacher", "student") for word in ("checkpoint", "path")
 }
-# what learns there is the world model
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
 
 # theirs, true or false -> our key, whose list has this word where it is true
@@ -192,7 +190,6 @@ class Renamed:
     refused: list[tuple[Setting, str]] = field(default_factory=list)
 
     def notes(self) -> list[str]:
-        """A line for each kind of setting that is not read as it was given."""
         lines = {
             "read as": [f"{theirs} -> {ours}" for theirs, ours in self.keys.items()],
             "so here anyway": [f"{s.key}={value_text(s.value)}" for s in self.always],
@@ -209,7 +206,6 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
     phase = phases.ALIASES.get(phase, phase) if isinstance(phase, str) else "finetune"
     named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
     algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
-    # what `batch_size` is short for depends on both
     aliases = ALIASES | (_GRPO_ALIASES if algorithm == "grpo" else {}) | PHASE_ALIASES.get(phase, {})
     schema = replace(schema, aliases=aliases)
     renamed = Renamed(phase, schema)
@@ -229,7 +225,6 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
                 continue
             if setting.key in LISTED and isinstance(setting.value, bool):
                 key = LISTED[setting.key][0]
-                # the list stands where its first word does
                 common += [] if key in flags else [replace(setting, key=key)]
                 flags.setdefault(key, []).append(setting)
             else:
@@ -272,7 +267,6 @@ def _without_meaning(setting: Setting) -> str | None:
 
 
 def _owner(key: str, schema: Schema) -> tuple[str | None, str]:
-    """The one phase that a key is for, None: all of them; and our name of it."""
     if _reason(key) and key not in ALIASES:
         return None, key
     ours = schema.spelled(key)

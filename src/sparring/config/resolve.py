@@ -13,7 +13,6 @@ from sparring.errors import UserError, describe_error
 
 
 def resolve(name: str, known: dict[str, str], kind: str) -> Any:
-    """The object that `name` means: a short name in `known`, or an import path `package.module:Thing`."""
     if name not in known and known and ":" not in name:
         choices = f"known: {', '.join(known)}, or your.module:Class"
         raise UserError(f"no {kind} is called '{name}'{_nearest(name, known)}; {choices}")

@@ -85,7 +85,6 @@ class Config(Section):
 
     @property
     def rollout_steps(self) -> int:
-        """Decisions of each robot between two updates."""
         return self.buffer.rollout_steps(self.rollout.steps, self.rollout.n_envs)
 
     @property
@@ -93,8 +92,7 @@ class Config(Section):
         return Path(self.output or Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{self.phase}_rl")
 
     def __reduce__(self):
-        # by its values, for other processes: sections of your own classes are made here and known nowhere else
-        return _loaded_as_it_is, (self.dump(),)
+        return _loaded_as_it_is, (self.dump(),)  # by value: sections of your own classes are made here
 
     def dump(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
@@ -134,7 +132,6 @@ def configure(settings: list[Setting], inherit: bool, to_run: bool = True) -> tu
 
 
 def _phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
-    """What the phase means where nobody says otherwise; other envs and policies than the usual have other settings."""
     names = {s.key: s.value for s in settings}
     others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
     values = PHASE_DEFAULTS.get(phase, {}).items()
@@ -142,7 +139,6 @@ def _phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
 
 
 def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
-    """A line for each source: which of its settings hold, where they differ from the defaults."""
     lines: dict[str, list[str]] = {}
     for setting in inherited:
         section, _, key = setting.key.partition(".")

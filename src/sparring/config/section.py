@@ -51,7 +51,6 @@ class ConfigError(UserError):
 
 
 Classes = dict[str, type[Section]]  # section -> its class
-# finds problems that span sections: each a key and what is wrong with it
 Check = Callable[[Any], Iterable[tuple[str, str]]]
 
 
@@ -60,8 +59,7 @@ class Schema:
     """The shape of a config: a root class whose fields are values or sections of values."""
 
     root: type[Section]
-    # section -> the key that decides on its class, and the class for a value of that key (None: not given);
-    # raises ValueError for a value that names no class
+    # section -> the key that decides on its class, and the class for its value; ValueError: no such class
     pickers: dict[str, tuple[str, Callable[[Any], type[Section]]]] = field(default_factory=dict)
     # other spellings of a dotted key, or of how keys begin (with a dot at the end)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -81,7 +79,6 @@ class Schema:
         return config
 
     def classes(self, settings: Iterable[Setting] = (), problems: list[str] | None = None) -> dict[str, type[Section]]:
-        """The class of every section, but where a setting names none."""
         last = {self.spelled(s.key): s for s in settings}
         classes = {}
         for name in filter(self._is_section, self.root.model_fields):
@@ -116,7 +113,6 @@ class Schema:
 
     def place(self, settings: Iterable[Setting], classes: Classes, problems: list[str]) -> dict[str, Setting]:
         keys = self.keys(classes)
-        # keys of a section whose class is not known cannot be judged
         unknown = tuple(f"{name}." for name in self.pickers if name not in classes)
         placed: dict[str, Setting] = {}
         for setting in settings:
@@ -171,7 +167,6 @@ class Schema:
         return None, self.explain(key, setting) or f"unknown key; {self._nearest(key, keys)}"
 
     def _nearest(self, key: str, keys: dict[str, FieldInfo]) -> str:
-        """The key that was probably meant, by the whole dotted key or by its last word."""
         spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
         words = {k.rpartition(".")[2]: k for k in keys}
         section, _, word = key.rpartition(".")
@@ -208,7 +203,6 @@ class Schema:
 
 
 def _accepted(info: FieldInfo) -> str:
-    """What a field takes, in words: 'a number > 0 and <= 1', 'one of: ppo, grpo'."""
     return _in_words(info.annotation, info.metadata)
 
 

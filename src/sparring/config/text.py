@@ -46,7 +46,6 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, data: str):
-        # what is not printable would be spread over lines
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 

@@ -40,8 +40,7 @@ class Env:
         self.total_envs = total_envs or backend.num_envs
         self.group_size = group_size
         self.config: Section | None = None  # the `env` section it was made from, where there is one
-        # what the backend said of the last step, in numpy: for those who count and film, not for those who learn
-        self.last: Step | None = None
+        self.last: Step | None = None  # the last step in numpy, for counting and filming
 
     @property
     def num_envs(self) -> int:

@@ -22,7 +22,6 @@ class _ObservationMap:
 
     def __init__(self, space: spaces.Space, env_name: str):
         self.env_name = env_name
-        # (key in a Dict observation or None, its space, our key, where in "state" or None: all of it, conversion)
         self.parts = []
         self.spec: dict[str, tuple[tuple[int, ...], str]] = {}
         entries = sorted(space.spaces.items()) if isinstance(space, spaces.Dict) else [(None, space)]
@@ -96,8 +95,7 @@ class _ActionMap:
             self.dim, self.discrete = int(np.prod(space.shape)), 0
             low, high = space.low.astype(np.float64), space.high.astype(np.float64)
             bounded = np.isfinite(low) & np.isfinite(high)
-            # where a side is open there is nothing to scale to: the action stays as it is
-            low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+            low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)  # open sides: not scaled
             self._scale, self._center = (high - low) / 2, (high + low) / 2
         else:
             raise UserError(
@@ -113,15 +111,13 @@ class _ActionMap:
         return [flat[start : start + chunk] for start in range(0, len(flat), chunk)]
 
     def _indices(self, action: np.ndarray) -> np.ndarray:
-        # [B, 1] -> [B]
         index = np.rint(action[:, 0])
         valid = (index >= 0) & (index < self.discrete)
         if np.count_nonzero(valid) != valid.size:
             raise UserError(
                 f"action {action[~valid][0, 0]} of {self.env_name} is not an index in 0..{self.discrete - 1}"
             )
-        # numpy integers, which `Discrete.contains` checks three times faster than Python's
-        index = index.astype(self.space.dtype)
+        index = index.astype(self.space.dtype)  # `Discrete.contains` is faster on these
         return index + self.space.start if self.space.start else index
 
     def _box(self, action: np.ndarray) -> np.ndarray:
@@ -160,8 +156,7 @@ class GymRobot:
             needed = "a class that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
             self.no_picture = f"{mode}; {needed}"
         self._success_return = config.success_return
-        # with no return to judge by, this is known only when an info first says so
-        self.reports_success = config.success_return is not None
+        self.reports_success = config.success_return is not None  # or once an info says so
         self._observation: Any = None  # the env's own latest observation; None before the first reset
         self._return, self._elapsed = 0.0, 0
 
@@ -204,11 +199,9 @@ class GymRobot:
         try:
             picture = self.env.render()
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-            # drawing is optional: the run goes on without pictures rather than failing at its first video
-            self.no_picture = str(error)
+            self.no_picture = str(error)  # drawing is optional
             return None
-        # a copy: the env may draw the next picture into the same memory
-        return None if picture is None else np.array(picture, np.uint8)
+        return None if picture is None else np.array(picture, np.uint8)  # the env may reuse its buffer
 
     def state(self) -> Arrays | None:
         """All that the rest of the episode depends on, or None where the env cannot tell."""
@@ -237,7 +230,7 @@ class GymRobot:
             return None  # a wrapper may remember things that the env inside knows nothing of
         if hasattr(env, "get_state") and hasattr(env, "set_state"):
             return env.get_state()
-        # Of these we know that nothing else changes in an episode; a subclass of them may have more to remember.
+        # only here is it known that nothing else changes in an episode
         if type(env).__module__.startswith("gymnasium.envs.classic_control"):
             names = ("state", "steps_beyond_terminated", "last_u")
             return {name: getattr(env, name) for name in names if hasattr(env, name)}
@@ -263,8 +256,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
     if not isinstance(env, gymnasium.Env):
         raise TypeError(f"env.name={config.name!r} gave a {type(env).__name__}; expected a gymnasium.Env")
     own_limit = env.spec.max_episode_steps if env.spec else None
-    # The robot counts steps and resets in order by itself: without these wrappers a step is faster, and no private
-    # attribute of theirs is part of the state. Below any other wrapper they stay.
+    # the robot counts steps itself: without these wrappers a step is faster and the state complete
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
         env = env.env
     return env, max_episode_steps or own_limit or 0

@@ -80,7 +80,6 @@ class StepArrays:
         return self.action.shape[1]
 
     def rows(self, first: int, last: int) -> "StepArrays":
-        """The part of robots first..last-1, sharing memory with this one."""
         views = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -92,7 +91,6 @@ class StepArrays:
         return {key: value.copy() for key, value in self.observation.items()}
 
     def to_step(self, frames: Frames) -> Step:
-        """A copy of the results: the next step fills the arrays again."""
         ended = (self.terminated | self.truncated).nonzero()[0]
         flags = (self.terminated.copy(), self.truncated.copy(), self.success.copy())
         final = {key: value[ended] for key, value in self.final.items()}
@@ -144,7 +142,6 @@ class GymBatch:
         return self._robot(env).no_picture
 
     def state(self) -> Arrays | None:
-        """Keys carry the robot's number in the whole batch, so that parts of several batches add up to one state."""
         if self._seeds is None:
             raise RuntimeError(f"{self.name} has no state before its first reset; call reset(seeds) first")
         seeds = {item.name: getattr(self._seeds, item.name) for item in fields(self._seeds)}
@@ -182,7 +179,6 @@ class GymBatch:
             raise
 
     def _step_robot(self, row: int, actions: list[Any], arrays: StepArrays) -> bool:
-        """Whether the episode ended, and the next one has begun."""
         robot = self.robots[row]
         try:
             executed, terminated, truncated, success = robot.step(actions, arrays.reward[row])

@@ -29,7 +29,6 @@ class TabletopGym(gymnasium.Env):
     ):
         self.render_mode = render_mode
         self._backend = _make_backend({"threads": 1, **config}, id_task, 1, episode_steps, render_mode)
-        # the last picture of an episode is taken before the backend begins the next one
         self._backend.record([0] if render_mode else [])
         self._picture: np.ndarray | None = None
         spec = self._backend.spec
@@ -46,7 +45,7 @@ class TabletopGym(gymnasium.Env):
     def step(self, action: np.ndarray):
         # [A] -> [N=1, C=1, A]
         step = self._backend.step(np.asarray(action)[None, None])
-        # the backend has begun the next episode; gymnasium shows the end of this one
+        # the backend has begun the next episode already
         observation = _observed_one(step.final if len(step.ended) else step.observation)
         self._picture = drawn(step.frames[0][-1]) if self.render_mode else None
         info = {"success": bool(step.success[0])}
@@ -156,7 +155,7 @@ def register() -> None:
     for task in TASKS:
         env_id = f"sparring/{task}"
         if env_id not in gymnasium.registry:
-            # no max_episode_steps: the env truncates its own episodes, a TimeLimit around it would be a second clock
+            # no max_episode_steps: the env truncates its own episodes
             gymnasium.register(
                 env_id,
                 "sparring.envs.registered:TabletopGym",

@@ -18,8 +18,7 @@ from sparring.errors import UserError
 from sparring.processes.child import Child, usable_cores
 from sparring.processes.shared_memory import SharedMemory
 
-# what the workers get to close their envs before they are killed: idle ones, and those in the middle of a step
-CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5
+CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5  # seconds to close envs: idle, and in the middle of a step
 
 
 class WorkerError(RuntimeError):
@@ -39,7 +38,6 @@ class ProcessBackend:
             )
         self.num_envs = num_envs
         self._pool = _WorkerPool(_slices(num_envs, config.workers or usable_cores()))
-        # also runs when the backend is garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
             self.spec = self._pool.make(config, max_episode_steps)

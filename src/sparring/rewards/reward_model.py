@@ -36,7 +36,6 @@ class RewardModel:
         weights, device = _weights_of(config), distributed.device
         self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
         self.terms = {name: _make_term(name, config, env.spec, chunk, device) for name in weights}
-        # for these alone transitions are copied
         self.learning = [term for term in self.terms.values() if type(term).learn is not RewardTerm.learn]
         self.weights = torch.tensor(list(weights.values()), device=device)
         self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
@@ -109,7 +108,6 @@ class RewardModel:
         return self.distributed.mean(means)
 
     def _episodes(self, reward: torch.Tensor, rollout: TensorDict) -> dict[str, float]:
-        """`episode_reward`: the mean of the episodes that ended; nothing where none did."""
         done = rollout["next", "terminated"] | rollout["next", "truncated"]
         counts = rollout.get("valid", torch.ones_like(done)) & done
         totals = []

@@ -18,7 +18,6 @@ _CODE = 32
 _LEARNING_RATE = 1e-3
 _BATCH = 256
 _SQUARES = 8  # pictures are seen in so many squares a side: enough to tell where something is
-# times that errors of a rollout are gone through: what is still unlearned of them would be taken for progress
 PASSES = 10
 
 
@@ -55,7 +54,6 @@ def _stateless(reward: Callable[[TensorDict], torch.Tensor]) -> type[RewardTerm]
 
 
 TaskSuccess = _stateless(lambda td: td["next", "success"].float())  # 1 where an episode ends in success
-# the env's rewards, summed over the steps of the chunk
 TaskReward = _stateless(lambda td: td["next", "reward"].sum(-1))
 # what the world model did not predict: cross-entropy of the true next tokens. Drawn to pure noise
 PredictionError = _stateless(lambda td: td["judged", "error"])
@@ -128,8 +126,7 @@ class LearningProgress(RewardTerm):
     def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
         self.learner = _Regressor(_glimpse_size(spec) + chunk * spec.action_dim, 1, device)
-        # g learns in units of them, so that it begins with the mean of the first rollout's
-        self.errors = RunningNormalizer(1).to(device)
+        self.errors = RunningNormalizer(1).to(device)  # units of g
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
         error = td["judged", "error"]
@@ -141,8 +138,7 @@ class LearningProgress(RewardTerm):
         inputs, errors = self._inputs(td), td["judged", "error"][:, None]
         self.learner.normalizer.update(inputs, distributed.sum)
         if not self.errors.count:
-            # of the first rollout for good: other units would make g another function
-            self.errors.update(errors, distributed.sum)
+            self.errors.update(errors, distributed.sum)  # of the first rollout, for good
         for _ in range(PASSES):
             self.learner.fit(inputs, self.errors(errors), distributed)
 
@@ -173,7 +169,6 @@ class _Regressor(nn.Module):
 
     def fit(self, x: torch.Tensor, y: torch.Tensor, distributed: Distributed) -> None:
         """One pass over `[B, inputs]` and `[B, outputs]` in shuffled minibatches."""
-        # a function of (process, call): nothing to save
         shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
         order = torch.randperm(len(x), generator=shuffle).to(x.device)
         # processes step together, so one that has fewer rows takes smaller minibatches, or its rows several times

@@ -8,7 +8,6 @@ from sparring.policies.configs import LoraConfig
 
 Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
 
-# what the sizes that are null in a config are
 PRESETS = {
     "tiny": {"channels": 32, "width": 96, "layers": 1, "heads": 4, "members": 3, "memory_channels": 16},
     "small": {"channels": 96, "width": 320, "layers": 4, "heads": 8, "members": 5, "memory_channels": 32},

@@ -47,7 +47,6 @@ class DecisionEncoder(nn.Module):
             parts.append(self.normalizer(td["observation", "state"].flatten(1)))
         if self.language is not None:
             parts.append(self.language(td["observation", "task"]))
-        # [N, 1 + P, W]
         return self.tokens(self.mlp(torch.cat(parts, -1))).unflatten(-1, (-1, self.width))
 
     def _action(self, action: torch.Tensor) -> torch.Tensor:
@@ -70,7 +69,7 @@ class Trunk(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.gru = nn.GRUCell(width, memory_channels)
         with torch.no_grad():
-            # PyTorch's second gate keeps: start by keeping most, so that something lasts long enough to be of use
+            # the second gate keeps: start by keeping most
             self.gru.bias_hh[memory_channels : 2 * memory_channels] += 2.0
 
     @property
@@ -83,7 +82,6 @@ class Trunk(nn.Module):
         """[N, P, W], [N, 1 + P, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
         memory = memory.view(len(memory) * self.slots, self.memory_channels)
         seen = torch.cat([patches, self.registers.expand(len(patches), -1, -1)], 1)
-        # the decision is added to each patch at once, and not left for attention to find
         decision, of_patches = decision[:, :1], decision[:, 1:]
         decided = torch.cat([of_patches, decision.expand(-1, _REGISTERS, -1)], 1)
         known = seen + self.remembered(memory).view_as(seen) + decided
@@ -120,7 +118,7 @@ class _Attention(nn.Module):
         # [N, P, 3W] -> three of [N, heads, P, W / heads]
         split = self.queries_keys_values(self.norm_1(tokens)).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4).unbind(0)
-        # in plain steps: of so few tokens a CPU learns three times as fast that way as by the fused kernel
+        # on a CPU faster than the fused kernel
         weights = (queries @ keys.transpose(-1, -2) * keys.shape[-1] ** -0.5).softmax(-1)
         tokens = tokens + self.attended((weights.to(values.dtype) @ values).transpose(1, 2).flatten(2))
         return tokens + self.mlp(self.norm_2(tokens))
@@ -140,7 +138,6 @@ class VLATrunk(nn.Module):
         adapt(self.base, config, "world_model")
         self.back = nn.Linear(sizes.width, width)
         if config.precision == "bf16":
-            # it is computed with in bf16 anyway; what learns needs finer steps
             for weight in self.base.parameters():
                 weight.data = weight.data.to(torch.float32 if weight.requires_grad else torch.bfloat16)
 

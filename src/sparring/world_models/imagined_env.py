@@ -46,7 +46,6 @@ class StoredStarts:
         episode = self.store.episode(number)
         step -= int(self.store.ends[number]) - len(episode)
         memory = self.model.empty_memory(1)
-        # `is_first` is stored: what lies before the episode is not looked at
         for t in range(max(step - self.looks_back, 0), step):
             seen = episode[t : t + 1].to(memory.device)
             memory = self.model.observe(seen.set(("memory", "world_model"), memory))
@@ -71,8 +70,7 @@ class _Imagination:
         self.model, self.starts, self.num_envs, self.max_decisions = model, starts, num_envs, max_decisions
         predicted = {f"image/{camera}" for camera in model.cameras} | {"state", "task"}
         shown = {name: kind for name, kind in spec.observation.items() if name in predicted}
-        # nobody knows how many steps of the true env a decision will be: its limit is counted in decisions
-        self.spec = replace(spec, observation=shown, max_episode_steps=0)
+        self.spec = replace(spec, observation=shown, max_episode_steps=0)  # the limit is counted in decisions
         self.seeds = EpisodeSeeds(0)
         # [N]: decisions of this episode so far, and which episode it is
         self.decisions, self.episodes = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
@@ -98,7 +96,6 @@ class _Imagination:
         truncated = (self.decisions >= self.max_decisions) & ~terminated
         reward = np.zeros(action.shape[:2], np.float32)
         reward[:, -1] = predicted["reward"].numpy(force=True)
-        # what was predicted is what the robots see now; the instruction stays
         for name in self.observation.keys() - {"task"}:
             self.observation[name] = predicted[tuple(name.split("/"))].numpy(force=True)
         self.memory = predicted["memory"].numpy(force=True)
@@ -132,7 +129,7 @@ class _Imagination:
         if not len(robots):
             return
         started = self.starts([self.seeds(int(robot), int(self.episodes[robot])) for robot in robots])
-        # fresh arrays: those given out before stay as they are
+        # fresh arrays
         for name, values in self.observation.items():
             values = self.observation[name] = values.copy()
             values[robots] = started["observation", *name.split("/")].numpy(force=True)

@@ -52,13 +52,11 @@ class TokenWorldModel(WorldModel):
             self.trunk.block = VLATrunk(config, width)
         self.memory_size = self.trunk.memory_size
         outputs = quantizer.digits * quantizer.values
-        # the state's change, the reward, and whether the episode ends or succeeds
         others = self.decisions.state_size + 3
         self.ensemble = nn.ModuleList(
             EnsembleMember(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
         )
-        # not clipped: a reward that comes once in a thousand decisions lies far out
-        self.rewards = RunningNormalizer(1, clip=math.inf)
+        self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards lie far out
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @property
@@ -86,7 +84,6 @@ class TokenWorldModel(WorldModel):
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _tokenizer_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        # nothing is remembered in tokens that do not mean anything yet
         batch["memory_after"] = self.empty_memory(batch.numel()).unflatten(0, batch.batch_size)
         some = batch.select(*_IMAGES)[_some_of(batch["mask"])]
         (now, seen), (following, seen_after) = (self._features(some[key]) for key in _IMAGES)
@@ -298,7 +295,6 @@ class TokenWorldModel(WorldModel):
 def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
     """[M, B, T, P, K, L], [B, T, P, K] -> nats of each token, [M, B, T, P]."""
     digits = digits.expand(logits.shape[:-1])
-    # sums of exponents first: it keeps nothing of the size of the logits but themselves
     return (logits.logsumexp(-1) - logits.gather(-1, digits[..., None])[..., 0]).sum(-1)
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 CELL, PATCH = 4, 16  # pixels a side of one place of a feature map, and of what one token tells of
 SIDE = PATCH // CELL  # places a side of a token
-# a pixel whose colour changes by more (in 1/255) has changed; such pixels and squared errors weigh more, since copying
-# would be nearly right
+# changed pixels (in 1/255) and squared errors weigh more, or copying would be nearly right
 _CHANGED, _CHANGED_WEIGHT, _SQUARES = 8, 4.0, 8.0
 _FARTHEST = 16.0  # pixels that something may move by, in one decision
 
@@ -45,7 +44,7 @@ class VQ(nn.Module):
     def __init__(self, codebook_size: int, size: int = 16, commitment: float = 0.25):
         super().__init__()
         self.digits, self.values, self.size, self.commitment = 1, codebook_size, size, commitment
-        # normalised inputs and a codebook of the same scale: nearly all vectors are somebody's nearest from the start
+        # normalised inputs, a codebook of the same scale: nearly all vectors are in use
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
         self.codebook = nn.Parameter(torch.randn(codebook_size, size))
         self.register_buffer("valid", torch.ones(1, codebook_size, dtype=torch.bool), persistent=False)
@@ -53,7 +52,6 @@ class VQ(nn.Module):
     def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[.., E] -> codes [.., E], digits [.., 1], and what pulls codebook and encoder together."""
         z = self.norm(z)
-        # the square of z is the same for all candidates
         distance = self.codebook.square().sum(-1) - 2 * z @ self.codebook.T
         digits = distance.argmin(-1, keepdim=True)
         nearest = self.codes(digits)
@@ -96,13 +94,11 @@ class _Tokenizer(nn.Module):
         raise NotImplementedError
 
     def loss(self, frame, features, following, following_features) -> tuple[torch.Tensor, torch.Tensor]:
-        """How badly `following` comes back from its tokens, and what the quantizer asks for."""
         codes, _, apart = self._quantized(features, following_features)
         return self.picture_loss(self.decode(frame, features, codes), frame, following), apart
 
     @staticmethod
     def picture_loss(drawn: torch.Tensor, frame: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """How unlike `following` what was drawn is: L1 + MSE, weighted."""
         wrong = drawn.float() - following
         changed = (following - frame).abs().amax(1, keepdim=True) > _CHANGED / 255
         return ((wrong.abs() + _SQUARES * wrong.square()) * (1 + _CHANGED_WEIGHT * changed)).mean()

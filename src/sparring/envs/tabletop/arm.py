@@ -17,8 +17,7 @@ _LEASH = 0.3  # a command runs at most this far ahead of the arm, so that a bloc
 _LOWEST = 0.008  # a hand that is commanded by its own position goes no lower, metres: the finger tips are 7 mm below it
 _DAMPING = 1e-3
 _UPRIGHTING = 0.5
-# columns are the hand's axes when it points down: the fingers at the table, the camera outwards
-_POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])
+_POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])  # columns: the axes of a hand that points down
 _FREE, _BALL, _SLIDE = 0, 1, 2  # values of mujoco.mjtJoint
 
 
@@ -78,7 +77,6 @@ class _DeltaEe(_Control):
         return command + np.concatenate([self._hands.turned(command, qpos, step[:, :6]), step[:, -1:]], axis=1)
 
 
-# mode -> class(hands, scale)
 CONTROLS = {"delta_qpos": _Control, "delta_ee_pos": _DeltaEePos, "delta_ee": _DeltaEe, "qpos": _Qpos}
 
 
@@ -226,7 +224,6 @@ def _forward(chain, qpos):
                         turn[k + 1] = sine * chain.jnt_axis[j, k]
                     _quat_product(quat[b], turn, quat[b])
                     _quat_to_mat(quat[b], mat[i, b])
-                    # the body turns about the joint, not about its own origin
                     _offset(anchor[i, j], mat[i, b], chain.jnt_pos[j], -1.0, pos[i, b])
     return pos, mat, anchor, axis
 
@@ -302,7 +299,6 @@ def _twist(move, mat, uprights):
     for i in range(mat.shape[0]):
         twist[i, :3] = move[i, :3]
         upright = uprights[i % uprights.shape[0]]
-        # half the sum of the cross products of each axis with where it should be
         for k in range(3):
             for r in range(3):
                 p, q = (r + 1) % 3, (r + 2) % 3

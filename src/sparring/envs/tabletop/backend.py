@@ -35,7 +35,6 @@ class Tabletop:
         # robot i has task i modulo their number; the config makes every process hold a multiple of them
         self._task = np.arange(num_envs) % len(self._tasks)
         scenes = [task.scene for task in self._tasks]
-        # with room for the objects of all tasks, also of those that no robot here has
         self._world = World(
             [scenes[k] for k in self._task], config.threads or usable_cores(), config.video_renderer, possible=scenes
         )
@@ -50,7 +49,6 @@ class Tabletop:
         self.spec = self._make_spec(int(limits.max()))
         self._limit = limits[self._task]
         self._hold = np.array([task.hold for task in self._tasks])[self._task]
-        # where the phrasings of each task begin in spec.instructions
         self._first_phrasing = np.cumsum([0] + [len(task.instructions) for task in self._tasks])
         self._all = np.arange(num_envs)
 
@@ -216,7 +214,7 @@ class Tabletop:
             self._goal[row] = start.goal
             self._command[row] = np.reshape(start.arm, (len(self.mounts), -1))[:, : ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
-            # drawn last: an episode is the same with clutter and without
+            # drawn last: clutter changes no start
             clutter = place_clutter(rng, task.scene, start) if task.scene.clutter else _NO_CLUTTER
             self._world.place(row, start, clutter)
             if self._domain is not None:
@@ -227,7 +225,6 @@ class Tabletop:
         self._renew_static(rows)
 
     def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
-        """One control step under actions `[n, A]`; rewards `[n]`."""
         # [n, R, ...] -> [n R, ...]
         parts = (self._command[rows], action.reshape(len(rows), len(self.mounts), -1), self._world.arms(rows))
         command = self._control(*(part.reshape(-1, part.shape[-1]) for part in parts))

@@ -28,7 +28,6 @@ class Expert:
         lost = {task.name for task in tasks if task.expert is None}
         if lost:
             raise UserError(f"there is no expert for {', '.join(sorted(lost))}; choose another of `sparring tasks`")
-        # a task's expert -> the robots it guides
         self._rows: dict[Callable[[Situation], HandTarget], list[int]] = {}
         for row, task in enumerate(tasks):
             self._rows.setdefault(task.expert, []).append(row)
@@ -61,7 +60,6 @@ class Expert:
         point, yaw, grip, speed = target.point.reshape(-1, 3), *(values.reshape(-1) for values in target[1:])
         scale, mode = self._env.config.action_scale, self._env.config.control_mode
         move = _at_most(point - pos, HAND_STEP * speed * scale)
-        # half the rotation vector that takes the hand's axes to the target's
         turn = 0.25 * np.cross(mat, about_z(yaw) @ down, axis=1).sum(axis=2)
         turn = _at_most(turn, np.full(len(pos), TURN_STEP * scale))
         if mode == "delta_ee_pos":
@@ -75,13 +73,11 @@ class Expert:
     def _joint_steps(self, command, arm, move: np.ndarray, turn: np.ndarray, away: np.ndarray) -> np.ndarray:
         """`[m, 6]` joint steps for hands that are `[m]` metres away."""
         joints = self._mover.turned(command, arm, np.concatenate([move, turn], axis=1))
-        # near the way-point slower rather than in another direction; far from it, each joint as fast as it can
-        fastest = self._joint_step()
+        fastest = self._joint_step()  # near the way-point slower, not in another direction
         slowed = joints / np.maximum(np.abs(joints).max(axis=1, keepdims=True) / fastest, 1)
         return np.where(away[:, None] > 0.06, np.clip(joints, -fastest, fastest), slowed)
 
     def _targets(self, step: np.ndarray) -> np.ndarray:
-        """Steps `[N, R A]` of the joints and fingers to where they lead, -1 and 1 are the limits."""
         command, _ = self._env.arms()
         # [N, R A] -> [N, R, A]
         step = step.reshape(command.shape)

@@ -64,7 +64,6 @@ class StateObservations:
         self._size = len(self._robot_scale) + (len(self._world_scale) if config.object_state == "state" else 0)
         self._padding = padded("env.pad_state", config.pad_state, self._size) - self._size
         hands = ("hand",) if arms == 1 else ("left_hand", "right_hand")
-        # where the positions of hands and objects are, in `state` and in `privileged`, one after the other
         self.hand_entries = _entries(layout(arms=arms, world=False), hands)
         objects = [f"object{k}" for k in range(world.num_objects if config.object_state == "privileged" else 0)]
         self.object_entries = _entries(layout(*counts, robot=False), objects)
@@ -97,8 +96,7 @@ class StateObservations:
         n, blocks = len(rows), []
         if self._world.num_objects:
             pos, quat, velocity = self._world.objects(rows)
-            # an object that is not there has a zero quaternion, and all its entries are zero
-            there = quat.any(axis=2, keepdims=True)
+            there = quat.any(axis=2, keepdims=True)  # a missing object has a zero quaternion
             # [n, K, 3 R]
             from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)
             block = np.concatenate([pos, from_hands, rotation_columns(quat), velocity], axis=2) * there
@@ -129,7 +127,6 @@ class CameraObservations:
             raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
         kinds = ["rgb", *(["depth"] if config.depth else []), *(["segmentation"] if config.segmentation else [])]
         self._kinds = tuple(kinds)
-        # observation -> view
         shown = {kind: "image" if kind == "rgb" else kind for kind in kinds}
         self._views = {f"{shown[kind]}/{name}": f"{kind}/{name}" for kind in kinds for name in config.cameras}
         if config.points:

@@ -20,8 +20,7 @@ _STREAM = 1  # a second stream of random numbers for the same episode
 AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
 TO_SUN = np.array([0.35, -0.45, 0.82]) / np.linalg.norm([0.35, -0.45, 0.82])
 BACKGROUND = np.array([0.80, 0.85, 0.90])
-# how far random colours are from the goal's at least, r, g, b in 0..1; up to here the opposite of a colour is further
-_APART = 0.35
+_APART = 0.35  # least distance of random colours to the goal's
 
 
 class Domain:
@@ -109,7 +108,6 @@ def rotations(turn: np.ndarray) -> np.ndarray:
     x, y, z = np.moveaxis(turn, -1, 0)
     zero = np.zeros_like(x)
     cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], -1).reshape(*turn.shape, 3)
-    # Rodrigues' formula; np.sinc(x) is sin(pi x) / (pi x)
     return np.eye(3) + np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / (2 * np.pi)) ** 2 * (cross @ cross)
 
 

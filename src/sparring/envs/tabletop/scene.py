@@ -16,7 +16,6 @@ ARM_JOINTS = 6
 FINGERS = 2
 FINGER_TRAVEL = 0.04
 ARM_BASE = (-0.38, 0.0, 0.0)
-# shoulder, elbow and wrist add up to pi: the hand points straight down
 HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
 HAND_SITE = "hand"  # the name of the hand's site, after a mount's prefix
 CUBE_HALF = 0.022
@@ -99,7 +98,7 @@ class Solid:
             "capsule": f'type="capsule" size="{z}" fromto="{z - x} 0 0 {x - z} 0 0"',
             "ellipsoid": f'type="ellipsoid" size="{spaced(self.half)}"',
         }[self.shape]
-        # what is round would roll for ever without friction against rolling
+        # round things need friction against rolling
         surface = f'friction="{_SLIDES} 0.02 0.001" condim="{4 if self.shape == "box" else 6}" {OBJECT}'
         solid = f'<geom name="{self.name}" {shape} mass="{self.mass}" rgba="{spaced(self.rgb)} 1" {surface}/>'
         handles = "".join(
@@ -199,7 +198,7 @@ def load_mujoco():
         import mujoco
         import mujoco.rollout
     except (AttributeError, ImportError, RuntimeError) as error:
-        # PyOpenGL fails with an AttributeError where its library is missing
+        # PyOpenGL raises AttributeError
         if unset or (isinstance(error, ModuleNotFoundError) and error.name == "mujoco"):
             raise
         raise UserError(
@@ -232,7 +231,6 @@ def _head_camera(whole_table: bool, arms: int) -> str:
     if arms > 1:
         position, target, fovy = (0.62, 0.0, 0.95), (-0.15, 0.0, 0.08), 58
     x, y, z = (t - p for p, t in zip(position, target, strict=True))
-    # upright: right = forward x up, and up again = right x forward
     axes = (y, -x, 0.0, -x * z, -y * z, x * x + y * y)
     numbers = " ".join(f"{value:.6f}" for value in axes)
     return f'<camera name="head" fovy="{fovy}" pos="{spaced(position)}" xyaxes="{numbers}"/>'
@@ -275,7 +273,6 @@ def _arm(mount: Mount) -> str:
 
 
 def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> str:
-    """A body with one hinge `(name, axis, range, position)`, its shapes, and the links that follow it."""
     name, axis, limits, pos = joint
     child = _link(prefix, *rest) if rest else ""
     return f"""
@@ -285,7 +282,7 @@ def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> 
 
 
 def _finger(name: str, sign: int, solid: str) -> str:
-    # wider than the motor's range: an open gripper does not rest against a stop, which would cost solver time
+    # wider than the motor's range: resting against a stop costs solver time
     return f"""
       <body name="{name}" pos="0 0 0.072" gravcomp="1">
         <joint name="{name}" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"

@@ -49,7 +49,6 @@ class World:
         poses, velocity = np.zeros((n, k, 7)), np.zeros((n, k, 3))
         for group, at, local in self._split(rows):
             mine = len(group.poses)
-            # [n, nq] -> [n, k, 7]
             poses[at, :mine] = group.physics.qpos(local)[:, group.poses]
             velocity[at, :mine] = group.physics.qvel(local)[:, group.velocities]
         return Objects(poses[:, :, :3], poses[:, :, 3:], velocity)

@@ -168,8 +168,7 @@ def _draw_shadows(shapes, pos, mat, eye, axes, tangent, us, vs, light, shape_at,
     height, width = light.shape
     level = pos[shapes.ground, 2] + shapes.size[shapes.ground, 2]
     ground_x, ground_y = _ground_points(shapes.ground, level, eye, axes, us, vs, shape_at)
-    # how much of the light each pixel loses: the darkest shadow counts, they do not add up
-    lost = np.zeros((height, width))
+    lost = np.zeros((height, width))  # the darkest shadow counts
     level_axes = np.eye(3)
     centre = np.empty(3)
     for g in range(shapes.kind.shape[0]):
@@ -198,7 +197,6 @@ def _darken(streak, ground_x, ground_y, lost):
         part = (px * ax + py * ay) * per_length
         part = 1.0 if part > 1.0 else (-1.0 if part < -1.0 else part)
         px, py = px - part * ax, py - part * ay
-        # below zero out of reach, where it loses against the zero that is there
         fade = 1 - np.sqrt(px * px + py * py) / reach
         dark = strength * (fade if fade < 0.5 else 0.5)
         lost[x] = dark if dark > lost[x] else lost[x]

@@ -15,8 +15,7 @@ from sparring.envs.tabletop.scene import BALL, SCREEN, Marker
 from sparring.errors import UserError
 
 PICTURE_SIZE = 256
-# what a camera can give: channels and type of a pixel
-KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.uint8)}
+KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.uint8)}  # channels and type of a pixel
 # numbers in a segmentation; the k-th free body has OBJECTS + k
 NOTHING, SCENERY, ROBOT, OBJECTS, SCREEN_LABEL, GOAL = 0, 1, 2, 3, 254, 255
 
@@ -106,11 +105,10 @@ class Renderer:
         if look.camera_pos.any() or look.camera_turn.any():
             camera_pos = camera_pos + (camera_mat @ look.camera_pos[..., None])[..., 0]
             camera_mat = camera_mat @ rotations(look.camera_turn)
-        # `take` gives contiguous arrays: any other layout would be compiled for anew, which takes seconds
+        # contiguous: another layout would be compiled anew
         return pos, mat, camera_pos.take(index, 1), camera_mat.take(index, 1)
 
     def _run(self, function, jobs: list[tuple]) -> list:
-        """Results in order; the first job is done here, the others by the pool."""
         others = [self._pool.submit(function, *job) for job in jobs[1:]]
         return [function(*jobs[0]), *(future.result() for future in others)]
 
@@ -141,7 +139,6 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, ellipsoids, tubes, boxes")
     names = [model.geom(i).name for i in range(model.ngeom)]
     screen = names.index(SCREEN) if SCREEN in names else -1
-    # what each geom is, by the body at the root of the tree that it belongs to; the screen is its own
     free = [int(body) for body, kind in zip(model.jnt_bodyid, model.jnt_type, strict=True) if kind == _FREE_JOINT]
     number = {0: SCENERY} | {body: OBJECTS + k for k, body in enumerate(free)}
     label = np.array([number.get(int(root), ROBOT) for root in model.body_rootid[model.geom_bodyid]], np.uint8)
@@ -150,8 +147,7 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         kind=model.geom_type.astype(np.int64),
         size=model.geom_size.astype(np.float64),
         rgb=model.geom_rgba[:, :3].astype(np.float64),
-        # the arm's solid shapes and the objects; not the world's (table, legs, floor), nor decoration
-        casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),
+        casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),  # not scenery, nor decoration
         ground=int(model.geom("table").id),
         label=label,
         screen=screen,

@@ -64,8 +64,7 @@ class Task(Protocol):
     max_episode_steps: int
     hold: int  # an episode is a success when `score` was satisfied in each of its last `hold` steps
     reports_success: bool = True  # False where nothing is to be done, so that a success rate would say nothing
-    # where a scripted expert moves the hands next, by the positions alone, so that it recovers from slips; None: there
-    # is none
+    # where a scripted expert moves the hands next, by positions alone; None: there is none
     expert: ClassVar[Callable[[Situation], HandTarget] | None] = None
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -155,8 +154,7 @@ class Reach(Task):
     """Bring the hand to a point in the air and stay there."""
 
     name: str
-    # opposite corners of the box that goals are uniform in, metres from the centre of the table top
-    low: tuple[float, float, float]
+    low: tuple[float, float, float]  # opposite corners of the box of goals, metres
     high: tuple[float, float, float]
     joint_noise: float  # radians, each joint uniform around home
     scene: Scene = Scene()
@@ -175,7 +173,7 @@ class Reach(Task):
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         away = distance(now.hand, now.goal)
         satisfied = away < self.radius
-        # the tanh alone is flat far away and small near by: the bonus makes arriving clearly better than hovering
+        # the bonus makes arriving better than hovering
         return 0.7 * (1 - np.tanh(5 * away)) + 0.3 * satisfied, satisfied
 
     @staticmethod

@@ -81,7 +81,6 @@ class LiftTray(Task):
         cube = centre + np.sum(rng.uniform(-self.offset, self.offset, (2, 1)) * [across, along], axis=0)
         bottom = 2 * TRAY.half[2]
         objects = np.stack([standing(centre, TRAY.half[2], yaw), standing(cube, bottom + CUBE_HALF, yaw)])
-        # a goal a little higher than asked for: being just there is enough
         return Start(arms, np.array([*centre, TRAY.half[2] + self.height + 0.02]), objects)
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
@@ -124,7 +123,6 @@ class LiftTray(Task):
     def reaches(self, centre: np.ndarray, yaw: float) -> bool:
         axes = _axes(yaw)
         for mount, sign in zip(DUAL, (1, -1), strict=True):
-            # the foot as the tray sees it
             apart = np.maximum(np.abs(axes @ (mount.base[:2] - centre)) - TRAY.half[:2], 0)
             handle = centre + sign * _HANDLE_Y * axes[1]
             if np.hypot(*apart) < _FOOT or not replace(self.reach, base=mount.base).holds(handle):
@@ -140,8 +138,7 @@ class Handover(Task):
 
     name: str
     bar: Area
-    # degrees to either side; at 0 it lies along y, and it looks the same every 180 degrees, so 90 is any yaw
-    yaw: float
+    yaw: float  # degrees to either side of y; 90 is any yaw
     joint_noise: float
     scene: Scene = Scene((BAR,), marker=None, arms=DUAL)
     instructions: tuple[str, ...] = (
@@ -191,7 +188,7 @@ class Handover(Task):
         end = np.where(left, np.sign(along[:, LEFT]), np.where(np.abs(bar_yaw - own_yaw) < 0.1, 1.0, -1.0))
         places = np.stack([_on_bar(now, end * BAR_GRIP), _on_bar(now, -end * BAR_GRIP)], axis=1)
         take, close, _ = grasp(now.hands, now.grips, places, _PRESSED)
-        # of a hand that holds the bar, so that the bar's middle is at the meeting point
+        # brings the bar's middle to the meeting point
         meet = now.goal[:, None] + [[0, 1, 0], [0, -1, 0]] * np.abs(along)[..., None]
         wait = now.goal + [0.0, -0.22, 0.06]
         low = now.objects[:, 0, 2] < 0.06
@@ -213,7 +210,6 @@ class Handover(Task):
             np.choose(stages[:, LEFT], [close[:, LEFT], -1.0, 1.0]),
             np.choose(stages[:, RIGHT], [1.0, close[:, RIGHT], -1.0]),
         ]
-        # the left hand turns with the bar as it lies, and back once it has lifted it
         yaw = np.where(right | (left & ~low), 0.0, bar_yaw)
         yaws = np.stack([yaw, np.zeros(len(yaw))], axis=1)
         return HandTarget(np.stack(points, axis=1), yaws, np.stack(grips, axis=1), np.ones(stages.shape))
@@ -223,7 +219,6 @@ class Handover(Task):
         return {"bar": f"{self.bar}, {reach}", "yaw": "any" if self.yaw == 90 else f"+-{self.yaw:g} deg"}
 
     def reaches(self, centre: np.ndarray, yaw: float) -> bool:
-        """The left hand reaches its end of a bar that lies like this on the table, the right hand no part of it."""
         _, along = _axes(_half_turn(yaw))
         ends, feet = centre + np.array([[BAR.half[1]], [-BAR.half[1]]]) * along, np.array([m.base[:2] for m in DUAL])
         nearest = np.clip((feet - centre) @ along, -BAR.half[1], BAR.half[1])[:, None] * along + centre

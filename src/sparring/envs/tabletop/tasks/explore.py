@@ -18,10 +18,8 @@ TOYS = (
     Solid("box", (0.45, 0.30, 0.20), (0.020, 0.028, 0.024), 0.07),
     Solid("tile", (0.28, 0.30, 0.34), (0.035, 0.022, 0.009), 0.06),
 )
-# metres above the table that things begin: MuJoCo 3.8 finds an ellipsoid that exactly touches it to be deep inside
-_DROP = 1e-4
-# metres between things, from the ways between objects and goal, and around the foot of an arm
-_GAP, _AWAY, _BASE = 0.01, 0.09, 0.12
+_DROP = 1e-4  # metres; MuJoCo 3.8 finds a touching ellipsoid to be deep inside
+_GAP, _AWAY, _BASE = 0.01, 0.09, 0.12  # metres: between things, from the ways to the goal, around an arm's foot
 _TRIES = 100
 
 
@@ -40,7 +38,6 @@ class _Zone(NamedTuple):
 
 
 def _scatter(rng: np.random.Generator, things: tuple[TableObject, ...], zones: list[_Zone]) -> np.ndarray:
-    """`[k, 7]`: the things on the table at any yaw, apart from each other and, if possible, from the zones."""
     taken, poses = list(zones), np.zeros((len(things), 7))
     for pose, thing in zip(poses, things, strict=True):
         radius, best, most = _footprint(thing) + _GAP, np.zeros(2), -np.inf
@@ -64,7 +61,6 @@ def with_clutter(scene: Scene, count: int) -> Scene:
 
 
 def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.ndarray:
-    """`[c, 7]`: the scene's clutter, away from its objects, from the goal and from the ways between them."""
     points = [*start.objects[:, :2], start.goal[:2]]
     ways = [_Zone(one, other, _AWAY) for one, other in combinations_with_replacement(points, 2)]
     objects = [_Zone(point, point, _footprint(thing)) for thing, point in zip(scene.objects, points, strict=False)]
@@ -76,7 +72,6 @@ def _footprint(thing: TableObject) -> float:
     return float(np.hypot(*thing.half[:2]))
 
 
-# a screen at the table's back edge beside the arm, where the head camera sees it
 _STAND = Part(f"""
     <geom name="{SCREEN}" type="box" size="0.006 0.16 0.11" pos="-0.47 0.37 0.125" rgba="0.10 0.11 0.13 1" {SCENERY}/>
     <geom type="box" size="0.02 0.05 0.008" pos="-0.475 0.37 0.008" rgba="0.55 0.58 0.64 1" {SCENERY}/>""")

@@ -20,8 +20,7 @@ from sparring.envs.tabletop.tasks.base import (
 _RED_CUBE = Solid("red_cube", RED)
 _BLUE_CUBE = Solid("blue_cube", BLUE)
 COLOURS = {"red": _RED_CUBE, "blue": _BLUE_CUBE, "green": Solid("green_cube", GREEN)}
-# as high as a third of the cube, which therefore cannot be pushed onto it
-_BLUE_PLATE = Solid("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)
+_BLUE_PLATE = Solid("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)  # too high to push a cube onto
 REACHABLE = Sector(0.12, 0.515, 120)  # where a hand that points down can touch the table, with a little room to spare
 _PRESSED = 0.012  # metres: a cube keeps the fingers further open than this
 
@@ -51,7 +50,7 @@ class Push(Task):
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
         while True:
             cube, goal = _two_points(rng, self.cube, self.goal, self.travel)
-            # the arm also reaches the place behind the cube from where to push
+            # the arm reaches behind the cube
             if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
                 break
         return Start(arm, np.array([*goal, 0.0]), resting(_RED_CUBE, cube, rng, self.yaw)[None])
@@ -82,7 +81,6 @@ class Push(Task):
         xy = np.where(high[:, None], behind, now.hand[:, :2])
         z = np.where(off < 0.015, 0.022, 0.08)
         ready = low & (along < -0.02) & (np.abs(aside) < 0.016)
-        # the cube's centre stays about 3.4 cm before the hand's
         pushing = cube[:, :2] + (np.minimum(left, 0.04) - 0.034) * way
         xy, z = np.where(ready[:, None], pushing, xy), np.where(ready, 0.022, z)
         done = left[:, 0] < 0.012
@@ -120,7 +118,6 @@ class Lift(Task):
         arm = arm_near_home(rng, self.joint_noise)
         points = _points_apart(rng, (self.cube, *self.others), self.apart)
         cubes = np.stack([resting(_RED_CUBE, point, rng, self.yaw) for point in points])
-        # a goal a little higher than asked for: being just there is enough
         return Start(arm, cubes[0, :3] + [0.0, 0.0, self.height + 0.02], cubes)
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +185,7 @@ class PutOn(Task):
         satisfied = on & ~held & (from_hand > 0.04)
         near, there = 1 - np.tanh(8 * from_hand), 1 - np.tanh(8 * distance(cube, target))
         carried = 0.15 * near + held * (0.1 + 0.35 * there)
-        # each stage beats the one before: carrying is worth at most 0.6, letting go and drawing back only gains
+        # each stage beats the one before
         opened, drawn_back = np.clip(now.width / (2 * FINGER_TRAVEL), 0, 1), np.clip(from_hand / 0.04, 0, 1)
         reward = np.where(on, 0.65 + 0.2 * opened + 0.1 * drawn_back, carried)
         return np.where(satisfied, 1.0, reward), satisfied
@@ -245,7 +242,6 @@ class PutOn(Task):
 
 
 def _face(quat: np.ndarray) -> np.ndarray:
-    """`[n]`: the smallest turn about z that aligns the fingers with two faces of a cube."""
     yaw = 2 * np.arctan2(quat[:, 3], quat[:, 0])
     return (yaw + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
@@ -270,7 +266,6 @@ def resting(thing: TableObject, point: np.ndarray, rng: np.random.Generator, yaw
 
 
 def _resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
-    """`[n, 3]`: where the first object's centre is when it stands on the second one."""
     return objects[:, 1] + [0.0, 0.0, scene.objects[1].half[2] + scene.objects[0].half[2]]
 
 

@@ -79,7 +79,6 @@ class Button(Task):
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
         box = resting(_BUTTON, self.place.draw(rng), rng, self.yaw)
-        # the middle of the cap's top once it is pressed far enough
         goal = box[:3] + [0.0, 0.0, _BUTTON.top - self.depth]
         return Start(arm, goal, box[None], np.zeros(1))
 
@@ -198,7 +197,6 @@ class Drawer(Task):
             if _fits(centre, front):
                 break
         cabinet = standing(centre, _CABINET.half[2], yaw)
-        # the knob a little further out than asked for: being just there is enough
         return Start(arm, _knobs(cabinet[None], np.array([self.opening + 0.015]))[0], cabinet[None], np.zeros(1))
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:

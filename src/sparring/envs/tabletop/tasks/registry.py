@@ -12,7 +12,6 @@ from sparring.envs.tabletop.tasks.mechanisms import Button, Drawer
 from sparring.errors import UserError
 
 _NARROW, _WIDER = Sector(0.25, 0.31, 6), Sector(0.22, 0.42, 35)
-# a place for each cube, or any for all
 _ROW = {colour: replace(_NARROW, ahead=ahead) for colour, ahead in zip(COLOURS, (25, 0, -25), strict=True)}
 _ANY = {sector: dict.fromkeys(COLOURS, sector) for sector in (_WIDER, WIDE)}
 
