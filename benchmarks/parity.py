@@ -18,7 +18,7 @@ import report
 import torch
 from parity_cases import HEADS, METHODS, MUTANTS, REPLAY, gate, rollout_of
 
-from sparring.algorithms.parity import Parity
+from sparring.algorithms.scoring import Parity
 from sparring.processes.distributed import Distributed
 
 RESULTS = report.RESULTS / "parity.json"

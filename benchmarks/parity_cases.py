@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import Parity
 from sparring.algorithms.ppo import PPO
-from sparring.algorithms.scoring import Decisions
+from sparring.algorithms.scoring import Decisions, Parity
 from sparring.collect.collector import Collector
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer

@@ -28,8 +28,8 @@ from parity_cases import REPLAY
 from vla_cases import KINDS, MUTANTS, ON_A_GPU_IN_BF16, rollout_of, settings_of
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import Parity, measure_parity
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import Parity, measure_parity
 from sparring.processes.distributed import Distributed
 
 RESULTS = report.RESULTS / "parity_vla.json"

@@ -6,7 +6,7 @@ if "RANK" not in os.environ:
     raise SystemExit(main())
 import traceback  # noqa: E402
 
-from sparring.processes.launch import leave  # noqa: E402
+from sparring.processes.launch import leave
 
 try:
     code = main()

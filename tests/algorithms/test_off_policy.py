@@ -16,10 +16,9 @@ from test_returns import rollout
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import grpo_loss
 from sparring.algorithms.off_policy import OffPolicy
-from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO, ppo_loss
 from sparring.algorithms.returns import gae, vtrace
-from sparring.algorithms.scoring import Decisions, Scorer
+from sparring.algorithms.scoring import Decisions, ParityError, Scorer
 from sparring.collect.collector import Collector
 from sparring.config.section import ConfigError
 from sparring.data.buffer import RolloutBuffer

@@ -6,9 +6,8 @@ from doubles import IdentityBackend
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import Parity, ParityError
 from sparring.algorithms.ppo import PPO
-from sparring.algorithms.scoring import Decisions
+from sparring.algorithms.scoring import Decisions, Parity, ParityError
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env

@@ -12,11 +12,11 @@ import torch
 from metric_names import unexplained
 
 from sparring.algorithms.gradient_step import GradientStep
-from sparring.algorithms.parity import ParityError
+from sparring.algorithms.scoring import ParityError
+from sparring.collect.collector import Span
 from sparring.collect.groups import GroupedEnv
 from sparring.collect.remote.learner import RemoteCollector
 from sparring.collect.remote.weights import WeightsReader, WeightsWriter
-from sparring.collect.timing import Span
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
 from sparring.envs.env import make_training_env

@@ -21,8 +21,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO, ppo_loss
+from sparring.algorithms.scoring import ParityError
 from sparring.collect.collector import Collector
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer

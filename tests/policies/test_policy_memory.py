@@ -15,8 +15,8 @@ from parity_cases import DIMS, Drifting, gate
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import measure_parity
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import measure_parity
 from sparring.collect.collector import Collector
 from sparring.config.schema import load_config
 from sparring.contract import POLICY_MEMORY, ContractError

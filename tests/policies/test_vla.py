@@ -15,8 +15,8 @@ from tensordict import TensorDict
 
 from sparring import load_policy
 from sparring.algorithms.configs import PPOConfig
-from sparring.algorithms.parity import ParityError
 from sparring.algorithms.ppo import PPO
+from sparring.algorithms.scoring import ParityError
 from sparring.cli.main import main
 from sparring.collect.collector import Collector
 from sparring.config.schema import load_config

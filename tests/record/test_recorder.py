@@ -2,7 +2,7 @@
 
 import json
 
-from sparring.collect.timing import Span
+from sparring.collect.collector import Span
 from sparring.phases.phase import Progress
 from sparring.record.recorder import Recorder
 

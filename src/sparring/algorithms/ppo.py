@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from sparring.algorithms.configs import AlgorithmConfig, PPOConfig
 from sparring.algorithms.gradient_step import GradientStep, schedule
 from sparring.algorithms.off_policy import LARGEST_LOG_RATIO, OffPolicy, ratio_and_weight
-from sparring.algorithms.parity import Parity
 from sparring.algorithms.returns import gae, missing_level, vtrace
-from sparring.algorithms.scoring import Decisions, ParityGate, Scorer
+from sparring.algorithms.scoring import Decisions, Parity, ParityGate, Scorer
 from sparring.errors import UserError
 from sparring.policies.critic import Critic
 from sparring.policies.policy import Policy

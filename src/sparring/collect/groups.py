@@ -13,8 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.collect.camera import Episode, Film
-from sparring.collect.collector import BaseCollector, Collector, complete_rollout
-from sparring.collect.timing import Span, Stopwatch
+from sparring.collect.collector import BaseCollector, Collector, Span, Stopwatch, complete_rollout
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env

@@ -5,8 +5,7 @@ from dataclasses import asdict
 from statistics import fmean
 
 from sparring.collect.camera import Episode, Film
-from sparring.collect.collector import Collector
-from sparring.collect.timing import Span, Stopwatch
+from sparring.collect.collector import Collector, Span, Stopwatch
 from sparring.config.schema import Config
 from sparring.config.section import Section
 from sparring.contract import EnvSpec

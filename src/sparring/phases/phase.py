@@ -6,7 +6,7 @@ from typing import Literal
 from torch import nn
 
 from sparring.collect.camera import Film
-from sparring.collect.timing import Span
+from sparring.collect.collector import Span
 from sparring.envs.env import Env
 from sparring.phases.replay import Prediction
 from sparring.processes.distributed import Distributed

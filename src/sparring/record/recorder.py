@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from sparring.collect.timing import Span
+from sparring.collect.collector import Span
 from sparring.phases.phase import Progress
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from sparring.algorithms.parity import Parity
+from sparring.algorithms.scoring import Parity
+from sparring.collect.collector import Stopwatch
 from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Notice, Report, Start
 from sparring.collect.remote.weights import WeightsReader
-from sparring.collect.timing import Stopwatch
 from sparring.data.buffer import leaves
 from sparring.errors import UserError
 from sparring.noise import random_state, seed_everything, set_random_state

@@ -12,10 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from sparring.collect.camera import Episode, Film
-from sparring.collect.collector import BaseCollector
+from sparring.collect.collector import BaseCollector, Span, Stopwatch
 from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Notice, Report, Start
 from sparring.collect.remote.weights import WeightsWriter
-from sparring.collect.timing import Span, Stopwatch
 from sparring.contract import EnvSpec
 from sparring.errors import StageFailed, UserError
 from sparring.policies.policy import Policy

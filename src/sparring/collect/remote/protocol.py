@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparring.algorithms.parity import Parity
+from sparring.algorithms.scoring import Parity
 from sparring.collect.camera import Episode, Film
+from sparring.collect.collector import Span
 from sparring.collect.remote.weights import WeightsHandle
-from sparring.collect.timing import Span
 from sparring.contract import EnvSpec
 from sparring.processes.shared_memory import SharedHandle
 

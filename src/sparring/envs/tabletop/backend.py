@@ -14,7 +14,7 @@ from sparring.envs.tabletop.randomize import Domain
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, Mount
 from sparring.envs.tabletop.tasks.base import Situation, Task
 from sparring.envs.tabletop.tasks.explore import place_clutter
-from sparring.envs.tabletop.tasks.registry import find
+from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
@@ -28,7 +28,7 @@ class Tabletop:
     def __init__(self, config: TabletopConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
         self.config = config
-        self._tasks = [find(name) for name in config.task]
+        self._tasks = [TASKS[name] for name in config.task]
         if "clutter" in config.domain_randomization:
             self._tasks = [Domain.cluttered(task) for task in self._tasks]
         self.mounts = _embodiment(self._tasks, config.cameras)
