@@ -100,9 +100,8 @@ def bits(args) -> dict:
 
     from sparring.config.schema import load_config
     from sparring.config.text import parse_overrides
-    from sparring.noise import seed_everything
     from sparring.phases.finetune import Finetune
-    from sparring.processes.distributed import Distributed
+    from sparring.processes.distributed import Distributed, seed_everything
 
     small = ["rollout.n_envs=8", "rollout.steps=16", "threads=1", f"device={args.device}", "rollout.render_episodes=0"]
     flow = ["policy.name=flow", "policy.method=flow_noise", "rollout.action_steps=4"]

@@ -20,8 +20,8 @@ from sparring.collect.camera import Film
 from sparring.config.schema import load_config
 from sparring.envs.env import Env
 from sparring.evaluation.play import held_out_env, play
-from sparring.noise import seed_everything
 from sparring.policies.policy import Policy, make_policy
+from sparring.processes.distributed import seed_everything
 from sparring.record.videos import by_camera
 from sparring.runs.checkpoint import checkpoint_folder
 

@@ -8,7 +8,7 @@ import torch
 
 from sparring.config.schema import load_config
 from sparring.errors import LeftAlone
-from sparring.phases.build import fail_together
+from sparring.processes.distributed import fail_together
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 

@@ -1,7 +1,5 @@
 """Builds the env, the collector, its buffer and the algorithm of a phase, for robots here or in another process."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from sparring.config.resolve import build, resolve
 from sparring.config.schema import Config
 from sparring.data.buffer import Buffer, make_buffer
 from sparring.envs.env import Env, make_training_env
-from sparring.errors import LeftAlone, OtherFailed, UserError
+from sparring.errors import UserError
 from sparring.phases.from_runs import load_teacher, open_episodes
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
@@ -147,23 +145,3 @@ def _episode_decisions(config: Config, env: Env | GroupedEnv) -> int:
             "set rollout.max_episode_steps"
         )
     return -(-env.spec.max_episode_steps // config.rollout.action_steps)
-
-
-@contextmanager
-def fail_together(distributed: Distributed) -> Iterator[None]:
-    """Around collecting: all processes stop together where one of them has lost its robots, and can then save together.
-
-    Others are waited for: robots need not be equally fast.
-    """
-    failure = None
-    try:
-        yield
-    except Exception as error:  # whatever envs and policies raise; raised again below
-        failure = error
-    try:
-        distributed.barrier()
-    except LeftAlone as gone:
-        # shows both
-        raise gone from failure
-    if distributed.max(float(failure is not None)):
-        raise failure or OtherFailed("another process of this run has failed to collect")

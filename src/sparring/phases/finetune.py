@@ -11,10 +11,10 @@ from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
-from sparring.phases.build import build_algorithm, build_collector, build_env, fail_together
+from sparring.phases.build import build_algorithm, build_collector, build_env
 from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
-from sparring.processes.distributed import Distributed
+from sparring.processes.distributed import Distributed, fail_together
 from sparring.rewards.reward_model import RewardModel
 from sparring.world_models.imagined_env import ImaginedEnv
 

@@ -13,11 +13,10 @@ from sparring.data.episodes import EpisodeStore
 from sparring.data.windows import SequentialWindows, ShuffledWindows
 from sparring.envs.env import Env, make_training_env
 from sparring.errors import UserError
-from sparring.phases.build import fail_together
 from sparring.phases.phase import Phase, Progress
 from sparring.phases.replay import EpisodeReplay, Prediction
 from sparring.policies.random import ColouredNoise, share_of
-from sparring.processes.distributed import Distributed
+from sparring.processes.distributed import Distributed, fail_together
 from sparring.world_models.world_model import MemoryStateManager, WorldModel, make_world_model
 
 # nobody learns from a random policy's scores, nor from the memory of a world model that has changed since

@@ -4,16 +4,18 @@ Alone (the usual case on a laptop) everything here is free: no process group, no
 """
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from statistics import fmean
 
+import numpy as np
 import torch
 from torch import nn
 
-from sparring.errors import LeftAlone, UserError
+from sparring.errors import LeftAlone, OtherFailed, UserError
 from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_heartbeat
 
 # what gloo says where another process has gone
@@ -174,3 +176,52 @@ def _accelerator(device: str):
     # the others wait while the main process evaluates and saves
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=3))
     return Accelerator(cpu=name == "cpu", kwargs_handlers=[patience])
+
+
+@contextmanager
+def fail_together(distributed: Distributed) -> Iterator[None]:
+    """Around collecting: all processes stop together where one of them has lost its robots, and can then save together.
+
+    Others are waited for: robots need not be equally fast.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:  # whatever envs and policies raise; raised again below
+        failure = error
+    try:
+        distributed.barrier()
+    except LeftAlone as gone:
+        # shows both
+        raise gone from failure
+    if distributed.max(float(failure is not None)):
+        raise failure or OtherFailed("another process of this run has failed to collect")
+
+
+def seed_everything(seed: int) -> None:
+    """The global generators, from which fresh weights and the envs and models of users are drawn."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> dict:
+    """In tensors and plain values, so that reading it back never runs code."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: dict, device: torch.device) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -17,11 +17,10 @@ from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
-from sparring.noise import random_state, seed_everything, set_random_state
 from sparring.phases import PHASES
 from sparring.phases.phase import Phase
 from sparring.processes.child import Interrupt, usable_cores
-from sparring.processes.distributed import Distributed
+from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
 from sparring.record.console import Console
 from sparring.record.log import LOGGER, RunLog
 from sparring.record.recorder import Recorder

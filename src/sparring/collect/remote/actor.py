@@ -27,9 +27,8 @@ from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, N
 from sparring.collect.remote.weights import WeightsReader
 from sparring.data.buffer import leaves
 from sparring.errors import UserError
-from sparring.noise import random_state, seed_everything, set_random_state
 from sparring.processes.child import connect_to_parent
-from sparring.processes.distributed import exact_kernels
+from sparring.processes.distributed import exact_kernels, random_state, seed_everything, set_random_state
 from sparring.processes.heartbeat import StageDeadlines
 from sparring.processes.shared_memory import Column, SharedMemory, TensorSlots
 
