@@ -40,7 +40,6 @@ class Normalizer(nn.Module):
         self.fitted.fill_(True)
 
     def in_words(self) -> str:
-        """The range of its shifts and scales, for the log."""
         ends = torch.stack([self.shift.min(), self.shift.max(), self.scale.min(), self.scale.max()]).tolist()
         return "{} numbers, shifted by {:.4g} to {:.4g}, scaled by {:.4g} to {:.4g}".format(len(self.shift), *ends)
 
@@ -51,11 +50,8 @@ class Normalizer(nn.Module):
 
 
 class RunningNormalizer(Normalizer):
-    """Mean 0 and std 1 over all numbers of `update`, clipped to +-`clip`; one that was fitted does not change.
-
-    Statistics change only in `update`, which an algorithm calls between two versions of the weights, so that acting and
-    scoring see the same numbers. `memory`: earlier numbers weigh at most as much as so many updates.
-    """
+    """Mean 0 and std 1 over all numbers of `update`, clipped to +-`clip`; a fitted one does not change.
+    `memory`: earlier numbers weigh at most as much as so many updates."""
 
     mean: torch.Tensor
     var: torch.Tensor
@@ -104,7 +100,6 @@ def fit_all(
     state_mode: str,
     action_mode: str,
 ) -> None:
-    """Fit those of a policy's modules that are normalizers to the statistics of a dataset."""
     fitted = {
         "observation/state": (state, state_mode),
         "observation/privileged": (privileged, state_mode),

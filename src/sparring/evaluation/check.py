@@ -35,17 +35,14 @@ from sparring.record.overlay import filmstrip, write_png
 from sparring.runs.run import Run
 
 ROBOTS = 4
-# decisions in an env that has no time limit
-PATIENCE = 1000
-# frames that a contact sheet picks from
-FRAMES = 300
+PATIENCE = 1000  # decisions in an env that has no time limit
+FRAMES = 300  # frames that a contact sheet picks from
 # policies that need more than a name -> the setting, and an example
 NEEDS = {
     "vla": ("model_class", "policy.model_class=package.module:Class policy.model_path=WEIGHTS 'env.cameras=[head]'"),
     "pi0": ("model_path", "policy.model_path=FOLDER 'env.cameras=[head,wrist]'"),
 }
-# (what was checked, whether it is right, what was found)
-Finding = tuple[str, bool, str]
+Finding = tuple[str, bool, str]  # (what was checked, whether it is right, what was found)
 
 
 def check(name: str | None, overrides: list[str]) -> int:
@@ -211,7 +208,6 @@ def _replay(collector: Collector, digests: list[bytes]) -> tuple[int | None, lis
 
 
 def _digest(td: TensorDict) -> bytes:
-    """Of all that an env returns in a step."""
     digest = hashlib.blake2b()
     for _, value in sorted(td.select("observation", "next").items(True, True), key=lambda item: str(item[0])):
         digest.update(value.numpy().tobytes())

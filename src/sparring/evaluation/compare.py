@@ -20,12 +20,9 @@ from sparring.evaluation.play import held_out_env, play, wilson
 from sparring.evaluation.world_model import random_episodes, ratio_by_episode
 from sparring.processes.distributed import pick_device
 
-# flips of signs of the permutation test; so many at a time, for the memory's sake
-FLIPS, AT_A_TIME = 10_000, 500
-# below this p, a difference counts as shown
-SIGNIFICANT = 0.05
-# with fewer gaps, all have one sign by chance in one of 16 cases or more: nothing could be shown
-FEWEST = 6
+FLIPS, AT_A_TIME = 10_000, 500  # flips of signs of the permutation test; so many at a time, for the memory's sake
+SIGNIFICANT = 0.05  # below this p, a difference counts as shown
+FEWEST = 6  # with fewer gaps, all have one sign by chance in one of 16 cases or more: nothing could be shown
 # settings that leave the episodes the same: what a policy observes and how it acts
 _POLICY_VIEW = "cameras image_size depth points object_state pad_state pad_action control_mode action_scale"
 OWN_WAY = SAME_EPISODES + tuple(f"env.{name}" for name in _POLICY_VIEW.split())
@@ -71,10 +68,7 @@ def _success_difference(a: np.ndarray, b: np.ndarray) -> _Difference:
 
 
 def _mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided p: if A and B were equally good, each unlike pair would be a fair coin.
-
-    Mid-p (Fagerland, Lydersen, Laake 2013): the exact test often finds nothing where the interval does.
-    """
+    """Two-sided mid-p (Fagerland, Lydersen, Laake 2013): for equal A and B, each unlike pair is a fair coin."""
     if only_a == only_b:
         return 1.0
     unlike, fewer = only_a + only_b, min(only_a, only_b)
@@ -157,8 +151,7 @@ class Comparison:
     episodes: int
     seed: int
     measured: list[_Measured]
-    # in every episode
-    same: bool
+    same: bool  # in every episode
 
     def table(self) -> str:
         rows = [("", "A", "B", "A - B", "95 % interval", "p"), *(measured.row() for measured in self.measured)]

@@ -18,12 +18,9 @@ from sparring.evaluation.play import Device, held_out_decisions
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, RandomPolicy
 
-# metres a side
-VOXEL = 0.05
-# bin width of an entry of the state, which is scaled to about 1
-BIN = 0.1
-# of noise that changes slowly; an explorer has to beat the best of them
-CORRELATIONS = (0.8, 0.9, 0.95, 0.98)
+VOXEL = 0.05  # metres a side
+BIN = 0.1  # bin width of an entry of the state, which is scaled to about 1
+CORRELATIONS = (0.8, 0.9, 0.95, 0.98)  # of noise that changes slowly; an explorer has to beat the best of them
 
 
 @dataclass(frozen=True)
@@ -31,21 +28,17 @@ class Exploration:
     """Coverage in `decisions` decisions of held-out episodes."""
 
     decisions: int
-    # share of the decisions in which a robot touched an object
-    contact: float
+    contact: float  # share of the decisions in which a robot touched an object
     # places of `VOXEL` metres that a hand visited: over all robots and episodes, and in an episode on average
     voxels: int
     voxels_per_episode: float
     # voxels that objects were moved to from where they began the episode; None: EnvSpec.object_entries is empty
     object_voxels: int | None
-    # nats: of the bins that each entry of the state was in, the mean over entries
-    state_entropy: float
+    state_entropy: float  # nats: of the bins that each entry of the state was in, the mean over entries
 
 
 @dataclass
 class ExplorationEvaluation(EvaluationResult):
-    """Exploration of a policy and of random actions on the same held-out episodes."""
-
     found: dict[str, Exploration]
 
     @classmethod
@@ -107,8 +100,6 @@ def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1)
 
 
 class _Counts:
-    """Running counts over the robots whose episodes count."""
-
     def __init__(self, env: Env):
         self.env = env
         self.decisions = self.contacts = 0
@@ -118,8 +109,7 @@ class _Counts:
         # [N, objects, 3] where they began, and (object, x, y, z) of where else they were
         self.began = np.zeros((env.num_envs, len(env.spec.object_entries) // 3, 3), int)
         self.moved_to: set[tuple[int, ...]] = set()
-        # for each entry of the state: bin -> count
-        self.bins: list[Counter] = []
+        self.bins: list[Counter] = []  # for each entry of the state: bin -> count
 
     def add(self, td: TensorDict, robots: np.ndarray) -> None:
         """Decisions `[n]` of these robots, right after the env's step."""

@@ -1,9 +1,4 @@
-"""Result files of evaluations, and the text table of every command.
-
-`sparring eval` writes next to the checkpoint, under a name that says what was evaluated:
-eval.json                videos/eval_0.mp4 ...                the episodes that the run was trained for
-eval_task-reach_d1.json  videos/eval_task-reach_d1_0.mp4 ...  other episodes, named after the changed settings
-"""
+"""Result files of evaluations (eval.json, eval_<changed settings>.json, videos/<same name>_0.mp4), and text tables."""
 
 import json
 import os
@@ -18,8 +13,7 @@ from zlib import crc32
 from sparring.config.text import value_text
 from sparring.errors import UserError
 
-# letters of a file name; file systems allow some more
-LONGEST = 120
+LONGEST = 120  # letters of a file name; file systems allow some more
 
 
 def text_table(rows: Iterable[tuple[str, ...]], rule: bool = True) -> str:

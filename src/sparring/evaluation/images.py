@@ -4,13 +4,11 @@ import torch
 from tensordict import TensorDict
 from torch.nn import functional
 
-# in 1/255: a pixel has changed when one of its colours changes by more than this
-CHANGED = 8
+CHANGED = 8  # in 1/255: a pixel has changed when one of its colours changes by more than this
 # ids of a segmentation: below FIRST_OBJECT nothing, scenery and the robot; above LAST_OBJECT the screen and the marker
 ROBOT, FIRST_OBJECT, LAST_OBJECT = 2, 3, 253
 WINDOW, SIGMA = 11, 1.5
-# constants of SSIM, for values in [0, 1]
-_C1, _C2 = 0.01**2, 0.03**2
+_C1, _C2 = 0.01**2, 0.03**2  # constants of SSIM, for values in [0, 1]
 
 
 def squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -19,7 +17,6 @@ def squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """`[N, H, W]` bool."""
     return (after.short() - before.short()).abs().amax(1) > CHANGED
 
 
@@ -57,10 +54,8 @@ class ObjectMasks:
         self.places = {c: _CoveredObjects(episodes, *ids.shape[-2:], device) for c, ids in segmentation.items()}
 
     def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
-        """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame. `rows` `[E]` bool: which n of the episodes.
-
-        object: any object; covered: one that the robot stands in front of now, at the place where this camera saw it
-        last; hidden: one that no camera shows now, but one did; returning: one that this camera does not show, but did.
+        """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame, for the episodes in `rows` `[E]`.
+        covered: behind the robot where this camera last saw it; hidden: in no camera now; returning: not in this one.
         """
         return {
             "object": {camera: _is_object(after[camera]) for camera in self.each_camera},
@@ -72,7 +67,6 @@ class ObjectMasks:
         }
 
     def hidden(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`hidden_object` alone."""
         ids = [{camera: frame[camera] for camera in self.each_camera} for frame in (now, after)]
         return self.any_camera.hidden(*ids, rows)
 

@@ -37,10 +37,7 @@ def evaluate_checkpoint(
     videos: int = 0,
     against: str | None = None,
 ) -> EvaluationResult:
-    """Print the table; write the numbers and videos next to the checkpoint.
-
-    Of a policy (`greedy`, `both`, `videos`), of a world model (`against` another run's), or of how a policy explores.
-    """
+    """Print the table; write the numbers and videos next to the checkpoint."""
     checkpoint, config = open_checkpoint(path, settings, is_policy=kind != "eval_world_model")
     now, trained = flatten(config.dump()), load_config(checkpoint / "config.yaml", inherit=False)
     changed = {key: now[key] for key in episode_differences(trained, config, SAME_EPISODES) if key in now}

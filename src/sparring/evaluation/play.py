@@ -23,10 +23,8 @@ from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
 
 Device = torch.device | str
-# decisions without the end of any episode, after which an evaluation gives up
-NEVER_ENDING = 20_000
-# robots that are filmed where that is cheap, to choose from: failures are shown first
-WATCHED = 64
+NEVER_ENDING = 20_000  # decisions without the end of any episode, after which an evaluation gives up
+WATCHED = 64  # robots that are filmed where that is cheap, to choose from: failures are shown first
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,6 @@ class _Rate:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one policy on one task."""
-
     success: _Rate
     reward: float
     reward_std: float
@@ -51,7 +47,6 @@ class Score:
 
 
 def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
-    """Wilson's score interval."""
     if not 0 <= successes <= episodes or episodes < 1:
         raise ValueError(f"{successes} successes of {episodes} episodes is not a rate")
     p = successes / episodes
@@ -69,11 +64,8 @@ def held_out_env(config: Config, device: Device, robots: int | None = None) -> E
 
 
 def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[TensorDict, np.ndarray, list[Episode]]]:
-    """Decide until exactly `episodes` episodes are over: robot i plays numbers i, i+N, i+2N, ...
-
-    So short episodes do not crowd out long ones, and the same episodes are played for every N. Yields each decision
-    `[N]`, the robots whose episodes count in it, and all episodes that it ended.
-    """
+    """Decide until `episodes` episodes are over; robot i plays numbers i, i+N, ..., so every N plays the same ones.
+    Yields each decision `[N]`, the robots whose episodes count in it, and all episodes that it ended."""
     robots = collector.env.num_envs
     quota = np.array([len(range(robot, episodes, robots)) for robot in range(robots)])
     since_last_end = 0
@@ -126,14 +118,11 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
 
 @dataclass
 class Evaluation(EvaluationResult):
-    """Scores of a policy and of a baseline on the same episodes."""
-
     # who -> task -> score
     scores: dict[str, dict[str, Score]]
     films: list[Film]
     spec: EnvSpec
-    # why there are none although some were asked for
-    no_films: str | None = None
+    no_films: str | None = None  # why there are none although some were asked for
 
     @classmethod
     def run(
@@ -145,7 +134,6 @@ class Evaluation(EvaluationResult):
         films: int = 0,
         both: bool = False,
     ) -> "Evaluation":
-        """With the settings of a run, in an env of its own."""
         env = held_out_env(config, device)
         chunk, baseline = config.rollout.action_steps, config.evaluation.baseline
         try:
@@ -178,7 +166,6 @@ class Evaluation(EvaluationResult):
         return numbers
 
     def overall(self, who: str) -> Score:
-        """Of all tasks together."""
         tasks = self.scores[who]
         return tasks["all"] if "all" in tasks else next(iter(tasks.values()))
 
@@ -197,10 +184,7 @@ def evaluate(
     films: int = 0,
     both: bool = False,
 ) -> Evaluation:
-    """`policy` and, as a baseline, uniformly random actions on the same held-out episodes.
-
-    `both`: greedy and sampled actions; always so for a policy that says they differ.
-    """
+    """`policy` and uniformly random actions on the same held-out episodes; `both`: greedy and sampled actions."""
     played, shot = play(policy, env, episodes, seed, chunk, greedy, films)
     scores = {"policy": _score_by_task(played, env.spec)}
     if greedy and (both or policy.reports_sampled):

@@ -1,7 +1,6 @@
 """World-model evaluation on held-out episodes: one decision ahead, in open loop, with shuffled actions, half blind.
 
-Figures of images are per camera. `prediction`: the world model, with the memory it has by then; `copy`: the last frame
-again; `ceiling`: the true next frame through the tokenizer, the best prediction that it can express.
+`prediction`: of the model; `copy`: the last frame; `ceiling`: the true next frame through the tokenizer.
 """
 
 import math
@@ -22,12 +21,9 @@ from sparring.evaluation.play import Device, held_out_episodes
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.world_models.world_model import WorldModel
 
-# decisions ahead, in open loop
-HORIZONS = (1, 5, 10, 20)
-# decisions that the model observes before the open loop starts, so that there is something to remember
-OBSERVED = 5
-# episodes at a time
-ROWS = 32
+HORIZONS = (1, 5, 10, 20)  # decisions ahead, in open loop
+OBSERVED = 5  # decisions that the model observes before the open loop starts, so that there is something to remember
+ROWS = 32  # episodes at a time
 # kinds of pixels of the next frame, see ObjectMasks
 OBJECTS = ("object", "covered_object", "hidden_object", "returning_object")
 _TOKENS = {"accuracy": "all", "accuracy_changed": "changed", "accuracy_copy": "copying the last frame"}
@@ -189,10 +185,7 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
 
 
 def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
-    """With an explorer's cameras alone: pixels of objects that none of them shows now, but one did before.
-
-    These are many, as an arm's own camera sees little at a time; only a memory knows where they are.
-    """
+    """With an explorer's cameras alone: pixels of objects that none of them shows now, but one did before."""
     kept, segmentation = _kept_cameras(model), rows.get(("observation", "segmentation"), None)
     if not kept or segmentation is None:
         return
@@ -252,8 +245,6 @@ def _compare(model: dict, other: dict) -> dict:
 
 @dataclass
 class WorldModelEvaluation(EvaluationResult):
-    """The figures of `measure` on held-out episodes."""
-
     figures: dict
 
     @classmethod

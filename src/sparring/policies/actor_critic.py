@@ -17,12 +17,12 @@ from sparring.policies.policy import Loss, Policy, Statistics
 
 
 class EncodedPolicy(Policy):
-    """What policies with an encoder and a critic share: normalizers, the critic's parameters, the precision."""
+    """What policies with an encoder and a critic share."""
 
     critic: Critic
 
     def normalizers(self) -> tuple[Normalizer | None, nn.Module | None, Normalizer | None]:
-        """Of observation/state, of observation/privileged and of actions."""
+        """Normalizers of observation/state, of observation/privileged and of actions."""
         raise NotImplementedError
 
     @property
@@ -44,7 +44,6 @@ class EncodedPolicy(Policy):
         return list(self.critic.parameters())
 
     def _precision(self):
-        """Around the networks, in acting and in scoring alike."""
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(next(self.critic.parameters()).device.type, torch.bfloat16)

@@ -10,8 +10,7 @@ from sparring.config.section import Section
 PositiveInt = Annotated[int, Field(gt=0)]
 # settings of a flow policy that no other method reads
 OF_DENOISING_MDP = ("kernel", "denoising_steps", "denoising_discount")
-# what another method may not read
-OF_A_METHOD = (*OF_DENOISING_MDP, "noise_level", "noise_range")
+OF_A_METHOD = (*OF_DENOISING_MDP, "noise_level", "noise_range")  # settings that only some methods read
 
 
 class LoraConfig(Section):

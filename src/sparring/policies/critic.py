@@ -12,16 +12,11 @@ from sparring.policies.configs import CriticConfig
 from sparring.policies.encoders import mlp
 
 PRIVILEGED = ("observation", "privileged")
-# updates that the unit of returns averages over: returns grow as a policy learns
-_MEMORY = 10
+_MEMORY = 10  # updates that the unit of returns averages over: returns grow as a policy learns
 
 
 class Critic(nn.Module):
-    """V of the encoder's features.
-
-    Where the env shows `observation/privileged`, the critic alone reads it: in training it may know what the policy
-    never sees. The network's output is in units of the returns' spread, once `fit_returns` has seen some.
-    """
+    """V of the encoder's features and of `observation/privileged`, in units of the returns' spread (`fit_returns`)."""
 
     def __init__(self, config: CriticConfig, spec: EnvSpec, features: int, normalize: bool):
         super().__init__()
@@ -45,12 +40,11 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def raise_by(self, level: float) -> None:
-        """Adds `level` to every value."""
         self.output.bias += level * self.returns.scale
 
     @torch.no_grad()
     def fit_returns(self, returns: torch.Tensor, sum_over_processes) -> float:
-        """Fits the unit to returns [B] and those of the latest updates, and gives it. Values stay the same (PopArt)."""
+        """Fits the unit to recent returns [B], and gives it. Values stay the same (PopArt)."""
         shift, unit = self.returns.shift.clone(), 1 / self.returns.scale
         self.returns.update(returns[:, None], sum_over_processes)
         finer = unit * self.returns.scale

@@ -14,10 +14,8 @@ from sparring.policies.instructions import ByteTokenizer, TokenTable
 
 STATE, TASK = ("observation", "state"), ("observation", "task")
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-# bytes that an instruction may have
-_LONGEST_TEXT = 256
-# metres -> about 1 at the edge of a table, as in observation/state
-_POINT_SCALE = 4.0
+_LONGEST_TEXT = 256  # bytes that an instruction may have
+_POINT_SCALE = 4.0  # metres -> about 1 at the edge of a table, as in observation/state
 
 
 def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
@@ -33,10 +31,7 @@ def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
 
 
 class ObservationEncoder(nn.Module):
-    """Image, point and language features next to the normalised state: `[B, size]`.
-
-    It has the parts that the env shows inputs for; images and language only where the config wants them.
-    """
+    """Image, point and language features next to the normalised state: `[B, size]`."""
 
     def __init__(self, config: EncoderConfig, spec: EnvSpec):
         super().__init__()
@@ -59,10 +54,8 @@ class ObservationEncoder(nn.Module):
         self.frozen = config.freeze_encoder
         if self.frozen:
             self.requires_grad_(False)
-        # whether a second pass over the same observations is worth avoiding
         self.is_costly = self.images is not None or self.points is not None
 
-        # what each part reads, and how many features it gives
         parts = [
             (self.cameras, config.image_features),
             (["points"] if self.points is not None else [], config.point_features),
@@ -132,17 +125,13 @@ class _ImageEncoder(nn.Module):
         self.linear = nn.Linear(flat, features)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # uint8 [B, 3 * cameras, H, W] -> [B, features]; with two cameras an update is 1.4 times as fast in this layout,
-        # with one it makes no difference. The weights' layout made none that lasted
+        # uint8 [B, 3 * cameras, H, W] -> [B, features]; with two cameras this layout makes an update 1.4 times as fast
         images = images.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
         return torch.relu(self.linear(self.convolutions(images).flatten(1)))
 
 
 class _KeypointEncoder(nn.Module):
-    """A CNN per camera whose last channels are distributions over places, of which the means are kept.
-
-    This is the spatial softmax of Levine et al., 2016. It gives few numbers, so few demonstrations suffice.
-    """
+    """A CNN per camera with a spatial softmax (Levine et al., 2016): few features, so few demonstrations suffice."""
 
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
@@ -169,12 +158,7 @@ class _KeypointEncoder(nn.Module):
 
 
 class _PointEncoder(nn.Module):
-    """A PointNet: each point through the same small MLP, the maximum over points, one more layer: `[B, features]`.
-
-    In the gripper's frame a point's position is relative to the hand (to each hand where there are two), so what is
-    learned at one place of the table holds at all others. Only the position is subtracted: the state that an env shows
-    does not have the hand's rotation about its fingers' axis.
-    """
+    """A PointNet: `[B, features]`. In the gripper's frame, points are relative to the position of each hand."""
 
     def __init__(self, config: EncoderConfig, spec: EnvSpec):
         super().__init__()
@@ -208,11 +192,7 @@ class _PointEncoder(nn.Module):
 
 
 class InstructionEncoder(nn.Module):
-    """An embedding of each byte and of its place, one convolution, the mean over the text: `[B, features]`.
-
-    The instructions of an env are few: all of them are encoded, once per call however large the batch is, and
-    `observation/task` selects. Their bytes come from the env, not from a checkpoint, so weights fit any instruction.
-    """
+    """An embedding of each byte and its place, one convolution, the mean over the text: `[B, features]`."""
 
     def __init__(self, instructions: tuple[str, ...], features: int):
         super().__init__()
@@ -236,7 +216,6 @@ class InstructionEncoder(nn.Module):
         return self.all()[task]
 
     def all(self) -> torch.Tensor:
-        """`[I, features]`, of every instruction."""
         inside = self.inside[..., None]
         # [I, L, F]; what is past the end is zero before the convolution and not counted after it
         letters = (self.bytes(self.table) + self.places.weight[: self.table.shape[1]]) * inside

@@ -1,7 +1,4 @@
-"""Action heads: features -> a distribution over action chunks, drawn from and scored.
-
-A head gives the distribution's parameters (`parameters_of`), draws an action (`sample`) and scores one (`score`). A
-sample is scored as it was drawn: clipping belongs to the env. Scores are unreduced over chunk positions.
+"""Action heads: features -> a distribution over action chunks; a sample is scored as it was drawn, before clipping.
 
 Letters: B decisions, C chunk positions, A action dims, F features.
 """
@@ -17,15 +14,13 @@ from sparring.errors import UserError
 from sparring.policies.configs import ActorCriticConfig
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
-# an imitating policy keeps at least this standard deviation, to explore with later
-_LEAST_STD = 0.05
+_LEAST_STD = 0.05  # an imitating policy keeps at least this standard deviation, to explore with later
 
 # the mean [B, C, ...] and the log of the standard deviation, broadcastable to it (None where there is none)
 Parameters = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def make_head(config: ActorCriticConfig, spec: EnvSpec, width: int, chunk: int) -> "_ActionHead":
-    """The head of policy.distribution, for `width` features."""
     kind, choices, dims = config.distribution, spec.discrete_actions, spec.action_dim - spec.action_padding
     if kind == "auto":
         kind = "discrete" if choices else "gaussian"
@@ -47,10 +42,8 @@ class _Score:
     # float64: a ratio is a difference of two
     log_prob: torch.Tensor
     entropy: torch.Tensor
-    # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
-    squares: torch.Tensor | None
-    # how many numbers of each position were scored
-    dims: int
+    squares: torch.Tensor | None  # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
+    dims: int  # how many numbers of each position were scored
 
     @property
     def z2(self) -> torch.Tensor:
@@ -58,14 +51,9 @@ class _Score:
 
 
 class _ActionHead(nn.Module):
-    """What all heads have. `linear` maps features to the mean, or to the logits of each choice."""
-
-    # whether log_std depends on the weights alone, so that a trace need not hold it
-    constant_std = True
-    # whether it draws one noise for several decisions (`Policy.noise_hold`)
-    holds_noise = False
-    # whether its actions may be scaled as demonstrations are (policy.normalize_actions)
-    takes_scaled_actions = False
+    constant_std = True  # whether log_std depends on the weights alone, so that a trace need not hold it
+    holds_noise = False  # whether it draws one noise for several decisions (`Policy.noise_hold`)
+    takes_scaled_actions = False  # whether its actions may be scaled as demonstrations are (policy.normalize_actions)
 
     def __init__(self, features: int, outputs: int, noise_size: int):
         super().__init__()
@@ -124,8 +112,7 @@ class _SquashedGaussianHead(_GaussianHead):
     """tanh of normals: never outside [-1, 1]. Scored in action space, i.e. with tanh's Jacobian."""
 
     takes_scaled_actions = False
-    # atanh of float32 numbers this close to 1 is still finite and exact enough to score
-    limit = 1.0 - 1e-6
+    limit = 1.0 - 1e-6  # atanh of float32 numbers this close to 1 is still finite and exact enough to score
     # demonstrated actions at the bounds would have their mean at infinity; this close to 1 is as good
     imitated_limit = 0.99
 
@@ -140,8 +127,7 @@ class _SquashedGaussianHead(_GaussianHead):
         sample = torch.atanh(action)
         score = super().score(parameters, sample)
         score.log_prob = score.log_prob - _log_slope(sample).sum(-1, dtype=torch.float64)
-        # the normal's entropy plus the mean of log slope, which has no closed form: estimated on this sample, moved
-        # with mean and std as if it were drawn again, so that its gradient widens the policy
+        # the normal's entropy plus log slope, estimated on this reparameterised sample: its gradient widens the policy
         mean, log_std = parameters
         z = ((sample - mean) * (-log_std).exp()).detach()
         score.entropy = score.entropy + _log_slope(mean + log_std.exp() * z).sum(-1)
@@ -157,11 +143,7 @@ def _log_slope(x: torch.Tensor) -> torch.Tensor:
 
 
 class _StateDependentHead(_GaussianHead):
-    """Generalised state-dependent exploration (gSDE): the noise is a random linear function of the features.
-
-    The function stays the same for several decisions, so that a robot explores along smooth arcs instead of trembling.
-    Scored as the normal it is for any one decision.
-    """
+    """gSDE: the noise is a random linear function of the features, which stays the same for several decisions."""
 
     constant_std = False
     holds_noise = True
@@ -186,11 +168,7 @@ class _StateDependentHead(_GaussianHead):
 
 
 class _TokenHead(_ActionHead):
-    """Uniform bins in [-1, 1]; each dim of each position is drawn by itself, all in parallel.
-
-    An action is its bin's centre, from which the bin follows exactly; any other number is scored as the bin it lies in,
-    so demonstrations need no conversion. There is no sigma: the mean is the log-probs.
-    """
+    """Uniform bins in [-1, 1], drawn in parallel; an action is a bin's centre. The mean is the log-probs: no sigma."""
 
     log_std = None
 

@@ -12,10 +12,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 
 class TokenTable(nn.Module):
-    """`observation/task [B]` -> the ids of each instruction and where it has any, [B, L] both.
-
-    The table [I, L] follows from the env's instructions, so it is no part of a checkpoint.
-    """
+    """`observation/task [B]` -> the ids of each instruction and where it has any, [B, L] both; not in checkpoints."""
 
     def __init__(self, rows: list[list[int]], length: int | None = None, padding: int = 0):
         """`rows`: the ids of each instruction; `length`: of all rows, or None for that of the longest."""
@@ -33,10 +30,7 @@ class TokenTable(nn.Module):
 
 
 class ByteTokenizer:
-    """Each byte is a token, numbered from `offset` on, after one that begins a text, if there is such a token.
-
-    Reads every language, knows no words. Policies differ in the vocabulary because checkpoints were trained with it.
-    """
+    """Each byte is a token, numbered from `offset` on, after an optional `begin` token."""
 
     def __init__(self, begin: int | None = None, offset: int = 0, vocabulary: int = 256):
         self._begin, self._offset, self.vocabulary = [] if begin is None else [begin], offset, vocabulary
@@ -49,7 +43,6 @@ class FileTokenizer:
     """The `tokenizer.json` of a folder. Gives the prompt of pi0: <bos>, the instruction, a new line."""
 
     def __init__(self, folder: str, key: str):
-        """`key`: the setting that gave the folder."""
         file = Path(folder).expanduser()
         file = file if file.name == _FILES[0] else file / _FILES[0]
         if not file.is_file():

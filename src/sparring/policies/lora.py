@@ -1,7 +1,5 @@
-"""LoRA through peft: low-rank adapters on the weights of any network, which then stay as they are.
-
-A layer's output W x becomes W x + (lora_alpha / r) B A x; B starts at zero, so nothing changes until it learns.
-"""
+"""LoRA through peft: W x becomes W x + (lora_alpha
+r) B A x, with W frozen and B zero at the start."""
 
 import re
 from collections.abc import Iterable
@@ -30,10 +28,8 @@ _ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
 def adapt(
     module: nn.Module, config: LoraConfig, section: str = "policy", frozen: Patterns = (), critic_parts: Patterns = ()
 ) -> None:
-    """Puts adapters into `module` and freezes the rest of it but for `modules_to_save`; no adapters with lora_r=0.
-
-    Adapters and what learns in full are float32, whatever the frozen weights are. `section`: where the config is.
-    `frozen`: patterns of weights that do not learn, nor get adapters; `critic_parts`: of some that learn in full.
+    """Puts adapters into `module` and freezes the rest but for `modules_to_save`; no adapters with lora_r=0.
+    `section`: where the config is. `frozen`: patterns that do not learn; `critic_parts`: patterns that learn in full.
     """
     # by names of the module as it is: adapters change them
     held = match_parameters(module, frozen, f"{section}.frozen")
@@ -57,7 +53,6 @@ def adapt(
         weight.requires_grad_(False)
     held_ids = set(map(id, held))
     for name, weight in module.named_parameters():
-        # with its adapters
         if id(weight) in held_ids and name.endswith(f"{_BASE}weight"):
             module.get_submodule(name.removesuffix(f"{_BASE}weight")).requires_grad_(False)
 
@@ -75,7 +70,7 @@ def merge(module: nn.Module) -> None:
 
 
 def refuse_adapters(module: nn.Module, doing: str) -> None:
-    """Where only a plain network can be written."""
+    """Refuses to write adapters where only a plain network can be written."""
     if hasattr(module, "peft_config"):
         raise UserError(
             f"{doing}: this network has LoRA adapters, fold them in first (sparring.policies.lora.merge), or write "
@@ -124,9 +119,6 @@ def _learned(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- which layers
-
-
 def _whole_parts(module: nn.Module, patterns: Iterable[str], key: str) -> list[str]:
     """Modules and bare weights that learn in full, without those that are inside of another one of them."""
     weights = [name for name, _ in module.named_parameters()]
@@ -167,9 +159,6 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
             f"{section}.modules_to_save"
         )
     return targets
-
-
-# ---- peft
 
 
 def _inject(module: nn.Module, config, whole: list[str]) -> None:
@@ -213,7 +202,6 @@ def _adapt_like(module: nn.Module, folder: Path) -> None:
 
 
 def _adapters(module: nn.Module):
-    """peft's config of the adapters in it."""
     if not hasattr(module, "peft_config"):
         raise UserError("this network has no LoRA adapters; adapt() it with lora_r > 0 first")
     return module.peft_config["default"]

@@ -1,8 +1,5 @@
 """pi0 by transformers (extra `vla`): its checkpoints, its image processor, and its network as a policy.
 
-The vision-language model reads images and text once per decision; its keys and values are the prefix that every
-denoising step of the action expert attends to.
-
 Letters: B decisions, H steps of a chunk, A action dims, L tokens, N layers, D width of the vision-language model.
 """
 
@@ -30,18 +27,13 @@ from sparring.processes.memory_errors import oom_message
 # what transformers may raise where a config or its weights are not what they should be
 _FILE_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
 _FILE_ERRORS += (AssertionError, SafetensorError)
-# as in ByT5: padding, begin (there: end) and unknown come before the bytes
-_BYTES_BEGIN, _BYTES_OFFSET = 1, 3
-# PIL's numbers of the ways to resize
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}
+_BYTES_BEGIN, _BYTES_OFFSET = 1, 3  # as in ByT5: padding, begin (there: end) and unknown come before the bytes
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # PIL's numbers of the ways to resize
 
 
 class PI0Policy(FlowChain):
-    """Critic and learned noise read the mean of the vision-language model's last layer, and do not shape it.
-
-    Action dims that the checkpoint has and the env has not are zero in every denoising step, as their clean actions
-    are; transformers' sample_actions lets them drift. They are neither drawn nor scored.
-    """
+    """Critic and learned noise read the mean of the language model's last layer, without gradients to it.
+    Action dims that only the checkpoint has are zero in every denoising step, and neither drawn nor scored."""
 
     def __init__(self, config: PI0PolicyConfig, spec: EnvSpec, chunk: int):
         cameras, folder = _cameras(config, spec), _checkpoint_folder(config.model_path)
@@ -128,8 +120,7 @@ class PI0Policy(FlowChain):
             )
         frozen = set(match_names((name for name, _ in model.named_parameters()), config.frozen, "policy.frozen"))
         adapt(model, config)
-        # no velocity depends on these: of the last layer only keys and values are read, and no text is written. Weight
-        # decay alone would move them, and with them the critic's features
+        # no velocity depends on these; weight decay alone would move them, and with them the critic's features
         last = f"model.vlm.language_model.layers.{len(model.model.vlm.language_model.layers) - 1}"
         after = ("self_attn.q_proj", "self_attn.o_proj", "mlp", "post_attention_layernorm")
         unread = ("model.dit.embed_tokens.", "model.vlm.language_model.norm.", *(f"{last}.{part}." for part in after))
@@ -199,11 +190,7 @@ def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_to
     return TokenTable([[vlm.image_token_id] * image_tokens + row for row in rows])
 
 
-# ---- checkpoints
-
-
 def transformers():
-    """The library, which only policies from Hugging Face need."""
     try:
         import transformers
         from transformers import PI0ForConditionalGeneration  # noqa: F401 (older ones have none)
@@ -215,10 +202,7 @@ def transformers():
 def load_pi0(
     path: str | Path | None, attention: str = "eager", dtype: str = "float32", key: str = "policy.model_path"
 ) -> nn.Module:
-    """transformers' PI0ForConditionalGeneration with every weight of the folder and no other. Nothing is downloaded.
-
-    `dtype`: auto is that of the files. `key`: the setting that gave the path.
-    """
+    """transformers' PI0ForConditionalGeneration with every weight of the folder and no other. Nothing is downloaded."""
     folder, library = _checkpoint_folder(path, key), transformers()
     from huggingface_hub.errors import StrictDataclassError
 
@@ -258,11 +242,8 @@ def _checkpoint_folder(path: str | Path | None, key: str = "policy.model_path") 
 
 
 class ImagePreparation(nn.Module):
-    """What a checkpoint's image processor does, in torch alone: uint8 [B, 3, H, W] -> float32 [B, 3, size, size].
-
-    Images are resized, scaled to about +-1, and padded at the right and below. A processor with a height and a width
-    stretches; one with a maximum of both keeps the proportions.
-    """
+    """A checkpoint's image processor in torch: uint8 [B, 3, H, W] -> float32 [B, 3, size, size]: resize, scale, pad.
+    With a height and a width it stretches; with a maximum of both it keeps the proportions."""
 
     def __init__(self, folder: Path, size: int):
         super().__init__()

@@ -15,43 +15,28 @@ from sparring.policies import POLICIES
 from sparring.processes.memory_errors import explain_oom
 
 Statistics = Mapping[str, Mapping[str, np.ndarray]]
-# a loss, and numbers to log
-Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # a loss, and numbers to log
 
 
 class Policy(nn.Module):
-    """What every policy offers. A class of your own takes (config, spec, chunk) and overrides act, evaluate, value.
+    """Base class. A class of your own takes (config, spec, chunk) and overrides act, evaluate, value.
+    `act` and `evaluate` must agree on the numbers: the parity gate refuses to train otherwise."""
 
-    `act` and `evaluate` must agree: scoring what was just sampled, with the same weights, gives the same numbers
-    (the parity gate refuses to train otherwise).
-    """
-
-    # whether sampled and greedy behaviour differ enough for an evaluation to show both
-    reports_sampled: bool = False
-    # steps of an action chunk that a decision executes
-    chunk: int = 1
-    # steps it plans, of which the first `chunk` are executed; demonstrations have as many
-    horizon: int = 1
+    reports_sampled: bool = False  # whether sampled and greedy behaviour differ enough for an evaluation to show both
+    chunk: int = 1  # steps of an action chunk that a decision executes
+    horizon: int = 1  # steps it plans, of which the first `chunk` are executed; demonstrations have as many
     # what evaluate reads besides the action, so what minibatches gather: observation/*, memory/policy, trace/*
     in_keys: list[tuple[str, ...]]
-    # those of them that update_normalizers reads; None: all
-    normalized_keys: list[tuple[str, ...]] | None = None
-    # uniform random numbers of a decision
-    noise_size: int = 0
-    # uniform random numbers that a greedy decision starts from, given in `start`
-    start_size: int = 0
+    normalized_keys: list[tuple[str, ...]] | None = None  # those of them that update_normalizers reads; None: all
+    noise_size: int = 0  # uniform random numbers of a decision
+    start_size: int = 0  # uniform random numbers that a greedy decision starts from, given in `start`
     # numbers of memory/policy, carried from one decision of an episode to the next (`remember`); 0: none
     memory_size: int = 0
-    # decisions over which a robot's noise stays the same
-    noise_hold: int = 1
-    # parts that `pretrained` weights need not have, each with a dot at its end
-    may_be_new: tuple[str, ...] = ()
-    # whether its weights change its entropy, so that a bonus on it means something
-    learns_entropy: bool = True
-    # whether `log_prob` is a mean over what was scored instead of a sum
-    averages_log_prob: bool = False
-    # whether it scores all that was drawn, so that a ratio of two scores compares two policies; else only fresh data
-    # can be learned from
+    noise_hold: int = 1  # decisions over which a robot's noise stays the same
+    may_be_new: tuple[str, ...] = ()  # parts that `pretrained` weights need not have, each with a dot at its end
+    learns_entropy: bool = True  # whether its weights change its entropy, so that a bonus on it means something
+    averages_log_prob: bool = False  # whether `log_prob` is a mean over what was scored instead of a sum
+    # whether it scores all that was drawn, so that a ratio compares two policies; else it learns from fresh data only
     scores_all: bool = True
 
     @property
@@ -60,18 +45,12 @@ class Policy(nn.Module):
         return None
 
     def act(self, td: TensorDict) -> TensorDict:
-        """Adds `action` to a decision `td [N]`, and what scoring it again needs to `trace/*`.
-
-        Without `noise` in it, acts greedily; a policy whose mode depends on its start reads that from `start`
-        (uniform numbers, as `noise`). `log_prob` and `value` may be added too, or left to `complete`.
-        """
+        """Adds `action` to a decision `td [N]`, and what scoring it needs to `trace/*`; maybe `log_prob` and `value`.
+        Greedy without `noise` in `td`; then `start` (uniform numbers) is the start of a policy that denoises."""
         raise NotImplementedError
 
     def complete(self, td: TensorDict) -> TensorDict:
-        """What `act` left open, for a whole rollout `[B]` at once: `log_prob`, `value`, `trace/{log_prob,z2,dims}`.
-
-        `log_prob` is that of the executed part of a chunk, best in float64. Called with the weights that acted.
-        """
+        """What `act` left open, for a rollout `[B]`: executed steps' `log_prob`, `value`, `trace/{log_prob,z2,dims}`."""
         log_prob = td.get(("trace", "log_prob"), None)
         if log_prob is None:
             raise UserError(
@@ -81,10 +60,8 @@ class Policy(nn.Module):
         return TensorDict({"log_prob": self._executed_sum(log_prob, td)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
-        """A *new* TensorDict [B] with the log_prob, value and entropy of `td`'s actions by the present weights.
-
-        Where `td` has a `trace`, also trace/{mean,std,z2,dims}, for the parity gate to compare.
-        """
+        """A *new* TensorDict [B] with log_prob, value and entropy of `td`'s actions by the present weights;
+        where `td` has a `trace`, also trace/{mean,std,z2,dims}, which the parity gate compares."""
         raise NotImplementedError
 
     def value(self, td: TensorDict) -> torch.Tensor:
@@ -92,24 +69,16 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def remember(self, td: TensorDict) -> torch.Tensor:
-        """`memory/policy` [N, memory_size] of the decision after `td [N]`, from its `in_keys` and action alone.
-
-        An episode begins with zeros. No gradients pass through it: a decision is scored with the memory that it had.
-        """
+        """`memory/policy` [N, memory_size] of the decision after `td [N]`, from `in_keys` and action alone."""
         raise UserError(f"{type(self).__name__} has memory_size={self.memory_size} and no remember()")
 
     def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
-        """How far it is from what a demonstrator did.
-
-        `td [B]`: `observation`, `action [B, horizon, A]`, and `valid [B, horizon]`, false past the episode's end.
-        """
+        """`td [B]`: `observation`, `action [B, horizon, A]`, and `valid [B, horizon]`, false past the episode's end."""
         raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss()")
 
     def fit_normalizers(self, statistics: Statistics, state: str, action: str) -> None:
-        """To demonstrations: "observation/state", "observation/privileged" and "action" -> their statistics.
-
-        `state` and `action`: mean_std, min_max or quantile. Normalizers that are fitted already stay as they are.
-        """
+        """To statistics of "observation/state", "observation/privileged" and "action"; fitted normalizers stay.
+        `state` and `action`: mean_std, min_max or quantile."""
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""
@@ -146,16 +115,13 @@ def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.
 class MemoryTraces(nn.Module):
     """A memory without weights: running means of observations over short and long spans of an episode.
 
-    A decision is scored from its own row, so gradients could not reach whatever wrote the memory. How it is written is
-    therefore fixed, and policies learn to read it. Number 0 is a clock, t / (t + 1) at decision t; each other one
-    follows a random projection of the observations: their mean until that is longer than its span, an exponential
-    average from then on. (An exponential average from zeros would hardly show what was seen once.)
-
-    Letters: B decisions, M numbers of memory, D numbers of an observation.
+    A decision is scored from its own row, so no gradient could reach what wrote the memory: it is fixed. Number 0 is a
+    clock, t
+    (t + 1) at decision t; each other one follows a random projection of the observations: their mean until that
+    is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of observations.
     """
 
-    # decisions over which the slowest trace averages; the fastest holds the last decision alone
-    longest_span = 100
+    longest_span = 100  # decisions over which the slowest trace averages; the fastest holds the last decision alone
 
     def __init__(self, inputs: int, size: int):
         super().__init__()

@@ -30,11 +30,9 @@ class RandomPolicy(Policy):
 
 
 class ColouredNoise(RandomPolicy):
-    """Random actions that change slowly, so that an arm moves further.
+    """Random actions that change slowly: uniform in [-1, 1], but correlated from step to step.
 
-    Each step's action is as uniform in [-1, 1] as RandomPolicy's, but correlated with the one before: it comes from a
-    normal AR(1) process x' = r x + sqrt(1 - r^2) e, which starts anew with each episode. `correlation` [N] is r of each
-    robot; 0 is RandomPolicy. An action depends on the robot's noise since its episode began, and on nothing else.
+    A normal AR(1) process x' = r x + sqrt(1 - r^2) e per episode, mapped to uniform; `correlation` [N]: r per robot.
     """
 
     def __init__(self, spec: EnvSpec, chunk: int, correlation: torch.Tensor):
@@ -59,10 +57,7 @@ class ColouredNoise(RandomPolicy):
 
 
 def share_of(robots: int, share: float, first: int = 0, tasks: int = 1) -> torch.Tensor:
-    """`[N]` bool: which robots, counted from number `first`, belong to a share that is spread evenly over all of them.
-
-    It is spread evenly over the robots of each task too; tasks are assigned to robots in turn.
-    """
+    """`[N]` bool: which robots, from number `first` on, are in a share that is spread evenly over robots and tasks."""
     robot = torch.arange(first, first + robots)
     place = (robot // tasks + robot % tasks).double()
     return ((place + 1) * share + 0.5).floor() > (place * share + 0.5).floor()

@@ -1,7 +1,4 @@
-"""Weights of a checkpoint: reading them from files, whether they fit a model, and selecting them by name.
-
-Nothing in a checkpoint is ever executed: tensors and plain values only.
-"""
+"""Weights of a checkpoint: reading files (nothing is executed), fit to a model, and selection by name."""
 
 import difflib
 import fnmatch
@@ -30,13 +27,9 @@ _IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_mode
 _IN_FOLDER += ("model.pt", "model.pth")
 # where training scripts put the weights, next to optimisers and counters
 _INSIDE = ("model", "state_dict", "model_state_dict", "module")
-# what wrappers put before every name
-_WRAPPED = ("module.", "_orig_mod.")
+_WRAPPED = ("module.", "_orig_mod.")  # what wrappers put before every name
 # names of each kind of mistake that are listed: one per line, in a sentence; and candidates for the nearest name
 _MOST_LINES, _MOST_IN_SENTENCE, _CANDIDATES = 20, 5, 8
-
-
-# ---- do they fit a model?
 
 
 @dataclass(frozen=True)
@@ -111,15 +104,9 @@ def _nearest_of(name: str, others: tuple[str, ...]) -> str:
     return f" (nearest: {near[0]})" if near else ""
 
 
-# ---- by patterns of their names
-
-
 def match_names(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
     """Those of `names` that a pattern selects, in their order; UserError where a pattern selects none.
-
-    A pattern is a name or the end of one (from a dot on), where * and ? stand for anything, or a regex of the whole
-    name. What is inside of a selected part is selected too. `key`: the setting they come from.
-    """
+    A pattern is a name or the end of one (from a dot on), a glob, or a regex; it selects what is inside a part too."""
     names = list(names)
     # a part has a name that is the beginning of others'
     parts = list(dict.fromkeys(part for name in names for part in _path(name)))
@@ -156,9 +143,6 @@ def _path(name: str) -> list[str]:
     """'a.b.c' -> 'a', 'a.b', 'a.b.c'."""
     steps = name.split(".")
     return [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
-
-
-# ---- from files
 
 
 def weights_file(path: str | Path) -> Path:

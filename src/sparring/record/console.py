@@ -1,11 +1,4 @@
-"""The console: a live view on a terminal, plain lines in a pipe.
-
-finetune of reach_d0
-███████████████░░░░░░░░░░░░░  54%  81,920 steps  9,120 steps/s  0:08 left
-success   ▁▁▂▃▄▅▆▇▇█  82%
-reward    ▁▂▃▃▄▅▆▆▇█  21.4
-losses    policy -0.0131  value 0.412  KL 0.0089
-"""
+"""The console: a live view on a terminal (progress bar, curves, losses), plain lines in a pipe."""
 
 import logging
 import math
@@ -20,8 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-# seconds between two drawings
-EVERY = 0.25
+EVERY = 0.25  # seconds between two drawings
 # blocks of a curve
 CELLS = 40
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -53,8 +45,7 @@ LINES = {
     },
 }
 _TERM = "reward/"
-# LOGGER of log.py, which imports torch
-_LOGGER = "sparring"
+_LOGGER = "sparring"  # LOGGER of log.py, which imports torch
 
 
 class Console:
@@ -66,8 +57,7 @@ class Console:
         terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet
         self.view = _View(self.stream, title) if terminal else None
         self.last_line = -float("inf")
-        # the newest state, in a line
-        self.text = ""
+        self.text = ""  # the newest state, in a line
         # (fraction, steps, time) of the first call: speed and time left are means since then
         self.first: tuple[float, int, float] | None = None
 
@@ -98,7 +88,6 @@ class Console:
             self.stream.flush()
 
     def end(self) -> None:
-        """Take the view away; its last state stays as a line."""
         if self.view and self.view.close():
             self.stream.write(self.text + "\n")
             self.stream.flush()

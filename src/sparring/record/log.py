@@ -1,11 +1,7 @@
-"""Messages: to the console for people, to files in the run folder for later.
+"""Messages: to the console, and to files in the run folder's logs/, with _YYYYMMDD_HHMMSS in each name.
 
-logs/                          (each file also has _YYYYMMDD_HHMMSS in its name, the start of its process)
-  rl_training.log              all messages but the DEBUG lines of the three below
-  env/env.log                  sparring.env: robots made and reset; messages and deaths of worker processes
-  normalizer/normalizer.log    sparring.normalizer: statistics, with each line of metrics
-  training/training.log        sparring.training: the numbers of each update
-train.log -> the newest rl_training.log of a process that trained
+rl_training.log has all messages but the DEBUG lines of env/env.log, normalizer/normalizer.log, training/training.log;
+train.log links to the newest rl_training.log of a process that trained.
 """
 
 import logging
@@ -19,10 +15,8 @@ from sparring.normalize import Normalizer
 from sparring.record.configs import LoggingConfig
 
 LOGGER = "sparring"
-# loggers with a file of their own
-PARTS = ("env", "normalizer", "training")
-# messages that are kept until there is a folder for them
-_KEPT_EARLY = 1000
+PARTS = ("env", "normalizer", "training")  # loggers with a file of their own
+_KEPT_EARLY = 1000  # messages that are kept until there is a folder for them
 
 
 class RunLog:

@@ -1,7 +1,6 @@
 """The name of each metric in the files of a run, and its meaning. docs/metrics.md says the same (a test compares)."""
 
-# all values: (name in a group, meaning)
-# plain keys of a line of episode_metrics.jsonl; TensorBoard and W&B show them in groups, too
+# all values: (name in a group, meaning); plain keys of episode_metrics.jsonl, which TensorBoard and W&B show in groups
 FLAT = {
     "episode": ("rollout/episodes", "Episodes that have ended so far, of all processes."),
     "avg_loss": ("train/loss", "What is minimised; in adversarial the explorer's."),
@@ -17,12 +16,10 @@ FLAT = {
 
 # name in phases and algorithms -> name in files
 NAMES = {
-    # ---- what the robots did
     "episode_length": ("rollout/episode_length", "Env steps of the episodes that ended."),
     "success_rate": ("rollout/success_rate", "Share of the episodes that ended that were successes."),
     "contact_share": ("rollout/contact_share", "Share of an episode's decisions in touch with an object."),
     "valid_fraction": ("rollout/valid_fraction", "Share of a rollout's decisions that are of whole episodes."),
-    # ---- what was learned from it
     "policy_loss": ("train/policy_loss", "Clipped policy loss, over the minibatches of an update."),
     "value_loss": ("train/value_loss", "Squared error of the critic, before its coefficient."),
     "entropy": ("train/entropy", "Entropy of a decision, in nats; above 0 it is wide, below it is narrow."),
@@ -54,7 +51,6 @@ NAMES = {
     "consistency": ("train/consistency", "Imitation: how far long steps are from short ones in a row."),
     "imitation": ("train/imitation", "Imitation: the loss that a VLA model brings itself."),
     "negative_log_prob": ("train/negative_log_prob", "Imitation: of demonstrated actions, in nats."),
-    # ---- what a world model foretells
     "accuracy": ("world_model/accuracy", "Share of tokens foretold, in the windows that were learned from."),
     "accuracy_copy": ("world_model/accuracy_copy", "The same by copying the last frame: a still scene flatters."),
     "accuracy_changed": ("world_model/accuracy_changed", "The same of tokens that copying does not foretell."),
@@ -80,7 +76,6 @@ NAMES = {
         "world_model/generations_error_now",
         "Error on the same episodes now: what was learned and not forgotten.",
     ),
-    # ---- how fast it goes
     "steps_per_second": ("perf/steps_per_second", "Env steps of all processes in a second of an update."),
     "collect_seconds": ("perf/collect_seconds", "Collecting a rollout."),
     "simulate_seconds": ("perf/simulate_seconds", "Simulating, as part of collecting."),

@@ -13,8 +13,7 @@ from sparring.errors import UserError
 WIDE, _TEXT, _LINE, _MARGIN, _FRAME, _VERDICT = 384, 15, 22, 8, 6, 72
 _PAPER, _INK, _FAINT = (24, 26, 31), (236, 238, 242), (150, 156, 168)
 _VERDICTS = {True: ("success", (52, 168, 104)), False: ("failure", (222, 74, 66))}
-# seconds for which the last frame stands still, with the verdict
-_HOLD = 1.0
+_HOLD = 1.0  # seconds for which the last frame stands still, with the verdict
 # contact sheets and film strips, pixels
 _SHEET_MARGIN, _CAPTION, _GAP = 8, 20, 8
 _SHEET_PAPER, _SHEET_INK, _STRIP_PAPER = (250, 250, 248), (40, 44, 52), 250
@@ -48,7 +47,6 @@ class Scene:
     title: str
     # of each moment, in columns
     captions: list[tuple[str, ...]]
-    # None: unknown
     success: bool | None
     fps: float
 

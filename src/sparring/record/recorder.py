@@ -24,9 +24,7 @@ AFTER_AN_ERROR_S = 2.0
 
 class Recorder:
     """Writes `episode_metrics.jsonl`, `evaluations.jsonl`, `timeline.jsonl` and `videos`; without a folder, nothing.
-
-    Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for the encoder.
-    """
+    Numbers and videos go to the `sinks`, too. As a context it waits, at its end, for the encoder."""
 
     def __init__(
         self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False, video_share: float = 1.0
@@ -113,7 +111,6 @@ class Recorder:
         self._keep_evaluations(updates)
 
     def _keep_evaluations(self, updates: int) -> None:
-        """Those up to this update."""
         kept = [line for line in self.evaluations() if line["update"] <= updates]
         if self.evaluations_file.exists():
             partial = self.evaluations_file.with_suffix(".partial")

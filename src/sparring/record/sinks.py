@@ -14,8 +14,7 @@ from sparring.errors import UserError
 from sparring.phases.replay import Prediction
 from sparring.record.configs import LoggingConfig
 
-# age of what a browser shows of TensorBoard, at most
-FLUSH_S = 10
+FLUSH_S = 10  # age of what a browser shows of TensorBoard, at most
 # how long the end of a run waits for uploads
 UPLOAD_S = 300.0
 _JPEG_QUALITY = 85
@@ -120,11 +119,8 @@ class WeightsAndBiases:
 
 
 class RerunFile:
-    """`recording.rrd` for the Rerun viewer; a resumed run writes `recording-2.rrd`, ...: the viewer opens all as one.
-
-    An episode has the name of its video, on the timeline `step`: `<name>/camera/<camera>`, `<name>/state`, `action`,
-    `reward`, `value`. A prediction is on the timeline `decision`, with `<name>/true/<camera>` and
-    `<name>/predicted/<camera>` instead of cameras, and without value.
+    """`recording.rrd` for the Rerun viewer (`recording-2.rrd`, ... when resumed): `<name>/camera/<camera>`, `state`,
+    `action`, `reward`, `value` on the timeline `step`; of predictions `<name>/{true,predicted}/<camera>` on `decision`.
     """
 
     def __init__(self, folder: Path):

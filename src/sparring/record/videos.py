@@ -28,12 +28,9 @@ from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.sinks import RerunFile
 
 log = logging.getLogger(LOGGER)
-# jobs that wait for the encoder; a run films a few episodes at a time
-WAITING = 32
-# seconds that the end of a run waits for the encoder
-PATIENCE_S = 120.0
-# seconds that a video takes, until one was made
-FIRST_GUESS_S = 1.5
+WAITING = 32  # jobs that wait for the encoder; a run films a few episodes at a time
+PATIENCE_S = 120.0  # seconds that the end of a run waits for the encoder
+FIRST_GUESS_S = 1.5  # seconds that a video takes, until one was made
 # small files soon; yuv420p and the index in front are what browsers want; one thread, as training goes on
 _CODING = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1"]
 _PLAYABLE = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
@@ -42,9 +39,7 @@ _NICE = 10
 
 class VideoWriter:
     """Writes `videos/*.mp4`, `videos/index.jsonl`, `samples/*.png` and, with `rerun`, `recording.rrd` in a folder.
-
-    The encoder does it; `finish` waits for it. `on_video(file, line of the index)` is called in the encoder's thread.
-    """
+    `on_video(file, line of the index)` is called in the encoder's thread; `finish` waits for it."""
 
     def __init__(
         self,
@@ -77,10 +72,7 @@ class VideoWriter:
             self.film(f"episode_{_number(progress):06d}{update}_{number}", "evaluation", film, progress, spec)
 
     def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec, settings: str = "") -> Path:
-        """An episode as a video and as six of its moments; returns where the video will be.
-
-        `settings`: those of `sparring eval` that change the episodes.
-        """
+        """An episode as a video and as six of its moments; returns where the video will be."""
         path, episode = self.folder / "videos" / f"{name}.mp4", film.episode
         success = episode.success if spec.reports_success else None
         line = _index_line(name, kind, progress, spec.task_names[episode.task], episode.steps, episode.reward)
@@ -97,7 +89,6 @@ class VideoWriter:
         self.encoder.submit(partial(self._make_prediction, line, prediction, spec, anyway))
 
     def finish(self, patience_s: float = PATIENCE_S) -> None:
-        """Wait for all that was filmed."""
         self.encoder.finish(patience_s)
         if self.rerun is not None:
             self.rerun.flush()
@@ -127,11 +118,8 @@ class VideoWriter:
 
 
 class _Encoder:
-    """Does jobs in the order they came, in a thread that lives only while there are some.
-
-    When `waiting` jobs wait, a further one is left out: a missing video is better than training that waits, or a queue
-    that fills the memory. A job that fails costs its video and a warning, one for each type of error.
-    """
+    """Does jobs in order, in a thread that lives only while there are some; leaves a job out when `waiting` jobs wait.
+    A failing job costs its video and one warning per type of error."""
 
     def __init__(self, waiting: int = WAITING):
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(waiting)

@@ -11,8 +11,7 @@ BUCKETS = 1024
 # what a curve may be drawn over
 AXES = ("update", "total_steps", "episode", "timestamp")
 BINS = 480
-# turns that can be told apart on a screen
-CLOSE = 1200
+CLOSE = 1200  # turns that can be told apart on a screen
 # stages within a rollout (collect), of which every turn is written for the first updates only
 FINE = ("simulate", "infer")
 # what buckets of nothing hold, and how two buckets become one: counts, sums, least, most
@@ -55,7 +54,6 @@ class Curves:
         return name in self.names and bool(self.count[self.names[name]].any())
 
     def mean(self, name: str) -> float | None:
-        """Over all rows."""
         k = self.names.get(name)
         return float(self.sum[k].sum() / self.count[k].sum()) if name in self else None
 
@@ -65,9 +63,7 @@ class Curves:
 
     def points(self, began: float | None = None) -> dict:
         """`axes`: name -> [B]; `curves`: name -> mean, low, high [B], the last two where buckets hold several rows.
-
-        Times count from `began`, or else from the first.
-        """
+        Times count from `began`, or else from the first."""
         used = -(-self.rows // self.width)
         with np.errstate(invalid="ignore"):
             means = self.sum[:, :used] / np.where(self.count[:, :used] > 0, self.count[:, :used], np.nan)
@@ -84,7 +80,6 @@ class Curves:
         return {"rows": self.rows, "width": self.width, "axes": axes, "curves": curves}
 
     def _make_room(self, rows: int) -> None:
-        """For so many rows and for every name."""
         held = [self.count, self.sum, self.least, self.most]
         if more := len(self.names) - len(self.count):
             held = [np.concatenate([h, np.full((more, BUCKETS), e)]) for h, e in zip(held, _EMPTY, strict=True)]

@@ -30,8 +30,7 @@ class Picture:
     success: bool | None = None
     reward: float | None = None
     steps: int | None = None
-    # of an evaluation whose episodes differ from those of the run
-    settings: str | None = None
+    settings: str | None = None  # of an evaluation whose episodes differ from those of the run
 
 
 def find_videos(folder: Path) -> list[Picture]:

@@ -48,7 +48,7 @@ class Collection:
             self._together, self._together_changed = together, self.version
 
     def changes(self, since: int = 0) -> bytes:
-        """As JSON: `runs`: number -> part -> content, of parts that changed; `together`: order, labels, settings."""
+        """JSON of `runs` (number -> changed part -> content) and `together` (order, labels, settings)."""
         if since > self.version:  # from a page that another process served
             since = 0
         changed = {

@@ -14,10 +14,8 @@ from sparring.report.curves import Curves, Timeline
 from sparring.report.tail import Follower
 from sparring.runs.listing import lives, read_json, run_folders
 
-# settings that say where and how loudly, not what is trained
-IDLE = ("output", "resume", "logging.")
-# with more differences than this, a folder's name says more
-_IN_A_LABEL = 3
+IDLE = ("output", "resume", "logging.")  # settings that say where and how loudly, not what is trained
+_IN_A_LABEL = 3  # with more differences than this, a folder's name says more
 # settings that the defaults of others depend on
 _CHOICES = ("phase", "algorithm", "env.name", "policy.name", "world_model.name", "rewards.name")
 
@@ -108,8 +106,6 @@ class RunFolder:
 
 
 class _CurvesFile(Follower):
-    """The curves of a JSONL file."""
-
     def forget(self) -> None:
         self.curves = Curves()
 

@@ -17,24 +17,21 @@ from sparring.report.page import Collection
 from sparring.report.run_folder import RunFolder
 
 HOST = "127.0.0.1"
-# ports that are tried after the one that was asked for
-_MORE_PORTS = 50
+_MORE_PORTS = 50  # ports that are tried after the one that was asked for
 
 
 class _Server(ThreadingHTTPServer):
     """Serves the page, what changed since a version, and the runs' pictures."""
 
     daemon_threads = True
-    # else a second server would share the port of a first one
-    allow_reuse_port = False
+    allow_reuse_port = False  # else a second server would share the port of a first one
 
     def __init__(self, paths: list[Path], port: int):
         super().__init__((HOST, port), _Handler)
         self.collection = Collection(
             paths, lambda path: RunFolder(path, lambda run, seen: f"runs/{self.collection.numbers[run]}/{seen.file}")
         )
-        # every tab asks in a thread of its own
-        self.lock = Lock()
+        self.lock = Lock()  # every tab asks in a thread of its own
 
     def refreshed(self, answer: Callable[[Collection], bytes]) -> bytes:
         with self.lock:

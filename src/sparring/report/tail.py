@@ -7,10 +7,8 @@ from pathlib import Path
 
 import orjson
 
-# a block and its rows fit into a processor's cache: a quarter faster than blocks of 4 MB
-BLOCK = 1 << 19
-# last bytes that were read, to know them again: every line ends with a time
-_FINGERPRINT = 64
+BLOCK = 1 << 19  # a block and its rows fit into a processor's cache: a quarter faster than blocks of 4 MB
+_FINGERPRINT = 64  # last bytes that were read, to know them again: every line ends with a time
 
 
 class Tail:

@@ -1,10 +1,7 @@
 """Action chunks by denoising, with the log-probability of what was drawn (formulas.md, section 1).
 
-Time runs from 1 (noise) to 0 (action) in K steps of h = 1/K: t_k = 1 - k/K. The network predicts the velocity
-v = eps - a. A step either follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is scored. Acting
-stores the states of scored steps; scoring goes through the same states at the same times. Densities are those of
-normalised actions: the shift and scale to the env's own are constants, which cancel in every ratio.
-
+Time runs from 1 (noise) to 0 (action) in K steps of h = 1/K; the network predicts the velocity v = eps - a. A step
+follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is scored. Densities are normalised actions'.
 Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims.
 """
 
@@ -25,12 +22,11 @@ from sparring.policies.policy import Loss, executed_mask
 
 # what `denoise` needs of the observations, a row per decision; a TensorDict has `features` [B, F]
 Prefix = torch.Tensor | TensorDict
-# mean and std of the next state, both broadcastable to [B, S, H, A]
-Normal = tuple[torch.Tensor, torch.Tensor]
+Normal = tuple[torch.Tensor, torch.Tensor]  # mean and std of the next state, both broadcastable to [B, S, H, A]
 
 
 class _Network(Protocol):
-    """What a chain runs: a policy itself, or something faster that computes the same."""
+    """A policy itself, or something faster that computes the same."""
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, Prefix]:
         """Features for the critic, and what `denoise` reads: both of the observations of `td [B]` alone."""
@@ -42,14 +38,10 @@ class _Network(Protocol):
 
 
 class FlowChain(EncodedPolicy):
-    """Base of all policies that denoise. A subclass is a `_Network` and has a `critic`.
-
-    Observations are encoded once per decision; only `denoise` runs in every denoising step.
-    """
+    """Base of all policies that denoise. A subclass is a `_Network` and has a `critic`; `denoise` runs every step."""
 
     # with few denoising steps the ODE and the SDE are different policies
     reports_sampled = True
-    # besides what `encode` and the critic read
     trace_keys = [("trace", "states"), ("trace", "first")]
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):
@@ -73,8 +65,7 @@ class FlowChain(EncodedPolicy):
         self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
         self.actions = Normalizer(self.action_dim) if normalize_actions else None
 
-        # flow_sde, flow_noise: every step is scored; flow_sde_one_step: one, drawn for each decision, so that scoring
-        # takes one pass of the network instead of K; denoising_mdp: the last ones, each an action of its own
+        # all steps are scored; in flow_sde_one_step one drawn step; in denoising_mdp the last ones, each an action
         self.scored_steps = self.sampling_steps
         self.draws_the_step = config.method == "flow_sde_one_step"
         if self.draws_the_step:
@@ -94,8 +85,6 @@ class FlowChain(EncodedPolicy):
     def step_weights(self) -> torch.Tensor | None:
         return self._step_weights if self.config.method == "denoising_mdp" else None
 
-    # ---- acting
-
     def act(self, td: TensorDict) -> TensorDict:
         return self.act_with(self, td)
 
@@ -112,7 +101,7 @@ class FlowChain(EncodedPolicy):
         return td.set("trace", TensorDict(trace, td.batch_size))
 
     def _start(self, td: TensorDict) -> torch.Tensor:
-        """The noise [B, H, A] that a greedy decision starts from: of `start`, or the middle of the noise."""
+        """The noise [B, H, A] that a greedy decision starts from."""
         start = td.get("start", None)
         if start is None:
             start = torch.full((len(td), self.start_size), 0.5, device=self.times.device)
@@ -164,8 +153,6 @@ class FlowChain(EncodedPolicy):
         action = x[:, : self.chunk]
         action = self.actions.inverse(action) if self.actions is not None else action
         return nn.functional.pad(action, (0, self.padding)) if self.padding else action
-
-    # ---- scoring
 
     def complete(self, td: TensorDict) -> TensorDict:
         trace = td["trace"]
@@ -220,8 +207,6 @@ class FlowChain(EncodedPolicy):
             total, count = total.sum(1), count[:, 0] * terms.shape[2]
         return total / count if self.config.reduction == "mean" else total
 
-    # ---- what a subclass has, or may replace
-
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, Prefix]:
         raise NotImplementedError
 
@@ -229,7 +214,7 @@ class FlowChain(EncodedPolicy):
         raise NotImplementedError
 
     def value_of(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        """V, [B]. The critic reads the features and does not shape them."""
+        """V, [B]; its gradient does not reach the features."""
         return self.critic(features.detach(), td)
 
     def value(self, td: TensorDict) -> torch.Tensor:
@@ -241,8 +226,6 @@ class FlowChain(EncodedPolicy):
     def _noise_condition(self, prefix: Prefix) -> torch.Tensor:
         """What learned noise depends on, [B, `noise_inputs`]."""
         return prefix if isinstance(prefix, torch.Tensor) else prefix["features"]
-
-    # ---- imitation
 
     def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
         _, prefix = self.encode(td)
@@ -297,7 +280,6 @@ class FlowNoise(nn.Module):
         self.steps, self.size, self.shape = steps, 1.0 / steps, (horizon, action_dim)
         low, high = torch.tensor(bounds, dtype=torch.float64).log().tolist()
         self.middle, self.reach = (low + high) / 2, (high - low) / 2
-        # of the condition [W] and the step, one-hot [K]
         self.net = nn.Sequential(nn.Linear(width + steps, 64), nn.SiLU(), nn.Linear(64, horizon * action_dim))
         nn.init.zeros_(self.net[-1].weight)
         nn.init.zeros_(self.net[-1].bias)
@@ -351,7 +333,6 @@ class _PathPoints:
     valid: torch.Tensor
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values [B, H, A], over the steps within the episode."""
         return (values * self.valid).sum() / (self.valid.sum() * values.shape[-1]).clamp_min(1)
 
 
@@ -360,7 +341,7 @@ def _learns_noise(config: DenoisingConfig) -> bool:
 
 
 def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
-    """Refuses what cannot be, and settings that the method does not read."""
+    """Refuses impossible settings, and settings that the method does not read."""
     if spec.discrete_actions:
         raise UserError(
             f"policy.name={config.name} draws continuous actions, but the env takes one of several; use actor_critic"

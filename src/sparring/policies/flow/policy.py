@@ -1,4 +1,4 @@
-"""The flow policy: a transformer denoises action chunks, conditioned on what an encoder sees.
+"""The flow policy: a transformer denoises action chunks, conditioned on encoded observations.
 
 Letters: B decisions, H steps of a chunk, A action dims, F features, W width.
 """
@@ -18,13 +18,10 @@ from sparring.policies.encoders import ObservationEncoder
 from sparring.policies.flow.chain import FlowChain
 from sparring.policies.policy import Loss
 
-# of the time from 0 to 1, in one step of the consistency term
-_LONGEST_STRIDE = 0.2
+_LONGEST_STRIDE = 0.2  # of the time from 0 to 1, in one step of the consistency term
 
 
 class FlowPolicy(FlowChain):
-    """The critic reads the encoder's features and does not shape them."""
-
     def __init__(self, config: FlowConfig, spec: EnvSpec, chunk: int):
         if config.width % config.heads:
             raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
@@ -34,7 +31,6 @@ class FlowPolicy(FlowChain):
         self.velocity = _ActionTransformer(config, self.horizon, self.action_dim)
         self.target = self.aim = None
         if config.consistency:
-            # follows the velocity slowly
             self.target = copy.deepcopy(self.velocity).requires_grad_(False)
             # added to the condition where the velocity is to point at the end of the path, not along it
             self.aim = nn.Parameter(torch.randn(config.width) * 0.02)

@@ -113,9 +113,6 @@ def read_model(folder: str | Path, key: str = "policy.model_path") -> SavedModel
     )
 
 
-# ---- transformers' pi0: what is one matrix here is several there
-
-
 def from_transformers(source) -> tuple[Weights, Sizes]:
     """Of a `PI0ForConditionalGeneration`, or of a folder that `save_pretrained` wrote one to."""
     model = load_pi0(source, dtype="auto") if isinstance(source, str | Path) else source
@@ -218,7 +215,7 @@ def _require(section: str, config, expected: dict) -> None:
 
 
 def settings_of(sizes: Sizes) -> dict:
-    """Of transformers' `PI0Config`, for these sizes."""
+    """Settings of transformers' `PI0Config`."""
 
     def named(names: dict[str, str]) -> dict[str, int]:
         return {theirs: getattr(sizes, ours) for ours, theirs in names.items()}

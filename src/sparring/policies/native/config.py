@@ -11,7 +11,7 @@ from sparring.policies.configs import CriticConfig, DenoisingConfig, LoraConfig
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that the shapes of the weights follow from; each is a key of the `policy` section."""
+    """All sizes that the weights' shapes follow from; each is a key of the `policy` section."""
 
     image_size: int
     patch_size: int

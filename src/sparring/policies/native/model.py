@@ -1,11 +1,7 @@
-"""The native VLA's network: vision tower, language model and action expert.
+"""The native VLA's network: vision tower (SigLIP), language model and action expert (both Gemma).
 
-Images and words become a prefix, once a decision; an expert that attends to it denoises actions. The two are
-transformers of the same depth and heads but different widths, in the shape of Gemma; the vision tower has that of
-SigLIP. In each layer the expert's tokens attend to the prefix's keys and values of that layer and to their own. Images
-and words see each other; state and memory see these and each other; actions see all. So only actions depend on noise
-and time, and the rest is cached.
-
+Images and words see each other; state and memory see these and each other; actions see all. So only actions depend on
+noise and time, and the rest is cached. In each layer the expert attends to the prefix's keys and values of that layer.
 Letters: B rows, N cameras, T tokens, L keys or tokens of the prefix, d numbers of a head, H steps of a chunk,
 A action dims, W width.
 """
@@ -19,21 +15,16 @@ from torch.nn import functional as F
 
 from sparring.policies.native.config import Sizes
 
-# of all norms, and of the rotation of queries and keys
-_EPSILON, _BASE = 1e-6, 10_000.0
-# shortest and longest period of the waves that encode the time
-_PERIODS = (4e-3, 4.0)
-# keys come in multiples of so many: rows of 16 bytes in bf16
-_MULTIPLE = 8
-# cos and sin, [B, T, 1, d/2] each
-Rotation = tuple[torch.Tensor, torch.Tensor]
+_EPSILON, _BASE = 1e-6, 10_000.0  # of all norms, and of the rotation of queries and keys
+_PERIODS = (4e-3, 4.0)  # shortest and longest period of the waves that encode the time
+_MULTIPLE = 8  # keys come in multiples of so many: rows of 16 bytes in bf16
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [B, T, 1, d/2] each
 
 
 class RMSNorm(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        # 0: leaves the scale at 1
-        self.weight = nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.zeros(width))  # 0: leaves the scale at 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
@@ -83,9 +74,7 @@ def _rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Queries [B, T, heads, d] over keys and values [B, kv heads, L, d], of which `seen` [B, L] count: [B, T, heads*d].
-
-    Heads that share keys are stacked as if they were more queries: no key is copied.
-    """
+    Heads that share keys are stacked as more queries, so that no key is copied."""
     batch, tokens, heads, size = q.shape
     shared = k.shape[1]
     # [B, T, kv * g, d] -> [B, kv, T * g, d]; a view where all heads share one
@@ -163,13 +152,10 @@ class Inputs(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What denoising attends to."""
-
     # [B, layers, kv heads, L, d] each
     keys: torch.Tensor
     values: torch.Tensor
-    # [B, L] bool: false where a text is padded, and where L is
-    mask: torch.Tensor
+    mask: torch.Tensor  # [B, L] bool: false where a text is padded, and where L is
     # [B, W] float32: the mean of the last layer's tokens; None where it was not asked for
     features: torch.Tensor | None
 
@@ -216,7 +202,6 @@ class NativeModel(nn.Module):
         return Prefix(torch.stack(keys, 1), torch.stack(values, 1), seen, mean)
 
     def features(self, inputs: Inputs) -> torch.Tensor:
-        """`prefix(inputs).features`, and nothing else of it."""
         return self._read(inputs, features=True)[-1]
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
@@ -243,8 +228,6 @@ class NativeModel(nn.Module):
             x = x - velocity(x, x.new_full((len(x),), 1 - step / steps)) / steps
         return x
 
-    # ---- the parts of `prefix` and `velocity`, which hopper/forward.py puts together in its own way
-
     def _read(self, inputs: Inputs, features: bool):
         """Which tokens count [B, L], each layer's keys and values of images and words, and features [B, W]."""
         x, seen, turns = self.prompt(inputs, self.vision)
@@ -258,10 +241,7 @@ class NativeModel(nn.Module):
         return seen, keys, values, self.pool(x, seen) if features else None
 
     def prompt(self, inputs: Inputs, vision):
-        """Images and words as tokens [B, L, W], which of them count [B, L], and their rotation.
-
-        `vision(images, dtype)` does what `self.vision` does.
-        """
+        """Images and words as tokens [B, L, W], which of them count [B, L], and their rotation; by `vision`."""
         dtype, cameras, seen = self._dtype(), inputs.images.shape[1], inputs.text
         x = self.words(inputs.tokens).to(dtype) * self.sizes.width**0.5
         if cameras:
@@ -311,7 +291,6 @@ def _extend(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _extend_mask(seen: torch.Tensor, count: int) -> torch.Tensor:
-    """[B, L]: the same for the mask."""
     seen = F.pad(seen, (0, count), value=True)
     return F.pad(seen, (0, -seen.shape[1] % _MULTIPLE), value=False)
 

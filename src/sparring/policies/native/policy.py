@@ -25,12 +25,11 @@ from sparring.policies.pi0 import ImagePreparation
 from sparring.policies.policy import MemoryTraces
 from sparring.policies.weights import load_strictly
 
-# the memory keeps the colours of each image on a grid of so many fields a side
-_GRID = 4
+_GRID = 4  # the memory keeps the colours of each image on a grid of so many fields a side
 
 
 class NativeVLA(FlowChain):
-    """The network is `model`; the critic reads its features of images and words, and the memory, and shapes neither."""
+    """The network is `model`; the critic reads its features of images and words, and the memory, without gradients."""
 
     def __init__(self, config: NativeVLAConfig, spec: EnvSpec, chunk: int):
         saved = None if config.model_path is None else read_model(config.model_path)
@@ -134,10 +133,7 @@ class _GraphNetwork:
 
 
 class _NativeInputs(nn.Module):
-    """Observations -> images in the network's size and range, the instruction's tokens, the state, and a memory.
-
-    An env may show none of them: there is always a text, if an empty one, and a state, if of zeros.
-    """
+    """Observations -> images in the network's size and range, the instruction's tokens, the state, and a memory."""
 
     def __init__(self, config: NativeVLAConfig, spec: EnvSpec, sizes: Sizes, saved: SavedModel | None):
         super().__init__()

@@ -61,7 +61,6 @@ class VLAObservations(nn.Module):
         # the model's key -> ours: a name, or a list of names to stack
         self.sources = _sources(config.observation_keys, spec)
         names = [name for source in self.sources.values() for name in _listed(source)]
-        # each once, in order
         self.in_keys = [("observation", *name.split("/")) for name in dict.fromkeys(names)]
         self.as_float = config.images == "float"
         self.normalizer = None

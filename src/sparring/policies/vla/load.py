@@ -48,15 +48,8 @@ def load_vla_model(
     frozen: Iterable[str] = (),
     usual: Mapping | None = None,
 ) -> nn.Module:
-    """A model with its weights.
-
-    `model_path`: .safetensors, a `.safetensors.index.json` with its shards, .pth/.pt/.bin (tensors only), or a folder
-    in Hugging Face format; None: fresh weights. `model_class`: "package.module:Class", dotted, or the class.
-    `model_config`: what it is constructed with. `strict`: every weight is there and none left over, or UserError with
-    all names; else what fits is loaded, and a warning has the names. `dtype`: fp32 or bf16; None: the class's own.
-    `device_map`: a device, or {pattern: device} of frozen parts. `frozen`: patterns of names that do not learn.
-    `usual`: settings that a constructor is given if it takes them, and neither `model_config` nor the folder has them.
-    """
+    """A model with its weights; docs/vla.md describes the parameters.
+    `usual`: settings that a constructor gets if it takes them, and neither `model_config` nor the folder has them."""
     cls = import_model_class(model_class)
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype '{dtype}' is not known; expected {' or '.join(_DTYPES)}")
@@ -212,9 +205,6 @@ def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> n
         fit = WeightsFit.of(own, read_weights(folder, own))
     _check_fit(fit, folder, strict, "load what fits with policy.strict=false")
     return model
-
-
-# ---- frozen parts: their dtype, their mode, their device
 
 
 def cast_frozen(model: nn.Module, dtype: str) -> None:

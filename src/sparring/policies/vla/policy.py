@@ -39,10 +39,8 @@ _OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)
 _OF_DOCUMENTED = ("draws", "critic_parts")
 # what a model that is not made for its observations may raise
 _MODEL_ERRORS = (RuntimeError, KeyError, TypeError, ValueError, IndexError, AttributeError)
-# a seed is made of so many uniform numbers, of so many bits each
-_SEED_NUMBERS, _SEED_BITS = 2, 24
-# tries after which a model that always gives the same action is believed to draw nothing
-_TRIES = 8
+_SEED_NUMBERS, _SEED_BITS = 2, 24  # a seed is made of so many uniform numbers, of so many bits each
+_TRIES = 8  # tries after which a model that always gives the same action is believed to draw nothing
 
 
 def make_vla_policy(config: VLAConfig, spec: EnvSpec, chunk: int) -> Policy:
@@ -132,8 +130,6 @@ class VLAPolicy(Policy):
         super().train(mode)
         eval_frozen(self.model)
         return self
-
-    # ---- between the model's shapes and ours
 
     def _observe(self, td: TensorDict) -> TensorDict:
         """What the model reads; the first time the model is tried on it."""
@@ -259,9 +255,6 @@ def _try_flow(model: nn.Module, config: VLAConfig, observations: VLAObservations
     return features.shape[1]
 
 
-# ---- the model as the config wants it
-
-
 def _load_model(
     config: VLAConfig, spec: EnvSpec, chunk: int, observations: VLAObservations
 ) -> tuple[nn.Module, list[str]]:
@@ -347,11 +340,8 @@ def _first_call(model: nn.Module, seen: TensorDict):
 
 class _Drawing:
     """Draws actions from a model so that the same noise gives the same action.
-
-    A model with `sample(observations, noise)` draws with the numbers it is given. One that draws inside `forward` uses
-    torch's own generator, which is seeded from the noise here, and put back as it was. By `rows`, each decision is
-    drawn by itself: an action depends neither on the other robots nor on how they are batched. Otherwise all are drawn
-    at once, which is faster, and the same again only for the same batch.
+    A model without `sample` draws from torch's generator, seeded from the noise: by `rows` each decision on its own,
+    else all at once, which is faster, but repeatable only for the same batch.
     """
 
     def __init__(self, model: nn.Module, size: int, by_rows: bool, discrete: bool):
@@ -359,8 +349,7 @@ class _Drawing:
         self.takes_deterministic = "deterministic" in inspect.signature(model.forward).parameters
         self.by_rows = by_rows
         self.noise_size = int(getattr(model, "noise_size", size)) if self.samples else _SEED_NUMBERS
-        # choices are few: the same one several times means nothing
-        self.is_tried = self.samples or discrete
+        self.is_tried = self.samples or discrete  # choices are few: the same one several times means nothing
 
     def mode(self, model: nn.Module, seen: TensorDict) -> torch.Tensor:
         if self.takes_deterministic:

@@ -1,8 +1,6 @@
-"""The native VLA's forward pass by kernels of our own: for acting on Hopper GPUs; nothing is learned here.
+"""The native VLA's forward pass by kernels for acting on Hopper GPUs; nothing is learned here.
 
-The keys and values of a decision stay in one cache, and a denoising step writes those of its tokens behind them. State
-and memory do not depend on noise or time, but a pass of their own costs as many kernels as a denoising step: they are
-tokens of each step here, and do not see the actions next to them.
+State and memory are tokens of each denoising step: a pass of their own would cost as many kernels.
 """
 
 from collections.abc import Callable
@@ -16,22 +14,15 @@ from torch.nn import functional as F
 
 from sparring.policies.native.model import GemmaLayer, Inputs, NativeModel, rotation
 
-# a step of up to so many tokens (of all rows) is bound by the number of kernels
-FEW = 256
-# the cache's length is a multiple of this: products of odd sizes are slow
-_MULTIPLE = 16
-# numbers of a patch are padded to a multiple of this: rows of 16 bytes in bf16
-_PATCH_MULTIPLE = 8
-# tiles of the GPU library's products
-_TILE = (128, 256)
+FEW = 256  # a step of up to so many tokens (of all rows) is bound by the number of kernels
+_MULTIPLE = 16  # the cache's length is a multiple of this: products of odd sizes are slow
+_PATCH_MULTIPLE = 8  # numbers of a patch are padded to a multiple of this: rows of 16 bytes in bf16
+_TILE = (128, 256)  # tiles of the GPU library's products
 
 
 class Cache(NamedTuple):
-    """What denoising attends to, like `Prefix`, and room for what a step adds to it.
-
-    Keys and values [B, layers, kv heads, C, d], of which all after images and words are seen (mask [B, C]); tokens of
-    state and memory [B, 1 or 2, expert width]; cos and sin [B, room, d/2] of them and of the actions.
-    """
+    """What denoising attends to, with room for a step's tokens: keys, values [B, layers, kv heads, C, d] and their mask
+    [B, C]; tokens of state and memory [B, 1 or 2, expert width]; cos and sin [B, room, d/2]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -55,8 +46,7 @@ class _LayerCache(NamedTuple):
 
 
 def _has_hopper(weight: torch.Tensor) -> bool:
-    """In bf16, on a GPU of Hopper's generation (tiles do not fit into the memory of others), with a Triton that can
-    use its engine for copies."""
+    """bf16 on a Hopper GPU, with a Triton that supports its copy engine."""
     if not weight.is_cuda or torch.version.hip is not None or weight.dtype != torch.bfloat16:
         return False
     hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
@@ -121,7 +111,6 @@ class HopperForward:
         return self._emit(x[:, states:], dims)
 
     def _begin(self, inputs: Inputs):
-        """All before the first layer: one piece for the compiler."""
         model = self.model
         see = partial(_see_patches, model.vision, gelu_product=self._kernels.gelu_product)
         x, seen, turns = model.prompt(inputs, see)
@@ -134,8 +123,6 @@ class HopperForward:
     def _embed(self, x: torch.Tensor, t: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return torch.cat([states, self.model.embed(x, t)], 1)
 
-    # ---- a layer of few tokens
-
     def _few(self, layer: GemmaLayer, x: torch.Tensor, cache: _LayerCache) -> torch.Tensor:
         kernels, (keys, values, at, seen, states, turns) = self._kernels, cache
         q = x.new_empty(*x.shape[:2], layer.heads, layer.head_dim)
@@ -143,8 +130,6 @@ class HopperForward:
         x = kernels.add("out", x, kernels.attend(q, keys, values, seen, states, at), layer.out.weight)
         wide = kernels.gate(kernels.norm(x, layer.mlp_norm.weight), layer.gate_up.weight)
         return kernels.add("down", x, wide, layer.down.weight)
-
-    # ---- a layer of many
 
     def _many(self, layer: GemmaLayer, x: torch.Tensor, cache: _LayerCache) -> torch.Tensor:
         return self._finish(layer, x, self._attend(self._project(layer, x, cache), x.shape[1], cache))
@@ -168,7 +153,6 @@ class HopperForward:
         return mixed.transpose(1, 2).reshape(batch, tokens, -1)
 
     def _finish(self, layer: GemmaLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Written over x."""
         kernels = self._kernels
         self._add(x, attended, layer.out.weight)
         self._add(x, kernels.gated(kernels.norm(x, layer.mlp_norm.weight), layer.gate_up.weight), layer.down.weight)

@@ -1,8 +1,4 @@
-"""Acting by CUDA graphs of compiled code.
-
-A small batch is bound by the launches of thousands of small kernels. A graph launches them at once, from fixed
-buffers: inputs are copied into them, and the prefix stays in one.
-"""
+"""Acting by CUDA graphs of compiled code: one launch per graph instead of thousands of small kernels."""
 
 import copy
 from collections.abc import Callable
@@ -33,11 +29,8 @@ class ActingGraphs:
         kernels: bool = False,
         room: int = 64,
     ):
-        """`half`: in bf16. Weights of that precision are read where they are; of others a copy is kept (`refresh`).
-
-        `autotune`: try several kernels, which takes minutes. `record(function, tensors)` gives what replays it.
-        `kernels`: use hopper/forward.py where the network and the GPU allow it; `room`: the most tokens of a step,
-        those of a chunk, state and memory.
+        """`half`: in bf16, from a copy of other weights (`refresh`). `autotune`: try several kernels (minutes).
+        `record(function, tensors)` returns its replay. `kernels`: use hopper/forward.py; `room`: most tokens of a step.
         """
         self._own, self._steps = list(model.parameters()), steps
         self._model = _half(model) if half else model
@@ -80,7 +73,6 @@ class ActingGraphs:
 
     @torch.no_grad()
     def prefix(self, inputs: Inputs) -> Prefix | Cache:
-        """In buffers that the next call writes to."""
         tensors = self._tensors_of(inputs)
         self._cached = self._replay("prefix", lambda *tensors: self._prefix(Inputs(*tensors)), tensors)
         return self._cached

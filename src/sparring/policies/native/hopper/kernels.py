@@ -1,11 +1,7 @@
-"""Triton kernels for acting on GPUs of Hopper's generation; launch.py says what each does, to which shapes.
+"""Triton kernels for acting on Hopper GPUs; launch.py says what each does, to which shapes.
 
-For few tokens a layer is bound by how many kernels there are and by reading weights: turns, sums and the activation
-ride on products of our own. For many the GPU's library multiplies faster, and only what lies between its products is
-here. Importing this needs triton, which torch brings where there are GPUs.
-
-Letters: B rows, T tokens, M = B * T, K and N width before and after a product, C tokens that the cache holds, d numbers
-of a head.
+With few tokens, weights and launches are the bound: our products fuse turns, sums and the activation. With many, the
+GPU's library multiplies, and kernels here do only what lies between its products. Letters: as in launch.py, M = B * T.
 """
 
 import triton
@@ -54,10 +50,7 @@ def project(
     K: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Product and turn; queries to q [M, HEADS, D], keys and values [B, KV, C, D] from token `at` on.
-
-    Rows of the batch lie `stride` tokens apart there.
-    """
+    """Product and turn; queries to q [M, HEADS, D], keys and values [B, KV, C, D] from `at` on, rows `stride` apart."""
     _wait(EARLY)
     HALF: tl.constexpr = D // 2
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,6 +1,6 @@
 """Launches of the kernels: how their work is cut into tiles.
 
-Letters: B rows, T tokens, K and N width before and after a product, C tokens that the cache holds, d numbers of a head,
+Letters: B rows, T tokens, K and N width before and after a product, C tokens of the cache, d numbers of a head,
 R = T times the heads that share keys.
 """
 
@@ -30,16 +30,13 @@ TILES = {
     },
 }
 _GATED = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 16, "num_warps": 8, "num_stages": 4}
-# tiles of a product that several programs may share
-_COUNTERS = 1 << 16
-# for up to so many tokens a kernel starts while the one before it ends
-_OVERLAP = 64
+_COUNTERS = 1 << 16  # tiles of a product that several programs may share
+_OVERLAP = 64  # for up to so many tokens a kernel starts while the one before it ends
 
 
 @torch.library.custom_op("sparring::gelu_product", mutates_args=())
 def _gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(x [N, P, K] @ weight.T + bias), by the library's own product. To the compiler it is one piece: taken apart,
-    the activation would be a kernel of its own."""
+    """gelu(x [N, P, K] @ weight.T + bias) by the library; one piece for the compiler: the activation stays fused."""
     return torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True).view(*x.shape[:2], -1)
 
 
