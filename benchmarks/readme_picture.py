@@ -22,7 +22,7 @@ from sparring.envs.env import Env
 from sparring.evaluation.play import held_out_env, play
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import seed_everything
-from sparring.record.videos import by_camera
+from sparring.record.videos import _by_camera
 from sparring.runs.checkpoint import checkpoint_folder
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "learning.webp"
@@ -53,7 +53,7 @@ def _first_episodes(policy: Policy, env: Env, config, episodes: int, greedy: boo
 
 
 def head(film: Film, env: Env) -> list[Image.Image]:
-    pictures = by_camera(film.frames, env.spec.film_cameras)["head"][::STRIDE]
+    pictures = _by_camera(film.frames, env.spec.film_cameras)["head"][::STRIDE]
     return [Image.fromarray(np.ascontiguousarray(p)).resize((TILE, TILE), Image.Resampling.LANCZOS) for p in pictures]
 
 

@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import PI0Config, PI0ForConditionalGeneration
 
-from sparring.policies.native.checkpoint import from_transformers, settings_of
+from sparring.policies.native.checkpoint import _from_transformers, _settings_of
 from sparring.policies.native.config import PRESETS
 from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.native.model import Inputs, NativeModel
@@ -44,14 +44,14 @@ def make_pi0(preset: str, device: str) -> PI0ForConditionalGeneration:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model = PI0ForConditionalGeneration(PI0Config(**settings_of(PRESETS[preset]), chunk_size=CHUNK))
+            model = PI0ForConditionalGeneration(PI0Config(**_settings_of(PRESETS[preset]), chunk_size=CHUNK))
     finally:
         torch.set_default_dtype(before)
     return model.eval()
 
 
 def make_native(pi0: PI0ForConditionalGeneration) -> NativeModel:
-    weights, sizes = from_transformers(pi0)
+    weights, sizes = _from_transformers(pi0)
     with torch.device("meta"):
         native = NativeModel(sizes)
     native.load_state_dict(weights, assign=True)

@@ -26,7 +26,7 @@ from sparring.collect.collector import Collector
 from sparring.data import EpisodeRecorder, EpisodeStore, ShuffledWindows
 from sparring.envs.tabletop.experts import Expert
 from sparring.evaluation.play import held_out_episodes
-from sparring.evaluation.world_model import measure
+from sparring.evaluation.world_model import _measure
 from sparring.phases.replay import Replay
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, share_of
@@ -131,7 +131,7 @@ def judge(models: dict, task: str, config) -> dict:
     played = held_out_episodes(env, Scripted(env), EPISODES, config.seed, chunk=1)
     env.close()
     episodes = in_decisions(played, config.rollout.action_steps)
-    found = {who: measure(model, episodes)["cameras"] for who, model in models.items()}
+    found = {who: _measure(model, episodes)["cameras"] for who, model in models.items()}
     figures = {camera: dict(measured["object_mse"]) for camera, measured in found["teacher"].items()}
     for camera, errors in figures.items():
         errors |= {who: cameras[camera]["object_mse"]["prediction"] for who, cameras in found.items()}

@@ -48,9 +48,9 @@ def paid(run, curve: list[dict]) -> dict:
 def judge(run, config) -> dict:
     """The explorer beside random actions, on held-out episodes."""
     from sparring.envs.env import make_env
-    from sparring.evaluation.exploration import compare_with_random, showing_objects
+    from sparring.evaluation.exploration import _showing_objects, compare_with_random
 
-    env = make_env(showing_objects(config.env), 32)
+    env = make_env(_showing_objects(config.env), 32)
     policy = run.phase.policy.eval()
     found = compare_with_random(policy, env, EPISODES, config.seed, config.rollout.action_steps)
     env.close()

@@ -7,7 +7,7 @@ import numpy as np
 
 from sparring.config.schema import load_config
 from sparring.record.overlay import write_png
-from sparring.record.videos import write_video
+from sparring.record.videos import _write_video
 
 BEGAN = 1_790_000_000.0
 SYSTEM = {
@@ -114,7 +114,7 @@ def add_pictures(folder: Path) -> None:
     """Two videos of two seconds that an index tells of, and a strip."""
     frames = [np.full((32, 64, 3), 10 * i, np.uint8) for i in range(20)]
     for number in (0, 1):
-        write_video(folder / "videos" / f"episode_000160_{number}.mp4", frames, 10)
+        _write_video(folder / "videos" / f"episode_000160_{number}.mp4", frames, 10)
     told = {"kind": "evaluation", "update": 20, "episode": 160, "task": "reach_d0", "reward": 3.5, "steps": 20}
     told |= {"cameras": ["head"], "strip": None}
     write_lines(

@@ -15,10 +15,10 @@ from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env, make_env
-from sparring.evaluation.exploration import _entropy, _explore, compare_with_random, showing_objects
-from sparring.evaluation.images import _CoveredObjects, _is_object, _SeenObjects, changed, squared_error, ssim
+from sparring.evaluation.exploration import _entropy, _explore, _showing_objects, compare_with_random
+from sparring.evaluation.images import _CoveredObjects, _is_object, _SeenObjects, changed, ssim
 from sparring.evaluation.play import held_out_episodes
-from sparring.evaluation.world_model import _compare, _skill, _Tally, measure, ratio_by_episode
+from sparring.evaluation.world_model import WorldModelEvaluation, _compare, _measure, _skill, _squared_error, _Tally
 from sparring.policies.random import RandomPolicy
 
 
@@ -59,7 +59,7 @@ def test_ssim_in_one_window_by_hand():
 
 
 def test_psnr_by_hand():
-    error = squared_error(flat(0), flat(51))
+    error = _squared_error(flat(0), flat(51))
     assert float(error.mean()) == pytest.approx(0.04)
     tally = _Tally()
     tally.add("mse", error)
@@ -151,7 +151,7 @@ def copier(brighter: float = 0.0) -> CopyingWorldModel:
 
 
 def test_a_model_that_copies_is_as_good_as_copying():
-    figures = measure(copier(), still_then_moving())
+    figures = _measure(copier(), still_then_moving())
     head, wrist = figures["cameras"]["head"], figures["cameras"]["wrist"]
     assert figures["transitions"] == 15
     assert head["changed_mse_ratio"] == pytest.approx(1.0) and head["changed_share"] == pytest.approx(0.5)
@@ -167,7 +167,7 @@ def test_a_model_that_copies_is_as_good_as_copying():
 
 def test_a_model_that_knows_better_is_seen_to():
     """Brighter by 5 halves the error of what changes by 10, and is wrong about what does not."""
-    head = measure(copier(5.0), still_then_moving())["cameras"]["head"]
+    head = _measure(copier(5.0), still_then_moving())["cameras"]["head"]
     assert head["changed_mse_ratio"] == pytest.approx(0.25)
     assert head["psnr"]["prediction"] == pytest.approx(-20 * math.log10(5 / 255))
 
@@ -177,18 +177,18 @@ def test_the_ratio_of_each_episode():
     episodes = still_then_moving()
     for seen in (episodes["observation"], episodes["next", "observation"]):
         seen["image", "head"][1] = 100
-    first, second = ratio_by_episode(copier(5.0), episodes).tolist()
+    first, second = WorldModelEvaluation.ratio_by_episode(copier(5.0), episodes).tolist()
     assert first == pytest.approx(0.25) and math.isnan(second)
-    assert ratio_by_episode(copier(), still_then_moving()).tolist() == [1, 1]
+    assert WorldModelEvaluation.ratio_by_episode(copier(), still_then_moving()).tolist() == [1, 1]
 
 
 def test_open_loop_sees_only_its_own_predictions():
-    figures = measure(copier(10.0), still_then_moving())["open_loop"]
+    figures = _measure(copier(10.0), still_then_moving())["open_loop"]
     # one ahead: the upper half is right, the lower half is wrong by 10
     assert figures["1"]["head"]["mse_ratio"] == pytest.approx(1.0)
     # it looks on for 5 decisions; of the 3 left, none is 5 or more ahead
     assert figures["5"]["head"] == {"psnr": {"prediction": None, "copy": None}, "mse_ratio": None}
-    long = measure(copier(10.0), still_then_moving(steps=12))["open_loop"]
+    long = _measure(copier(10.0), still_then_moving(steps=12))["open_loop"]
     # five ahead: copying is wrong by 50 in the upper half, the model by 50 in the lower
     assert long["5"]["head"]["psnr"]["copy"] == pytest.approx(-10 * math.log10(0.5 * (50 / 255) ** 2))
     assert long["5"]["head"]["mse_ratio"] == pytest.approx(1.0)
@@ -202,7 +202,7 @@ def test_memory_is_carried_through_an_episode_and_not_into_the_next():
             seen.append(td["memory", "world_model"][:, 0].tolist())
             return super().score(td)
 
-    measure(Watched(CopyingConfig(), SPEC, 1), still_then_moving())
+    _measure(Watched(CopyingConfig(), SPEC, 1), still_then_moving())
     # each time with the true actions and with another robot's, which is not remembered; the last with one robot left
     expected = [[float(t)] * 2 for t in range(7) for _ in range(2)] + [[7.0]]
     assert seen == expected
@@ -210,7 +210,7 @@ def test_memory_is_carried_through_an_episode_and_not_into_the_next():
 
 def test_shuffled_actions_cost_what_they_cost():
     """The double's error grows with |action|: 0 in one episode and 1 in the other; shuffled, they change places."""
-    figures = measure(copier(), still_then_moving())["shuffled_actions"]
+    figures = _measure(copier(), still_then_moving())["shuffled_actions"]
     # true: 8 decisions of action 0 and 7 of action 1 -> 7/15; shuffled, at 7 times both: 1/2
     assert figures["cross_entropy_gap"] == pytest.approx(0.5 - 7 / 15, abs=1e-6)
     # predictions do not depend on the action here, but the last decision has none to be shuffled with
@@ -227,7 +227,7 @@ def test_objects_and_hidden_objects():
     for camera, numbers in segmentation.items():
         episodes["observation", "segmentation", camera] = numbers[:, :-1]
         episodes["next", "observation", "segmentation", camera] = numbers[:, 1:]
-    found = measure(copier(5.0), episodes)["cameras"]
+    found = _measure(copier(5.0), episodes)["cameras"]
     assert found["head"]["object_mse"]["prediction"] == pytest.approx((5 / 255) ** 2)
     assert found["head"]["object_mse"]["copy"] == pytest.approx((10 / 255) ** 2)
     # in both episodes it comes back once, of 16 pixels
@@ -239,10 +239,10 @@ def test_objects_and_hidden_objects():
     for side, numbers in ((("observation",), slice(0, -1)), (("next", "observation"), slice(1, None))):
         seen_there = torch.full_like(head, 3)[:, numbers]
         episodes[*side, "segmentation", "wrist"] = seen_there
-    found = measure(copier(5.0), episodes)["cameras"]["head"]
+    found = _measure(copier(5.0), episodes)["cameras"]["head"]
     assert found["hidden_object_mse"]["pixels"] == 0 and found["returning_object_mse"]["pixels"] == 32
     # without segmentation there is nothing to say
-    assert measure(copier(), still_then_moving())["cameras"]["head"]["object_mse"]["prediction"] is None
+    assert _measure(copier(), still_then_moving())["cameras"]["head"]["object_mse"]["prediction"] is None
 
 
 class HalfBlind(CopyingWorldModel):
@@ -268,19 +268,19 @@ def test_hidden_objects_with_an_explorers_camera_alone():
     for camera, numbers in {"head": head, "wrist": wrist}.items():
         episodes["observation", "segmentation", camera] = numbers[:, :-1]
         episodes["next", "observation", "segmentation", camera] = numbers[:, 1:]
-    figures = measure(HalfBlind(CopyingConfig(brighter=5.0), SPEC, 1), episodes)
+    figures = _measure(HalfBlind(CopyingConfig(brighter=5.0), SPEC, 1), episodes)
     assert figures["cameras"]["wrist"]["hidden_object_mse"]["pixels"] == 0
     found = figures["half_blind"]
     assert found["without"] == ["head"] and list(found["cameras"]) == ["wrist"]
     assert found["cameras"]["wrist"]["pixels"] == 32 and found["cameras"]["wrist"]["copy"] == 0
     assert found["cameras"]["wrist"]["prediction"] == pytest.approx((20 / 255) ** 2)
-    assert measure(copier(), episodes)["half_blind"] == {"without": [], "cameras": {}}
+    assert _measure(copier(), episodes)["half_blind"] == {"without": [], "cameras": {}}
     compared = _compare(figures, figures)["half_blind"]["cameras"]
     assert compared == {"wrist": {"hidden_object_mse": 0.0}}
 
 
 def test_two_models_are_compared_by_how_much_worse_the_other_is():
-    better, worse = (measure(copier(brighter), still_then_moving()) for brighter in (5.0, 0.0))
+    better, worse = (_measure(copier(brighter), still_then_moving()) for brighter in (5.0, 0.0))
     found = _compare(better, worse)
     assert found["cameras"]["head"]["changed_mse_ratio"] == pytest.approx(0.75)
     assert _compare(worse, better)["cameras"]["head"]["changed_mse_ratio"] == pytest.approx(-0.75)
@@ -365,7 +365,7 @@ def test_places_that_objects_are_brought_to():
 
 def test_the_suite_tells_where_objects_are_only_when_asked():
     config = load_config(None, parse_overrides(["env.task=explore", "env.object_state=hidden"])).env
-    hidden, shown = make_env(config, 2), make_env(showing_objects(config), 2)
+    hidden, shown = make_env(config, 2), make_env(_showing_objects(config), 2)
     assert hidden.spec.object_entries == () and len(shown.spec.object_entries) == 3 * 6
     assert shown.spec.observation["state"] == hidden.spec.observation["state"]
     td = shown.reset(seed=0)
@@ -391,4 +391,4 @@ def test_episodes_that_are_too_short_for_an_open_loop():
     episodes = still_then_moving()
     # some are longer; of these here none is
     episodes["mask"][:, 4:] = False
-    assert measure(copier(), episodes)["open_loop"]["1"]["head"]["mse_ratio"] is None
+    assert _measure(copier(), episodes)["open_loop"]["1"]["head"]["mse_ratio"] is None

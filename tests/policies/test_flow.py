@@ -29,7 +29,7 @@ from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import FlowConfig
-from sparring.policies.flow.chain import FlowNoise, FlowSDE
+from sparring.policies.flow.chain import _FlowNoise, _FlowSDE
 from sparring.policies.flow.policy import FlowPolicy
 
 # ---- the parity gate
@@ -149,7 +149,7 @@ def test_each_step_of_a_denoising_mdp_has_a_log_prob_of_its_own():
 
 
 def test_flow_noise_stays_within_its_bounds():
-    kernel = FlowNoise(2, (0.1, 0.2), width=4, horizon=1, action_dim=1)
+    kernel = _FlowNoise(2, (0.1, 0.2), width=4, horizon=1, action_dim=1)
     nn.init.normal_(kernel.net[-1].weight, std=100.0)
     x, about = torch.zeros(500, 2, 1, 1), torch.randn(500, 4)
     steps = torch.tensor([[0, 1]]).expand(500, 2)
@@ -182,7 +182,7 @@ def exact_velocity(x, t, spread):
 
 def sampled_std(steps: int, level: float | None, spread=0.3, draws=200_000) -> float:
     generator = torch.Generator().manual_seed(0)
-    kernel = FlowSDE(steps, level) if level else None
+    kernel = _FlowSDE(steps, level) if level else None
     x = torch.randn(draws, 1, 1, 1, generator=generator)
     for k in range(steps):
         v = exact_velocity(x, 1 - k / steps, spread)

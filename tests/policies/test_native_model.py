@@ -7,12 +7,12 @@ from doubles_native import INSTRUCTIONS, SIZES, Instructed, make_inputs, make_mo
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import LoraConfig
-from sparring.policies.instructions import ByteTokenizer, FileTokenizer, TokenTable
+from sparring.policies.instructions import ByteTokenizer, TokenTable
 from sparring.policies.lora import adapt, merge
-from sparring.policies.native.checkpoint import from_transformers, read_model, save_model, to_transformers
+from sparring.policies.native.checkpoint import _from_transformers, read_model, save_model, to_transformers
 from sparring.policies.native.config import PRESETS, NativeVLAConfig
 from sparring.policies.native.model import NativeModel, attend
-from sparring.policies.native.policy import NativeVLA
+from sparring.policies.native.policy import NativeVLA, _FileTokenizer
 from sparring.policies.weights import load_strictly
 
 # ---- who sees whom
@@ -186,7 +186,7 @@ def test_there_and_back_nothing_is_lost(tmp_path):
     pi0 = pi0_of(model)
     for source in (pi0, tmp_path):
         pi0.save_pretrained(tmp_path)
-        weights, sizes = from_transformers(source)
+        weights, sizes = _from_transformers(source)
         assert sizes == model.sizes and weights.keys() == model.state_dict().keys()
         assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
@@ -194,7 +194,7 @@ def test_there_and_back_nothing_is_lost(tmp_path):
 def test_of_several_precisions_none_is_lost():
     model = make_model()
     model.vision.bfloat16()
-    weights, _ = from_transformers(pi0_of(model))
+    weights, _ = _from_transformers(pi0_of(model))
     assert all(torch.equal(weights[name], value.float()) for name, value in model.state_dict().items())
 
 
@@ -230,7 +230,7 @@ def test_a_pi0_that_is_made_differently_is_refused():
     pi0 = pi0_of(make_model())
     pi0.config.max_period = 5.0
     with pytest.raises(UserError, match="max_period is 5.0, expected 4.0: such a model cannot be converted"):
-        from_transformers(pi0)
+        _from_transformers(pi0)
     with pytest.raises(UserError, match="pi0 has no memory, but policy.memory_size=3"):
         to_transformers(make_model(memory_size=3))
 
@@ -253,7 +253,7 @@ def test_a_tokenizer_of_a_checkpoint_is_read(tmp_path):
     library.normalizer = tokenizers.normalizers.Replace("\n", " \n")
     library.save(str(tmp_path / "tokenizer.json"))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        tokenizer = FileTokenizer(str(path), "policy.tokenizer")
+        tokenizer = _FileTokenizer(str(path), "policy.tokenizer")
         assert tokenizer("push it") == [0, 1, 2, 3] and tokenizer.vocabulary == 5
     policy = NativeVLA(NativeVLAConfig(tokenizer=str(tmp_path)), Instructed(1).spec, 4)
     assert policy.encoder.instructions.ids[1, :4].tolist() == [0, 1, 2, 3]

@@ -25,8 +25,7 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.evaluation.play import play
 from sparring.policies.native.config import NativeVLAConfig
-from sparring.policies.native.policy import NativeVLA
-from sparring.policies.policy import MemoryTraces
+from sparring.policies.native.policy import NativeVLA, _MemoryTraces
 from sparring.processes.distributed import Distributed
 from sparring.rewards.configs import RewardsConfig
 from sparring.rewards.reward_model import RewardModel
@@ -44,9 +43,11 @@ def walked(traces, *seen):
 
 
 def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():
-    traces = MemoryTraces(2, 4)
+    traces = _MemoryTraces(2, 4)
     traces.directions.copy_(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
-    assert (1 / traces.rates).tolist() == pytest.approx([MemoryTraces.longest_span, MemoryTraces.longest_span**0.5, 1])
+    assert (1 / traces.rates).tolist() == pytest.approx(
+        [_MemoryTraces.longest_span, _MemoryTraces.longest_span**0.5, 1]
+    )
     traces.rates[1] = 0.5
     memory = walked(traces, (4.0, 1.0), (0.0, 7.0), (8.0, -3.0), (0.0, 5.0))
     assert memory[:, 0].tolist() == pytest.approx([0, 1 / 2, 2 / 3, 3 / 4, 4 / 5])
@@ -57,24 +58,24 @@ def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():
 
 
 def test_in_a_long_episode_the_clock_stays_exact_and_the_distant_past_fades():
-    traces = MemoryTraces(1, 2)
+    traces = _MemoryTraces(1, 2)
     traces.directions.fill_(1.0)
-    memory = walked(traces, *([(1.0,)] * MemoryTraces.longest_span), *([(0.0,)] * 5 * MemoryTraces.longest_span))
-    t = torch.arange(6 * MemoryTraces.longest_span + 1)
+    memory = walked(traces, *([(1.0,)] * _MemoryTraces.longest_span), *([(0.0,)] * 5 * _MemoryTraces.longest_span))
+    t = torch.arange(6 * _MemoryTraces.longest_span + 1)
     torch.testing.assert_close(memory[:, 0], t / (t + 1), rtol=1e-4, atol=0)
-    assert memory[MemoryTraces.longest_span, 1] == pytest.approx(1, abs=1e-4)
-    # (1 - 1 / MemoryTraces.longest_span) ** (5 * MemoryTraces.longest_span)
+    assert memory[_MemoryTraces.longest_span, 1] == pytest.approx(1, abs=1e-4)
+    # (1 - 1 / _MemoryTraces.longest_span) ** (5 * _MemoryTraces.longest_span)
     assert memory[-1, 1] == pytest.approx(0.99**500, rel=0.02)
 
 
 def test_directions_are_the_same_everywhere_and_of_length_1():
-    one, other = MemoryTraces(50, 9), MemoryTraces(50, 9)
+    one, other = _MemoryTraces(50, 9), _MemoryTraces(50, 9)
     assert torch.equal(one.directions, other.directions) and not one.state_dict()
     torch.testing.assert_close(one.directions.norm(dim=1), torch.ones(8))
     assert (one.directions @ one.directions.T - torch.eye(8)).abs().max() < 0.5
     # a clock alone, and nothing to see
-    assert walked(MemoryTraces(3, 1), (1.0, 2.0, 3.0)).tolist() == [[0], [0.5]]
-    assert MemoryTraces(0, 3)(torch.zeros(2, 3), torch.zeros(2, 0)).tolist() == [[0.5, 0, 0]] * 2
+    assert walked(_MemoryTraces(3, 1), (1.0, 2.0, 3.0)).tolist() == [[0], [0.5]]
+    assert _MemoryTraces(0, 3)(torch.zeros(2, 3), torch.zeros(2, 0)).tolist() == [[0.5, 0, 0]] * 2
 
 
 # ---- the collector, with an env that counts

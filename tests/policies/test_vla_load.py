@@ -15,7 +15,8 @@ from torch import nn
 from sparring import VLAModelInterface, load_vla_model
 from sparring.errors import UserError
 from sparring.policies.vla.load import _DeviceHooks as DeviceHooks
-from sparring.policies.vla.load import cast_frozen, place
+from sparring.policies.vla.load import place
+from sparring.policies.vla.policy import _cast_frozen
 from sparring.policies.weights import WeightsFit
 
 SIZES = {"action_dim": DIMS, "proprio_dim": STATE}
@@ -270,7 +271,7 @@ def test_outputs_of_transformers_keep_their_kind():
 def test_only_floating_numbers_are_cast():
     model = nn.Linear(2, 2).requires_grad_(False)
     model.table = nn.Parameter(torch.arange(300), requires_grad=False)
-    cast_frozen(model, "bf16")
+    _cast_frozen(model, "bf16")
     assert model.weight.dtype == torch.bfloat16 and model.table.dtype == torch.int64
 
 

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from sparring.contract import EnvSpec
-from sparring.evaluation.exploration import Exploration, ExplorationEvaluation
-from sparring.evaluation.play import Evaluation, Score, wilson
+from sparring.evaluation.exploration import ExplorationEvaluation, _Exploration
+from sparring.evaluation.play import Evaluation, _Score, wilson
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.record import console as view
 from sparring.record.console import CELLS, Console, _Curve, _sparkline, _View, clock
@@ -208,8 +208,8 @@ def test_clock():
 
 
 def test_what_was_reached_in_a_line():
-    def score(successes: int, reward: float) -> dict[str, Score]:
-        return {"reach_d0": Score(wilson(successes, 100), reward, 0.0, 50.0)}
+    def score(successes: int, reward: float) -> dict[str, _Score]:
+        return {"reach_d0": _Score(wilson(successes, 100), reward, 0.0, 50.0)}
 
     evaluation = Evaluation(100, 0, {"policy": score(95, 12.0), "random": score(2, 3.0)}, [], EnvSpec({}, 1))
     assert reached(evaluation) == ["success 95.0% (95 % 88.8% to 97.8%); random actions 2.0%"]
@@ -223,7 +223,9 @@ def test_what_was_reached_in_a_line():
     assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole + "; PSNR 22.1 dB, copying 24.6 dB"]
     levels["copy"] = None
     assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole]
-    found = {who: Exploration(10, touch, 1, 1.0, None, 0.0) for who, touch in (("policy", 0.5), ("a", 0.1), ("b", 0.2))}
+    found = {
+        who: _Exploration(10, touch, 1, 1.0, None, 0.0) for who, touch in (("policy", 0.5), ("a", 0.1), ("b", 0.2))
+    }
     assert reached(ExplorationEvaluation(3, 0, found)) == [
         "in touch with an object in 50.0% of its decisions; random actions 20.0% at most"
     ]

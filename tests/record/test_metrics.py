@@ -15,7 +15,7 @@ from sparring.algorithms.scoring import Decisions
 from sparring.config.schema import load_config
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
-from sparring.evaluation.play import Evaluation, Score, wilson
+from sparring.evaluation.play import Evaluation, _Score, wilson
 from sparring.processes.distributed import Distributed
 from sparring.record.names import EVALUATIONS, FAMILIES, FLAT, NAMES, file_name
 from sparring.runs.run import Run
@@ -129,7 +129,7 @@ def test_a_line_has_the_means_over_the_processes_that_have_a_number(tmp_path):
 
 def test_what_a_line_says_of_an_evaluation():
     def score(successes, episodes, reward):
-        return Score(wilson(successes, episodes), reward, 0.0, 5.0)
+        return _Score(wilson(successes, episodes), reward, 0.0, 5.0)
 
     tasks = {"push": score(1, 2, 1.0), "lift": score(2, 2, 3.0), "all": score(3, 4, 2.0)}
     told = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [], EnvSpec({}, 1))
@@ -250,12 +250,12 @@ def test_wandb_keeps_numbers_and_videos_of_one_run_over_a_stop(tmp_path, monkeyp
 def test_wandb_gets_a_video_with_the_step_that_is_open(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    from sparring.record.sinks import WeightsAndBiases
+    from sparring.record.sinks import _WeightsAndBiases
 
     names = ("rollout_000003_0", "rollout_000003_1", "episode_000008_000003_0", "episode_000008")
     for name in names:
         (tmp_path / f"{name}.mp4").write_bytes(name.encode())
-    sink = WeightsAndBiases(load_config({"logging": {"mode": "offline"}}).logging, tmp_path, {})
+    sink = _WeightsAndBiases(load_config({"logging": {"mode": "offline"}}).logging, tmp_path, {})
     sink.write(3, {"train/loss": 1.0})
     for name in names:
         sink.video(name, tmp_path / f"{name}.mp4")

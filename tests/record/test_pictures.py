@@ -17,7 +17,7 @@ from sparring.phases.phase import Progress
 from sparring.phases.replay import Prediction
 from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.recorder import Recorder
-from sparring.record.videos import VideoWriter, _film_scene, _prediction_scene, by_camera, write_video
+from sparring.record.videos import VideoWriter, _by_camera, _film_scene, _prediction_scene, _write_video
 
 SPEC = EnvSpec(
     {}, 2, task_names=("reach",), instructions=("touch the ball",), control_hz=10.0, film_cameras=("head", "wrist")
@@ -64,7 +64,7 @@ def test_png_keeps_every_pixel(tmp_path):
 
 def test_videos_are_h264_with_every_frame_also_of_odd_size(tmp_path):
     pictures = [np.full((33, 51, 3), 8 * i, np.uint8) for i in range(12)]
-    path = write_video(tmp_path / "v.mp4", iter(pictures), fps=10)
+    path = _write_video(tmp_path / "v.mp4", iter(pictures), fps=10)
     meta, decoded = read_video(path)
     assert meta["codec"] == "h264" and meta["size"] == (52, 34) and meta["fps"] == 10
     assert len(decoded) == 12 and abs(int(decoded[6, :33, :51].mean()) - 48) < 4
@@ -77,7 +77,7 @@ def test_videos_are_h264_with_every_frame_also_of_odd_size(tmp_path):
 
 def test_an_encoder_that_is_missing_or_fails_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="v.mp4': ffmpeg failed"):
-        write_video(tmp_path / "v.mp4", [plain(1)] * 3, fps=-1)
+        _write_video(tmp_path / "v.mp4", [plain(1)] * 3, fps=-1)
     assert list(tmp_path.iterdir()) == []
 
     def nowhere():
@@ -85,7 +85,7 @@ def test_an_encoder_that_is_missing_or_fails_is_told_and_leaves_nothing(tmp_path
 
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", nowhere)
     with pytest.raises(UserError, match="no videos: No ffmpeg exe could be found"):
-        write_video(tmp_path / "v.mp4", [plain(1)], 10)
+        _write_video(tmp_path / "v.mp4", [plain(1)], 10)
 
 
 @pytest.mark.parametrize(("own", "told"), [(0, 10), (15, 15)])
@@ -98,7 +98,7 @@ def test_encoding_never_gives_way_less_than_the_run_does(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(os, "getpriority", lambda which, pid: own)
     monkeypatch.setattr(os, "setpriority", refused)
-    assert write_video(tmp_path / "v.mp4", [plain(1)] * 2, 10).exists() and asked == [told]
+    assert _write_video(tmp_path / "v.mp4", [plain(1)] * 2, 10).exists() and asked == [told]
 
 
 def test_frames_are_drawn_while_others_are_encoded(tmp_path, monkeypatch):
@@ -118,7 +118,7 @@ def test_frames_are_drawn_while_others_are_encoded(tmp_path, monkeypatch):
             most = max(most, len(there))
             yield frame
 
-    write_video(tmp_path / "v.mp4", drawn(), 10)
+    _write_video(tmp_path / "v.mp4", drawn(), 10)
     assert most <= 4
 
 
@@ -128,7 +128,7 @@ def test_a_film_whose_drawing_fails_leaves_no_video(tmp_path):
         raise ValueError("cannot draw")
 
     with pytest.raises(ValueError, match="cannot draw"):
-        write_video(tmp_path / "v.mp4", torn(), 10)
+        _write_video(tmp_path / "v.mp4", torn(), 10)
     assert not (tmp_path / "v.mp4").exists()
 
 
@@ -143,7 +143,7 @@ def test_filmstrip_shows_first_and_last():
 
 def test_captions_say_what_led_to_each_picture():
     film = film_of().developed()
-    views = by_camera(film.frames, SPEC.film_cameras)
+    views = _by_camera(film.frames, SPEC.film_cameras)
     scene = _film_scene(film, views, SPEC)
     assert scene.title == "reach: touch the ball" and scene.success is True and scene.fps == 10
     assert scene.captions == [
@@ -162,7 +162,7 @@ def test_captions_say_what_led_to_each_picture():
 
 def test_what_nobody_knows_is_not_said():
     film = film_of(values=(np.nan,) * 3).developed()
-    scene = _film_scene(film, by_camera(film.frames, ()), EnvSpec({}, 2, reports_success=False))
+    scene = _film_scene(film, _by_camera(film.frames, ()), EnvSpec({}, 2, reports_success=False))
     assert scene.captions[0] == ("step 0/3", "reward 0.00", "sum 0.00") and scene.success is None and scene.title == ""
     assert [name for name, _ in scene.rows[0]] == [""]
 

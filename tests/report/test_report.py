@@ -17,7 +17,7 @@ from sparring.errors import UserError
 from sparring.processes.files import take_lock
 from sparring.report import curves, tail
 from sparring.report.curves import BINS, Curves, Timeline
-from sparring.report.media import Picture, _spread, _within, find_strips, find_videos
+from sparring.report.media import Picture, _spread, _within
 from sparring.report.page import Collection
 from sparring.report.run_folder import (
     RunFolder,
@@ -28,7 +28,6 @@ from sparring.report.run_folder import (
     _read_config,
     _read_status,
     _short_names,
-    runs_in,
 )
 from sparring.report.tail import Tail
 
@@ -222,7 +221,7 @@ def test_failures_come_first_then_the_newest(tmp_path):
     (run / "videos" / "rollout_000012_1.mp4").write_bytes(b"x")
     (run / "videos" / "episode_000008.mp4").write_bytes(b"x")
     (run / "videos" / "unfinished.mp4").touch()
-    found = find_videos(run)
+    found = Picture.videos(run)
     assert [video.file.removeprefix("videos/") for video in found] == [
         "episode_000160_1.mp4",
         "rollout_000012_1.mp4",
@@ -245,7 +244,7 @@ def test_what_was_evaluated_since_is_told_apart_and_shown_once(tmp_path):
     line = {"kind": "eval", "update": 20, "settings": "env.task=[lift_d0]", "success": False}
     lines = [line | {"file": "videos/eval_task-lift_d0_0.mp4"}, line | {"file": "videos/eval_1.mp4", "settings": ""}]
     write_lines(run / "videos" / "index.jsonl", lines, "a")
-    found = {video.file.removeprefix("videos/"): (video.kind, video.settings) for video in find_videos(run)}
+    found = {video.file.removeprefix("videos/"): (video.kind, video.settings) for video in Picture.videos(run)}
     assert found == {
         "episode_000160_0.mp4": ("evaluation", None),
         "episode_000160_1.mp4": ("evaluation", None),
@@ -259,7 +258,7 @@ def test_only_predictions_are_shown_as_such(tmp_path):
     run = make_run(tmp_path / "run", pictures=True)
     for name in ("rollout_000003_0.png", "episode_000160_000020_0.png"):
         (run / "samples" / name).write_bytes(b"x")
-    assert [strip.file for strip in find_strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
+    assert [strip.file for strip in Picture.strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
 
 
 def test_pictures_are_chosen_by_number_and_by_size():
@@ -374,10 +373,10 @@ def test_run_folders_are_found_below_a_folder(tmp_path):
     first, second, third = make_run(tmp_path / "a" / "x"), make_run(tmp_path / "seed2"), make_run(tmp_path / "seed10")
     (first / "checkpoint-3").mkdir()
     (first / "checkpoint-3" / "config.yaml").touch()
-    assert runs_in(tmp_path) == [first, second, third]
-    assert runs_in(first) == [first]
+    assert RunFolder.all_in(tmp_path) == [first, second, third]
+    assert RunFolder.all_in(first) == [first]
     with pytest.raises(UserError, match="is a checkpoint; give its run folder: "):
-        runs_in(first / "checkpoint-3")
+        RunFolder.all_in(first / "checkpoint-3")
 
 
 # --- the page ---

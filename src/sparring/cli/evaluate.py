@@ -58,14 +58,14 @@ def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _compare(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.config.text import parse_overrides
-    from sparring.evaluation.compare import compare_policies, compare_world_models
+    from sparring.evaluation.compare import Comparison
     from sparring.evaluation.files import refuse_unwritable
 
     settings = parse_overrides(overrides)
     settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
     if arguments.json:
         refuse_unwritable(Path(arguments.json))
-    compare = compare_world_models if arguments.world_model else compare_policies
+    compare = Comparison.of_world_models if arguments.world_model else Comparison.of_policies
     found = compare(arguments.a, arguments.b, settings)
     print(f"{found.episodes} held-out episodes, each played by both")
     print(found.table())

@@ -17,7 +17,7 @@ from sparring.errors import UserError
 from sparring.evaluation.files import text_table
 from sparring.evaluation.of_run import SAME_EPISODES, episode_differences, load_other_world_model, open_checkpoint
 from sparring.evaluation.play import held_out_env, play, wilson
-from sparring.evaluation.world_model import random_episodes, ratio_by_episode
+from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.processes.distributed import pick_device
 
 FLIPS, AT_A_TIME = 10_000, 500  # flips of signs of the permutation test; so many at a time, for the memory's sake
@@ -153,6 +153,42 @@ class Comparison:
     measured: list[_Measured]
     same: bool  # in every episode
 
+    @classmethod
+    def of_policies(cls, a: str, b: str, settings: list[Setting]) -> "Comparison":
+        """With greedy actions. `settings` are for both; A's config decides the rest of the episodes."""
+        opened = [open_checkpoint(path, settings) for path in (a, b)]
+        config = opened[0][1]
+        _refuse_other_episodes(config, opened[1][1])
+        episodes, seed = config.evaluation.episodes, config.seed
+        _refuse_too_few(episodes)
+        played: list[list[Episode]] = []
+        for checkpoint, own in opened:
+            device = pick_device(own.device)
+            env = held_out_env(own, device, config.rollout.n_envs)
+            try:
+                found, _ = play(load_policy(checkpoint, device), env, episodes, seed, own.rollout.action_steps)
+            finally:
+                env.close()
+            played.append(_in_order(found, env.num_envs))
+        results = [[(e.success, e.reward, e.steps) for e in found] for found in played]
+        return cls(a, b, episodes, seed, _measured(*played, env.spec), results[0] == results[1])
+
+    @classmethod
+    def of_world_models(cls, a: str, b: str, settings: list[Setting]) -> "Comparison":
+        """By their predictions of episodes in which robots act at random, with A's config."""
+        config = open_checkpoint(a, settings, is_policy=False)[1]
+        device = pick_device(config.device)
+        models = [load_world_model(a, device), load_other_world_model(b, a, config)]
+        _refuse_other_episodes(config, open_checkpoint(b, settings, is_policy=False)[1])
+        episodes, _ = WorldModelEvaluation.random_episodes(config, device)
+        ratios = [WorldModelEvaluation.ratio_by_episode(model, episodes).numpy() for model in models]
+        # episodes in which nothing changed have no ratio
+        known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])
+        ratio_a, ratio_b = (ratio[known] for ratio in ratios)
+        _refuse_too_few(len(ratio_a))
+        found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)
+        return cls(a, b, len(ratio_a), config.seed, [found], bool((ratio_a == ratio_b).all()))
+
     def table(self) -> str:
         rows = [("", "A", "B", "A - B", "95 % interval", "p"), *(measured.row() for measured in self.measured)]
         return f"A  {self.a}\nB  {self.b}\n\n{text_table(rows)}"
@@ -174,42 +210,6 @@ class Comparison:
     def write(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self) | {"split": "eval", "verdict": self.verdict()}, indent=2) + "\n")
         return path
-
-
-def compare_policies(a: str, b: str, settings: list[Setting]) -> Comparison:
-    """With greedy actions. `settings` are for both; A's config decides the rest of the episodes."""
-    opened = [open_checkpoint(path, settings) for path in (a, b)]
-    config = opened[0][1]
-    _refuse_other_episodes(config, opened[1][1])
-    episodes, seed = config.evaluation.episodes, config.seed
-    _refuse_too_few(episodes)
-    played: list[list[Episode]] = []
-    for checkpoint, own in opened:
-        device = pick_device(own.device)
-        env = held_out_env(own, device, config.rollout.n_envs)
-        try:
-            found, _ = play(load_policy(checkpoint, device), env, episodes, seed, own.rollout.action_steps)
-        finally:
-            env.close()
-        played.append(_in_order(found, env.num_envs))
-    results = [[(e.success, e.reward, e.steps) for e in found] for found in played]
-    return Comparison(a, b, episodes, seed, _measured(*played, env.spec), results[0] == results[1])
-
-
-def compare_world_models(a: str, b: str, settings: list[Setting]) -> Comparison:
-    """By their predictions of episodes in which robots act at random, with A's config."""
-    config = open_checkpoint(a, settings, is_policy=False)[1]
-    device = pick_device(config.device)
-    models = [load_world_model(a, device), load_other_world_model(b, a, config)]
-    _refuse_other_episodes(config, open_checkpoint(b, settings, is_policy=False)[1])
-    episodes, _ = random_episodes(config, device)
-    ratios = [ratio_by_episode(model, episodes).numpy() for model in models]
-    # episodes in which nothing changed have no ratio
-    known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])
-    ratio_a, ratio_b = (ratio[known] for ratio in ratios)
-    _refuse_too_few(len(ratio_a))
-    found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)
-    return Comparison(a, b, len(ratio_a), config.seed, [found], bool((ratio_a == ratio_b).all()))
 
 
 def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:

@@ -24,7 +24,7 @@ CORRELATIONS = (0.8, 0.9, 0.95, 0.98)  # of noise that changes slowly; an explor
 
 
 @dataclass(frozen=True)
-class Exploration:
+class _Exploration:
     """Coverage in `decisions` decisions of held-out episodes."""
 
     decisions: int
@@ -39,13 +39,13 @@ class Exploration:
 
 @dataclass
 class ExplorationEvaluation(EvaluationResult):
-    found: dict[str, Exploration]
+    found: dict[str, _Exploration]
 
     @classmethod
     def run(cls, config: Config, policy: Policy, device: Device) -> "ExplorationEvaluation":
         """With the settings of a run, in an env of its own; actions are sampled, as an explorer does."""
         rollout, episodes = config.rollout, config.evaluation.episodes
-        env = make_env(showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
+        env = make_env(_showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
         training = policy.training
         try:
             found = compare_with_random(policy.eval(), env, episodes, config.seed, rollout.action_steps)
@@ -72,13 +72,13 @@ class ExplorationEvaluation(EvaluationResult):
         return {"exploration": {who: asdict(found) for who, found in self.found.items()}}
 
 
-def showing_objects(env_config: Section) -> Section:
+def _showing_objects(env_config: Section) -> Section:
     """The same env, which shows object positions to this measure and nothing more to policies."""
     hidden = getattr(env_config, "object_state", None) == "hidden"
     return env_config.model_copy(update={"object_state": "privileged"}) if hidden else env_config
 
 
-def compare_with_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> dict[str, Exploration]:
+def compare_with_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> dict[str, _Exploration]:
     """The policy, uniformly random actions, and random actions that change slowly, on the same episodes."""
     policies = {"policy": policy, "uniform": RandomPolicy(env.spec, chunk).to(env.device)}
     for correlation in CORRELATIONS:
@@ -87,7 +87,7 @@ def compare_with_random(policy: Policy, env: Env, episodes: int, seed: int, chun
     return {who: _explore(actor, env, episodes, seed, chunk) for who, actor in policies.items()}
 
 
-def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> Exploration:
+def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> _Exploration:
     """On exactly `episodes` episodes: in more of them, every policy gets further."""
     if "state" not in env.spec.observation:
         raise UserError(
@@ -136,8 +136,8 @@ class _Counts:
             counter.update(column.tolist())
         self.episode[self.env.last.ended] += 1
 
-    def result(self, episodes: int) -> Exploration:
-        return Exploration(
+    def result(self, episodes: int) -> _Exploration:
+        return _Exploration(
             self.decisions,
             self.contacts / self.decisions,
             len(set().union(*self.places.values())),

@@ -11,11 +11,6 @@ WINDOW, SIGMA = 11, 1.5
 _C1, _C2 = 0.01**2, 0.03**2  # constants of SSIM, for values in [0, 1]
 
 
-def squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`[N, H, W]`: of each pixel, the mean over its colours."""
-    return ((a.float() - b.float()) / 255).square().mean(1)
-
-
 def changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return (after.short() - before.short()).abs().amax(1) > CHANGED
 

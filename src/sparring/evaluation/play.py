@@ -39,7 +39,7 @@ class _Rate:
 
 
 @dataclass(frozen=True)
-class Score:
+class _Score:
     success: _Rate
     reward: float
     reward_std: float
@@ -119,7 +119,7 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
 @dataclass
 class Evaluation(EvaluationResult):
     # who -> task -> score
-    scores: dict[str, dict[str, Score]]
+    scores: dict[str, dict[str, _Score]]
     films: list[Film]
     spec: EnvSpec
     no_films: str | None = None  # why there are none although some were asked for
@@ -165,7 +165,7 @@ class Evaluation(EvaluationResult):
             numbers |= {f"{prefix}reward": score.reward, f"{prefix}steps": score.steps}
         return numbers
 
-    def overall(self, who: str) -> Score:
+    def overall(self, who: str) -> _Score:
         tasks = self.scores[who]
         return tasks["all"] if "all" in tasks else next(iter(tasks.values()))
 
@@ -200,14 +200,14 @@ def evaluate(
     return Evaluation(episodes, seed, scores, shot, env.spec, no_films)
 
 
-def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, Score]:
+def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, _Score]:
     """A score for each task that was played, and 'all' where there are several."""
 
-    def score(played: list[Episode]) -> Score:
+    def score(played: list[Episode]) -> _Score:
         rewards = np.array([episode.reward for episode in played])
         success = wilson(sum(episode.success for episode in played), len(played))
         steps = float(np.mean([episode.steps for episode in played]))
-        return Score(success, float(rewards.mean()), float(rewards.std()), steps)
+        return _Score(success, float(rewards.mean()), float(rewards.std()), steps)
 
     # several phrasings of one task have one name
     tasks = dict.fromkeys(spec.task_names[task] for task in sorted({episode.task for episode in episodes}))

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from sparring.config.schema import Config
 from sparring.envs.env import make_env
 from sparring.evaluation.files import EvaluationResult, text_table
-from sparring.evaluation.images import ObjectMasks, changed, squared_error, ssim
+from sparring.evaluation.images import ObjectMasks, changed, ssim
 from sparring.evaluation.play import Device, held_out_episodes
 from sparring.policies.random import ColouredNoise, share_of
 from sparring.world_models.world_model import WorldModel
@@ -28,6 +28,11 @@ ROWS = 32  # episodes at a time
 OBJECTS = ("object", "covered_object", "hidden_object", "returning_object")
 _TOKENS = {"accuracy": "all", "accuracy_changed": "changed", "accuracy_copy": "copying the last frame"}
 _PAIR = ("prediction", "copy")
+
+
+def _squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`[N, H, W]`: of each pixel, the mean over its colours."""
+    return ((a.float() - b.float()) / 255).square().mean(1)
 
 
 class _Tally:
@@ -63,7 +68,7 @@ class _Tally:
 
 
 @torch.no_grad()
-def measure(model: WorldModel, episodes: TensorDict) -> dict:
+def _measure(model: WorldModel, episodes: TensorDict) -> dict:
     """Figures of `episodes [E, T]` (with `mask`), nested, for JSON; None where there was nothing to measure."""
     model.eval()
     tally = _Tally()
@@ -92,22 +97,6 @@ def measure(model: WorldModel, episodes: TensorDict) -> dict:
             "cameras": {camera: tally.pixels(camera, "half_blind") for camera in _kept_cameras(model)},
         },
     }
-
-
-@torch.no_grad()
-def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
-    """`[E]`: `changed_mse_ratio` of each, over all cameras; nan where nothing changed."""
-    model.eval()
-    # [prediction | copy, E]
-    sums = torch.zeros(2, len(episodes), dtype=torch.float64)
-    for rows, own in zip(episodes.split(ROWS), sums.split(ROWS, 1), strict=True):
-        for here, td, predicted in _predictions(model, rows.to(next(model.parameters()).device)):
-            for camera, image in predicted["image"].items():
-                before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
-                moved = changed(before, after)
-                for row, guess in enumerate((image, before)):
-                    own[row, here.cpu()] += (squared_error(guess, after) * moved).flatten(1).sum(1).cpu()
-    return sums[0] / sums[1]
 
 
 def _predictions(
@@ -144,7 +133,7 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
             tally.add(f"{camera}/changed", moved.float())
             guesses = {"prediction": image, "copy": before, "ceiling": ceiling["image", camera]}
             for who, guess in guesses.items():
-                error = squared_error(guess, after)
+                error = _squared_error(guess, after)
                 tally.add(f"{camera}/{who}/mse", error)
                 tally.add(f"{camera}/{who}/changed_mse", error, moved)
                 tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
@@ -156,7 +145,7 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
             tally.add("shuffled/cross_entropy", model.score(shuffled)["error"])
             for camera, image in model.predict(shuffled)["image"].items():
                 before, after = now["image", camera], following["image", camera]
-                tally.add(f"{camera}/shuffled/changed_mse", squared_error(image, after), changed(before, after))
+                tally.add(f"{camera}/shuffled/changed_mse", _squared_error(image, after), changed(before, after))
 
 
 def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
@@ -181,7 +170,7 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
             for camera, image in predicted["image"].items():
                 after = step["next", "observation", "image", camera]
                 for who, guess in (("prediction", image), ("copy", start["image", camera])):
-                    tally.add(f"{camera}/{who}/open_{k}", squared_error(guess, after), step["mask"])
+                    tally.add(f"{camera}/{who}/open_{k}", _squared_error(guess, after), step["mask"])
 
 
 def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
@@ -195,7 +184,7 @@ def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
         hidden = masks.hidden(now["segmentation"], after["segmentation"], here)
         for camera in kept:
             for who, guess in (("prediction", predicted), ("copy", now)):
-                error = squared_error(guess["image", camera], after["image", camera])
+                error = _squared_error(guess["image", camera], after["image", camera])
                 tally.add(f"{camera}/{who}/half_blind", error, hidden[camera])
 
 
@@ -228,7 +217,7 @@ def _gap(a: float | None, b: float | None) -> float | None:
 
 
 def _compare(model: dict, other: dict) -> dict:
-    """`measure` of a world model and of another on the same episodes: by how much the other is worse."""
+    """`_measure` of a world model and of another on the same episodes: by how much the other is worse."""
 
     def gap(*path: str) -> float | None:
         return _gap(*(reduce(operator.getitem, path, figures) for figures in (other, model)))
@@ -252,11 +241,40 @@ class WorldModelEvaluation(EvaluationResult):
         cls, config: Config, model: WorldModel, device: Device, against: WorldModel | None = None
     ) -> "WorldModelEvaluation":
         """With the settings of a run. `against`: another world model, e.g. one without memory, on the same episodes."""
-        episodes, fps = random_episodes(config, device)
-        figures = {"decision_seconds": config.rollout.action_steps / fps} | measure(model, episodes)
+        episodes, fps = cls.random_episodes(config, device)
+        figures = {"decision_seconds": config.rollout.action_steps / fps} | _measure(model, episodes)
         if against is not None:
-            figures["against"] = _compare(figures, measure(against, episodes))
+            figures["against"] = _compare(figures, _measure(against, episodes))
         return cls(config.evaluation.episodes, config.seed, figures)
+
+    @staticmethod
+    def random_episodes(config: Config, device: Device) -> tuple[TensorDict, float]:
+        """Held-out episodes `[E, T]` of a teacher's random actions, and their frames per second."""
+        rollout, teacher = config.rollout, config.teacher
+        env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
+        try:
+            coloured = share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
+            policy = ColouredNoise(env.spec, rollout.action_steps, coloured * teacher.correlation).to(env.device)
+            episodes = held_out_episodes(env, policy, config.evaluation.episodes, config.seed, rollout.action_steps)
+        finally:
+            env.close()
+        return episodes, env.spec.control_hz
+
+    @staticmethod
+    @torch.no_grad()
+    def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
+        """`[E]`: `changed_mse_ratio` of each, over all cameras; nan where nothing changed."""
+        model.eval()
+        # [prediction | copy, E]
+        sums = torch.zeros(2, len(episodes), dtype=torch.float64)
+        for rows, own in zip(episodes.split(ROWS), sums.split(ROWS, 1), strict=True):
+            for here, td, predicted in _predictions(model, rows.to(next(model.parameters()).device)):
+                for camera, image in predicted["image"].items():
+                    before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
+                    moved = changed(before, after)
+                    for row, guess in enumerate((image, before)):
+                        own[row, here.cpu()] += (_squared_error(guess, after) * moved).flatten(1).sum(1).cpu()
+        return sums[0] / sums[1]
 
     def numbers(self) -> dict[str, float | None]:
         numbers = {"episodes": self.episodes} | self.figures["tokens"]
@@ -313,19 +331,6 @@ class WorldModelEvaluation(EvaluationResult):
             ratio = _text(found["changed_mse_ratio"], "+.3f")
             lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(worse)}")
         return lines
-
-
-def random_episodes(config: Config, device: Device) -> tuple[TensorDict, float]:
-    """Held-out episodes `[E, T]` of a teacher's random actions, and their frames per second."""
-    rollout, teacher = config.rollout, config.teacher
-    env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
-    try:
-        coloured = share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
-        policy = ColouredNoise(env.spec, rollout.action_steps, coloured * teacher.correlation).to(env.device)
-        episodes = held_out_episodes(env, policy, config.evaluation.episodes, config.seed, rollout.action_steps)
-    finally:
-        env.close()
-    return episodes, env.spec.control_hz
 
 
 def _text(value: float | None, form: str) -> str:

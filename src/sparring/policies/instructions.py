@@ -39,37 +39,6 @@ class ByteTokenizer:
         return [*self._begin, *(byte + self._offset for byte in text.encode())]
 
 
-class FileTokenizer:
-    """The `tokenizer.json` of a folder. Gives the prompt of pi0: <bos>, the instruction, a new line."""
-
-    def __init__(self, folder: str, key: str):
-        file = Path(folder).expanduser()
-        file = file if file.name == _FILES[0] else file / _FILES[0]
-        if not file.is_file():
-            raise UserError(
-                f"{key}={folder}: no {file} there, which the instructions are read by; set policy.tokenizer to a "
-                f"folder that has one (PaliGemma's for pi0), or to {BYTES} to read them byte by byte, which a "
-                "pretrained model has not learned"
-            )
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise UserError(
-                f'{file} needs the package tokenizers, which is not here; pip install "sparring[vla]", or set '
-                f"policy.tokenizer={BYTES}"
-            ) from error
-        try:
-            self._library = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises no narrower one
-            raise UserError(f"'{file}' cannot be read as a tokenizer ({error}); fetch it again") from error
-        begin = self._library.token_to_id("<bos>")
-        self._begin = [] if begin is None else [begin]
-        self.vocabulary = self._library.get_vocab_size()
-
-    def __call__(self, text: str) -> list[int]:
-        return [*self._begin, *self._library.encode(f"{text}\n", add_special_tokens=False).ids]
-
-
 def load_tokenizer(folder: str | Path, given: str):
     """transformers' tokenizer of a folder; nothing is downloaded or executed. `given`: the setting and its value."""
     folder = Path(folder)

@@ -50,7 +50,7 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def complete(self, td: TensorDict) -> TensorDict:
-        """What `act` left open, for a rollout `[B]`: executed steps' `log_prob`, `value`, `trace/{log_prob,z2,dims}`."""
+        """What `act` left open, of a rollout `[B]`: executed steps' `log_prob`, `value`, `trace/{log_prob,z2,dims}`."""
         log_prob = td.get(("trace", "log_prob"), None)
         if log_prob is None:
             raise UserError(
@@ -110,32 +110,3 @@ def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.
         policy = build(config, POLICIES, spec, chunk, kind="policy")
     with explain_oom(f"moving the policy to {device}", policy):
         return policy.to(device)
-
-
-class MemoryTraces(nn.Module):
-    """A memory without weights: running means of observations over short and long spans of an episode.
-
-    A decision is scored from its own row, so no gradient could reach what wrote the memory: it is fixed. Number 0 is a
-    clock, t
-    (t + 1) at decision t; each other one follows a random projection of the observations: their mean until that
-    is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of observations.
-    """
-
-    longest_span = 100  # decisions over which the slowest trace averages; the fastest holds the last decision alone
-
-    def __init__(self, inputs: int, size: int):
-        super().__init__()
-        # [M - 1, D] of length 1, always the same: weights that have learned to read them load anywhere
-        directions = np.random.default_rng(0).standard_normal((size - 1, inputs))
-        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-        self.register_buffer("directions", torch.from_numpy(directions).float(), persistent=False)
-        rates = 1 / np.geomspace(self.longest_span, 1, size - 1)
-        self.register_buffer("rates", torch.from_numpy(rates).float(), persistent=False)
-
-    @torch.no_grad()
-    def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """The memory that entered a decision [B, M], and its observations [B, D] -> that of the next one [B, M]."""
-        clock, traces = memory[:, :1], memory[:, 1:]
-        # 1 / (t + 1): the share of the newest in a mean
-        rates = torch.maximum(1 - clock, self.rates)
-        return torch.cat([1 / (2 - clock), traces.lerp(seen @ self.directions.T, rates)], 1)

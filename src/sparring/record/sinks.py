@@ -1,23 +1,17 @@
-"""Optional packages that record a run: TensorBoard, Weights & Biases, Rerun. They are extras, imported where used."""
+"""Optional packages that record a run: TensorBoard, Weights & Biases. They are extras, imported where used."""
 
-import io
 import time
 import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from sparring.collect.camera import Film
 from sparring.config.schema import Config
 from sparring.errors import UserError
-from sparring.phases.replay import Prediction
 from sparring.record.configs import LoggingConfig
 
 FLUSH_S = 10  # age of what a browser shows of TensorBoard, at most
 # how long the end of a run waits for uploads
 UPLOAD_S = 300.0
-_JPEG_QUALITY = 85
 
 
 class Sink(Protocol):
@@ -39,7 +33,7 @@ def make_sinks(config: Config, folder: Path, update: int) -> list[Sink]:
     if config.logging.tensorboard:
         sinks.append(TensorBoard(folder, update))
     if config.logging.mode != "disabled":
-        sinks.append(WeightsAndBiases(config.logging, folder, config.dump()))
+        sinks.append(_WeightsAndBiases(config.logging, folder, config.dump()))
     return sinks
 
 
@@ -70,7 +64,7 @@ class TensorBoard:
         self.writer.add_event(self._event(wall_time=time.time(), step=update, **content))
 
 
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """One W&B run for a run folder, also after a stop; its steps are updates. A process of W&B's own uploads."""
 
     def __init__(self, logging: LoggingConfig, folder: Path, settings: dict):
@@ -116,68 +110,3 @@ class WeightsAndBiases:
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
-
-
-class RerunFile:
-    """`recording.rrd` for the Rerun viewer (`recording-2.rrd`, ... when resumed): `<name>/camera/<camera>`, `state`,
-    `action`, `reward`, `value` on the timeline `step`; of predictions `<name>/{true,predicted}/<camera>` on `decision`.
-    """
-
-    def __init__(self, folder: Path):
-        # before training, as it takes half a second
-        import rerun
-
-        self._rerun, self._stream, self.folder = rerun, None, folder
-
-    def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:
-        for camera, pictures in views.items():
-            self._pictures("step", f"{name}/camera/{camera}", pictures)
-        self._numbers("step", name, film)
-        # before the first step there is no reward, after the last no decision
-        self._series("step", f"{name}/reward", film.rewards, first=1)
-        if np.isfinite(film.values).any():
-            self._series("step", f"{name}/value", film.values)
-
-    def prediction(self, name: str, prediction: Prediction) -> None:
-        for kind, cameras in (("true", prediction.true), ("predicted", prediction.predicted)):
-            for camera, pictures in cameras.items():
-                self._pictures("decision", f"{name}/{kind}/{camera}", list(pictures), first=1)
-        self._numbers("decision", name, prediction)
-        self._series("decision", f"{name}/reward", prediction.rewards, first=1)
-
-    def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
-
-    def _numbers(self, timeline: str, name: str, episode: Film | Prediction) -> None:
-        for part, rows in (("state", episode.states), ("action", episode.actions)):
-            if rows.shape[1]:
-                self._series(timeline, f"{name}/{part}", rows)
-
-    def _series(self, timeline: str, entity: str, values: np.ndarray, first: int = 0) -> None:
-        """`[T]` or `[T, K]`, the first of them at moment `first`."""
-        columns = self._rerun.Scalars.columns(scalars=values.astype(np.float64).ravel())
-        if values.ndim == 2:
-            columns = columns.partition([values.shape[1]] * len(values))
-        self._send(timeline, entity, len(values), first, columns)
-
-    def _pictures(self, timeline: str, entity: str, pictures: list[np.ndarray], first: int = 0) -> None:
-        from PIL import Image
-
-        blobs = []
-        for picture in pictures:
-            file = io.BytesIO()
-            Image.fromarray(np.ascontiguousarray(picture)).save(file, "JPEG", quality=_JPEG_QUALITY)
-            blobs.append(file.getvalue())
-        columns = self._rerun.EncodedImage.columns(blob=blobs, media_type=["image/jpeg"] * len(blobs))
-        self._send(timeline, entity, len(blobs), first, columns)
-
-    def _send(self, timeline: str, entity: str, count: int, first: int, columns: Any) -> None:
-        if self._stream is None:
-            self._stream = self._rerun.RecordingStream("sparring", recording_id=str(self.folder.resolve()))
-            path, number = self.folder / "recording.rrd", 2
-            while path.exists():
-                path, number = self.folder / f"recording-{number}.rrd", number + 1
-            self._stream.save(path)
-        times = self._rerun.TimeColumn(timeline, sequence=range(first, first + count))
-        self._stream.send_columns(entity, [times], columns)

@@ -1,5 +1,6 @@
 """Videos of episodes and predictions: drawn, encoded and listed by a thread while training goes on."""
 
+import io
 import itertools
 import json
 import logging
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,6 @@ from sparring.phases.phase import Progress
 from sparring.phases.replay import Prediction
 from sparring.record.log import LOGGER
 from sparring.record.overlay import Scene, filmstrip, write_png
-from sparring.record.sinks import RerunFile
 
 log = logging.getLogger(LOGGER)
 WAITING = 32  # jobs that wait for the encoder; a run films a few episodes at a time
@@ -35,6 +36,7 @@ FIRST_GUESS_S = 1.5  # seconds that a video takes, until one was made
 _CODING = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1"]
 _PLAYABLE = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
 _NICE = 10
+_JPEG_QUALITY = 85
 
 
 class VideoWriter:
@@ -52,7 +54,7 @@ class VideoWriter:
         self.folder, self.on_video = folder, on_video
         self.share, self.began = share, time.monotonic()
         self.encoder = _Encoder()
-        self.rerun = RerunFile(folder) if rerun else None
+        self.rerun = _RerunFile(folder) if rerun else None
 
     def affords(self, videos: int = 1) -> bool:
         """Whether there is time for so many more, if they take as long as those before."""
@@ -96,7 +98,7 @@ class VideoWriter:
     def _make_film(self, line: dict, film: Film, spec: EnvSpec) -> None:
         film = film.developed()
         write_png(self.folder / line["strip"], filmstrip(film.frames))
-        views = by_camera(film.frames, spec.film_cameras)
+        views = _by_camera(film.frames, spec.film_cameras)
         self._make_video(line, _film_scene(film, views, spec))
         if self.rerun is not None:
             self.rerun.film(Path(line["file"]).stem, film, views)
@@ -110,7 +112,7 @@ class VideoWriter:
             self.rerun.prediction(Path(line["file"]).stem, prediction)
 
     def _make_video(self, line: dict, scene: Scene) -> None:
-        file = write_video(self.folder / line["file"], scene.frames(), scene.fps)
+        file = _write_video(self.folder / line["file"], scene.frames(), scene.fps)
         with (self.folder / "videos" / "index.jsonl").open("a") as index:
             index.write(json.dumps(line) + "\n")
         if self.on_video is not None:
@@ -178,7 +180,7 @@ class _Encoder:
                 return None
 
 
-def write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
+def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
     """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play, by a process of low priority."""
     frames = iter(frames)
     first = next(frames)
@@ -214,7 +216,7 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
     return path
 
 
-def by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
+def _by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
     """`[H, M W, 3]` each -> `[H, W, 3]` of each of the M cameras, without their edges."""
     if len(cameras) < 2:
         return {cameras[0] if cameras else "": frames}
@@ -287,3 +289,68 @@ def _number(progress: Progress) -> int:
 
 def _figure(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+class _RerunFile:
+    """`recording.rrd` for the Rerun viewer (`recording-2.rrd`, ... when resumed): `<name>/camera/<camera>`, `state`,
+    `action`, `reward`, `value` on the timeline `step`; of predictions `<name>/{true,predicted}/<camera>` on `decision`.
+    """
+
+    def __init__(self, folder: Path):
+        # before training, as it takes half a second
+        import rerun
+
+        self._rerun, self._stream, self.folder = rerun, None, folder
+
+    def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:
+        for camera, pictures in views.items():
+            self._pictures("step", f"{name}/camera/{camera}", pictures)
+        self._numbers("step", name, film)
+        # before the first step there is no reward, after the last no decision
+        self._series("step", f"{name}/reward", film.rewards, first=1)
+        if np.isfinite(film.values).any():
+            self._series("step", f"{name}/value", film.values)
+
+    def prediction(self, name: str, prediction: Prediction) -> None:
+        for kind, cameras in (("true", prediction.true), ("predicted", prediction.predicted)):
+            for camera, pictures in cameras.items():
+                self._pictures("decision", f"{name}/{kind}/{camera}", list(pictures), first=1)
+        self._numbers("decision", name, prediction)
+        self._series("decision", f"{name}/reward", prediction.rewards, first=1)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+
+    def _numbers(self, timeline: str, name: str, episode: Film | Prediction) -> None:
+        for part, rows in (("state", episode.states), ("action", episode.actions)):
+            if rows.shape[1]:
+                self._series(timeline, f"{name}/{part}", rows)
+
+    def _series(self, timeline: str, entity: str, values: np.ndarray, first: int = 0) -> None:
+        """`[T]` or `[T, K]`, the first of them at moment `first`."""
+        columns = self._rerun.Scalars.columns(scalars=values.astype(np.float64).ravel())
+        if values.ndim == 2:
+            columns = columns.partition([values.shape[1]] * len(values))
+        self._send(timeline, entity, len(values), first, columns)
+
+    def _pictures(self, timeline: str, entity: str, pictures: list[np.ndarray], first: int = 0) -> None:
+        from PIL import Image
+
+        blobs = []
+        for picture in pictures:
+            file = io.BytesIO()
+            Image.fromarray(np.ascontiguousarray(picture)).save(file, "JPEG", quality=_JPEG_QUALITY)
+            blobs.append(file.getvalue())
+        columns = self._rerun.EncodedImage.columns(blob=blobs, media_type=["image/jpeg"] * len(blobs))
+        self._send(timeline, entity, len(blobs), first, columns)
+
+    def _send(self, timeline: str, entity: str, count: int, first: int, columns: Any) -> None:
+        if self._stream is None:
+            self._stream = self._rerun.RecordingStream("sparring", recording_id=str(self.folder.resolve()))
+            path, number = self.folder / "recording.rrd", 2
+            while path.exists():
+                path, number = self.folder / f"recording-{number}.rrd", number + 1
+            self._stream.save(path)
+        times = self._rerun.TimeColumn(timeline, sequence=range(first, first + count))
+        self._stream.send_columns(entity, [times], columns)

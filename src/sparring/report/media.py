@@ -32,29 +32,29 @@ class Picture:
     steps: int | None = None
     settings: str | None = None  # of an evaluation whose episodes differ from those of the run
 
+    @staticmethod
+    def videos(folder: Path) -> list["Picture"]:
+        """Those of index.jsonl and those that are only files; failures first, then the newest."""
+        index = {}
+        for rows in Tail(folder / "videos" / "index.jsonl").rows():
+            index |= {Path(str(row["file"])).name: row for row in rows if "file" in row}
+        found = [_video(name, size, index.get(name, {})) for name, size in _files(folder / "videos", ".mp4").items()]
+        failures_first = {False: 0, None: 1, True: 2}
+        found.sort(key=lambda v: (failures_first[v.success], -(v.update or v.episode or 0), v.file))
+        # `sparring eval` may have filmed the same episodes as the run itself
+        later = [video for video in found if Path(video.file).name.startswith("eval_")]
+        own = [video for video in found if video not in later]
+        doubles = [video for video in later if any(_is_same(folder, video, other) for other in own)]
+        return [video for video in found if video not in doubles]
 
-def find_videos(folder: Path) -> list[Picture]:
-    """Those of index.jsonl and those that are only files; failures first, then the newest."""
-    index = {}
-    for rows in Tail(folder / "videos" / "index.jsonl").rows():
-        index |= {Path(str(row["file"])).name: row for row in rows if "file" in row}
-    found = [_video(name, size, index.get(name, {})) for name, size in _files(folder / "videos", ".mp4").items()]
-    failures_first = {False: 0, None: 1, True: 2}
-    found.sort(key=lambda v: (failures_first[v.success], -(v.update or v.episode or 0), v.file))
-    # `sparring eval` may have filmed the same episodes as the run itself
-    later = [video for video in found if Path(video.file).name.startswith("eval_")]
-    own = [video for video in found if video not in later]
-    doubles = [video for video in later if any(_is_same(folder, video, other) for other in own)]
-    return [video for video in found if video not in doubles]
-
-
-def find_strips(folder: Path) -> list[Picture]:
-    """Predicted and true frames of world models, oldest first; the other images in samples/ belong to a video."""
-    found = []
-    for name, size in _files(folder / "samples", "_pred_vs_gt.png").items():
-        number = re.match(r"episode_(\d+)", name)
-        found.append(Picture(f"samples/{name}", "pred vs gt", size, episode=int(number[1]) if number else None))
-    return sorted(found, key=lambda strip: (strip.episode or 0, strip.file))
+    @staticmethod
+    def strips(folder: Path) -> list["Picture"]:
+        """Predicted and true frames of world models, oldest first; the other images in samples/ belong to a video."""
+        found = []
+        for name, size in _files(folder / "samples", "_pred_vs_gt.png").items():
+            number = re.match(r"episode_(\d+)", name)
+            found.append(Picture(f"samples/{name}", "pred vs gt", size, episode=int(number[1]) if number else None))
+        return sorted(found, key=lambda strip: (strip.episode or 0, strip.file))
 
 
 def choose(videos: list[Picture], strips: list[Picture], budget: int | None) -> tuple[list[Picture], list[Picture]]:

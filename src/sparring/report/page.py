@@ -12,7 +12,7 @@ from sparring import __version__
 from sparring.errors import UserError
 from sparring.record.names import meanings
 from sparring.report.media import TYPES, Picture
-from sparring.report.run_folder import RunFolder, runs_in, side_by_side
+from sparring.report.run_folder import RunFolder, side_by_side
 
 SCRIPTS = ("draw.js", "charts.js", "sections.js", "page.js")
 # content policy of a live page, which may talk to its own server, and of one that may talk to nobody
@@ -37,7 +37,7 @@ class Collection:
     def refresh(self) -> None:
         self.version += 1
         # a folder that does not exist yet is waited for
-        found = [run for path in self.paths for run in (runs_in(path) or [path])]
+        found = [run for path in self.paths for run in (RunFolder.all_in(path) or [path])]
         self.runs = {path: self.runs.get(path) or self.make(path) for path in dict.fromkeys(found)}
         for path, run in self.runs.items():
             self.numbers.setdefault(path, len(self.numbers))
@@ -79,7 +79,7 @@ class Collection:
 
 def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
     """The report of these runs, with at most so many bytes of pictures."""
-    found = {path: runs_in(path) for path in paths}
+    found = {path: RunFolder.all_in(path) for path in paths}
     runs = [run for below in found.values() for run in below]
     lacking = [path for path, below in found.items() if not below]
     if lacking:

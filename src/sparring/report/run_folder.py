@@ -20,18 +20,6 @@ _IN_A_LABEL = 3  # with more differences than this, a folder's name says more
 _CHOICES = ("phase", "algorithm", "env.name", "policy.name", "world_model.name", "rewards.name")
 
 
-def runs_in(path: Path) -> list[Path]:
-    """The path itself if it is a run folder, and those below it."""
-    if re.fullmatch(r"checkpoint-\d+", path.name):
-        raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
-
-    def by_number(folder: Path) -> list:
-        """seed2 before seed10."""
-        return [[int(word) if word.isdigit() else word for word in re.split(r"(\d+)", part)] for part in folder.parts]
-
-    return sorted(run_folders(path), key=by_number)
-
-
 class RunFolder:
     """`parts` is the content of a page; `changed` is the version at which each part was made."""
 
@@ -46,6 +34,19 @@ class RunFolder:
         self.changed: dict[str, int] = {}
         self._stamps: dict[str, object] = {}
 
+    @staticmethod
+    def all_in(path: Path) -> list[Path]:
+        """The path itself if it is a run folder, and those below it."""
+        if re.fullmatch(r"checkpoint-\d+", path.name):
+            raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
+
+        def by_number(folder: Path) -> list:
+            """seed2 before seed10."""
+            words = (re.split(r"(\d+)", part) for part in folder.parts)
+            return [[int(word) if word.isdigit() else word for word in part] for part in words]
+
+        return sorted(run_folders(path), key=by_number)
+
     def refresh(self, version: int) -> None:
         """Read new lines and files; parts that differ from before get this version."""
         for reader in (self.metrics, self.evaluations, self.timeline):
@@ -53,7 +54,7 @@ class RunFolder:
         file = self.path / "config.yaml"
         if self._differs("config", file.stat().st_mtime_ns if file.exists() else None):
             self.config = _read_config(self.path)
-        videos, strips = media.find_videos(self.path), media.find_strips(self.path)
+        videos, strips = media.Picture.videos(self.path), media.Picture.strips(self.path)
         self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
         # the first of both, so that they are drawn over the same time
         firsts = (part.curves.first("timestamp") for part in (self.metrics, self.evaluations))

@@ -57,9 +57,9 @@ class FlowChain(EncodedPolicy):
         times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
         self.register_buffer("times", times.float(), persistent=False)
         if _learns_noise(config):
-            self.kernel = FlowNoise(steps, config.noise_range, noise_inputs, *shape)
+            self.kernel = _FlowNoise(steps, config.noise_range, noise_inputs, *shape)
         else:
-            self.kernel = FlowSDE(steps, config.noise_level)
+            self.kernel = _FlowSDE(steps, config.noise_level)
         self.learns_entropy = self.kernel.learns_noise
         # imitation knows no noise net, nor do other methods
         self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
@@ -245,7 +245,7 @@ class FlowChain(EncodedPolicy):
         return _PathPoints(x, t, noise - action, td["valid"][..., None].float())
 
 
-class FlowSDE(nn.Module):
+class _FlowSDE(nn.Module):
     """Flow-SDE: the ODE's marginals, with noise of level eta. No weights: the policy is the velocity alone."""
 
     learns_noise = False
@@ -270,7 +270,7 @@ class FlowSDE(nn.Module):
         return of_x * x + of_v * velocity, std
 
 
-class FlowNoise(nn.Module):
+class _FlowNoise(nn.Module):
     """Flow-Noise: the ODE's step plus learned noise, kept between two bounds. It has an entropy."""
 
     learns_noise = True

@@ -104,7 +104,7 @@ def read_model(folder: str | Path, key: str = "policy.model_path") -> SavedModel
             raise UserError(f"{key}={folder} holds a model of type {kind!r}, expected 'pi0'{hint}")
         pi0 = load_pi0(folder, dtype="auto", key=key)
         plan = pi0.config.chunk_size, pi0.config.num_inference_steps
-        return SavedModel(*from_transformers(pi0), *plan, is_pi0=True, needs_tokenizer=True)
+        return SavedModel(*_from_transformers(pi0), *plan, is_pi0=True, needs_tokenizer=True)
     missing = "a file, not a folder" if path.is_file() else "no such folder"
     found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else missing
     raise UserError(
@@ -113,7 +113,7 @@ def read_model(folder: str | Path, key: str = "policy.model_path") -> SavedModel
     )
 
 
-def from_transformers(source) -> tuple[Weights, Sizes]:
+def _from_transformers(source) -> tuple[Weights, Sizes]:
     """Of a `PI0ForConditionalGeneration`, or of a folder that `save_pretrained` wrote one to."""
     model = load_pi0(source, dtype="auto") if isinstance(source, str | Path) else source
     sizes, theirs = _sizes(model.config), {_plain(name): value for name, value in model.state_dict().items()}
@@ -133,7 +133,7 @@ def to_transformers(model: NativeModel):
     library = transformers()
     if model.sizes.memory_size:
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
-    theirs = library.PI0ForConditionalGeneration(library.PI0Config(**settings_of(model.sizes)))
+    theirs = library.PI0ForConditionalGeneration(library.PI0Config(**_settings_of(model.sizes)))
     ours, weights = model.state_dict(), {}
     heads, shared = (count * model.sizes.head_dim for count in (model.sizes.heads, model.sizes.kv_heads))
     for name, names in _names(model.sizes).items():
@@ -214,7 +214,7 @@ def _require(section: str, config, expected: dict) -> None:
             raise UserError(f"pi0's {section}.{name} is {given}, expected {value}: such a model cannot be converted")
 
 
-def settings_of(sizes: Sizes) -> dict:
+def _settings_of(sizes: Sizes) -> dict:
     """Settings of transformers' `PI0Config`."""
 
     def named(names: dict[str, str]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -15,14 +16,13 @@ from sparring.policies.configs import DenoisingConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import STATE, TASK
 from sparring.policies.flow.chain import FlowChain
-from sparring.policies.instructions import BYTES, ByteTokenizer, FileTokenizer, TokenTable
+from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable
 from sparring.policies.lora import adapt
 from sparring.policies.native.checkpoint import SavedModel, read_model
 from sparring.policies.native.config import NativeVLAConfig, Sizes
 from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.native.model import Inputs, NativeModel, Prefix
 from sparring.policies.pi0 import ImagePreparation
-from sparring.policies.policy import MemoryTraces
 from sparring.policies.weights import load_strictly
 
 _GRID = 4  # the memory keeps the colours of each image on a grid of so many fields a side
@@ -157,7 +157,7 @@ class _NativeInputs(nn.Module):
         others = ((STATE, self.has_state), (TASK, self.has_task), (POLICY_MEMORY, self.memory_size))
         self.in_keys = [*self.cameras, *(key for key, is_read in others if is_read)]
         seen = state_size + 3 * _GRID**2 * len(self.cameras)
-        self.traces = MemoryTraces(seen, self.memory_size) if self.memory_size else None
+        self.traces = _MemoryTraces(seen, self.memory_size) if self.memory_size else None
 
     def forward(self, td: TensorDict) -> Inputs:
         batch, device = len(td), self.instructions.ids.device
@@ -203,7 +203,7 @@ def _token_table(
     if folder is None and saved is not None and saved.needs_tokenizer:
         key, folder = "policy.model_path", config.model_path
     # bytes, a begin, and one more as padding
-    tokenizer = ByteTokenizer(begin=256, vocabulary=258) if folder in (None, BYTES) else FileTokenizer(folder, key)
+    tokenizer = ByteTokenizer(begin=256, vocabulary=258) if folder in (None, BYTES) else _FileTokenizer(folder, key)
     rows = [tokenizer(text) or [0] for text in instructions]
     for text, row in zip(instructions, rows, strict=True):
         if len(row) > config.text_tokens:
@@ -231,3 +231,63 @@ def _unread(last: int, sees: bool, features_learn: bool) -> tuple[str, ...]:
     if features_learn:
         return parts
     return (*parts, "trunk_norm.", *(f"trunk.{last}.{part}." for part in ("out", "mlp_norm", "gate_up", "down")))
+
+
+class _MemoryTraces(nn.Module):
+    """A memory without weights: running means of observations over short and long spans of an episode.
+
+    A decision is scored from its own row, so no gradient could reach what wrote the memory: it is fixed. Number 0 is a
+    clock, t
+    (t + 1) at decision t; each other one follows a random projection of the observations: their mean until that
+    is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of observations.
+    """
+
+    longest_span = 100  # decisions over which the slowest trace averages; the fastest holds the last decision alone
+
+    def __init__(self, inputs: int, size: int):
+        super().__init__()
+        # [M - 1, D] of length 1, always the same: weights that have learned to read them load anywhere
+        directions = np.random.default_rng(0).standard_normal((size - 1, inputs))
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        self.register_buffer("directions", torch.from_numpy(directions).float(), persistent=False)
+        rates = 1 / np.geomspace(self.longest_span, 1, size - 1)
+        self.register_buffer("rates", torch.from_numpy(rates).float(), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """The memory that entered a decision [B, M], and its observations [B, D] -> that of the next one [B, M]."""
+        clock, traces = memory[:, :1], memory[:, 1:]
+        # 1 / (t + 1): the share of the newest in a mean
+        rates = torch.maximum(1 - clock, self.rates)
+        return torch.cat([1 / (2 - clock), traces.lerp(seen @ self.directions.T, rates)], 1)
+
+
+class _FileTokenizer:
+    """The `tokenizer.json` of a folder. Gives the prompt of pi0: <bos>, the instruction, a new line."""
+
+    def __init__(self, folder: str, key: str):
+        file = Path(folder).expanduser()
+        file = file if file.name == "tokenizer.json" else file / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(
+                f"{key}={folder}: no {file} there, which the instructions are read by; set policy.tokenizer to a "
+                f"folder that has one (PaliGemma's for pi0), or to {BYTES} to read them byte by byte, which a "
+                "pretrained model has not learned"
+            )
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UserError(
+                f'{file} needs the package tokenizers, which is not here; pip install "sparring[vla]", or set '
+                f"policy.tokenizer={BYTES}"
+            ) from error
+        try:
+            self._library = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(f"'{file}' cannot be read as a tokenizer ({error}); fetch it again") from error
+        begin = self._library.token_to_id("<bos>")
+        self._begin = [] if begin is None else [begin]
+        self.vocabulary = self._library.get_vocab_size()
+
+    def __call__(self, text: str) -> list[int]:
+        return [*self._begin, *self._library.encode(f"{text}\n", add_special_tokens=False).ids]

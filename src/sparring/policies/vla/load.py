@@ -24,7 +24,7 @@ from sparring.processes.memory_errors import explain_oom, oom_message
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
 # what a constructor may raise where it does not fit what it is given
 _CONSTRUCTOR_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # methods of a model, and of one with a flow head
 _DOCUMENTED = {
     "forward": "forward(observations) -> [B, action_dim]",
@@ -51,14 +51,14 @@ def load_vla_model(
     """A model with its weights; docs/vla.md describes the parameters.
     `usual`: settings that a constructor gets if it takes them, and neither `model_config` nor the folder has them."""
     cls = import_model_class(model_class)
-    if dtype is not None and dtype not in _DTYPES:
-        raise UserError(f"dtype '{dtype}' is not known; expected {' or '.join(_DTYPES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}' is not known; expected {' or '.join(DTYPES)}")
     with explain_oom(f"loading '{model_path}'"):
         model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
         for weight in match_parameters(model, frozen, "policy.frozen"):
             weight.requires_grad_(False)
         if dtype is not None:
-            model.to(_DTYPES[dtype])
+            model.to(DTYPES[dtype])
         place(model, device_map)
     return model
 
@@ -80,10 +80,6 @@ def import_model_class(model_class: str | type | None) -> type:
         model_class = found
     _check_interface(model_class)
     return model_class
-
-
-def has_flow_head(model_class: type) -> bool:
-    return not _missing(model_class, _FLOW)
 
 
 def _check_interface(model_class: type) -> None:
@@ -205,21 +201,6 @@ def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> n
         fit = WeightsFit.of(own, read_weights(folder, own))
     _check_fit(fit, folder, strict, "load what fits with policy.strict=false")
     return model
-
-
-def cast_frozen(model: nn.Module, dtype: str) -> None:
-    """Frozen weights to `dtype`; those that learn stay in float32, where small steps are not lost."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else _DTYPES[dtype])
-
-
-def eval_frozen(model: nn.Module) -> None:
-    """Wholly frozen parts stay in evaluation mode, whatever the others do: no dropout, no new statistics."""
-    for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(p.requires_grad for p in parameters):
-            module.eval()
 
 
 def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:

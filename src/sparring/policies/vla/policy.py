@@ -23,14 +23,7 @@ from sparring.policies.lora import adapt
 from sparring.policies.policy import Loss, Policy, Statistics
 from sparring.policies.vla.config import VLAConfig
 from sparring.policies.vla.interface import VLAObservations
-from sparring.policies.vla.load import (
-    cast_frozen,
-    eval_frozen,
-    has_flow_head,
-    import_model_class,
-    load_vla_model,
-    place,
-)
+from sparring.policies.vla.load import DTYPES, import_model_class, load_vla_model, place
 from sparring.policies.weights import match_parameters
 from sparring.processes.memory_errors import oom_message
 
@@ -45,7 +38,7 @@ _TRIES = 8  # tries after which a model that always gives the same action is bel
 
 def make_vla_policy(config: VLAConfig, spec: EnvSpec, chunk: int) -> Policy:
     """For policy.name=vla: which policy it is follows from what the model has."""
-    kind = _VLAFlowPolicy if has_flow_head(import_model_class(config.model_class)) else VLAPolicy
+    kind = _VLAFlowPolicy if _has_flow_head(import_model_class(config.model_class)) else VLAPolicy
     return kind(config, spec, chunk)
 
 
@@ -54,7 +47,7 @@ class VLAPolicy(Policy):
 
     def __init__(self, config: VLAConfig, spec: EnvSpec, chunk: int):
         super().__init__()
-        if has_flow_head(import_model_class(config.model_class)):
+        if _has_flow_head(import_model_class(config.model_class)):
             raise UserError(f"policy.model_class '{config.model_class}' has a flow head; make_policy gives it a policy")
         self.config, self.spec, self.chunk, self.horizon = config, spec, chunk, chunk
         self.padding, self.each = spec.action_padding, spec.action_dim - spec.action_padding
@@ -128,7 +121,7 @@ class VLAPolicy(Policy):
 
     def train(self, mode: bool = True) -> "VLAPolicy":
         super().train(mode)
-        eval_frozen(self.model)
+        _eval_frozen(self.model)
         return self
 
     def _observe(self, td: TensorDict) -> TensorDict:
@@ -227,7 +220,7 @@ class _VLAFlowPolicy(FlowChain):
 
     def train(self, mode: bool = True) -> "_VLAFlowPolicy":
         super().train(mode)
-        eval_frozen(self.model)
+        _eval_frozen(self.model)
         return self
 
 
@@ -260,7 +253,7 @@ def _load_model(
 ) -> tuple[nn.Module, list[str]]:
     """Loaded, with adapters, frozen, in its dtypes and places; and the names of what learns of `critic_parts`."""
     cls = import_model_class(config.model_class)
-    is_flow = has_flow_head(cls)
+    is_flow = _has_flow_head(cls)
     _check_settings(config, is_flow)
     # a flow head reads the length of a chunk from its input, and its action_dim is that of one step
     steps = 1 if is_flow else chunk
@@ -274,13 +267,32 @@ def _load_model(
     # by the model's own names, which adapters change
     critic = set(map(id, match_parameters(model, config.critic_parts, "policy.critic_parts")))
     adapt(model, config, frozen=config.frozen, critic_parts=config.critic_parts)
-    cast_frozen(model, config.dtype)
+    _cast_frozen(model, config.dtype)
     place(model, config.device_map)
     own = getattr(model, "action_dim", None)
     if isinstance(own, int) and own != numbers:
         raise _size_error(own, f"{cls.__name__}.action_dim", spec, steps)
     critic_names = [name for name, p in model.named_parameters() if id(p) in critic and p.requires_grad]
     return model.eval(), critic_names
+
+
+def _has_flow_head(model_class: type) -> bool:
+    return all(getattr(model_class, name, None) is not None for name in ("encode", "denoise"))
+
+
+def _cast_frozen(model: nn.Module, dtype: str) -> None:
+    """Frozen weights to `dtype`; those that learn stay in float32, where small steps are not lost."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else DTYPES[dtype])
+
+
+def _eval_frozen(model: nn.Module) -> None:
+    """Wholly frozen parts stay in evaluation mode, whatever the others do: no dropout, no new statistics."""
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
+            module.eval()
 
 
 def _check_settings(config: VLAConfig, is_flow: bool) -> None:
