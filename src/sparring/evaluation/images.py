@@ -46,7 +46,9 @@ class ObjectMasks:
         episodes, device = len(segmentation), segmentation.device
         self.any_camera = _SeenObjects(episodes, device)
         self.each_camera = {camera: _SeenObjects(episodes, device) for camera, _ in segmentation.items()}
-        self.places = {c: _CoveredObjects(episodes, *ids.shape[-2:], device) for c, ids in segmentation.items()}
+        self.places = {
+            c: _CoveredObjects(episodes, ids.shape[-2], ids.shape[-1], device) for c, ids in segmentation.items()
+        }
 
     def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame, for the episodes in `rows` `[E]`.
@@ -63,7 +65,7 @@ class ObjectMasks:
 
     def hidden(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         ids = [{camera: frame[camera] for camera in self.each_camera} for frame in (now, after)]
-        return self.any_camera.hidden(*ids, rows)
+        return self.any_camera.hidden(ids[0], ids[1], rows)
 
 
 class _SeenObjects:

@@ -139,7 +139,7 @@ class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
     )
     cameras: tuple[str, ...] = Field((), description="which cameras it is shown, in the checkpoint's order; []: all")
     horizon: int | None = Field(None, gt=0, description="steps that are planned: the checkpoint's chunk_size, or null")
-    sampling_steps: int | None = Field(
+    sampling_steps: int | None = Field(  # type: ignore[assignment]
         None, gt=0, description="denoising steps of a decision; null: the checkpoint's num_inference_steps"
     )
     frozen: tuple[str, ...] = Field(

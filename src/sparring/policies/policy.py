@@ -106,7 +106,7 @@ def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
 
 def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.device = "cpu") -> Policy:
     """A fresh policy for an env with this spec, acting in chunks of `chunk` steps."""
-    with explain_oom(f"making the policy ({config.name})"):
+    with explain_oom(f"making the policy ({getattr(config, 'name', '')})"):
         policy = build(config, POLICIES, spec, chunk, kind="policy")
     with explain_oom(f"moving the policy to {device}", policy):
         return policy.to(device)

@@ -35,6 +35,9 @@ class ColouredNoise(RandomPolicy):
     A normal AR(1) process x' = r x + sqrt(1 - r^2) e per episode, mapped to uniform; `correlation` [N]: r per robot.
     """
 
+    correlation: torch.Tensor
+    last: torch.Tensor
+
     def __init__(self, spec: EnvSpec, chunk: int, correlation: torch.Tensor):
         super().__init__(spec, chunk)
         # [N, 1]

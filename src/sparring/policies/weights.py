@@ -23,8 +23,8 @@ Weights = dict[str, torch.Tensor]
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 _INDEX = ".index.json"
 # in a folder, the first that is there
-_IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_IN_FOLDER += ("model.pt", "model.pth")
+_IN_FOLDER: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+_IN_FOLDER += ("pytorch_model.bin.index.json", "model.pt", "model.pth")
 # where training scripts put the weights, next to optimisers and counters
 _INSIDE = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPED = ("module.", "_orig_mod.")  # what wrappers put before every name

@@ -152,9 +152,9 @@ class _View:
         bar = max(8, min(40, self.console.width - len(pace) - 8))
         filled = int(bar * fraction)
         full, empty = "#." if self.plain else "█░"
-        progress = [(full * filled, "green"), (empty * (bar - filled), "bright_black"), f" {fraction:4.0%}  {pace}"]
+        parts = (full * filled, "green"), (empty * (bar - filled), "bright_black")
         shown = [Text(self.title, "bold")] if self.title else []
-        shown.append(Text.assemble(*progress))
+        shown.append(Text.assemble(*parts, f" {fraction:4.0%}  {pace}"))
         # a loss is shown only where there is no better curve
         curves = [name for name in CURVES if name in self.curves]
         shown += [self._curve(name) for name in ([name for name in curves if name != "loss"] or curves)]

@@ -24,7 +24,8 @@ class RunLog:
 
     def __init__(self, config: LoggingConfig, quiet: bool = False, rank: int = 0):
         """`quiet`: errors only; a `rank` other than the main process: warnings only."""
-        self.config, self.folder = config, None
+        self.config = config
+        self.folder: Path | None = None
         console = logging.StreamHandler()
         level = logging.getLevelName(config.console_level)
         console.setLevel(logging.ERROR if quiet else max(level, logging.WARNING) if rank else level)
@@ -86,7 +87,7 @@ class RunLog:
             return
         for name, module in model.named_modules():
             # one that has seen no numbers yet has nothing to say
-            if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", 1)):
+            if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", True)):
                 log.debug("update %d: %s: %s", update, name, module.in_words())
 
 

@@ -119,7 +119,7 @@ class Timeline(Follower):
 
     def lanes(self) -> dict | None:
         """`lanes`: who, stage, busy seconds of each bin `[B]`, turns of the close look `[[begin, end], ...]`."""
-        if not self.busy:
+        if not self.busy or self.began is None:
             return None
         used = 1 + max((np.flatnonzero(busy)[-1] for busy in self.busy.values() if busy.any()), default=0)
         # from when on every lane is there: turns of one group are written after those of another

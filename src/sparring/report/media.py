@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Picture:
     @staticmethod
     def videos(folder: Path) -> list["Picture"]:
         """Those of index.jsonl and those that are only files; failures first, then the newest."""
-        index = {}
+        index: dict[str, dict] = {}
         for rows in Tail(folder / "videos" / "index.jsonl").rows():
             index |= {Path(str(row["file"])).name: row for row in rows if "file" in row}
         found = [_video(name, size, index.get(name, {})) for name, size in _files(folder / "videos", ".mp4").items()]
@@ -85,7 +86,7 @@ def _within(pictures: list[Picture], budget: int) -> list[Picture]:
 
 def _video(name: str, size: int, line: dict) -> Picture:
     """By its line of the index, or else by its name: rollout_<update>_*, episode_<n>_*, a prediction's episode_<n>."""
-    guess = {"kind": "eval" if name.startswith("eval_") else "video"}
+    guess: dict[str, Any] = {"kind": "eval" if name.startswith("eval_") else "video"}
     if match := re.match(r"rollout_(\d+)", name):
         guess = {"kind": "rollout", "update": int(match[1])}
     elif match := re.match(r"episode_(\d+)(_?)", name):

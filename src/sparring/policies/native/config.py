@@ -87,7 +87,7 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     horizon: int | None = Field(
         None, gt=0, description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps"
     )
-    sampling_steps: int | None = Field(
+    sampling_steps: int | None = Field(  # type: ignore[assignment]
         None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
     )
     text_tokens: int = Field(256, gt=0, description="tokens that an instruction may have")

@@ -242,6 +242,7 @@ class _MemoryTraces(nn.Module):
     is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of observations.
     """
 
+    rates: torch.Tensor
     longest_span = 100  # decisions over which the slowest trace averages; the fastest holds the last decision alone
 
     def __init__(self, inputs: int, size: int):

@@ -188,7 +188,7 @@ def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> n
     transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
     more = dict.fromkeys(("local_files_only", "output_loading_info", "ignore_mismatched_sizes"), True)
     try:
-        loaded = cls.from_pretrained(folder, **settings, **(more if transformers else {}))
+        loaded = cls.from_pretrained(folder, **settings, **(more if transformers else {}))  # type: ignore[attr-defined]
     except (RuntimeError, *_CONSTRUCTOR_ERRORS, SafetensorError, pickle.UnpicklingError) as error:
         if oom_message(error):
             raise

@@ -61,8 +61,8 @@ class HopperForward:
         from sparring.policies.native.hopper.launch import Kernels
 
         self.model, self.room = model, room
-        self._begin, self._pool = compile_it(self._begin), compile_it(model.pool)
-        self._embed, self._emit = compile_it(self._embed), compile_it(model.emit)
+        self._begin, self._pool = compile_it(self._begin), compile_it(model.pool)  # type: ignore[method-assign]
+        self._embed, self._emit = compile_it(self._embed), compile_it(model.emit)  # type: ignore[method-assign]
         device = model.words.weight.device
         self._kernels = Kernels(device)
         on_gpu = device.type == "cuda"
@@ -92,9 +92,9 @@ class HopperForward:
         mask = F.pad(seen, (0, room), value=True)
         for number, layer in enumerate(trunk):
             cache = _LayerCache(keys[:, number], values[:, number], 0, mask, 0, turns)
-            q = self._project(layer, x, cache)
+            q = self._project(layer, x, cache)  # type: ignore[arg-type]
             if features or number < len(trunk) - 1:
-                x = self._finish(layer, x, self._attend(q, x.shape[1], cache))
+                x = self._finish(layer, x, self._attend(q, x.shape[1], cache))  # type: ignore[arg-type]
         return Cache(keys, values, mask, self._pool(x, seen) if features else None, states, cos, sin)
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -107,7 +107,7 @@ class HopperForward:
         layer_of = self._few if x.shape[0] * x.shape[1] <= FEW else self._many
         for number, layer in enumerate(self.model.expert):
             around = _LayerCache(cache.keys[:, number], cache.values[:, number], at, cache.mask, states, turns)
-            x = layer_of(layer, x, around)
+            x = layer_of(layer, x, around)  # type: ignore[arg-type]
         return self._emit(x[:, states:], dims)
 
     def _begin(self, inputs: Inputs):
@@ -117,8 +117,8 @@ class HopperForward:
         room = self.room + -(seen.shape[1] + self.room) % _MULTIPLE
         following = rotation(seen.sum(1, keepdim=True) + torch.arange(room, device=seen.device), model.sizes.head_dim)
         # [B, T, 1, d/2] -> [B, T, d/2]
-        turns, following = (tuple(turn[:, :, 0].contiguous() for turn in each) for each in (turns, following))
-        return x, seen, turns, model.state_tokens(inputs), *following
+        turn, place = (tuple(wave[:, :, 0].contiguous() for wave in each) for each in (turns, following))
+        return x, seen, turn, model.state_tokens(inputs), *place
 
     def _embed(self, x: torch.Tensor, t: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return torch.cat([states, self.model.embed(x, t)], 1)
@@ -194,4 +194,5 @@ def _embed_patches(vision: nn.Module, images: torch.Tensor) -> torch.Tensor:
     cut = images.unflatten(3, (count, size)).unflatten(2, (count, size)).permute(0, 2, 4, 1, 3, 5)
     cut = cut.flatten(3).flatten(1, 2)
     room = -cut.shape[-1] % _PATCH_MULTIPLE
-    return F.linear(F.pad(cut, (0, room)), F.pad(vision.patches.weight.flatten(1), (0, room)), vision.patches.bias)
+    weight, bias = F.pad(vision.patches.weight.flatten(1), (0, room)), vision.patches.bias
+    return F.linear(F.pad(cut, (0, room)), weight, bias)  # type: ignore[arg-type]

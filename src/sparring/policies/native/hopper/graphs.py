@@ -81,7 +81,7 @@ class ActingGraphs:
     def velocity(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """With the prefix of the last call, in a buffer that the next one writes to."""
         cached = self._cached
-        return self._replay("velocity", lambda x, t: self._velocity(x, t, cached), [x, t])
+        return self._replay("velocity", lambda x, t: self._velocity(x, t, cached), [x, t])  # type: ignore[arg-type]
 
     @torch.no_grad()
     def sample(self, inputs: Inputs, noise: torch.Tensor) -> torch.Tensor:
