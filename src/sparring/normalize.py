@@ -72,7 +72,6 @@ class RunningNormalizer(Normalizer):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, sum_over_processes=lambda tensor: tensor) -> None:
-        """Fold in `x [B, size]`, of all processes together."""
         if self.fitted:
             return
         x = x.double()

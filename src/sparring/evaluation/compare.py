@@ -39,12 +39,10 @@ class _Difference:
 
     @property
     def is_shown(self) -> bool:
-        """By the test and by the interval."""
         return self.p < SIGNIFICANT and (self.low > 0 or self.high < 0)
 
     @property
     def is_on_the_edge(self) -> bool:
-        """By only one of them."""
         return (self.p < SIGNIFICANT) != (self.low > 0 or self.high < 0)
 
 
@@ -144,8 +142,6 @@ class _Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of A and B, by the paths they were given as; the verdict is about the first figure."""
-
     a: str
     b: str
     episodes: int
@@ -222,7 +218,6 @@ def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
 
 
 def _measured(a: list[Episode], b: list[Episode], spec: EnvSpec) -> list[_Measured]:
-    """Success where the env reports it, reward, and the success of each of several tasks."""
     reward_a, reward_b = (np.array([e.reward for e in episodes]) for episodes in (a, b))
     reward = _Measured.mean("reward", reward_a, reward_b, "reward")
     if not spec.reports_success:

@@ -25,8 +25,6 @@ CORRELATIONS = (0.8, 0.9, 0.95, 0.98)  # of noise that changes slowly; an explor
 
 @dataclass(frozen=True)
 class _Exploration:
-    """Coverage in `decisions` decisions of held-out episodes."""
-
     decisions: int
     contact: float  # share of the decisions in which a robot touched an object
     # places of `VOXEL` metres that a hand visited: over all robots and episodes, and in an episode on average
@@ -43,7 +41,6 @@ class ExplorationEvaluation(EvaluationResult):
 
     @classmethod
     def run(cls, config: Config, policy: Policy, device: Device) -> "ExplorationEvaluation":
-        """With the settings of a run, in an env of its own; actions are sampled, as an explorer does."""
         rollout, episodes = config.rollout, config.evaluation.episodes
         env = make_env(_showing_objects(config.env), rollout.n_envs, rollout.max_episode_steps, device)
         training = policy.training
@@ -112,7 +109,6 @@ class _Counts:
         self.bins: list[Counter] = []  # for each entry of the state: bin -> count
 
     def add(self, td: TensorDict, robots: np.ndarray) -> None:
-        """Decisions `[n]` of these robots, right after the env's step."""
         state = td["next", "observation", "state"].numpy(force=True)
         self.decisions += len(robots)
         self.contacts += int(self.env.last.contact[robots].sum())
@@ -153,6 +149,5 @@ class _Counts:
 
 
 def _entropy(counts: Counter) -> float:
-    """In nats."""
     total = counts.total()
     return -sum(n / total * math.log(n / total) for n in counts.values() if n)

@@ -26,8 +26,6 @@ def text_table(rows: Iterable[tuple[str, ...]], rule: bool = True) -> str:
 
 @dataclass
 class EvaluationResult(ABC):
-    """What an evaluation measured on `episodes` held-out episodes."""
-
     episodes: int
     seed: int
 
@@ -44,7 +42,6 @@ class EvaluationResult(ABC):
         """All measurements, for JSON."""
 
     def write(self, path: Path, about: dict | None = None) -> Path:
-        """`about`: what was evaluated, and how."""
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {}) | self.content()
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path
@@ -52,8 +49,6 @@ class EvaluationResult(ABC):
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """Files of one evaluation; they replace those of an earlier one with the same name."""
-
     folder: Path
     name: str
     json_file: Path

@@ -28,7 +28,6 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _blur(x: torch.Tensor) -> torch.Tensor:
-    """Only where the whole window fits."""
     offset = torch.arange(WINDOW, dtype=x.dtype, device=x.device) - WINDOW // 2
     weight = torch.exp(-(offset**2) / (2 * SIGMA**2))
     weight = weight / weight.sum()
@@ -42,7 +41,6 @@ class ObjectMasks:
     """Pixels of objects in the next frame, by what the cameras have shown of them earlier in the episode."""
 
     def __init__(self, segmentation: TensorDict):
-        """`segmentation`: of each camera `[E, T, 1, H, W]`."""
         episodes, device = len(segmentation), segmentation.device
         self.any_camera = _SeenObjects(episodes, device)
         self.each_camera = {camera: _SeenObjects(episodes, device) for camera, _ in segmentation.items()}
@@ -98,12 +96,10 @@ class _CoveredObjects:
         self.last = torch.zeros(episodes, height, width, dtype=torch.uint8, device=device)
 
     def pixels(self, now: torch.Tensor, after: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Ids `[n, 1, H, W]` -> `[n, H, W]` bool; remembers the objects seen now."""
         last = torch.where(_is_object(now), now[:, 0].to(torch.uint8), self.last[rows])
         self.last[rows] = last
         return _is_object(after) & (now == ROBOT)[:, 0] & (after[:, 0] == last)
 
 
 def _is_object(ids: torch.Tensor) -> torch.Tensor:
-    """`[N, 1, H, W]` -> `[N, H, W]` bool."""
     return ((ids >= FIRST_OBJECT) & (ids <= LAST_OBJECT))[:, 0]

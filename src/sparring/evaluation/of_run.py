@@ -67,8 +67,7 @@ def evaluate_checkpoint(
         for number, film in enumerate(result.films):
             video = writer.film(f"{files.name}_{number}", "eval", film, progress, result.spec, changed_text)
             print(f"video: {video}")
-            # one after the other: nothing waits for it, and the queue leaves none out
-            writer.finish()
+            writer.finish()  # one after the other: nothing waits for it, and the queue leaves none out
     if isinstance(result, Evaluation) and result.no_films:
         print(f"no video: {result.no_films}")
     return result
@@ -129,7 +128,6 @@ def episode_differences(a: Config, b: Config, ignored: tuple[str, ...]) -> list[
 
 
 def _limits(config: Config) -> list[int | None]:
-    """Steps of the longest episode of each task."""
     tasks, limits = getattr(config.env, "task", ()), []
     several = isinstance(tasks, tuple) and len(tasks) > 1
     for single in [config.env.model_copy(update={"task": (task,)}) for task in tasks] if several else [config.env]:

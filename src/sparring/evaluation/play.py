@@ -29,8 +29,6 @@ WATCHED = 64  # robots that are filmed where that is cheap, to choose from: fail
 
 @dataclass(frozen=True)
 class _Rate:
-    """Share of successes with its Wilson 95 % interval."""
-
     successes: int
     episodes: int
     rate: float
@@ -152,7 +150,6 @@ class Evaluation(EvaluationResult):
         return text_table(rows)
 
     def numbers(self) -> dict[str, float | None]:
-        """Of all tasks, of each where there are several, and of the sampled and the random policy."""
         tasks = self.scores["policy"]
         shown = {"": self.overall("policy")}
         shown |= {f"{task}/": score for task, score in tasks.items() if "all" in tasks and task != "all"}
@@ -201,7 +198,6 @@ def evaluate(
 
 
 def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, _Score]:
-    """A score for each task that was played, and 'all' where there are several."""
 
     def score(played: list[Episode]) -> _Score:
         rewards = np.array([episode.reward for episode in played])

@@ -36,14 +36,11 @@ def _squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _Tally:
-    """`add` numbers under a name, some at a time; `mean` of all of them."""
-
     def __init__(self):
         self.sums: dict[str, float] = defaultdict(float)
         self.counts: dict[str, int] = defaultdict(int)
 
     def add(self, name: str, values: torch.Tensor, where: torch.Tensor | None = None) -> None:
-        """`where`: which of the values count; None: all."""
         values = values if where is None else values[where]
         self.sums[name] += float(values.double().sum())
         self.counts[name] += values.numel()
@@ -62,7 +59,6 @@ class _Tally:
         return -10 * math.log10(mse) if mse else None
 
     def pixels(self, camera: str, name: str) -> dict:
-        """Mean error of the prediction and of copying, and the number of pixels."""
         means = {who: self.mean(f"{camera}/{who}/{name}") for who in _PAIR}
         return means | {"pixels": self.counts[f"{camera}/prediction/{name}"]}
 
@@ -149,7 +145,6 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
 
 
 def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
-    """The world model is given the actions, and sees only its own predictions."""
     if rows.shape[1] <= OBSERVED:
         return
     rows = rows[rows["mask"][:, OBSERVED]]
@@ -217,7 +212,6 @@ def _gap(a: float | None, b: float | None) -> float | None:
 
 
 def _compare(model: dict, other: dict) -> dict:
-    """`_measure` of a world model and of another on the same episodes: by how much the other is worse."""
 
     def gap(*path: str) -> float | None:
         return _gap(*(reduce(operator.getitem, path, figures) for figures in (other, model)))

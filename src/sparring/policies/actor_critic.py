@@ -17,8 +17,6 @@ from sparring.policies.policy import Loss, Policy, Statistics
 
 
 class EncodedPolicy(Policy):
-    """What policies with an encoder and a critic share."""
-
     critic: Critic
 
     def normalizers(self) -> tuple[Normalizer | None, nn.Module | None, Normalizer | None]:

@@ -30,7 +30,6 @@ class LoraConfig(Section):
 
     @classmethod
     def set_without_rank(cls, values: Mapping) -> list[str]:
-        """Which settings of a section are set though they are not read without a `lora_r`."""
         defaults = {name: field.default for name, field in LoraConfig.model_fields.items() if name != "lora_r"}
         return [name for name, default in defaults.items() if values.get(name, default) != default]
 

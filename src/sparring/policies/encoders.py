@@ -19,7 +19,6 @@ _POINT_SCALE = 4.0  # metres -> about 1 at the edge of a table, as in observatio
 
 
 def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
-    """Hidden layers only; the output layer belongs to whoever knows what it means."""
     layers: list[nn.Module] = []
     for width in hidden:
         linear = nn.Linear(inputs, width)
@@ -114,8 +113,6 @@ def _convolutions(
 
 
 class _ImageEncoder(nn.Module):
-    """All cameras, stacked as channels, through one small CNN."""
-
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
         shapes, hint = ((8, 4), (4, 2), (3, 1)), " (36 pixels suffice for 3)"

@@ -64,13 +64,10 @@ class _ActionHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Terms `[B, C]` of a loss."""
         return {"cross_entropy": -self.score(parameters, action).log_prob}
 
 
 class _GaussianHead(_ActionHead):
-    """Independent normals, one learned standard deviation per action dim."""
-
     takes_scaled_actions = True
 
     def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
@@ -100,7 +97,6 @@ class _GaussianHead(_ActionHead):
         return _Score(log_prob, entropy, squares, self.action_dim)
 
     def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The mean's error, and the width that its errors call for."""
         mean, log_std = parameters
         squares = (action - mean).square()
         # the negative log-likelihood, of which only the width learns: a mean under it would be learnt ever faster
@@ -205,8 +201,6 @@ class _TokenHead(_ActionHead):
 
 
 class _DiscreteHead(_TokenHead):
-    """One of n actions per step of the chunk; an action is its index."""
-
     def __init__(self, features: int, chunk: int, choices: int):
         super().__init__(features, chunk, 1, choices)
 

@@ -15,7 +15,6 @@ class TokenTable(nn.Module):
     """`observation/task [B]` -> the ids of each instruction and where it has any, [B, L] both; not in checkpoints."""
 
     def __init__(self, rows: list[list[int]], length: int | None = None, padding: int = 0):
-        """`rows`: the ids of each instruction; `length`: of all rows, or None for that of the longest."""
         super().__init__()
         longest = max(1, *map(len, rows))
         ids = torch.full((len(rows), length or longest), padding, dtype=torch.int64)

@@ -110,7 +110,6 @@ def load_adapters(module: nn.Module, folder: str | Path) -> None:
 
 
 def _learned(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> tensor of all that learns with LoRA: the adapters, and the parts that learn in full."""
     whole = _adapters(module).modules_to_save or ()
     return {
         _ADAPTER.sub(r"\1", key): tensor
@@ -162,7 +161,6 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
 
 
 def _inject(module: nn.Module, config, whole: list[str]) -> None:
-    """The adapters that peft's `config` describes, and parts that learn in full."""
     if hasattr(module, "peft_config"):
         raise UserError("this network has LoRA adapters already; merge() them first")
     learns = [weight for name, weight in module.named_parameters() if _within(name, whole)]

@@ -225,7 +225,6 @@ def load_pi0(
 
 
 def _checkpoint_folder(path: str | Path | None, key: str = "policy.model_path") -> Path:
-    """A folder on this machine whose config.json says pi0."""
     if path is None:
         raise UserError(f"{key} is needed: a folder with a pi0 checkpoint, as transformers' save_pretrained writes it")
     folder = Path(path).expanduser()

@@ -84,11 +84,9 @@ class Policy(nn.Module):
         """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """Those that learn with critic_lr."""
         return []
 
     def actor_parameters(self) -> list[nn.Parameter]:
-        """Those that learn and are not the critic's."""
         critic = {id(p) for p in self.critic_parameters()}
         return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
 

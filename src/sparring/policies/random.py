@@ -25,7 +25,6 @@ class RandomPolicy(Policy):
         return td.update({"log_prob": zero, "value": zero.clone()})
 
     def _uniform(self, td: TensorDict) -> torch.Tensor:
-        """`[N, C, A]` in (0, 1)."""
         return td["noise"].unflatten(-1, (self.chunk, self.spec.action_dim))
 
 

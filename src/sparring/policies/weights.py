@@ -42,7 +42,6 @@ class WeightsFit:
 
     @classmethod
     def of(cls, expected: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], new: tuple[str, ...] = ()):
-        """`expected`: of the model. `new`: beginnings of names that the checkpoint need not have."""
         # weights that two names share are often saved under one of them
         given = {expected[name].data_ptr() for name in weights if name in expected and expected[name].numel()}
         missing = [n for n, x in expected.items() if n not in weights and not (x.numel() and x.data_ptr() in given)]
@@ -56,7 +55,6 @@ class WeightsFit:
 
     @classmethod
     def of_transformers(cls, info: dict, new: tuple[str, ...] = ()):
-        """`info`: the `output_loading_info` of transformers' from_pretrained."""
         reshaped = tuple((name, tuple(given), tuple(here)) for name, given, here in info.get("mismatched_keys", ()))
         missing = sorted(name for name in info["missing_keys"] if not (new and name.startswith(new)))
         return cls(tuple(missing), tuple(sorted(info["unexpected_keys"])), reshaped)
@@ -73,7 +71,6 @@ class WeightsFit:
         return "; ".join(f"{len(n)} {kind}: {', '.join(n[:_MOST_IN_SENTENCE])}" for kind, n in kinds.items() if n)
 
     def __str__(self) -> str:
-        """A name per line, each with its nearest."""
         reshaped = [f"{name}: {list(given)} in it, {list(here)} in the model" for name, given, here in self.reshaped]
         kinds = {
             "missing from it": [name + _nearest_of(name, self.unexpected) for name in self.missing[:_MOST_LINES]],

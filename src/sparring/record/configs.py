@@ -32,7 +32,6 @@ class LoggingConfig(Section):
     rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")
 
     def check_installed(self) -> None:
-        """Refuse what needs a missing package, before anything is built."""
         # extra, which is also the module -> whether it is needed, the setting that asks for it, the package
         needed = {
             "tensorboard": (self.tensorboard, "tensorboard=true", "tensorboard"),

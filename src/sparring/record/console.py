@@ -49,8 +49,6 @@ _LOGGER = "sparring"  # LOGGER of log.py, which imports torch
 
 
 class Console:
-    """Progress and metrics of a run; `quiet` shows nothing."""
-
     def __init__(self, stream: TextIO | None = None, quiet: bool = False, pipe_seconds: float = 5.0, title: str = ""):
         """`pipe_seconds`: least time between two lines where there is no terminal."""
         self.stream, self.quiet, self.pipe_seconds = stream or sys.stderr, quiet, pipe_seconds
@@ -139,7 +137,6 @@ class _View:
             handler.setStream(_Above(self.console))
 
     def close(self) -> bool:
-        """Take it away; returns whether it was there."""
         if not self.live:
             return False
         for handler in self.handlers:
@@ -209,8 +206,6 @@ def _sparkline(values: list[float], width: int, limits: tuple[float, float] | No
 
 
 class _Above:
-    """The stream of a handler while the view is open."""
-
     def __init__(self, console: rich.console.Console):
         self.console = console
 

@@ -35,7 +35,6 @@ class RunLog:
         self.activate()
 
     def open_files(self, folder: Path | None) -> None:
-        """Write to the logs of a run folder, where there is one."""
         self.folder = folder
         self.handlers.remove(self.early)
         if folder is not None and self.config.enable_file_logging:
@@ -62,11 +61,9 @@ class RunLog:
         for handler in self.handlers:
             logger.addHandler(handler)
         logger.propagate = False
-        # what no handler keeps is never formatted
-        logger.setLevel(min(handler.level for handler in self.handlers))
+        logger.setLevel(min(handler.level for handler in self.handlers))  # what no handler keeps is never formatted
 
     def link(self) -> None:
-        """train.log leads to the main one of these files."""
         files = [Path(handler.baseFilename) for handler in self.handlers if isinstance(handler, logging.FileHandler)]
         if self.folder is not None and files:
             link = self.folder / "train.log"

@@ -137,5 +137,4 @@ def file_name(short: str) -> str:
 
 
 def meanings() -> dict[str, str]:
-    """Name in files -> meaning."""
     return {key: meaning for key, (_, meaning) in FLAT.items()} | dict(NAMES.values()) | EVALUATIONS

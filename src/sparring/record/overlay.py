@@ -110,7 +110,6 @@ class _Layout:
 
 
 def write_png(path: Path, picture: np.ndarray) -> Path:
-    """`[H, W, 3]` uint8."""
     from PIL import Image
 
     if path.suffix.lower() != ".png":

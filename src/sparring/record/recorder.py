@@ -92,7 +92,6 @@ class Recorder:
                 file.writelines(json.dumps(vars(span)) + "\n" for span in spans)
 
     def close(self, failed: bool = False) -> None:
-        """Nothing more comes; `failed`: because the run did not end well."""
         self._each_sink(lambda sink: sink.close(failed))
         self.sinks = []
 
@@ -107,8 +106,7 @@ class Recorder:
         for file, size in ((self.metrics_file, state["metrics_bytes"]), (self.timeline_file, state["timeline_bytes"])):
             if size < _size(file):
                 os.truncate(file, size)
-        # not by size: an update is evaluated after it is saved
-        self._keep_evaluations(updates)
+        self._keep_evaluations(updates)  # not by size: an update is evaluated after it is saved
 
     def _keep_evaluations(self, updates: int) -> None:
         kept = [line for line in self.evaluations() if line["update"] <= updates]

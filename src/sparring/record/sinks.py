@@ -10,8 +10,7 @@ from sparring.errors import UserError
 from sparring.record.configs import LoggingConfig
 
 FLUSH_S = 10  # age of what a browser shows of TensorBoard, at most
-# how long the end of a run waits for uploads
-UPLOAD_S = 300.0
+UPLOAD_S = 300.0  # how long the end of a run waits for uploads
 
 
 class Sink(Protocol):

@@ -63,7 +63,6 @@ class VideoWriter:
         return self.share == 1 or encoder.seconds + videos * each <= self.share * (time.monotonic() - self.began)
 
     def rollouts(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
-        """Training episodes that ended in this update."""
         for film in films:
             self.film(f"rollout_{progress.updates:06d}_{film.episode.env}", "rollout", film, progress, spec)
 
@@ -130,8 +129,7 @@ class _Encoder:
         self._lock = threading.Lock()
         self._warned: set[type[Exception]] = set()
         self.left_out = 0
-        # finished jobs, and how long they took
-        self.done, self.seconds = 0, 0.0
+        self.done, self.seconds = 0, 0.0  # finished jobs, and how long they took
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Never waits. False: the job was left out."""
@@ -148,7 +146,6 @@ class _Encoder:
         return True
 
     def finish(self, patience_s: float = PATIENCE_S) -> None:
-        """Wait until all is done, but not longer than `patience_s`."""
         thread = self._thread
         if thread is not None:
             thread.join(patience_s)
@@ -261,7 +258,6 @@ def _prediction_scene(prediction: Prediction, spec: EnvSpec) -> Scene:
 
 
 def _index_line(name: str, kind: str, progress: Progress, task: str, steps: int, reward: float) -> dict:
-    """A line of index.jsonl, in the order of its keys."""
     return {
         "file": f"videos/{name}.mp4",
         "kind": kind,

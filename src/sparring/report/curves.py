@@ -31,7 +31,6 @@ class Curves:
         self.count, self.sum, self.least, self.most = (np.zeros((0, BUCKETS)) for _ in _EMPTY)
 
     def add(self, rows: list[dict]) -> None:
-        """Rows that follow; a column is missing where a row lacks it or has no number."""
         if not rows:
             return
         for name in sorted(set().union(*rows) - self.names.keys()):
@@ -50,7 +49,6 @@ class Curves:
         self.rows += len(rows)
 
     def __contains__(self, name: str) -> bool:
-        """Whether any row has a number there."""
         return name in self.names and bool(self.count[self.names[name]].any())
 
     def mean(self, name: str) -> float | None:
@@ -92,7 +90,6 @@ class Curves:
 
 
 def _columns(rows: list[dict], names: list[str]) -> np.ndarray:
-    """`[K, R]`; nan where there is no number."""
     try:
         # rows are mostly alike: much faster than asking each for every name
         return np.array(list(map(itemgetter(*names), rows)), float).reshape(len(rows), -1).T
@@ -101,7 +98,6 @@ def _columns(rows: list[dict], names: list[str]) -> np.ndarray:
 
 
 def _numbers(values: list) -> np.ndarray:
-    """`[R]`, also with strings or lists among them."""
     try:
         return np.array(values, float)
     except (TypeError, ValueError):
@@ -180,7 +176,6 @@ def _is_span(row: dict) -> bool:
 
 
 def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:
-    """Seconds of turns `[S]` in each of BINS bins."""
     first, last = (np.minimum(times // width, BINS - 1).astype(int) for times in (begin, end))
     busy = np.zeros(BINS)
     within = first == last

@@ -19,8 +19,6 @@ TYPES = {".mp4": "video/mp4", ".png": "image/png"}
 
 @dataclass(frozen=True)
 class Picture:
-    """A video or a strip; what is unknown is None."""
-
     # relative to the run folder
     file: str
     kind: str
@@ -59,7 +57,6 @@ class Picture:
 
 
 def choose(videos: list[Picture], strips: list[Picture], budget: int | None) -> tuple[list[Picture], list[Picture]]:
-    """The videos and strips to show; `budget`: bytes of all of them."""
     videos, strips = videos[:VIDEOS], _spread(strips, STRIPS)
     if budget is not None:
         strips = _within(strips, budget // 4)

@@ -61,7 +61,6 @@ class Collection:
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def page(self, live: bool) -> bytes:
-        """The HTML with all content; a live one asks for more."""
         assets = files("sparring.report") / "assets"
         texts = {
             "POLICY": _MAY_FETCH[live].encode(),
@@ -78,7 +77,6 @@ class Collection:
 
 
 def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
-    """The report of these runs, with at most so many bytes of pictures."""
     found = {path: RunFolder.all_in(path) for path in paths}
     runs = [run for below in found.values() for run in below]
     lacking = [path for path, below in found.items() if not below]

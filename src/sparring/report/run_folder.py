@@ -36,12 +36,10 @@ class RunFolder:
 
     @staticmethod
     def all_in(path: Path) -> list[Path]:
-        """The path itself if it is a run folder, and those below it."""
         if re.fullmatch(r"checkpoint-\d+", path.name):
             raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
 
         def by_number(folder: Path) -> list:
-            """seed2 before seed10."""
             words = (re.split(r"(\d+)", part) for part in folder.parts)
             return [[int(word) if word.isdigit() else word for word in part] for part in words]
 
@@ -171,7 +169,6 @@ def _labels(configs: list[dict[str, Any]], names: list[str]) -> list[str]:
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-count:]) for part in parts]

@@ -21,8 +21,6 @@ _MORE_PORTS = 50  # ports that are tried after the one that was asked for
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves the page, what changed since a version, and the runs' pictures."""
-
     daemon_threads = True
     allow_reuse_port = False  # else a second server would share the port of a first one
 
@@ -54,7 +52,6 @@ class _Server(ThreadingHTTPServer):
 
 
 def open_server(paths: list[Path], port: int) -> _Server:
-    """A server on this port or the next free one."""
     for candidate in range(port, min(port + _MORE_PORTS, 65536)):
         try:
             server = _Server(paths, candidate)

@@ -32,7 +32,6 @@ class Tail:
             return True
 
     def rows(self) -> Iterator[list[dict]]:
-        """The objects of new lines, some hundred at a time."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -80,7 +79,6 @@ class Follower(ABC):
 
     @property
     def stamp(self) -> tuple:
-        """Differs when anything was read."""
         return self.starts, self.tail.offset
 
     @property

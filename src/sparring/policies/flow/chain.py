@@ -26,8 +26,6 @@ Normal = tuple[torch.Tensor, torch.Tensor]  # mean and std of the next state, bo
 
 
 class _Network(Protocol):
-    """A policy itself, or something faster that computes the same."""
-
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, Prefix]:
         """Features for the critic, and what `denoise` reads: both of the observations of `td [B]` alone."""
         ...
@@ -101,14 +99,12 @@ class FlowChain(EncodedPolicy):
         return td.set("trace", TensorDict(trace, td.batch_size))
 
     def _start(self, td: TensorDict) -> torch.Tensor:
-        """The noise [B, H, A] that a greedy decision starts from."""
         start = td.get("start", None)
         if start is None:
             start = torch.full((len(td), self.start_size), 0.5, device=self.times.device)
         return torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
 
     def _sample(self, network: _Network, prefix: Prefix, noise: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        """A chunk [B, H, A], and the trace that scores it again."""
         batch, condition = len(prefix), self._noise_condition(prefix)
         # [B, 1 + S, H, A]
         draws = torch.special.ndtri(noise[:, : self.draws]).view(batch, -1, self.horizon, self.action_dim)
@@ -224,7 +220,6 @@ class FlowChain(EncodedPolicy):
         return self.encoder.normalizer, self.critic.privileged, self.actions
 
     def _noise_condition(self, prefix: Prefix) -> torch.Tensor:
-        """What learned noise depends on, [B, `noise_inputs`]."""
         return prefix if isinstance(prefix, torch.Tensor) else prefix["features"]
 
     def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
@@ -319,14 +314,11 @@ class _Terms:
 
     @property
     def dims(self) -> torch.Tensor:
-        """How many numbers of each position were scored, [B, C]."""
         return torch.full_like(self.log_prob[..., 0], self.action_dim * self.log_prob.shape[2], dtype=torch.float32)
 
 
 @dataclass
 class _PathPoints:
-    """Points x [B, H, A] between noise and demonstrated actions, their times [B], and the velocity there."""
-
     x: torch.Tensor
     t: torch.Tensor
     velocity: torch.Tensor
@@ -341,7 +333,6 @@ def _learns_noise(config: DenoisingConfig) -> bool:
 
 
 def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
-    """Refuses impossible settings, and settings that the method does not read."""
     if spec.discrete_actions:
         raise UserError(
             f"policy.name={config.name} draws continuous actions, but the env takes one of several; use actor_critic"

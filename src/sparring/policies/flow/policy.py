@@ -64,7 +64,6 @@ class FlowPolicy(FlowChain):
         return loss, metrics
 
     def _encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features [B, F], and what the action transformer reads of them [B, W]."""
         with self._precision():
             features = self.encoder(td)
             condition = self.condition(features).float()

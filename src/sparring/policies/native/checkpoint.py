@@ -153,7 +153,6 @@ def to_transformers(model: NativeModel):
 
 
 def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
-    """Each of our weights, and those of transformers that it is made of."""
     vision, language = "model.vlm.vision_tower", "model.vlm.language_model"
     names = {
         "vision.places": (f"{vision}.embeddings.position_embedding.weight",),
@@ -215,7 +214,6 @@ def _require(section: str, config, expected: dict) -> None:
 
 
 def _settings_of(sizes: Sizes) -> dict:
-    """Settings of transformers' `PI0Config`."""
 
     def named(names: dict[str, str]) -> dict[str, int]:
         return {theirs: getattr(sizes, ours) for ours, theirs in names.items()}

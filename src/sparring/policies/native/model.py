@@ -107,8 +107,6 @@ class _VisionEncoder(nn.Module):
 
 
 class _LayerNorm(nn.LayerNorm):
-    """In fp32, whatever the precision of the rest and of its weights."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
@@ -188,7 +186,6 @@ class NativeModel(nn.Module):
         nn.init.zeros_(self.action_out.bias)
 
     def prefix(self, inputs: Inputs, features: bool = True) -> Prefix:
-        """All that does not depend on noise or time."""
         seen, keys, values, mean = self._read(inputs, features)
         x = self.state_tokens(inputs)
         turns = rotation(_following(seen, x.shape[1]), self.sizes.head_dim)
@@ -216,7 +213,6 @@ class NativeModel(nn.Module):
         return self.emit(x, dims)
 
     def sample(self, inputs: Inputs, noise: torch.Tensor, steps: int) -> torch.Tensor:
-        """Actions [B, H, A], from noise by the ODE."""
         prefix = self.prefix(inputs, features=False)
         return self.integrate(noise, steps, lambda x, t: self.velocity(x, t, prefix))
 

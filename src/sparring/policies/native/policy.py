@@ -176,7 +176,6 @@ class _NativeInputs(nn.Module):
         return torch.zeros(len(td), self.memory_size, device=self.instructions.ids.device) if memory is None else memory
 
     def remember(self, td: TensorDict) -> torch.Tensor:
-        """That of the next decisions [B, M]."""
         seen = [self._state(td)] if self.has_state else []
         # [B, 3, h, w] -> [B, 3 * G * G] in [-1, 1]
         seen += [F.adaptive_avg_pool2d(td[camera].float(), _GRID).flatten(1) / 127.5 - 1.0 for camera in self.cameras]

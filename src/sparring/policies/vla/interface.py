@@ -18,26 +18,8 @@ from sparring.policies.vla.config import VLAConfig
 
 @runtime_checkable
 class VLAModelInterface(Protocol):
-    """A torch module with these three methods. Nothing is inherited: having them is enough.
-
-    `observations` is a TensorDict [B] with, where the env shows them:
-        rgb             [B, 3, H, W] of one camera, [B, cameras, 3, H, W] of several; float in 0..1, or uint8
-        depth           [B, 1, H, W], or [B, cameras, 1, H, W]; metres
-        proprio         [B, S] float32
-        language        [B, L] int64, the instruction's bytes with zeros after them; or the tokenizer's ids, or texts
-        language_mask   [B, L] bool, where there is a token
-
-    It may also have:
-        sample(observations, noise [B, noise_size]) -> actions, or (actions, log_prob)
-            Draws with the uniform numbers it is given, `noise_size` (default: action_dim) of them. Much faster and
-            better repeatable than drawing in `forward`.
-        imitation_loss(observations, actions, valid [B, C]) -> a scalar
-            Default: the mean of -log_prob.
-
-    A model with a flow head needs two other methods only; drawing, scoring and the value are done here:
-        encode(observations) -> features [B, F] for the value, and a prefix for `denoise`, a row per decision
-        denoise(x [B, H, A], t [B], prefix) -> the velocity noise - action, [B, H, A]; t = 1 is noise, 0 the action
-    """
+    """A torch module with these three methods; nothing is inherited. docs/vla.md describes the keys of `observations`,
+    the optional `sample` and `imitation_loss`, and `encode` and `denoise` of a flow head, which replace the three."""
 
     def forward(self, observations: TensorDict) -> torch.Tensor:
         """Actions [B, action_dim]. Where it has a keyword `deterministic`, that asks for the mode, or for a draw."""
@@ -86,12 +68,10 @@ class VLAObservations(nn.Module):
         return seen
 
     def size_of(self, key: str) -> int | None:
-        """How many numbers the model finds under a key of plain numbers."""
         source = self.sources.get(key)
         return math.prod(self.shown[source][0]) if isinstance(source, str) and source in self.shown else None
 
     def blank(self, batch: int) -> TensorDict:
-        """Observations of zeros, to try a model on."""
         observation = TensorDict({}, [batch])
         for key in self.in_keys:
             shape, dtype = self.shown["/".join(key[1:])]
@@ -106,14 +86,12 @@ class VLAObservations(nn.Module):
 
 
 def _sources(given: dict, spec: EnvSpec) -> dict[str, str | list[str]]:
-    """The documented keys, where the env shows them, and what the config says instead."""
     shown = spec.observation
     sources: dict[str, str | list[str]] = {}
     for key, kind in (("rgb", "image/"), ("depth", "depth/")):
         cameras = [name for name in shown if name.startswith(kind)]
         if cameras:
-            # of one camera without a dimension for cameras
-            sources[key] = cameras if len(cameras) > 1 else cameras[0]
+            sources[key] = cameras if len(cameras) > 1 else cameras[0]  # of one camera without a dimension for cameras
     sources |= {key: name for key, name in (("proprio", "state"), ("language", "task")) if name in shown}
     for key, source in given.items():
         if source is None:

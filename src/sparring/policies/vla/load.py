@@ -146,7 +146,6 @@ def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, 
 
 
 def _check_fit(fit: WeightsFit, source: Path, strict: bool, hint: str) -> None:
-    """All or nothing if `strict`, else a warning."""
     if strict and not fit.exact:
         raise UserError(f"'{source}' does not fit the model:\n{fit}\n{hint}")
     if not fit.exact:
@@ -224,13 +223,10 @@ def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:
             hooks = _DeviceHooks(device)
             module.register_forward_pre_hook(hooks.before, with_kwargs=True)
             module.register_forward_hook(hooks.after)
-            # a later .to() of the whole passes it by
-            module._apply = hooks.stay
+            module._apply = hooks.stay  # a later .to() of the whole passes it by
 
 
 class _DeviceHooks:
-    """Moves the inputs of a part to its device, and its outputs to where the inputs came from."""
-
     def __init__(self, device: torch.device):
         self.device = self.reader = device
 
@@ -247,7 +243,6 @@ class _DeviceHooks:
 
 
 def _moved(values, device: torch.device):
-    """In structures of any kind, which come back as the kind they were."""
     return tree_map(
         lambda value: value.to(device) if hasattr(value, "to") else value,
         values,

@@ -37,7 +37,6 @@ _TRIES = 8  # tries after which a model that always gives the same action is bel
 
 
 def make_vla_policy(config: VLAConfig, spec: EnvSpec, chunk: int) -> Policy:
-    """For policy.name=vla: which policy it is follows from what the model has."""
     kind = _VLAFlowPolicy if _has_flow_head(import_model_class(config.model_class)) else VLAPolicy
     return kind(config, spec, chunk)
 
@@ -125,7 +124,6 @@ class VLAPolicy(Policy):
         return self
 
     def _observe(self, td: TensorDict) -> TensorDict:
-        """What the model reads; the first time the model is tried on it."""
         seen = self.observations(td)
         if not self._is_tried:
             # in evaluation mode: a try must not use up random numbers
@@ -159,7 +157,6 @@ class VLAPolicy(Policy):
         return value.float().view(-1)
 
     def _evaluate(self, seen: TensorDict, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy, [B] or [B, C] each."""
         scored = self.model.evaluate_actions(seen, self._scored(action))
         if not isinstance(scored, tuple) or len(scored) != 2:
             raise UserError(
@@ -308,7 +305,6 @@ def _check_settings(config: VLAConfig, is_flow: bool) -> None:
 
 
 def _size_error(given: int | list[int], what: str, spec: EnvSpec, steps: int) -> UserError:
-    """For actions of the wrong size."""
     each = spec.action_dim - spec.action_padding
     fix = f"make the model for it, e.g. policy.model_config.action_dim={steps * each}"
     number = given if isinstance(given, int) else given[-1] if given else 0
@@ -322,7 +318,6 @@ def _size_error(given: int | list[int], what: str, spec: EnvSpec, steps: int) ->
 
 @contextlib.contextmanager
 def _precision(model: nn.Module, config: VLAConfig):
-    """Around calls of the model, in acting and in scoring alike."""
     with contextlib.ExitStack() as stack:
         if config.precision == "bf16":
             # parts may be on several devices
@@ -333,7 +328,6 @@ def _precision(model: nn.Module, config: VLAConfig):
 
 @contextlib.contextmanager
 def _first_call(model: nn.Module, seen: TensorDict):
-    """Around the first call of a model: an error says what the model was given."""
     try:
         yield
     except _MODEL_ERRORS as error:
@@ -370,7 +364,6 @@ class _Drawing:
         return model(seen) if self.samples else _seeded(model, 0, lambda: model(seen))
 
     def draw(self, model: nn.Module, seen: TensorDict, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Actions, and their log-probs where the model gives them."""
         if self.samples:
             drawn = model.sample(seen, noise)
             return drawn if isinstance(drawn, tuple) else (drawn, None)

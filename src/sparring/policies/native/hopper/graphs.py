@@ -55,7 +55,6 @@ class ActingGraphs:
         """The copy of a policy records graphs of its own."""
 
     def is_valid(self) -> bool:
-        """Whether the network's weights still lie where they did."""
         return self._addresses == self._pointers()
 
     def refresh(self, learned: bool) -> None:
@@ -67,7 +66,6 @@ class ActingGraphs:
         self._versions = versions
 
     def admits(self, robots: int) -> bool:
-        """Whether there are graphs for a batch of this size, or room for more."""
         known = {shapes[0][0] for _, shapes in self._graphs}
         return robots in known or len(known) < _SHAPES
 
@@ -85,7 +83,6 @@ class ActingGraphs:
 
     @torch.no_grad()
     def sample(self, inputs: Inputs, noise: torch.Tensor) -> torch.Tensor:
-        """A whole decision in one graph."""
         tensors = self._tensors_of(inputs)
 
         def decide(*tensors: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,6 @@ class Kernels:
         self.gelu_product = _gelu_product
 
     def norm(self, x, scale) -> torch.Tensor:
-        """RMS norm of [B, T, K]."""
         out, width = torch.empty_like(x), x.shape[2]
         rows = x.numel() // width
         kernels.normed[(rows,)](x, scale, out, width, BLOCK=triton.next_power_of_2(width), **_overlap(x, rows))
@@ -135,7 +134,6 @@ class Kernels:
         )  # fmt: skip
 
     def gated(self, x, weight) -> torch.Tensor:
-        """What `gate` does, for many tokens."""
         batch, tokens, width = x.shape
         wide = len(weight) // 2
         tile = _GATED | {"BLOCK_N": math.gcd(wide, _GATED["BLOCK_N"]), "BLOCK_K": math.gcd(width, _GATED["BLOCK_K"])}
