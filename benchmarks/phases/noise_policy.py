@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from sparring.config.section import Section
-from sparring.policies.random import ColouredNoise, share_of
+from sparring.policies.random import ColouredNoise
 
 
 class NoiseConfig(Section):
@@ -21,7 +21,7 @@ class Noise(ColouredNoise):
     """Scores of its actions are zeros: nobody learns from them."""
 
     def __init__(self, config: NoiseConfig, spec, chunk: int):
-        super().__init__(spec, chunk, share_of(config.robots, config.coloured) * config.correlation)
+        super().__init__(spec, chunk, ColouredNoise.share_of(config.robots, config.coloured) * config.correlation)
         # an optimiser wants something to hold
         self.nothing = nn.Parameter(torch.zeros(1))
 

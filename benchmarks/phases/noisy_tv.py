@@ -76,12 +76,14 @@ def screen_share(policy, config) -> float:
 def the_noise(config):
     """What the world model was taught with: half of the robots uniform, half coloured."""
     from sparring.envs.env import make_env
-    from sparring.policies.random import ColouredNoise, share_of
+    from sparring.policies.random import ColouredNoise
 
     env = make_env(config.env, 1)
     env.close()
     teacher = config.teacher
-    return ColouredNoise(env.spec, config.rollout.action_steps, share_of(32, teacher.coloured) * teacher.correlation)
+    return ColouredNoise(
+        env.spec, config.rollout.action_steps, ColouredNoise.share_of(32, teacher.coloured) * teacher.correlation
+    )
 
 
 def outcome(args) -> dict | None:

@@ -29,7 +29,7 @@ from sparring.evaluation.play import held_out_episodes
 from sparring.evaluation.world_model import _measure
 from sparring.phases.replay import Replay
 from sparring.policies.policy import Policy
-from sparring.policies.random import ColouredNoise, share_of
+from sparring.policies.random import ColouredNoise
 from sparring.processes.distributed import Distributed
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
 
@@ -66,7 +66,7 @@ def collect(folder: Path, student: Path | None, config) -> dict:
         return json.loads(log.read_text())
     started = time.process_time()
     env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps)
-    correlation = share_of(rollout.n_envs, config.teacher.coloured) * config.teacher.correlation
+    correlation = ColouredNoise.share_of(rollout.n_envs, config.teacher.coloured) * config.teacher.correlation
     policy = load_policy(student) if student else ColouredNoise(env.spec, rollout.action_steps, correlation)
     store = EpisodeStore(folder / "episodes")
     store.rewind(0)  # a call was stopped

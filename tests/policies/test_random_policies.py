@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from sparring.contract import EnvSpec
 from sparring.noise import keyed_uniform
-from sparring.policies.random import ColouredNoise, RandomPolicy, share_of
+from sparring.policies.random import ColouredNoise, RandomPolicy
 
 SPEC = EnvSpec({"state": ((3,), "float32")}, action_dim=2)
 
@@ -83,9 +83,13 @@ def test_discrete_actions_are_whole_numbers():
 
 
 def test_a_share_is_spread_evenly():
+    share_of = ColouredNoise.share_of
     assert share_of(6, 0.5).tolist() == [True, False, True, False, True, False]
     assert share_of(4, 0.25).sum() == 1 and share_of(5, 1.0).all() and not share_of(5, 0.0).any()
     # two processes of three robots share as six robots of one do
-    assert torch.equal(torch.cat([share_of(3, 0.3), share_of(3, 0.3, first=3)]), share_of(6, 0.3))
+    assert torch.equal(
+        torch.cat([share_of(3, 0.3), share_of(3, 0.3, first=3)]),
+        share_of(6, 0.3),
+    )
     # with two tasks, dealt out in turn, half of the robots of each
     assert share_of(8, 0.5, tasks=2).tolist() == [True, False, False, True, True, False, False, True]

@@ -29,12 +29,12 @@ def add(commands) -> None:
 
 
 def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from sparring.report.page import write_report
+    from sparring.report.page import Collection
 
     runs = [Path(run) for run in arguments.runs]
     beside = runs[0] if len(runs) == 1 else Path()
     output = Path(arguments.output) if arguments.output else beside / "report.html"
-    collection = write_report(runs, output, int(arguments.media_mb * 1e6))
+    collection = Collection.write(runs, output, int(arguments.media_mb * 1e6))
     for path, run in collection.runs.items():
         for file, lines in run.parts["about"]["unreadable"].items():
             print(f"{path / file}: {lines} lines could not be read; they are left out", file=sys.stderr)

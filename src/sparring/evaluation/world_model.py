@@ -18,7 +18,7 @@ from sparring.envs.env import make_env
 from sparring.evaluation.files import EvaluationResult, text_table
 from sparring.evaluation.images import ObjectMasks, changed, ssim
 from sparring.evaluation.play import Device, held_out_episodes
-from sparring.policies.random import ColouredNoise, share_of
+from sparring.policies.random import ColouredNoise
 from sparring.world_models.world_model import WorldModel
 
 HORIZONS = (1, 5, 10, 20)  # decisions ahead, in open loop
@@ -247,7 +247,7 @@ class WorldModelEvaluation(EvaluationResult):
         rollout, teacher = config.rollout, config.teacher
         env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
         try:
-            coloured = share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
+            coloured = ColouredNoise.share_of(env.num_envs, teacher.coloured, tasks=len(set(env.spec.task_names)))
             policy = ColouredNoise(env.spec, rollout.action_steps, coloured * teacher.correlation).to(env.device)
             episodes = held_out_episodes(env, policy, config.evaluation.episodes, config.seed, rollout.action_steps)
         finally:

@@ -15,7 +15,7 @@ from sparring.envs.env import Env, make_training_env
 from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.phases.replay import EpisodeReplay, Prediction
-from sparring.policies.random import ColouredNoise, share_of
+from sparring.policies.random import ColouredNoise
 from sparring.processes.distributed import Distributed, fail_together
 from sparring.world_models.world_model import MemoryStateManager, WorldModel, make_world_model
 
@@ -41,7 +41,9 @@ class Teacher(Phase):
             config.training.bptt_length,
         )
         self.learner = WorldModelLearner(config.teacher, model, distributed)
-        coloured = share_of(env.num_envs, self.config.coloured, env.first_env, len(set(env.spec.task_names)))
+        coloured = ColouredNoise.share_of(
+            env.num_envs, self.config.coloured, env.first_env, len(set(env.spec.task_names))
+        )
         chunk, correlation = config.rollout.action_steps, coloured * self.config.correlation
         self.explorer = ColouredNoise(env.spec, chunk, correlation).to(env.device)
         self.collector = Collector(env, self.explorer, config.seed, chunk=chunk)

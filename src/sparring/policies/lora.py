@@ -69,15 +69,6 @@ def merge(module: nn.Module) -> None:
     del module.peft_config
 
 
-def refuse_adapters(module: nn.Module, doing: str) -> None:
-    """Refuses to write adapters where only a plain network can be written."""
-    if hasattr(module, "peft_config"):
-        raise UserError(
-            f"{doing}: this network has LoRA adapters, fold them in first (sparring.policies.lora.merge), or write "
-            "them alone (save_adapters)"
-        )
-
-
 def save_adapters(module: nn.Module, folder: str | Path) -> None:
     """What learned, alone, in peft's format: `PeftModel.from_pretrained(base, folder)` opens it too."""
     folder = Path(folder)

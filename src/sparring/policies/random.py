@@ -57,9 +57,9 @@ class ColouredNoise(RandomPolicy):
         # float32 rounds the tails to 0 or 1, which no uniform number may be
         return torch.special.ndtr(torch.stack(steps, 1).double()).float().clamp(2**-24, 1 - 2**-24)
 
-
-def share_of(robots: int, share: float, first: int = 0, tasks: int = 1) -> torch.Tensor:
-    """`[N]` bool: which robots, from number `first` on, are in a share that is spread evenly over robots and tasks."""
-    robot = torch.arange(first, first + robots)
-    place = (robot // tasks + robot % tasks).double()
-    return ((place + 1) * share + 0.5).floor() > (place * share + 0.5).floor()
+    @staticmethod
+    def share_of(robots: int, share: float, first: int = 0, tasks: int = 1) -> torch.Tensor:
+        """`[N]` bool: which robots, from number `first` on, are in a share, spread evenly over robots and tasks."""
+        robot = torch.arange(first, first + robots)
+        place = (robot // tasks + robot % tasks).double()
+        return ((place + 1) * share + 0.5).floor() > (place * share + 0.5).floor()

@@ -55,13 +55,15 @@ class Picture:
             found.append(Picture(f"samples/{name}", "pred vs gt", size, episode=int(number[1]) if number else None))
         return sorted(found, key=lambda strip: (strip.episode or 0, strip.file))
 
-
-def choose(videos: list[Picture], strips: list[Picture], budget: int | None) -> tuple[list[Picture], list[Picture]]:
-    videos, strips = videos[:VIDEOS], _spread(strips, STRIPS)
-    if budget is not None:
-        strips = _within(strips, budget // 4)
-        videos = _within(videos, budget - sum(strip.bytes for strip in strips))
-    return videos, strips
+    @staticmethod
+    def choose(
+        videos: list["Picture"], strips: list["Picture"], budget: int | None
+    ) -> tuple[list["Picture"], list["Picture"]]:
+        videos, strips = videos[:VIDEOS], _spread(strips, STRIPS)
+        if budget is not None:
+            strips = _within(strips, budget // 4)
+            videos = _within(videos, budget - sum(strip.bytes for strip in strips))
+        return videos, strips
 
 
 def _spread(pictures: list[Picture], most: int) -> list[Picture]:

@@ -12,7 +12,7 @@ from sparring import __version__
 from sparring.errors import UserError
 from sparring.record.names import meanings
 from sparring.report.media import TYPES, Picture
-from sparring.report.run_folder import RunFolder, side_by_side
+from sparring.report.run_folder import RunFolder
 
 SCRIPTS = ("draw.js", "charts.js", "sections.js", "page.js")
 # content policy of a live page, which may talk to its own server, and of one that may talk to nobody
@@ -43,7 +43,7 @@ class Collection:
             self.numbers.setdefault(path, len(self.numbers))
             run.refresh(self.version)
         together = {"order": [str(self.numbers[path]) for path in self.runs], "sparring": __version__}
-        together |= side_by_side(list(self.runs.values())) | {"meanings": meanings()}
+        together |= RunFolder.side_by_side(list(self.runs.values())) | {"meanings": meanings()}
         if together != self._together:
             self._together, self._together_changed = together, self.version
 
@@ -75,27 +75,28 @@ class Collection:
             html = html.replace(b"{{%s}}" % name.encode(), text, 1)
         return html
 
+    @classmethod
+    def write(cls, paths: list[Path], output: Path, budget: int) -> "Collection":
+        found = {path: RunFolder.all_in(path) for path in paths}
+        runs = [run for below in found.values() for run in below]
+        lacking = [path for path, below in found.items() if not below]
+        if lacking:
+            listed = ", ".join(f"'{path}'" for path in lacking)
+            raise UserError(f"{listed}: no run there; give run folders, e.g. outputs/finetune_rl")
+        have_pictures = [run for run in runs if any((run / name).exists() for name in ("videos", "samples"))]
+        share = budget // max(1, len(have_pictures))
 
-def write_report(paths: list[Path], output: Path, budget: int) -> Collection:
-    found = {path: RunFolder.all_in(path) for path in paths}
-    runs = [run for below in found.values() for run in below]
-    lacking = [path for path, below in found.items() if not below]
-    if lacking:
-        listed = ", ".join(f"'{path}'" for path in lacking)
-        raise UserError(f"{listed}: no run there; give run folders, e.g. outputs/finetune_rl")
-    have_pictures = [run for run in runs if any((run / name).exists() for name in ("videos", "samples"))]
-    share = budget // max(1, len(have_pictures))
+        def data_uri(run: Path, picture: Picture) -> str:
+            content = (run / picture.file).read_bytes()
+            return f"data:{TYPES[Path(picture.file).suffix]};base64,{base64.b64encode(content).decode()}"
 
-    def data_uri(run: Path, picture: Picture) -> str:
-        content = (run / picture.file).read_bytes()
-        return f"data:{TYPES[Path(picture.file).suffix]};base64,{base64.b64encode(content).decode()}"
-
-    collection = Collection(runs, lambda path: RunFolder(path, data_uri, share))
-    collection.refresh()
-    try:
-        output.write_bytes(collection.page(live=False))
-    except OSError as error:
-        raise UserError(
-            f"'{output}': cannot write there ({error.strerror}); give --output FILE in a folder that is there and yours"
-        ) from None
-    return collection
+        collection = Collection(runs, lambda path: RunFolder(path, data_uri, share))
+        collection.refresh()
+        try:
+            output.write_bytes(collection.page(live=False))
+        except OSError as error:
+            raise UserError(
+                f"'{output}': cannot write there ({error.strerror}); give --output FILE in a "
+                "folder that is there and yours"
+            ) from None
+        return collection

@@ -45,6 +45,15 @@ class RunFolder:
 
         return sorted(run_folders(path), key=by_number)
 
+    @staticmethod
+    def side_by_side(runs: list["RunFolder"]) -> dict:
+        """Names and labels of runs, and their settings that differ: from each other, or from the defaults."""
+        configs, names = [run.config for run in runs], _short_names([run.path for run in runs])
+        settings, columns = _differences(configs), None
+        if len(runs) == 1 and configs[0] and (usual := _defaults(configs[0])) is not None:
+            settings, columns = _differences([configs[0], usual]), ["this run", "default"]
+        return {"labels": _labels(configs, names), "names": names, "settings": settings, "columns": columns}
+
     def refresh(self, version: int) -> None:
         """Read new lines and files; parts that differ from before get this version."""
         for reader in (self.metrics, self.evaluations, self.timeline):
@@ -82,7 +91,7 @@ class RunFolder:
         return curves.points(began) | {"behind": [[k, behind[k]] for k in sorted(behind)]}
 
     def _media(self, videos: list[media.Picture], strips: list[media.Picture]) -> dict:
-        shown, chosen = media.choose(videos, strips, self.budget)
+        shown, chosen = media.Picture.choose(videos, strips, self.budget)
         return {
             "videos": [asdict(video) | {"src": self.source(self.path, video)} for video in shown],
             "strips": [asdict(strip) | {"src": self.source(self.path, strip)} for strip in chosen],
@@ -130,15 +139,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
     except UserError:
         return {}
-
-
-def side_by_side(runs: list[RunFolder]) -> dict:
-    """Names and labels of runs, and their settings that differ: from each other, or of one run from the defaults."""
-    configs, names = [run.config for run in runs], _short_names([run.path for run in runs])
-    settings, columns = _differences(configs), None
-    if len(runs) == 1 and configs[0] and (usual := _defaults(configs[0])) is not None:
-        settings, columns = _differences([configs[0], usual]), ["this run", "default"]
-    return {"labels": _labels(configs, names), "names": names, "settings": settings, "columns": columns}
 
 
 def _differences(configs: list[dict[str, Any]]) -> list[dict]:

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparring.errors import UserError
-from sparring.policies.lora import refuse_adapters
 from sparring.policies.native.config import Sizes
 from sparring.policies.native.model import NativeModel
 from sparring.policies.pi0 import load_pi0, transformers
@@ -79,7 +78,7 @@ class SavedModel(NamedTuple):
 
 def save_model(model: NativeModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
     """Weights and sizes, for policy.model_path; with the `tokenizer.json` of a folder, where the model has one."""
-    refuse_adapters(model, "save_model")
+    _refuse_adapters(model, "save_model")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / _WEIGHTS)
@@ -129,7 +128,7 @@ def _from_transformers(source) -> tuple[Weights, Sizes]:
 
 def to_transformers(model: NativeModel):
     """A `PI0ForConditionalGeneration` that does the same, in the widest precision of the weights."""
-    refuse_adapters(model, "to_transformers")
+    _refuse_adapters(model, "to_transformers")
     library = transformers()
     if model.sizes.memory_size:
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
@@ -150,6 +149,15 @@ def to_transformers(model: NativeModel):
     for weight in theirs.parameters():
         weight.data = weight.data.to(widest)
     return theirs.eval()
+
+
+def _refuse_adapters(module: NativeModel, doing: str) -> None:
+    """Refuses to write adapters where only a plain network can be written."""
+    if hasattr(module, "peft_config"):
+        raise UserError(
+            f"{doing}: this network has LoRA adapters, fold them in first (sparring.policies.lora.merge), or write "
+            "them alone (save_adapters)"
+        )
 
 
 def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
