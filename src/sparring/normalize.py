@@ -75,8 +75,7 @@ class RunningNormalizer(Normalizer):
         if self.fitted:
             return
         x = x.double()
-        # sums about the present mean: no cancellation, and processes add up exactly
-        offset = x - self.mean
+        offset = x - self.mean  # sums about the present mean: no cancellation, and processes add up exactly
         moments = torch.cat([offset.sum(0), offset.square().sum(0), offset.new_full((1,), len(x))])
         first, second, count = sum_over_processes(moments).split([len(self.mean), len(self.mean), 1])
         before = self.count

@@ -107,8 +107,7 @@ class _Measured:
     name: str
     a: float
     b: float
-    # A minus B
-    difference: _Difference
+    difference: _Difference  # A minus B
     unit: str
     scale: int = 1
     more_is_better: bool = True
@@ -178,8 +177,7 @@ class Comparison:
         _refuse_other_episodes(config, open_checkpoint(b, settings, is_policy=False)[1])
         episodes, _ = WorldModelEvaluation.random_episodes(config, device)
         ratios = [WorldModelEvaluation.ratio_by_episode(model, episodes).numpy() for model in models]
-        # episodes in which nothing changed have no ratio
-        known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])
+        known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])  # episodes in which nothing changed have no ratio
         ratio_a, ratio_b = (ratio[known] for ratio in ratios)
         _refuse_too_few(len(ratio_a))
         found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)

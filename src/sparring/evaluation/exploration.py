@@ -100,8 +100,7 @@ class _Counts:
     def __init__(self, env: Env):
         self.env = env
         self.decisions = self.contacts = 0
-        # (robot, episode) -> its places; a place is (hand, x, y, z)
-        self.places: dict[tuple[int, int], set] = {}
+        self.places: dict[tuple[int, int], set] = {}  # (robot, episode) -> its places; a place is (hand, x, y, z)
         self.episode = np.zeros(env.num_envs, int)
         # [N, objects, 3] where they began, and (object, x, y, z) of where else they were
         self.began = np.zeros((env.num_envs, len(env.spec.object_entries) // 3, 3), int)

@@ -76,8 +76,7 @@ class EvaluationFiles:
 
 def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder that is there and yours") -> None:
     """Called before hours are spent. It opens the file: permissions alone do not tell."""
-    # a link to a missing file belongs to somebody
-    existed = os.path.lexists(file)
+    existed = os.path.lexists(file)  # a link to a missing file belongs to somebody
     try:
         file.open("a").close()
     except OSError as error:

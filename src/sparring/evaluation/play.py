@@ -116,8 +116,7 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
 
 @dataclass
 class Evaluation(EvaluationResult):
-    # who -> task -> score
-    scores: dict[str, dict[str, _Score]]
+    scores: dict[str, dict[str, _Score]]  # who -> task -> score
     films: list[Film]
     spec: EnvSpec
     no_films: str | None = None  # why there are none although some were asked for

@@ -59,8 +59,7 @@ class ActorCritic(EncodedPolicy):
         self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
         self.in_keys = self.encoder.in_keys + self.critic.in_keys
         self.head = make_head(config, spec, config.hidden[-1] if config.hidden else self.encoder.size, chunk)
-        # entries of an action that mean nothing to the env: zero, and not scored
-        self.padding = spec.action_padding
+        self.padding = spec.action_padding  # entries of an action that mean nothing to the env: zero, and not scored
         self.action_normalizer = None
         if config.normalize_actions:
             if not self.head.takes_scaled_actions:

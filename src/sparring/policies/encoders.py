@@ -132,8 +132,7 @@ class _KeypointEncoder(nn.Module):
 
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
-        # finer than a flat CNN needs: a point is only as precise as the map
-        shapes = ((5, 2), (3, 2), (3, 1))
+        shapes = ((5, 2), (3, 2), (3, 1))  # finer than a flat CNN needs: a point is only as precise as the map
         # without the last ReLU: the map is a log-probability and may be negative
         self.cameras = nn.ModuleList(
             nn.Sequential(*_convolutions(3, image_size, channels, shapes, 2, "")[:-1]) for _ in range(cameras)

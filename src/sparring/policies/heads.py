@@ -39,8 +39,7 @@ def make_head(config: ActorCriticConfig, spec: EnvSpec, width: int, chunk: int) 
 class _Score:
     """How likely a chunk is, position by position: all [B, C]."""
 
-    # float64: a ratio is a difference of two
-    log_prob: torch.Tensor
+    log_prob: torch.Tensor  # float64: a ratio is a difference of two
     entropy: torch.Tensor
     squares: torch.Tensor | None  # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
     dims: int  # how many numbers of each position were scored
@@ -119,8 +118,7 @@ class _SquashedGaussianHead(_GaussianHead):
         return self.mode(super().sample(features, parameters, noise))
 
     def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
-        # from the action that was emitted, in acting and in replay alike
-        sample = torch.atanh(action)
+        sample = torch.atanh(action)  # from the action that was emitted, in acting and in replay alike
         score = super().score(parameters, sample)
         score.log_prob = score.log_prob - _log_slope(sample).sum(-1, dtype=torch.float64)
         # the normal's entropy plus log slope, estimated on this reparameterised sample: its gradient widens the policy

@@ -15,11 +15,9 @@ from sparring.policies.configs import LoraConfig
 from sparring.policies.weights import WeightsFit, match_names, match_parameters, name_matches
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# how peft names what is inside the model that it wraps
-_WRAPPED = "base_model.model."
+_WRAPPED = "base_model.model."  # how peft names what is inside the model that it wraps
 _WEIGHTS = "adapter_model.safetensors"
-# where peft puts the weights of a layer that has adapters
-_BASE = ".base_layer."
+_BASE = ".base_layer."  # where peft puts the weights of a layer that has adapters
 Patterns = Iterable[str]
 # a weight of an adapter, and the adapter's name in it, which peft leaves out of files
 _ADAPTER = re.compile(r"(\blora_(?:embedding_)?[AB])\.default\b")
@@ -157,8 +155,7 @@ def _inject(module: nn.Module, config, whole: list[str]) -> None:
     learns = [weight for name, weight in module.named_parameters() if _within(name, whole)]
     module.requires_grad_(False)
     _peft().inject_adapter_in_model(config, module)
-    # adapters are made in training mode, where they drop out
-    module.train(module.training)
+    module.train(module.training)  # adapters are made in training mode, where they drop out
     # set afterwards: peft would keep a second copy of these parts in the module
     config.modules_to_save = whole or None
     for weight in learns:
@@ -185,8 +182,7 @@ def _adapt_like(module: nn.Module, folder: Path) -> None:
     if not isinstance(saved, peft.LoraConfig):
         raise UserError(f"the adapter_config.json in '{folder}' is of {saved.peft_type}, expected LORA")
     whole = _whole_parts(module, saved.modules_to_save or (), "modules_to_save")
-    # peft's files say that adapters no longer learn
-    saved.modules_to_save, saved.inference_mode = None, False
+    saved.modules_to_save, saved.inference_mode = None, False  # peft's files say that adapters no longer learn
     _inject(module, saved, whole)
 
 

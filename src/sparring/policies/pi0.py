@@ -206,8 +206,7 @@ def load_pi0(
     folder, library = _checkpoint_folder(path, key), transformers()
     from huggingface_hub.errors import StrictDataclassError
 
-    # its bars would run into the progress of the run
-    library.utils.logging.disable_progress_bar()
+    library.utils.logging.disable_progress_bar()  # its bars would run into the progress of the run
     try:
         load = partial(library.PI0ForConditionalGeneration.from_pretrained, local_files_only=True, use_safetensors=True)
         reports = {"ignore_mismatched_sizes": True, "output_loading_info": True}

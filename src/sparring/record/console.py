@@ -14,8 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 EVERY = 0.25  # seconds between two drawings
-# blocks of a curve
-CELLS = 40
+CELLS = 40  # blocks of a curve
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 # metric -> label and format, drawn as a curve over the whole run
 CURVES = {
@@ -109,8 +108,7 @@ class _View:
         self.live: Live | None = None
         self.drawn = -float("inf")
         self.curves: dict[str, _Curve] = {}
-        # newest value of each metric: in some updates no episode ends
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, float] = {}  # newest value of each metric: in some updates no episode ends
         self.handlers: list[logging.StreamHandler] = []
 
     def show(self, fraction: float, pace: str, metrics: dict[str, float], words: str) -> None:
@@ -126,8 +124,7 @@ class _View:
         if self.live:
             self.live.update(lines, refresh=True)
             return
-        # a piped stdout keeps its prints
-        redirect = sys.stdout.isatty()
+        redirect = sys.stdout.isatty()  # a piped stdout keeps its prints
         self.live = Live(lines, console=self.console, auto_refresh=False, transient=True, redirect_stdout=redirect)
         self.live.start(refresh=True)
         # messages go above it, whole: their handlers hold the stream they were made with
@@ -169,8 +166,7 @@ class _View:
 
     def _curve(self, name: str) -> Text:
         title, form = CURVES[name]
-        # a share has 100 % as its whole height
-        limits = (0.0, 1.0) if "%" in form else None
+        limits = (0.0, 1.0) if "%" in form else None  # a share has 100 % as its whole height
         width = max(8, min(CELLS, self.console.width - 20))
         drawn = _sparkline(self.curves[name].cells, width, limits, PLAIN_BLOCKS if self.plain else BLOCKS)
         return Text.assemble((f"{title:<10}", "bright_black"), (drawn, "cyan"), f"  {form.format(self.latest[name])}")

@@ -14,8 +14,7 @@ WIDE, _TEXT, _LINE, _MARGIN, _FRAME, _VERDICT = 384, 15, 22, 8, 6, 72
 _PAPER, _INK, _FAINT = (24, 26, 31), (236, 238, 242), (150, 156, 168)
 _VERDICTS = {True: ("success", (52, 168, 104)), False: ("failure", (222, 74, 66))}
 _HOLD = 1.0  # seconds for which the last frame stands still, with the verdict
-# contact sheets and film strips, pixels
-_SHEET_MARGIN, _CAPTION, _GAP = 8, 20, 8
+_SHEET_MARGIN, _CAPTION, _GAP = 8, 20, 8  # contact sheets and film strips, pixels
 _SHEET_PAPER, _SHEET_INK, _STRIP_PAPER = (250, 250, 248), (40, 44, 52), 250
 
 
@@ -42,11 +41,9 @@ def contact_sheet(rows: list[list[tuple[str, np.ndarray]]]) -> np.ndarray:
 class Scene:
     """What a video shows. All tiles of a row have as many images `[H, W, 3]`, of one size, as there are captions."""
 
-    # rows of (name, image of each moment)
-    rows: list[list[tuple[str, list[np.ndarray]]]]
+    rows: list[list[tuple[str, list[np.ndarray]]]]  # rows of (name, image of each moment)
     title: str
-    # of each moment, in columns
-    captions: list[tuple[str, ...]]
+    captions: list[tuple[str, ...]]  # of each moment, in columns
     success: bool | None
     fps: float
 
@@ -78,8 +75,7 @@ class Scene:
                 pen.text((left + round(place * column), layout.bar + _LINE), text, _INK, font)
             yield np.asarray(image)
         if self.success is not None:
-            # a frame around all, and a word at the end of the title's line
-            word, colour = _VERDICTS[self.success]
+            word, colour = _VERDICTS[self.success]  # a frame around all, and a word at the end of the title's line
             pen.rectangle((0, 0, width - 1, height - 1), outline=colour, width=_FRAME)
             end, top = width - 1 - left, layout.bar - 2
             pen.rounded_rectangle((end - _VERDICT, top, end, top + _LINE - 1), 4, colour)

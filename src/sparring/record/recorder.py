@@ -30,8 +30,7 @@ class Recorder:
         self, folder: Path | None, sinks: list[Sink] | None = None, rerun: bool = False, video_share: float = 1.0
     ):
         self.folder = folder
-        # nothing is written where there is no folder
-        place = folder or Path()
+        place = folder or Path()  # nothing is written where there is no folder
         self.metrics_file, self.evaluations_file = place / "episode_metrics.jsonl", place / "evaluations.jsonl"
         self.timeline_file = place / "timeline.jsonl"
         self.sinks = sinks or []

@@ -69,8 +69,7 @@ class _WeightsAndBiases:
     def __init__(self, logging: LoggingConfig, folder: Path, settings: dict):
         import wandb
 
-        # the same id for every process that trains in this folder
-        id_file = folder / "wandb" / "id"
+        id_file = folder / "wandb" / "id"  # the same id for every process that trains in this folder
         if not id_file.exists():
             id_file.parent.mkdir(exist_ok=True)
             id_file.write_text(uuid.uuid4().hex[:12])

@@ -125,8 +125,7 @@ class _Encoder:
     def __init__(self, waiting: int = WAITING):
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
-        # held while a job is put in and while the thread finds that there is none
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while a job is put in and while the thread finds that there is none
         self._warned: set[type[Exception]] = set()
         self.left_out = 0
         self.done, self.seconds = 0, 0.0  # finished jobs, and how long they took
@@ -232,8 +231,7 @@ def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -
     ]
     if np.isfinite(film.values).any():
         captions = [(*texts, f"value {_figure(value)}") for texts, value in zip(captions, values, strict=True)]
-    # a simulator may have stopped drawing on the way
-    captions = captions[: len(film.frames)]
+    captions = captions[: len(film.frames)]  # a simulator may have stopped drawing on the way
     success = film.episode.success if spec.reports_success else None
     return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
 

@@ -8,8 +8,7 @@ import numpy as np
 from sparring.report.tail import Follower
 
 BUCKETS = 1024
-# what a curve may be drawn over
-AXES = ("update", "total_steps", "episode", "timestamp")
+AXES = ("update", "total_steps", "episode", "timestamp")  # what a curve may be drawn over
 BINS = 480
 CLOSE = 1200  # turns that can be told apart on a screen
 # stages within a rollout (collect), of which every turn is written for the first updates only
@@ -24,8 +23,7 @@ class Curves:
 
     def __init__(self):
         self.rows = 0
-        # rows of a bucket
-        self.width = 1
+        self.width = 1  # rows of a bucket
         self.names: dict[str, int] = {}
         # [K, BUCKETS]
         self.count, self.sum, self.least, self.most = (np.zeros((0, BUCKETS)) for _ in _EMPTY)
@@ -135,12 +133,9 @@ class Timeline(Follower):
 
     def forget(self) -> None:
         self.began: float | None = None
-        # seconds of a bin
-        self.width = 0.05
-        # (who, stage) -> [BINS]
-        self.busy: dict[tuple[str, str], np.ndarray] = {}
-        # (who, stage, begin, end)
-        self.close: deque[tuple[str, str, float, float]] = deque(maxlen=CLOSE)
+        self.width = 0.05  # seconds of a bin
+        self.busy: dict[tuple[str, str], np.ndarray] = {}  # (who, stage) -> [BINS]
+        self.close: deque[tuple[str, str, float, float]] = deque(maxlen=CLOSE)  # (who, stage, begin, end)
         self._since_fine: list[tuple[str, str, float, float]] = []
 
     def add(self, rows: list[dict]) -> None:
@@ -183,8 +178,7 @@ def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:
     first, last, begin, end = first[~within], last[~within], begin[~within], end[~within]
     np.add.at(busy, first, (first + 1) * width - begin)
     np.add.at(busy, last, end - last * width)
-    # whole bins between them
-    steps = np.zeros(BINS + 1)
+    steps = np.zeros(BINS + 1)  # whole bins between them
     np.add.at(steps, first + 1, width)
     np.add.at(steps, last, -width)
     return busy + np.cumsum(steps)[:BINS]

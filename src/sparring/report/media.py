@@ -19,8 +19,7 @@ TYPES = {".mp4": "video/mp4", ".png": "image/png"}
 
 @dataclass(frozen=True)
 class Picture:
-    # relative to the run folder
-    file: str
+    file: str  # relative to the run folder
     kind: str
     bytes: int
     update: int | None = None

@@ -29,8 +29,7 @@ class Collection:
         self.paths, self.make = paths, make
         self.version = 0
         self.runs: dict[Path, RunFolder] = {}
-        # runs keep their number when others come or go
-        self.numbers: dict[Path, int] = {}
+        self.numbers: dict[Path, int] = {}  # runs keep their number when others come or go
         self._together: dict | None = None
         self._together_changed = 0
 

@@ -37,8 +37,7 @@ class Tail:
         except FileNotFoundError:
             return
         with file:
-            # a line that is being written now is for the next time
-            end = os.fstat(file.fileno()).st_size
+            end = os.fstat(file.fileno()).st_size  # a line that is being written now is for the next time
             file.seek(self.offset)
             rest = b""
             while (left := end - self.offset - len(rest)) > 0 and (block := file.read(min(BLOCK, left))):

@@ -38,8 +38,7 @@ class _Network(Protocol):
 class FlowChain(EncodedPolicy):
     """Base of all policies that denoise. A subclass is a `_Network` and has a `critic`; `denoise` runs every step."""
 
-    # with few denoising steps the ODE and the SDE are different policies
-    reports_sampled = True
+    reports_sampled = True  # with few denoising steps the ODE and the SDE are different policies
     trace_keys = [("trace", "states"), ("trace", "first")]
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):

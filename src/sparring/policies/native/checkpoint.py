@@ -68,8 +68,7 @@ _OWN_SIZES = {"max_state_dim": "max_state_dim", "max_action_dim": "max_action_di
 class SavedModel(NamedTuple):
     weights: Weights
     sizes: Sizes
-    # how a pi0 plans, where it is one
-    horizon: int | None = None
+    horizon: int | None = None  # how a pi0 plans, where it is one
     sampling_steps: int | None = None
     # whether it is transformers' pi0, and whether it reads words, by a tokenizer.json in its folder
     is_pi0: bool = False
@@ -229,7 +228,6 @@ def _settings_of(sizes: Sizes) -> dict:
     text = {"model_type": "gemma", **named(_TEXT_SIZES)}
     vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **named(_VISION_SIZES)}
     vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": sizes.width}
-    # a token that no word has
-    vlm |= {"image_token_id": sizes.vocabulary, "hidden_size": sizes.width}
+    vlm |= {"image_token_id": sizes.vocabulary, "hidden_size": sizes.width}  # a token that no word has
     # layers and heads are those of the text
     return {"vlm_config": vlm, "dit_config": {**text, **named(_ACTION_SIZES)}, **named(_OWN_SIZES)}

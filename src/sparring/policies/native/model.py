@@ -167,8 +167,7 @@ class NativeModel(nn.Module):
         self.vision = _VisionEncoder(sizes)
         self.projector = nn.Linear(sizes.vision_width, sizes.width)
         self.words = nn.Embedding(sizes.vocabulary, sizes.width)
-        # unit size once it is scaled by sqrt(width)
-        nn.init.normal_(self.words.weight, std=sizes.width**-0.5)
+        nn.init.normal_(self.words.weight, std=sizes.width**-0.5)  # unit size once it is scaled by sqrt(width)
         shape = (sizes.heads, sizes.kv_heads, sizes.head_dim)
         self.trunk = nn.ModuleList(GemmaLayer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
         self.trunk_norm = RMSNorm(sizes.width)
@@ -181,8 +180,7 @@ class NativeModel(nn.Module):
         self.time_in = nn.Linear(2 * width, width)
         self.time_out = nn.Linear(width, width)
         self.action_out = nn.Linear(width, sizes.max_action_dim)
-        # a fresh one stands still
-        nn.init.zeros_(self.action_out.weight)
+        nn.init.zeros_(self.action_out.weight)  # a fresh one stands still
         nn.init.zeros_(self.action_out.bias)
 
     def prefix(self, inputs: Inputs, features: bool = True) -> Prefix:

@@ -75,8 +75,7 @@ class NativeVLA(FlowChain):
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
         inputs = self.encoder(td)
-        # an update may follow a gradient
-        self._learned |= torch.is_grad_enabled()
+        self._learned |= torch.is_grad_enabled()  # an update may follow a gradient
         with self._precision():
             prefix = self.model.prefix(inputs)
         return prefix.features, TensorDict(prefix._asdict(), td.batch_size, device=prefix.mask.device)
@@ -107,8 +106,7 @@ class NativeVLA(FlowChain):
         if device.type != "cuda":
             raise UserError(f"policy.fast=true needs a GPU, but the policy is on {device}; leave it out")
         if self._graphs is None or not self._graphs.is_valid():
-            # a step's tokens: a chunk's, state and memory
-            room = self.horizon + 2
+            room = self.horizon + 2  # a step's tokens: a chunk's, state and memory
             self._graphs = ActingGraphs(self.model, self.sampling_steps, half, kernels=half, room=room)
             self._learned = False
         if not self._graphs.admits(robots):
@@ -140,8 +138,7 @@ class _NativeInputs(nn.Module):
         shown = spec.observation
         self.cameras = [("observation", *name.split("/")) for name in shown if name.startswith("image/")]
         self.image_size, self.memory_size = sizes.image_size, sizes.memory_size
-        # a pi0 has learned from images that its own processor prepared
-        self.prepare = None
+        self.prepare = None  # of a pi0: what its own image processor does
         if saved is not None and saved.is_pi0:
             self.prepare = ImagePreparation(Path(config.model_path).expanduser(), sizes.image_size)
         self.has_task = "task" in shown
@@ -257,8 +254,7 @@ class _MemoryTraces(nn.Module):
     def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """The memory that entered a decision [B, M], and its observations [B, D] -> that of the next one [B, M]."""
         clock, traces = memory[:, :1], memory[:, 1:]
-        # 1 / (t + 1): the share of the newest in a mean
-        rates = torch.maximum(1 - clock, self.rates)
+        rates = torch.maximum(1 - clock, self.rates)  # 1 / (t + 1): the share of the newest in a mean
         return torch.cat([1 / (2 - clock), traces.lerp(seen @ self.directions.T, rates)], 1)
 
 

@@ -48,8 +48,7 @@ class VLAObservations(nn.Module):
         self.normalizer = None
         if config.normalize_observations and "state" in names:
             self.normalizer = RunningNormalizer(math.prod(self.shown["state"][0]))
-        # None: the model reads text
-        self.tokens = None
+        self.tokens = None  # None: the model reads text
         if "task" in names and config.tokenizer != "text":
             self.tokens = _token_table(config, spec.instructions)
 

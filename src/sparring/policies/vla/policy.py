@@ -126,9 +126,8 @@ class VLAPolicy(Policy):
     def _observe(self, td: TensorDict) -> TensorDict:
         seen = self.observations(td)
         if not self._is_tried:
-            # in evaluation mode: a try must not use up random numbers
             training = self.training
-            self.eval()
+            self.eval()  # a try must not use up random numbers
             with torch.no_grad(), _first_call(self.model, seen):
                 self._action_of(self.drawing.mode(self.model, seen), len(td))
             self.train(training)

@@ -86,8 +86,7 @@ class HopperForward:
         sizes, trunk = self.model.sizes, self.model.trunk
         shape = (len(x), len(trunk), sizes.kv_heads, length + room, sizes.head_dim)
         keys, values = x.new_empty(shape), x.new_empty(shape)
-        # what no step writes to gets no weight, but must be a number
-        keys[..., length:, :].zero_()
+        keys[..., length:, :].zero_()  # what no step writes to gets no weight, but must be a number
         values[..., length:, :].zero_()
         mask = F.pad(seen, (0, room), value=True)
         for number, layer in enumerate(trunk):

@@ -10,8 +10,7 @@ from torch import nn
 from sparring.policies.native.hopper.forward import Cache, HopperForward
 from sparring.policies.native.model import Inputs, NativeModel, Prefix, RMSNorm
 
-# batch sizes for which graphs are kept; others act without
-_SHAPES = 4
+_SHAPES = 4  # batch sizes for which graphs are kept; others act without
 _WARM_UP = 3
 
 
@@ -46,8 +45,7 @@ class ActingGraphs:
         else:
             self._prefix, self._velocity = compile_it(self._model.prefix), compile_it(self._model.velocity)
         self._record = record or _CudaGraph
-        # (what, shapes) -> its graph
-        self._graphs: dict[tuple, Callable] = {}
+        self._graphs: dict[tuple, Callable] = {}  # (what, shapes) -> its graph
         self._shapes: tuple = ()
         self._cached: Prefix | Cache | None = None
 

@@ -49,8 +49,7 @@ class Kernels:
     """On one device. A layer of few tokens takes project, attend, add, gate; one of many turn, weigh, gated."""
 
     def __init__(self, device: torch.device):
-        # zero before and after each kernel
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)  # zero before and after each kernel
         self.gelu_product = _gelu_product
 
     def norm(self, x, scale) -> torch.Tensor:
