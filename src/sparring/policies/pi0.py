@@ -25,8 +25,8 @@ from sparring.policies.weights import WeightsFit, match_names, read_json
 from sparring.processes.memory_errors import oom_message
 
 # what transformers may raise where a config or its weights are not what they should be
-_FILE_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
-_FILE_ERRORS += (AssertionError, SafetensorError)
+_FILE_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, LookupError, TypeError)
+_FILE_ERRORS += (AttributeError, ArithmeticError, AssertionError, SafetensorError)
 _BYTES_BEGIN, _BYTES_OFFSET = 1, 3  # as in ByT5: padding, begin (there: end) and unknown come before the bytes
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # PIL's numbers of the ways to resize
 

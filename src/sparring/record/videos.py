@@ -294,7 +294,8 @@ class _RerunFile:
         # before training, as it takes half a second
         import rerun
 
-        self._rerun, self._stream, self.folder = rerun, None, folder
+        self._rerun, self.folder = rerun, folder
+        self._stream: Any = None
 
     def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:
         for camera, pictures in views.items():

@@ -40,6 +40,8 @@ class FlowChain(EncodedPolicy):
 
     reports_sampled = True  # with few denoising steps the ODE and the SDE are different policies
     trace_keys = [("trace", "states"), ("trace", "first")]
+    times: torch.Tensor
+    _step_weights: torch.Tensor
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):
         """`noise_inputs`: numbers of a decision that learned noise depends on (`_noise_condition`)."""
@@ -54,7 +56,7 @@ class FlowChain(EncodedPolicy):
         times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
         self.register_buffer("times", times.float(), persistent=False)
         if _learns_noise(config):
-            self.kernel = _FlowNoise(steps, config.noise_range, noise_inputs, *shape)
+            self.kernel: _FlowNoise | _FlowSDE = _FlowNoise(steps, config.noise_range, noise_inputs, *shape)
         else:
             self.kernel = _FlowSDE(steps, config.noise_level)
         self.learns_entropy = self.kernel.learns_noise

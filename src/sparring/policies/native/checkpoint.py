@@ -132,7 +132,8 @@ def to_transformers(model: NativeModel):
     if model.sizes.memory_size:
         raise UserError(f"pi0 has no memory, but policy.memory_size={model.sizes.memory_size}; set it to 0")
     theirs = library.PI0ForConditionalGeneration(library.PI0Config(**_settings_of(model.sizes)))
-    ours, weights = model.state_dict(), {}
+    ours = model.state_dict()
+    weights: Weights = {}
     heads, shared = (count * model.sizes.head_dim for count in (model.sizes.heads, model.sizes.kv_heads))
     for name, names in _names(model.sizes).items():
         grouped = name.endswith("qkv.weight") and not name.startswith("vision.")
@@ -161,7 +162,7 @@ def _refuse_adapters(module: NativeModel, doing: str) -> None:
 
 def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
     vision, language = "model.vlm.vision_tower", "model.vlm.language_model"
-    names = {
+    names: dict[str, tuple[str, ...]] = {
         "vision.places": (f"{vision}.embeddings.position_embedding.weight",),
         "words.weight": (f"{language}.embed_tokens.weight",),
         "trunk_norm.weight": (f"{language}.norm.weight",),
