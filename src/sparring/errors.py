@@ -40,8 +40,7 @@ def describe_error(error: BaseException) -> str:
     import traceback  # errors.py is imported by everything, this seldom
 
     message = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
     # frames of importlib itself say nothing
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     where = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' if message else ''}{message}{where}"

@@ -40,7 +40,7 @@ class AlgorithmConfig(Section):
 class PPOConfig(AlgorithmConfig):
     """Clipped PPO."""
 
-    correction: Literal["none", "truncated", "decoupled", "vtrace"] = Field(
+    correction: Literal["none", "truncated", "decoupled", "vtrace"] = Field(  # type: ignore[assignment]
         "decoupled", description="what makes up for older weights having acted; fresh data is learned from as ever"
     )
     rho_bar: float = Field(1.0, ge=1, description="of vtrace: largest weight of a stale decision")

@@ -39,7 +39,7 @@ class Algorithm:
         self.parity_gate = ParityGate(self.scorer)
         self.off_policy = OffPolicy(config, self.scorer)
         rated = [{"params": parameters, "lr": lr, "base_lr": lr} for parameters, lr in groups]
-        settings = {"memory": self.scorer.memory, "foreach": False, "eps": config.adam_eps}
+        settings: dict[str, Any] = {"memory": self.scorer.memory, "foreach": False, "eps": config.adam_eps}
         self.step = GradientStep(rated, self.distributed, config.max_grad_norm, **settings)
         # so far; also the version of the weights: a rollout stamped with an older one is stale
         self.updates = 0

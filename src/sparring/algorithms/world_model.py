@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -13,7 +13,7 @@ from sparring.processes.distributed import Distributed
 from sparring.world_models.world_model import WorldModel
 
 _MAX_GRAD_NORM = 1.0
-_ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.01}
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.01}
 # gradient steps over which the learning rate rises
 _WARMUP_STEPS = 50
 

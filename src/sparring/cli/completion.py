@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
 from sparring import algorithms, envs, phases, policies
 from sparring.cli.arguments import OPTIONS
@@ -52,7 +52,7 @@ def candidates(commands: dict[str, argparse.ArgumentParser], words: list[str]) -
     """What the last word could become; the words before it give the context. Nothing: the shell offers files."""
     *before, word = words or [""]
     if not before:
-        options = [*commands, "--help", "--version"]
+        options: Iterable[str] = [*commands, "--help", "--version"]
     else:
         options = _options(commands[before[0]], before[1:], word) if before[0] in commands else []
     return [option for option in options if option.startswith(word)]
@@ -109,4 +109,4 @@ def _values_of_key(name: str, keys: "dict[str, FieldInfo]") -> list[str]:
         return [str(value) for value in get_args(annotation)]
     known = {"phase": phases.PHASES, "algorithm": algorithms.ALGORITHMS, "env.name": envs.ENVS, "env.task": TASKS}
     known |= {"policy.name": policies.POLICIES, "device": ["auto", "cpu", "cuda"], "resume": ["auto", "never"]}
-    return list(known.get(key, []))
+    return list(cast(Iterable[str], known.get(key, [])))

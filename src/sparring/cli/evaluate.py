@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from sparring.cli.arguments import OPTIONS, count, flag_settings, positive
 from sparring.errors import UserError
@@ -50,7 +51,7 @@ def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(
             "--stochastic, --both and --videos go with neither --world-model nor --exploration; leave them out"
         )
-    kind = "eval_world_model" if arguments.world_model else "eval_exploration" if arguments.exploration else "eval"
+    kind: Any = "eval_world_model" if arguments.world_model else "eval_exploration" if arguments.exploration else "eval"
     greedy, both, against = not arguments.stochastic, arguments.both, arguments.against
     evaluate_checkpoint(arguments.path, settings, kind, path, greedy, both, arguments.videos, against)
     return 0

@@ -53,7 +53,8 @@ def _run(argv: list[str]) -> int:
         return 0
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # your.module:Class is found beside you, as with `python -m`
-    words, overrides, command = argv, [], commands.get(argv[0], parser) if argv else parser
+    words, command = argv, commands.get(argv[0], parser) if argv else parser
+    overrides: list[str] = []
     takes_overrides = command.get_default("takes_overrides")
     # argparse would take `ppo.gamma=1` for a PHASE and knows nothing of `--ppo.gamma 1`
     if takes_overrides:
@@ -71,7 +72,7 @@ def _run(argv: list[str]) -> int:
 
 def _dry_run_in_one_word(argv: list[str]) -> list[str]:
     """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any following word for its value."""
-    words = []
+    words: list[str] = []
     for word in argv:
         if words[-1:] == ["--dry-run=training"] and word in train.DRY_RUNS:
             words[-1] = f"--dry-run={word}"

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 from sparring import phases
 from sparring.cli.arguments import EPILOG, OPTIONS, config_of, positive, settings_of
@@ -50,7 +51,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(dry_run(config, only_rollout=arguments.dry_run == "rollout"))
         return 0
     from sparring.runs.run import Run
-    from sparring.runs.summary import summary
+    from sparring.runs.summary import AnyEvaluation, summary
 
     run = Run(config)
     run.announce()
@@ -58,7 +59,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return 130
     evaluation = run.evaluate()
     if run.folder is not None:
-        print(summary(config, run.phase.progress, evaluation))
+        print(summary(config, run.phase.progress, cast(AnyEvaluation, evaluation)))
     return 0
 
 

@@ -34,6 +34,7 @@ class EpisodeTracker:
         self.rewards += step.reward.sum(1)
         self.steps += step.executed
         self.decisions += 1
+        assert step.contact is not None
         self.contacts += step.contact
         if not len(step.ended):
             return []

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -260,7 +260,8 @@ class Collector(BaseCollector):
                     ended = self._play_episodes(buffer)
             with self.stopwatch.stage("complete", self.version):
                 check = self.decision == buffer.steps
-                self.camera.appraise(complete_rollout(self.policy, buffer, self.root, self.version, check))
+                root = cast(TensorDict, self.root)
+                self.camera.appraise(complete_rollout(self.policy, buffer, root, self.version, check))
                 if ended is not None:
                     # [T, N]
                     episode = ended * self.env.num_envs + np.arange(self.env.num_envs)
@@ -300,7 +301,7 @@ class Collector(BaseCollector):
         if self.root is None:
             self.start()
         with self.stopwatch.stage("infer", self.version):
-            td = self.root
+            td = cast(TensorDict, self.root)
             if noise is not None:
                 td.set(self.noise_name, noise)
             td = self.policy.act(td)
@@ -367,7 +368,7 @@ class Collector(BaseCollector):
 
     def state_dict(self) -> dict:
         """`env` is None where the env cannot tell. By episodes every rollout starts afresh, wherever the robots are."""
-        state = {"decision": self.decision, "env_steps": self.env_steps, "version": self.version}
+        state: dict[str, Any] = {"decision": self.decision, "env_steps": self.env_steps, "version": self.version}
         if self.episodes_each is not None:
             return state | {"batches": self.batches, "env": None, "root": None}
         state |= {"tracker": self.tracker.state_dict(), "env": None, "root": None}

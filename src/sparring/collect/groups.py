@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -77,8 +78,8 @@ class GroupedCollector(BaseCollector):
                 self._act(buffer)
             with self.stopwatch.stage("complete", self.version):
                 first = self.collectors[0].decision == buffer.steps
-                root = torch.cat([collector.root for collector in self.collectors])
-                values = complete_rollout(self.policy, buffer, root, self.version, check=first)
+                root = torch.cat([collector.root for collector in self.collectors])  # type: ignore[misc]
+                values = complete_rollout(self.policy, buffer, cast(TensorDict, root), self.version, check=first)
                 # its robots are the first of all
                 self.collectors[0].camera.appraise(values)
 
@@ -102,8 +103,8 @@ class GroupedCollector(BaseCollector):
                 simulating.append(self.threads[g].submit(collector.simulate, td))
             if before:
                 # all groups simulate meanwhile
-                buffer.add(torch.cat(transitions))
-        buffer.add(torch.cat([future.result() for future in simulating]))
+                buffer.add(torch.cat(transitions))  # type: ignore[arg-type]
+        buffer.add(torch.cat([future.result() for future in simulating]))  # type: ignore[arg-type]
 
     def reseed(self, more: int) -> None:
         for collector in self.collectors:

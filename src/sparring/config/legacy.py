@@ -210,7 +210,7 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
     schema = replace(schema, aliases=aliases)
     renamed = Renamed(phase, schema)
     for _, group in groupby(settings, lambda setting: setting.source):
-        common, own, flags = [], [], {}
+        common, own, flags = list[Setting](), list[Setting](), dict[str, list[Setting]]()
         for setting in group:
             if setting.key not in schema.root.model_fields and setting.value in (None, {}) and _example(setting.key):
                 continue
@@ -232,7 +232,7 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
                 if (key, setting.value) == ("env.task", "random_exploration"):
                     ours = replace(ours, value="explore")
                 # another source: it may say again what is said for all phases
-                alone = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
+                alone: dict[str, Any] = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
                 (own if owner else common).append(replace(ours, **alone))
             if key != setting.key:
                 renamed.keys[setting.key] = key

@@ -50,9 +50,9 @@ def config_class(cls: Any, kind: str) -> type[Section]:
     if not isinstance(cls, type):
         raise UserError(f"{kind} {cls!r} is not a class; expected your.module:Class")
     where = f"{kind} '{cls.__module__}:{cls.__name__}'"
-    parameters = list(inspect.signature(cls.__init__).parameters)[1:]
+    parameters = list(inspect.signature(cls.__init__).parameters)[1:]  # type: ignore[misc]
     try:
-        hints = typing.get_type_hints(cls.__init__)
+        hints = typing.get_type_hints(cls.__init__)  # type: ignore[misc]
     except NameError as error:
         why = f"an annotation of __init__ cannot be resolved ({error}); import it at run time"
         raise UserError(f"{where}: {why}") from None

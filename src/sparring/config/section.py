@@ -16,7 +16,7 @@ from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
 
 
-class _SectionType(type(pydantic.BaseModel)):
+class _SectionType(type(pydantic.BaseModel)):  # type: ignore[misc]
     """`SomeConfig(key=value)` raises ConfigError, as loading a config does, not pydantic's error."""
 
     def __call__(cls, *args, **values):
@@ -80,7 +80,7 @@ class Schema:
 
     def classes(self, settings: Iterable[Setting] = (), problems: list[str] | None = None) -> dict[str, type[Section]]:
         last = {self.spelled(s.key): s for s in settings}
-        classes = {}
+        classes: dict[str, Any] = {}
         for name in filter(self._is_section, self.root.model_fields):
             if name not in self.pickers:
                 classes[name] = self.root.model_fields[name].annotation
@@ -119,22 +119,22 @@ class Schema:
             key = self.spelled(setting.key)
             if unknown and key.startswith(unknown):
                 continue
-            key, problem = self._place(key, setting, keys)
+            home, problem = self._place(key, setting, keys)
             if problem:
                 problems.append(f"{setting.as_written} (from {setting.where}): {problem}")
-            if key is None:
+            if home is None:
                 continue
-            earlier = placed.pop(key, None)
-            placed[key] = setting
+            earlier = placed.pop(home, None)
+            placed[home] = setting
             if earlier is None or earlier.source != setting.source:
                 continue
             respelled, same = earlier.as_written != setting.as_written, earlier.value == setting.value
             # two keys of theirs may be one here, e.g. the widths of actor and critic
             if earlier.line and not (respelled and same):
-                problems.append(f"{_given(key, placed)}: was given before, in line {earlier.line}; keep one")
+                problems.append(f"{_given(home, placed)}: was given before, in line {earlier.line}; keep one")
             elif respelled and not same:
                 before = f"{earlier.as_written} = {value_text(earlier.value)}"
-                problems.append(f"{_given(key, placed)}: {before} was given too and is the same key; keep one")
+                problems.append(f"{_given(home, placed)}: {before} was given too and is the same key; keep one")
         return placed
 
     @staticmethod
@@ -175,7 +175,7 @@ class Schema:
         # a word of a key's name is more than letters that look alike: ppo.lr is ppo.policy_lr rather than ppo.c_bar
         named = [k for k in keys if k.rpartition(".")[0] == section and word in k.rpartition(".")[2].split("_")]
         if named and not difflib.get_close_matches(key, spellings, n=1, cutoff=0.9):
-            best = named[0]
+            best: str | None = named[0]
         else:
             best = spellings[whole[0]] if whole else words[last[0]] if last else None
         if best:

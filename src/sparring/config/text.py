@@ -34,13 +34,13 @@ class Setting:
 class _Loader(yaml.SafeLoader):
     """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers: dict = {}
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes exactly what `_Loader` would take for something else."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers: dict = {}
 
     def ignore_aliases(self, data) -> bool:
         return True
@@ -142,7 +142,7 @@ def value_text(value: Any) -> str:
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     """{"ppo": {"gamma": 1}} -> {"ppo.gamma": 1}; empty dicts stay as leaves."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from statistics import fmean
+from typing import cast
 
 from torch import nn
 
@@ -94,13 +95,14 @@ class Adversarial(Phase):
     @classmethod
     def from_config(cls, config: Config, distributed: Distributed) -> "Adversarial":
         settings, key = config.adversarial, "adversarial.teacher"
+        teacher = cast(str, settings.teacher)
         env, policy, algorithm = _Explorer.build_learner(config, distributed)
-        world_model = load_teacher(settings.teacher, key, config, env).to(distributed.device).eval()
+        world_model = load_teacher(teacher, key, config, env).to(distributed.device).eval()
         rewards = _Explorer.rewards_by(world_model, config, env, distributed)
         explorer = _Explorer.of(config, env, policy, algorithm, distributed, rewards)
         if not env.spec.max_episode_steps:
             raise UserError("adversarial learns from whole episodes, which have no end; set rollout.max_episode_steps")
-        random = open_episodes(settings.teacher, key, env, distributed.rank) if settings.replay_random else None
+        random = open_episodes(teacher, key, env, distributed.rank) if settings.replay_random else None
         if settings.student:
             load_part(policy, "policy", settings.student, "adversarial.student", config, env)
         return cls(config, explorer, world_model, random)

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from sparring.algorithms import ALGORITHMS
+from sparring.algorithms.configs import AlgorithmConfig
 from sparring.algorithms.ppo import Algorithm
 from sparring.algorithms.scoring import Scorer
 from sparring.collect.collector import Collector
@@ -54,7 +56,8 @@ class ActorFactory:
         collector, buffer = _build_local_collector(config, env, policy)
         algorithm = resolve(config.algorithm, ALGORITHMS, "algorithm")
         gated = isinstance(algorithm, type) and issubclass(algorithm, Algorithm) and config.rollout.staleness
-        return collector, buffer, Scorer(config.algorithm_section, policy, Distributed("cpu")) if gated else None
+        section = cast(AlgorithmConfig, config.algorithm_section)
+        return collector, buffer, Scorer(section, policy, Distributed("cpu")) if gated else None
 
 
 def build_env(config: Config, distributed: Distributed) -> Env | GroupedEnv | RemoteEnv:
@@ -74,9 +77,10 @@ def build_env(config: Config, distributed: Distributed) -> Env | GroupedEnv | Re
 
 def _build_local_env(config: Config, distributed: Distributed | RankInfo) -> Env | GroupedEnv:
     rollout = config.rollout
+    process = cast(Distributed, distributed)  # of which it needs what a RankInfo has
     if rollout.groups > 1:
-        return GroupedEnv([make_training_env(config, distributed, group) for group in range(rollout.groups)])
-    env = make_training_env(config, distributed)
+        return GroupedEnv([make_training_env(config, process, group) for group in range(rollout.groups)])
+    env = make_training_env(config, process)
     return _build_imagined_env(config, env, distributed) if rollout.imagined else env
 
 
@@ -85,7 +89,7 @@ def _build_imagined_env(config: Config, env: Env, distributed: Distributed | Ran
 
     Episodes begin somewhere in those that the world model learned from.
     """
-    path, rollout = config.rollout.imagined, config.rollout
+    path, rollout = cast(str, config.rollout.imagined), config.rollout
     model = load_teacher(path, "rollout.imagined", config, env).to(distributed.device).requires_grad_(False).eval()
     imagined = ImaginedEnv(
         model,
@@ -118,9 +122,9 @@ def build_collector(config: Config, env: Env | GroupedEnv | RemoteEnv, policy: P
     rollout = config.rollout
     if rollout.mode == "async":
         folder = Path(config.buffer.folder) if config.buffer.folder else None
-        collector = RemoteCollector(env, policy, rollout.staleness, rollout.least_ess, folder)
+        collector = RemoteCollector(cast(RemoteEnv, env), policy, rollout.staleness, rollout.least_ess, folder)
         return collector, ReceivedRollout(env.device)
-    return _build_local_collector(config, env, policy)
+    return _build_local_collector(config, cast(Env | GroupedEnv, env), policy)
 
 
 def _build_local_collector(
@@ -132,9 +136,9 @@ def _build_local_collector(
     if rollout.n_episodes_per_batch:
         episodes = rollout.n_episodes_per_batch // rollout.n_envs
         steps = episodes * (rollout.imagined_decisions if rollout.imagined else _episode_decisions(config, env))
-    envs = env.envs if rollout.groups > 1 else [env]
+    envs = cast(GroupedEnv, env).envs if rollout.groups > 1 else [cast(Env, env)]
     collectors = [Collector(each, policy, config.seed, chunk=rollout.action_steps, episodes=episodes) for each in envs]
-    collector = GroupedCollector(env, collectors) if rollout.groups > 1 else collectors[0]
+    collector = GroupedCollector(cast(GroupedEnv, env), collectors) if rollout.groups > 1 else collectors[0]
     return collector, make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder)
 
 

@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict
 from statistics import fmean
+from typing import Self
 
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector, Span, Stopwatch
@@ -69,7 +70,7 @@ class Finetune(Phase):
         algorithm,
         distributed: Distributed,
         rewards: RewardModel | None = None,
-    ) -> "Finetune":
+    ) -> Self:
         """From parts that exist already; the config says how they make rollouts."""
         collector, buffer = build_collector(config, env, policy)
         return cls(env, policy, algorithm, buffer, distributed, collector, rewards)

@@ -77,7 +77,7 @@ class Imitate(Phase):
         lr = self.config.learning_rate * schedule(self.config.lr_schedule, fraction)
         self.optimizer.set_lr(lr)
         self.policy.train()
-        sums: dict[str, torch.Tensor] = defaultdict(float)
+        sums: dict[str, torch.Tensor | float] = defaultdict(float)
         for _ in range(self.config.steps_per_update):
             with explain_oom("imitating", self.policy, self.config.batch_size, "imitate.batch_size"):
                 numbers = self._gradient_step()
@@ -146,11 +146,12 @@ class Imitate(Phase):
         if self.model is self.policy:
             return
         # an average of few weights forgets its random start sooner
+        assert self.config.ema is not None
         decay = min(self.config.ema, self.gradient_steps / (self.gradient_steps + 10))
         for average, now in zip(self.model.parameters(), self.policy.parameters(), strict=True):
             average.lerp_(now, 1 - decay)
-        for average, now in zip(self.model.buffers(), self.policy.buffers(), strict=True):
-            average.copy_(now)
+        for buffer, newest in zip(self.model.buffers(), self.policy.buffers(), strict=True):
+            buffer.copy_(newest)
 
 
 @torch.no_grad()

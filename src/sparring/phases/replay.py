@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +41,9 @@ class Replay:
     def __init__(
         self, windows: Samples | SequentialWindows, batch_size: int, memory_size: int, seed: int, device: torch.device
     ):
-        in_order = isinstance(windows, SequentialWindows)
-        source, drawn = (_Passes(windows), None) if in_order else (windows, batch_size)
+        source, drawn = (_Passes(windows), None) if isinstance(windows, SequentialWindows) else (windows, batch_size)
         self.builder = BatchBuilder(source, drawn, seed, device)
-        self.memory = MemoryStateManager(batch_size, memory_size, device=device) if in_order else None
+        self.memory = MemoryStateManager(batch_size, memory_size, device=device) if drawn is None else None
         self._given: TensorDict | None = None
 
     def refresh(self) -> None:
@@ -138,7 +138,7 @@ class EpisodeReplay:
             lost.append(f"the {wanted} episodes collected so far are not in {self.store.folder}; collects new ones")
             state, wanted = None, 0
         self.store.load_state_dict({"next_number": wanted})
-        target = self.store
+        target: Any = self.store
         if self.held_out is not None:
             target = self.generations = Generations(self.store, self.folder / f"generations{suffix}", self.held_out)
             self.generations.load_state_dict(state["generations"] if state else _NO_GENERATION)
@@ -171,7 +171,7 @@ class EpisodeReplay:
 
     def state_dict(self) -> dict:
         self.open()
-        parts = {"store": self.store, "recorder": self.recorder, "replay": self.batches}
+        parts: dict[str, Any] = {"store": self.store, "recorder": self.recorder, "replay": self.batches}
         parts |= {} if self.held_out is None else {"generations": self.generations}
         return {name: part.state_dict() for name, part in parts.items()}
 
@@ -224,7 +224,7 @@ class Generations:
         for t in range(max(map(len, episodes))):
             # [K]: the episodes that last longer than t
             rows = [row for row, episode in enumerate(episodes) if len(episode) > t]
-            td = torch.cat([episodes[row][t : t + 1] for row in rows]).to(memory.device)
+            td: Any = torch.cat([episodes[row][t : t + 1] for row in rows]).to(memory.device)
             scored = model.score(td.set(("memory", "world_model"), memory[rows]))
             memory[rows] = scored["memory"]
             now += float(scored["error"].double().sum())

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal
+from typing import Literal, cast
 
 from sparring.collect.camera import Episode
 from sparring.config.schema import Config
@@ -30,8 +30,8 @@ class Student(Finetune):
 
     @classmethod
     def build_rewards(cls, config: Config, env: Env, distributed: Distributed) -> RewardModel:
-        teacher = load_teacher(config.student.teacher, "student.teacher", config, env).to(distributed.device)
-        return cls.rewards_by(teacher.requires_grad_(False).eval(), config, env, distributed)
+        teacher = load_teacher(cast(str, config.student.teacher), "student.teacher", config, env)
+        return cls.rewards_by(teacher.to(distributed.device).requires_grad_(False).eval(), config, env, distributed)
 
     @staticmethod
     def rewards_by(world_model: WorldModel, config: Config, env: Env, distributed: Distributed) -> RewardModel:

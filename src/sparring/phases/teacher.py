@@ -29,6 +29,7 @@ class Teacher(Phase):
     default_limit = ("iterations", 24)
     accuracy = "fresh_acc"
     evaluation = "world_model"
+    model: WorldModel
 
     def __init__(self, config: Config, env: Env, model: WorldModel, distributed: Distributed):
         if not env.spec.max_episode_steps:
@@ -142,7 +143,8 @@ class Teacher(Phase):
 
         Before any of it is learned from: this is how well the world model predicts what it has not seen.
         """
-        accuracies, rewards = [], []
+        accuracies: list[torch.Tensor] = []
+        rewards: list[float] = []
         # the first update goes on until there is an episode to learn from
         while len(accuracies) < self.decisions or not len(self.replay):
             td = self.collector.decide()

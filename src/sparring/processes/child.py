@@ -217,7 +217,8 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
 @contextmanager
 def forward_signals(children: list[subprocess.Popen]) -> Iterator[None]:
     """While children run that save and leave on their own: a terminal tells them of Ctrl-C itself, `kill` only us."""
-    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda *_: [child.terminate() for child in children]}
+    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN}
+    handlers[signal.SIGTERM] = lambda *_: [child.terminate() for child in children]  # type: ignore[func-returns-value]
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -230,7 +231,8 @@ class Interrupt:
     """The first Ctrl-C (or SIGTERM) asks the loop to stop after this update; the second stops at once."""
 
     def __init__(self, speaks: bool = True):
-        self.speaks, self.asked, self._before = speaks, False, {}
+        self.speaks, self.asked = speaks, False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self):
         # in another thread, whoever runs us there handles its own signals

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from statistics import fmean
+from typing import cast
 
 import numpy as np
 import torch
@@ -208,7 +209,7 @@ def seed_everything(seed: int) -> None:
 def random_state(device: torch.device) -> dict:
     """In tensors and plain values, so that reading it back never runs code."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = cast(tuple, np.random.get_state())
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],

@@ -53,7 +53,7 @@ def leave(code: int) -> NoReturn:
 
     Threads of gloo, which end with the interpreter, can abort the process where another one has hung up already.
     """
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -12,6 +12,7 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -137,4 +138,5 @@ def load_spec(checkpoint: Path) -> EnvSpec:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error}") from None
     values["observation"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["observation"].items()}
-    return EnvSpec(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return EnvSpec(**given)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -161,7 +161,7 @@ def load_weights(
     `prefix`: of a checkpoint that holds several models, the one whose keys begin so. `of_plain`: a model with LoRA
     adapters also takes weights of one without, and its adapters are new then.
     """
-    file = weights_file(find_checkpoint(path))
+    file = cast(Path, weights_file(find_checkpoint(path)))
     expected = model.state_dict()
     given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
     if of_plain and not any(_ADAPTER in key for key in given):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -219,7 +220,7 @@ class Run:
         with self._status_on_error():
             yield
         ended = ("interrupted", "asked to stop; saved") if trains else before or ("finished", "not trained")
-        ended = ("finished",) if self.fraction >= 1 else ended
+        ended = ("finished", None) if self.fraction >= 1 else ended
         self.status.end(self.phase.progress, self.fraction, *ended)
 
     @contextmanager
@@ -351,20 +352,20 @@ class _Evaluator:
 
     def _evaluate_here(self, run: Run) -> EvaluationResult:
         phase, config, recorder = run.phase, run.config, run.recorder
-        model, device = phase.evaluated_model, run.distributed.device
+        model, device = cast(Any, phase.evaluated_model), run.distributed.device
+        evaluation: EvaluationResult
         if phase.evaluation == "world_model":
-            evaluation, films = WorldModelEvaluation.run(config, model, device), []
+            evaluation = WorldModelEvaluation.run(config, model, device)
         elif phase.evaluation == "exploration":
-            evaluation, films = ExplorationEvaluation.run(config, model, device), []
+            evaluation = ExplorationEvaluation.run(config, model, device)
         else:
             evaluation = Evaluation.run(config, model, device, films=config.rollout.render_episodes)
-            films = evaluation.films
         if run.folder is not None:
             evaluation.write(run.folder / "evaluation.json")
         recorder.evaluation(phase.progress, evaluation.numbers())
         run.status.evaluated(recorder.evaluations())
-        if films and recorder.videos is not None:
-            recorder.videos.evaluation(films, phase.progress, evaluation.spec)
+        if isinstance(evaluation, Evaluation) and evaluation.films and recorder.videos is not None:
+            recorder.videos.evaluation(evaluation.films, phase.progress, evaluation.spec)
         return evaluation
 
 

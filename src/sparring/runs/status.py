@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ class Status:
 
     def evaluated(self, evaluations: list[dict]) -> None:
         names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
-        rates = [
+        rates: list[dict[str, Any]] = [
             {ours: line.get(f"eval/{theirs}") for ours, theirs in names.items()} | {"update": line["update"]}
             for line in evaluations
             if line.get("eval/success_rate") is not None

@@ -32,9 +32,9 @@ def _reached(evaluation: AnyEvaluation) -> list[str]:
         cameras = {name: found for name, found in evaluation.figures["cameras"].items() if found["changed_mse_ratio"]}
         return [f"{camera}: {_foretold(found)}" for camera, found in cameras.items()]
     if isinstance(evaluation, ExplorationEvaluation):
-        policy = evaluation.found["policy"]
+        own = evaluation.found["policy"]
         noise = max(found.contact for who, found in evaluation.found.items() if who != "policy")
-        return [f"in touch with an object in {policy.contact:.1%} of its decisions; random actions {noise:.1%} at most"]
+        return [f"in touch with an object in {own.contact:.1%} of its decisions; random actions {noise:.1%} at most"]
     whole = {who: scores.get("all", next(iter(scores.values()))) for who, scores in evaluation.scores.items()}
     policy, random = whole["policy"], whole.get("random")
     if evaluation.spec.reports_success:
@@ -68,9 +68,9 @@ def _next_commands(config: Config) -> dict[str, str]:
         case "teacher":
             return _train(config, "student", f"--teacher_path {given}", "an explorer for it") | foretell | report
         case "student":
-            both = f"--teacher_path {shlex.quote(config.student.teacher)} --student_checkpoint {given}"
+            both = f"--teacher_path {shlex.quote(str(config.student.teacher))} --student_checkpoint {given}"
             return _train(config, "adversarial", both, "let the two spar") | explore | report
-        case "adversarial":
+        case _:  # adversarial
             return report | explore | foretell
 
 

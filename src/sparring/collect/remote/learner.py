@@ -62,8 +62,8 @@ class ActorProcess:
         # also runs when this is garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self.child.end, CLOSE_S)
         self._has_reported = False
-        folder, threads = Path(folder) if folder else None, config.threads or 1
-        self.send(Start(factory, threads, rollout.staleness, rollout.watchdog_s, folder, self._table.handle))
+        path, threads = Path(folder) if folder else None, config.threads or 1
+        self.send(Start(factory, threads, rollout.staleness, rollout.watchdog_s, path, self._table.handle))
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of a method of the actor's, before it collects."""
@@ -209,6 +209,7 @@ class RemoteCollector(BaseCollector):
             self._weights.whole = None
         if report.states is not None:
             self._states = SharedMemory.attach(report.states)
+        assert self._rollouts is not None
         with self.stopwatch.stage("take", self.version):
             buffer.show(self._rollouts, report.number % (self.staleness + 1), report.decisions)
             self._next_state = TensorSlots.put_back(report.state, self._states, report.number)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparring.processes.shared_memory import Column, SharedHandle, SharedMemory
+from sparring.processes.shared_memory import Column, Key, SharedHandle, SharedMemory
 
 # bytes: what memory for tensors begins at a multiple of
 _ALIGNMENT = 64
@@ -37,7 +37,7 @@ class WeightsWriter:
         weights = model.state_dict()
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self.model, self.names = model, [name for name in weights if name not in frozen]
-        columns = {(name,): Column(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
+        columns: dict[Key, Column] = {(name,): Column(tuple(w.shape), w.dtype) for name, w in weights.items()}
         # until they have arrived
         self.whole: SharedMemory | None = SharedMemory.make(columns, folder, what)
         for (name,), tensor in self.whole.tensors.items():
