@@ -114,7 +114,7 @@ class BatchBuilder:
             for future in self._pending:
                 future.cancel()
             self._restart()
-        raise failed[0].exception()
+        raise failed[0].exception()  # type: ignore[misc]
 
     @torch.inference_mode(False)
     def _make(self, number: int) -> tuple[TensorDict | None, "torch.cuda.Event | None", dict | None]:
@@ -132,11 +132,12 @@ class BatchBuilder:
         return batch, copied, source_state
 
     def _draw(self, number: int) -> TensorDict:
+        assert self.batch_size is not None
         # hashed: a generator keeps 32 bits of its seed, in which sums and products of large numbers coincide
         (seed,) = np.random.SeedSequence((self.seed, number)).generate_state(1)
         return self.source.sample(self.batch_size, torch.Generator().manual_seed(int(seed)))
 
     def _next_item(self, number: int) -> TensorDict | None:
         if self._batches is None:
-            self._batches = islice(iter(self.source), 0 if self._remembers else number, None)
+            self._batches = islice(iter(self.source), 0 if self._remembers else number, None)  # type: ignore[arg-type]
         return next(self._batches, None)

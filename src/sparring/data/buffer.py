@@ -191,7 +191,7 @@ class RolloutBuffer:
         return TensorDict({"observation": self._observation[self._count]}, self._observation.batch_size[1:])
 
     def bytes(self) -> int:
-        return _bytes(self._transition) + _bytes(self._observation) if self._transition is not None else 0
+        return sum(_bytes(part) for part in (self._transition, self._observation) if part is not None)
 
     def _newest(self) -> int:
         """The number after the newest transition that can be read."""
@@ -217,6 +217,7 @@ class RolloutBuffer:
 
     def _read(self, steps: int, following: bool) -> TensorDict:
         """The newest `steps` transitions, [steps, N]."""
+        assert self._transition is not None and self._observation is not None
         first = self._newest() - steps
         rollout = self._span(self._transition, first, steps)
         rollout.set("observation", self._span(self._observation, first, steps))
@@ -239,7 +240,7 @@ class RolloutBuffer:
         if not ends:
             return None
         at = torch.cat([torch.stack([torch.full_like(env, number), env]) for number, env, _ in ends], 1)
-        return at, torch.cat([last for *_, last in ends])
+        return at, torch.cat([last for *_, last in ends])  # type: ignore[return-value]
 
     def _check_continues(self, observation: TensorDict) -> None:
         """`observation` [N] is the one that `close` stored, but for envs whose episodes had ended."""
@@ -386,7 +387,7 @@ class VLABuffer(RolloutBuffer):
         start = first % (self.capacity + 1)
         before_seam = rows[start : start + count]
         rest = count - len(before_seam)
-        return torch.cat([before_seam, rows[:rest]]) if rest else before_seam.clone()
+        return torch.cat([before_seam, rows[:rest]]) if rest else before_seam.clone()  # type: ignore[return-value]
 
     def _place(self, needed: int, observation: TensorDict):
         """RAM or a file; last observations of episodes are in RAM in any case."""
@@ -422,7 +423,7 @@ def check_whole(name: str, value: int, least: int = 1) -> None:
 
 def leaves(td: TensorDict) -> list[tuple[Key, torch.Tensor]]:
     items = td.items(include_nested=True, leaves_only=True)
-    return [(key if isinstance(key, tuple) else (key,), value) for key, value in items]
+    return [(key if isinstance(key, tuple) else (key,), value) for key, value in items]  # type: ignore[misc]
 
 
 def _write_row(columns: dict, row: int, td: TensorDict, path: Key = ()) -> list[str]:
@@ -433,7 +434,7 @@ def _write_row(columns: dict, row: int, td: TensorDict, path: Key = ()) -> list[
         if (value := values.get(name)) is None:
             missing.append("/".join((*path, name)))
         elif isinstance(column, dict):
-            missing += _write_row(column, row, value, (*path, name))
+            missing += _write_row(column, row, value, (*path, name))  # type: ignore[arg-type]
         else:
             target = column[row]
             if value.shape != target.shape or value.dtype != target.dtype:

@@ -100,7 +100,7 @@ class Demonstrations:
         """Its steps in time order, `[T]`; an action is a chunk of one."""
         rows = self._rows(episode)
         columns, length = self.dataset.columns, rows.stop - rows.start
-        observation = {"task": torch.from_numpy(columns["task_index"][rows].astype(np.int64))}
+        observation: dict = {"task": torch.from_numpy(columns["task_index"][rows].astype(np.int64))}
         for name in _NUMBERS:
             if (feature := f"observation.{name}") in columns and (name != "points" or self.points):
                 observation[name] = _floats(self.numbers(feature)[rows])
@@ -207,7 +207,7 @@ class Demonstrations:
             store.flush()
             os.replace(partial, file)
             cache = _open_cache(file, shape)
-        return cache
+        return cache  # type: ignore[return-value]
 
 
 def _open_cache(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -266,7 +266,7 @@ class ActionChunks:
 
     def observation(self, step: torch.Tensor) -> dict:
         """What was seen at the steps [B]."""
-        seen = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
+        seen: dict = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
         if self._cameras:
             seen["image"] = {camera: self._pictures(camera, step.numpy()) for camera in self._cameras}
         return seen

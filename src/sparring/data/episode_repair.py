@@ -142,7 +142,8 @@ def _damage(file: Path, said: str) -> UserError:
 
 def _salvage(folder: Path, layout: EpisodeLayout) -> None:
     """Keep what is whole; every checksum is verified, also those of old segments."""
-    kept, lost = [], 0
+    kept: list[EpisodeRecord] = []
+    lost = 0
     for number in sorted({*Segment.numbers(folder, ".data"), *Segment.numbers(folder, ".index")}):
         whole, damaged = _salvage_segment(folder, Segment(folder, number), layout)
         kept, lost = kept + whole, lost + damaged

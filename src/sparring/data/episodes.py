@@ -54,6 +54,8 @@ class EpisodeStore:
         self.lock = threading.RLock()
         self._segments: list[Segment] = []
         self._where: list[tuple[Segment, EpisodeRecord]] = []
+        self._numbers: np.ndarray | None
+        self._ends: np.ndarray | None
         self._lock: int | None = None
         self._logged = False
         if read_only and not self.folder.is_dir():
@@ -209,8 +211,7 @@ class EpisodeStore:
         self._arrays_changed()
 
     def _arrays_changed(self) -> None:
-        self._numbers: np.ndarray | None = None
-        self._ends: np.ndarray | None = None
+        self._numbers = self._ends = None
 
     def _require_writer(self) -> None:
         if self._lock is None:
@@ -222,6 +223,7 @@ class EpisodeStore:
             EpisodeColumn(name, first.dtype.name, first.shape[1:]) for name, (first, *_) in rows.items()
         )
         if len(self):
+            assert self.layout is not None
             if layout.columns != self.layout.columns:
                 raise UserError(f"this episode does not fit '{self.folder}': {_differences(self.layout, layout)}")
             layout = self.layout
@@ -236,7 +238,7 @@ class EpisodeStore:
     def _make_room(self, size: int, line: int) -> int:
         """Where in the last segment the next episode goes, after starting a new one or deleting old ones."""
         if not self._logged:
-            step, limit = sum(column.row_bytes for column in self.layout.columns), "no limit"
+            step, limit = sum(column.row_bytes for column in self.layout.columns), "no limit"  # type: ignore[misc]
             if self.max_bytes:
                 limit = f"at most {_megabytes(self.max_bytes)}, about {self.max_bytes // step:,} steps"
             log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)

@@ -70,9 +70,9 @@ class EpisodeRecorder:
                 episode.set(key, torch.stack(rows))
                 continue
             # [T+1, ...]: the only copy of the images before they are written
-            rows = torch.stack([*rows, last.get(key[1:])])
-            episode.set(key, rows[:-1])
-            episode.set(("next", *key), rows[1:])
+            whole = torch.stack([*rows, last.get(key[1:])])
+            episode.set(key, whole[:-1])
+            episode.set(("next", *key), whole[1:])
         info = {"source": self.source, "success": bool(episode["next", "success"][-1])}
         task = episode.get(("observation", "task"), None)
         if self.tasks:

@@ -140,7 +140,8 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
 
 
 def _pick(blocks: list[EpisodeBlock], episodes: int) -> list[_Episode]:
-    kept, file, first, first_in_file = [], 0, 0, 0
+    kept: list[_Episode] = []
+    file, first, first_in_file = 0, 0, 0
     for block in blocks:
         start = 0
         for k, length in enumerate(block.numbers["length"][: episodes - len(kept)].tolist()):
@@ -196,7 +197,7 @@ def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
 def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
     # of points the axes are named, as those of a picture are
     names = entry_names(env) | {POINTS: ["points", "x_y_z_r_g_b"]}
-    features = {
+    features: dict[str, Any] = {
         name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": names.get(name)}
         for name, values in columns.items()
     }

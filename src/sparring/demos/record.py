@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +67,7 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
     try:
         with _held(output / RECORDING, plan) as folder:
             needed = _record_blocks(plan, episodes, folder, workers, console)
-            assemble(output, plan, [EpisodeBlock.read(folder, number) for number in range(needed)], episodes)
+            assemble(output, plan, [EpisodeBlock.read(folder, number) for number in range(needed)], episodes)  # type: ignore[misc]
         shutil.rmtree(output / RECORDING)
     except OSError as error:
         raise UserError(f"--output '{output}': cannot write there ({error.strerror or error})") from None
@@ -82,7 +82,8 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
     found, doing = sum(kept.values()), "going on" if kept else "compiling and recording the first episodes"
     console.progress(min(found / episodes, 1), len(kept) * plan.robots * plan.steps, doing)
     with _recorders(plan, folder, workers) as start:
-        running, next_block, room_checked = set(), 0, False
+        running: set[Future] = set()
+        next_block, room_checked = 0, False
         while (needed := _first_enough(kept, episodes)) is None:
             # do not begin one that is probably not needed
             while not running or (len(running) < workers and found + len(running) * plan.robots < episodes):
@@ -226,13 +227,13 @@ class _BlockRecorder:
                 counts[k] = pixel_counts(frames)
                 encode(partial / block.clip(k, camera).name, frames, fps, self._plan.pixel_format)
             numbers[f"pixels/{camera}"] = counts
-        np.savez(partial / "numbers.npz", **numbers)
+        np.savez(partial / "numbers.npz", **numbers)  # type: ignore[arg-type]
         flush(partial, tree=True)
         os.replace(partial, block.path)
         flush(self._folder)
 
 
-_recorder: _BlockRecorder | None = None
+_recorder: _BlockRecorder  # of a worker process
 
 
 def _begin(plan: Plan, folder: Path) -> None:

@@ -74,7 +74,7 @@ class TabletopConfig(Section):
         "dense", description="dense: shaped, in [0, 1] a step; sparse: 1 at the end of a successful episode"
     )
     action_scale: float = Field(1.0, gt=0, le=4, description="multiplies the largest step of an action")
-    domain_randomization: Annotated[tuple[Literal[DOMAINS], ...], BeforeValidator(_all_domains)] = Field(
+    domain_randomization: Annotated[tuple[Literal[DOMAINS], ...], BeforeValidator(_all_domains)] = Field(  # type: ignore[valid-type]
         (), description=f"what differs between episodes beside the task: all, or a list of {', '.join(DOMAINS)}"
     )
     noise_screen: bool = Field(False, description="the screen of the task explore shows random static, new each step")

@@ -130,12 +130,12 @@ def make_env(
         raise UserError(f"make_env: num_envs is {num_envs}, expected >= 1")
     if num_envs % group_size:
         raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
-    known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)
+    known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)  # type: ignore[attr-defined]
     backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
     env = Env(backend, device, first_env, total_envs, group_size)
     env.config = config
     last = env.first_env + num_envs - 1
-    log.debug("made robots %d to %d of %d: %s", env.first_env, last, env.total_envs, config.name)
+    log.debug("made robots %d to %d of %d: %s", env.first_env, last, env.total_envs, config.name)  # type: ignore[attr-defined]
     return env
 
 

@@ -12,7 +12,7 @@ from gymnasium import spaces, wrappers
 from gymnasium.envs import registration
 
 from sparring.contract import EnvSpec
-from sparring.envs.backend import Arrays
+from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
 
@@ -22,7 +22,7 @@ class _ObservationMap:
 
     def __init__(self, space: spaces.Space, env_name: str):
         self.env_name = env_name
-        self.parts = []
+        self.parts: list[tuple[str | None, spaces.Space, str, slice | None, Any]] = []
         self.spec: dict[str, tuple[tuple[int, ...], str]] = {}
         entries = sorted(space.spaces.items()) if isinstance(space, spaces.Dict) else [(None, space)]
         size = 0
@@ -88,7 +88,8 @@ class _ActionMap:
     """Our actions [C, A] -> the env's own. `discrete` is its number of choices, 0 for continuous actions."""
 
     def __init__(self, space: spaces.Space, env_name: str):
-        self.space, self.env_name = space, env_name
+        self.space: Any = space
+        self.env_name = env_name
         if isinstance(space, spaces.Discrete):
             self.dim, self.discrete = 1, int(space.n)
         elif isinstance(space, spaces.Box):
@@ -149,7 +150,7 @@ class GymRobot:
         )
         # while recording, `frames` holds one [H, W, 3] picture per step of the latest chunk
         self.recording = False
-        self.frames: list[np.ndarray] = []
+        self.frames: list[Picture] = []
         self.no_picture: str | None = None  # why there is no picture; None while there may be one
         if self.env.render_mode != "rgb_array":
             mode = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"
@@ -258,7 +259,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
     own_limit = env.spec.max_episode_steps if env.spec else None
     # the robot counts steps itself: without these wrappers a step is faster and the state complete
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
-        env = env.env
+        env = env.env  # type: ignore[attr-defined]
     return env, max_episode_steps or own_limit or 0
 
 

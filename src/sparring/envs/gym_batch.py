@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from sparring.contract import EnvSpec
-from sparring.envs.backend import Arrays, EpisodeSeeds, Step
+from sparring.envs.backend import Arrays, EpisodeSeeds, Picture, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot, pack, unpack
 from sparring.errors import UserError
 from sparring.processes.shared_memory import Column
 
-Frames = dict[int, list[np.ndarray]]
+Frames = dict[int, list[Picture]]
 
 
 class SerialBackend:
@@ -61,6 +61,7 @@ class StepArrays:
 
     @classmethod
     def columns(cls, spec: EnvSpec, num_envs: int, chunk: int) -> dict[tuple[str, ...], Column]:
+        shapes: dict[tuple[str, ...], tuple[tuple[int, ...], str]]
         shapes = {("action",): ((num_envs, chunk, spec.action_dim), "float32")}
         shapes |= {("reward",): ((num_envs, chunk), "float32"), ("executed",): ((num_envs,), "int64")}
         shapes |= {(name,): ((num_envs,), "bool") for name in ("terminated", "truncated", "success")}
@@ -80,7 +81,7 @@ class StepArrays:
         return self.action.shape[1]
 
     def rows(self, first: int, last: int) -> "StepArrays":
-        views = {}
+        views: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             whole = isinstance(value, np.ndarray)
@@ -171,6 +172,7 @@ class GymBatch:
         return self.robots[env - self.envs.start]
 
     def _begin_episode(self, row: int, arrays: StepArrays) -> None:
+        assert self._seeds is not None
         try:
             self.robots[row].reset(self._seeds(self.envs[row], self._episodes[row]))
             self.robots[row].write(arrays.observation, row)

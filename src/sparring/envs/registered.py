@@ -74,7 +74,7 @@ def _make_backend(settings: dict, id_task: str | None, num_envs: int, steps: int
 
 
 def _observation_space(spec: EnvSpec) -> gymnasium.Space:
-    spaces = {}
+    spaces: dict[str, gymnasium.Space] = {}
     for name, (shape, dtype) in spec.observation.items():
         # [3, H, W] -> [H, W, 3]
         shape = (*shape[1:], shape[0]) if name.startswith("image/") else shape
@@ -145,7 +145,7 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
 
     def _instructed(self, phrasing: np.ndarray, begun: np.ndarray) -> dict[str, np.ndarray]:
         instructions = np.array(self._backend.spec.instructions, object)[phrasing]
-        return {"instruction": np.where(begun, instructions, None), "_instruction": begun}
+        return {"instruction": np.where(begun, instructions, None), "_instruction": begun}  # type: ignore[dict-item]
 
     def close_extras(self, **kwargs) -> None:
         self._backend.close()

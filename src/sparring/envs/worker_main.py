@@ -20,9 +20,9 @@ LEAVE_S = 5.0  # what a worker whose parent hung up gets to close its envs in pe
 class _Commands:
     """Each method is a command of the parent, called by its name; others are those of its `GymBatch`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.batch: GymBatch | None = None
-        self._arrays: StepArrays | None = None
+        self._arrays: StepArrays  # from `attach` on
 
     def make(self, config: GymConfig, envs: range, max_episode_steps: int | None) -> EnvSpec:
         self.batch = GymBatch(config, envs, max_episode_steps)

@@ -37,7 +37,7 @@ class RewardsConfig(Section):
     )
 
 
-def _meaning(field: str) -> str:
+def _meaning(field: str) -> str | None:
     return RewardsConfig.model_fields[field].description
 
 

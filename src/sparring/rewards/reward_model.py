@@ -56,7 +56,7 @@ class RewardModel:
         `judged/error`."""
         rollout = with_following(buffer)
         # [T, N]: `judged/*`, and the memories as they entered each decision and after it
-        rollout.update(torch.stack([self._score(decision) for decision in rollout.select(*_SCORED_BY).unbind(0)]))
+        rollout.update(torch.stack([self._score(decision) for decision in rollout.select(*_SCORED_BY).unbind(0)]))  # type: ignore[arg-type]
         valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
         # [T, N, K]
         raw = torch.stack([term(rollout) for term in self.terms.values()], -1)
@@ -92,7 +92,7 @@ class RewardModel:
         td = self.memory.enter(td)
         entered = {"world_model": td["memory", "world_model"]}
         judged = self.world_model.score(td)
-        after = {"world_model": judged.pop("memory")}
+        after: dict = {"world_model": judged.pop("memory")}
         self.memory.leave(after["world_model"])
         if self.compares_memories:
             td = self.memory_wrist.enter(td)

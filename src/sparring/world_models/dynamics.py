@@ -130,6 +130,7 @@ class VLATrunk(nn.Module):
 
     def __init__(self, config: TokenWorldModelConfig, width: int):
         super().__init__()
+        assert config.trunk is not None
         weights, sizes, *_ = read_model(config.trunk, _KEY)
         self.into = nn.Linear(width, sizes.width)
         self.base = _Layers(sizes)
@@ -159,5 +160,6 @@ class _Layers(nn.Module):
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         turns = rotation(torch.arange(x.shape[1], device=x.device)[None], self.head_dim)
         for layer in self.trunk:
-            x = layer.finish(x, attend(*layer.project(x, turns), seen))
+            q, k, v = layer.project(x, turns)
+            x = layer.finish(x, attend(q, k, v, seen))
         return self.trunk_norm(x)

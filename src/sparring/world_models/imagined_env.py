@@ -26,7 +26,7 @@ class ImaginedEnv(Env):
 
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int, **placed):
         """`spec` of the true env; `placed` as in Env."""
-        super().__init__(_Imagination(model, spec, starts, num_envs, max_decisions), **placed)
+        super().__init__(_Imagination(model, spec, starts, num_envs, max_decisions), **placed)  # type: ignore[arg-type]
 
 
 class StoredStarts:
@@ -36,7 +36,7 @@ class StoredStarts:
         self.model, self.store, self.looks_back = model, store, looks_back
 
     def __call__(self, seeds: Sequence[int]) -> TensorDict:
-        return torch.cat([self._one(seed) for seed in seeds])
+        return torch.cat([self._one(seed) for seed in seeds])  # type: ignore[return-value]
 
     def _one(self, seed: int) -> TensorDict:
         if not self.store.num_steps:
@@ -113,8 +113,8 @@ class _Imagination:
         return None
 
     def state(self) -> Arrays:
-        own = {"decisions": self.decisions.copy(), "episodes": self.episodes.copy(), "memory": self.memory.copy()}
-        own["seeds"] = self.seeds.to_array()
+        own: Arrays = {"decisions": self.decisions.copy(), "episodes": self.episodes.copy()}
+        own |= {"memory": self.memory.copy(), "seeds": self.seeds.to_array()}
         return own | {f"observation/{name}": values.copy() for name, values in self.observation.items()}
 
     def set_state(self, state: Arrays) -> None:

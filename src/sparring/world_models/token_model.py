@@ -3,6 +3,7 @@ windows of T decisions, V cameras, P patches of all cameras, K digits of a token
 numbers of memory."""
 
 import math
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -28,33 +29,35 @@ _NEVER = -1e4  # no digit has these values
 class TokenWorldModel(WorldModel):
     """A tokenizer, which learns first and is then frozen, and dynamics that predict its tokens."""
 
+    steps: Tensor
+
     def __init__(self, config: TokenWorldModelConfig, spec: EnvSpec, chunk: int):
         super().__init__()
         preset = PRESETS[config.preset].items()
-        config = config.model_copy(update={name: size for name, size in preset if getattr(config, name) is None})
-        self.config = config
+        sized: Any = config.model_copy(update={name: size for name, size in preset if getattr(config, name) is None})
+        self.config: TokenWorldModelConfig = sized
         self.cameras, self.image_size = _cameras(spec)
-        if config.camera_dropout:
-            self.dispensable = tuple(name for name in self.cameras if name in config.dropped_cameras)
-        self.members = config.members
+        if sized.camera_dropout:
+            self.dispensable = tuple(name for name in self.cameras if name in sized.dropped_cameras)
+        self.members = sized.members
         patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
-        width = config.width
-        quantizer = VQ(config.codebook_size) if config.tokenizer == "vq" else FSQ(config.levels)
-        tokenizer = ContextTokenizer if config.tokenizer == "context_fsq" else FrameTokenizer
-        self.tokenizer = tokenizer(quantizer, config.channels)
-        self.decisions = DecisionEncoder(spec, chunk, width, config.language_features, patches)
-        patch_features = SIDE**2 * config.channels
+        width = sized.width
+        quantizer = VQ(sized.codebook_size) if sized.tokenizer == "vq" else FSQ(sized.levels)
+        tokenizer = ContextTokenizer if sized.tokenizer == "context_fsq" else FrameTokenizer
+        self.tokenizer = tokenizer(quantizer, sized.channels)
+        self.decisions = DecisionEncoder(spec, chunk, width, sized.language_features, patches)
+        patch_features = SIDE**2 * sized.channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
         self.unseen = nn.Parameter(torch.randn(width) * 0.3)  # what is seen of a camera that is masked
-        self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
-        if config.trunk is not None:
-            self.trunk.block = VLATrunk(config, width)
+        self.trunk = Trunk(patches, width, sized.heads, sized.memory_channels)
+        if sized.trunk is not None:
+            self.trunk.block = VLATrunk(sized, width)
         self.memory_size = self.trunk.memory_size
         outputs = quantizer.digits * quantizer.values
         others = self.decisions.state_size + 3
         self.ensemble = nn.ModuleList(
-            EnsembleMember(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
+            EnsembleMember(patches, width, sized.layers, sized.heads, outputs, others) for _ in range(sized.members)
         )
         self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards lie far out
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -103,7 +106,7 @@ class TokenWorldModel(WorldModel):
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
         first = int(mask.any(0).nonzero()[0])  # columns that only bring the memory up to date are not predicted
-        batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))
+        batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))  # type: ignore[assignment]
         frames, features = frames[:, first:], features[:, first:]
         # [M, B, T, P, K, L] and [M, B, T, S + 3]
         logits, others = self._opinions(tokens)
@@ -116,7 +119,7 @@ class TokenWorldModel(WorldModel):
         parts["loss_pictures"] = _PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
         with torch.no_grad():
             accuracies = self._accuracies(logits, digits, features, mask)
-        return sum(parts.values()), parts | accuracies
+        return sum(parts.values()), parts | accuracies  # type: ignore[return-value]
 
     def _picture_loss(self, frames: Tensor, features: Tensor, logits: Tensor, some: tuple[Tensor, Tensor]) -> Tensor:
         """Loss of decoded predictions of some transitions, each by one member."""
@@ -300,7 +303,7 @@ def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
 
 def _some_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     usable = mask.nonzero()
-    return usable[torch.randperm(len(usable), device=mask.device)[:_PICTURED]].unbind(1)
+    return usable[torch.randperm(len(usable), device=mask.device)[:_PICTURED]].unbind(1)  # type: ignore[return-value]
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
@@ -311,7 +314,7 @@ def _mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.expand(values.shape).sum().clamp_min(1)
 
 
-def _cameras(spec: EnvSpec) -> tuple[tuple[str, ...], tuple[int, int]]:
+def _cameras(spec: EnvSpec) -> tuple[tuple[str, ...], tuple[int, ...]]:
     shapes = {n.removeprefix("image/"): s for n, (s, _) in spec.observation.items() if n.startswith("image/")}
     if not shapes:
         raise UserError("a world model predicts camera images and this env shows none; set env.cameras=[head,wrist]")

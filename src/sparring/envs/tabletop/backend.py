@@ -6,7 +6,7 @@ from zlib import crc32
 import numpy as np
 
 from sparring.contract import EnvSpec
-from sparring.envs.backend import Arrays, EpisodeSeeds, Step, drawn
+from sparring.envs.backend import Arrays, EpisodeSeeds, Picture, Step, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.arm import CONTROLS, HandMover
 from sparring.envs.tabletop.observe import HAND_SCALE, CameraObservations, StateObservations, padded
@@ -77,7 +77,7 @@ class Tabletop:
         reward = np.zeros((self.num_envs, chunk), np.float32)
         executed = np.zeros(self.num_envs, np.int64)
         truncated, contact = np.zeros((2, self.num_envs), bool)
-        frames = {env: [] for env in self._recorded}
+        frames: dict[int, list[Picture]] = {env: [] for env in self._recorded}
         rows = self._all
         for c in range(chunk):
             reward[rows, c] = self._advance(rows, action[rows, c])
@@ -108,7 +108,7 @@ class Tabletop:
         return drawn(self._world.picture(env, self._goal[[env]]))
 
     def sketch(self, env: int) -> Callable[[], np.ndarray] | None:
-        return self._world.picture(env, self._goal[[env]]) if self._world.draws_later else None
+        return self._world.picture(env, self._goal[[env]]) if self._world.draws_later else None  # type: ignore[return-value]
 
     def situation(self) -> Situation:
         return self._situation(self._all)
@@ -151,7 +151,7 @@ class Tabletop:
         for row in self._all:
             self._episode_seed[row] = seed = self._seeds(int(row), int(self._episode[row]))
             if self._domain is not None:
-                self._domain.begin(row, seed)
+                self._domain.begin(int(row), seed)
         self._locate_hands(self._all)
         self._renew_static(self._all)
 

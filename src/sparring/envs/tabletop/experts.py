@@ -18,7 +18,7 @@ class Expert:
     """Actions `[N, 1, A]` for the robots of `env` as they are now. `noise` is a standard deviation in parts of the
     largest step; with absolute actions, of delta_qpos' largest step, so that it is as many radians in both modes."""
 
-    def __init__(self, env: Tabletop, noise: float = 0.0, seed: int = 0):
+    def __init__(self, env: Tabletop, noise: float | Real = 0.0, seed: int = 0):
         if not (isinstance(noise, Real) and 0 <= noise < np.inf):
             raise UserError(f"Expert(noise={noise!r}): expected a number >= 0, a part of the largest step, e.g. 0.1")
         self._env, self._noise, self._seed = env, noise, seed
@@ -30,7 +30,7 @@ class Expert:
             raise UserError(f"there is no expert for {', '.join(sorted(lost))}; choose another of `sparring tasks`")
         self._rows: dict[Callable[[Situation], HandTarget], list[int]] = {}
         for row, task in enumerate(tasks):
-            self._rows.setdefault(task.expert, []).append(row)
+            self._rows.setdefault(task.expert, []).append(row)  # type: ignore[arg-type]
 
     def __call__(self) -> np.ndarray:
         now = self._env.situation()

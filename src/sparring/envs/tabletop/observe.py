@@ -134,7 +134,7 @@ class CameraObservations:
 
     def spec(self) -> Spec:
         size = self._config.image_size
-        kinds = {"image": ((3, size, size), "uint8"), "depth": ((1, size, size), "float32")}
+        kinds: Spec = {"image": ((3, size, size), "uint8"), "depth": ((1, size, size), "float32")}
         kinds |= {"segmentation": ((1, size, size), "uint8"), "points": ((self._config.points, 6), "float32")}
         return {name: kinds[name.split("/")[0]] for name in self._views}
 

@@ -33,7 +33,7 @@ class Domain:
 
     @staticmethod
     def cluttered(task: Task) -> Task:
-        return replace(task, scene=with_clutter(task.scene, _CLUTTER))
+        return replace(task, scene=with_clutter(task.scene, _CLUTTER))  # type: ignore[type-var]
 
     def begin(self, row: int, seed: int) -> None:
         rng = np.random.default_rng([seed, _STREAM])

@@ -68,10 +68,12 @@ class Part:
 class TableObject(Protocol):
     """A free body on the table, made of one shape or of many."""
 
-    name: str  # also of the body and of its free joint
-    half: tuple[float, float, float]  # half the lengths of a box around it, metres
-    mechanisms: tuple[str, ...]  # names of the joints that move a part of it (a drawer, a button)
-
+    @property
+    def name(self) -> str: ...  # also of the body and of its free joint
+    @property
+    def half(self) -> tuple[float, float, float]: ...  # half the lengths of a box around it, metres
+    @property
+    def mechanisms(self) -> tuple[str, ...]: ...  # names of the joints that move a part of it (a drawer, a button)
     def part(self) -> Part: ...
 
 

@@ -116,7 +116,7 @@ class World:
         points: int = 0,
     ) -> Arrays:
         """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>", "segmentation/<camera>", "points"."""
-        views = {}
+        views: Arrays = {}
         for group, at, local in self._split(rows):
             look = None if group.appearance is None else group.appearance.rows(local)
             drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants, points)

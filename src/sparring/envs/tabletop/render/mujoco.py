@@ -98,6 +98,7 @@ class MujocoRenderer:
         sun.ambient[:], sun.diffuse[:], sun.specular[:] = 0.0, 0.5, 0.2
         scene.nlight += 1
         if marker_rgb is not None:
+            assert self._marker is not None
             kind, shape = goal_shape(self._marker)
             rgba, geom = np.array([*marker_rgb, 1.0], np.float32), scene.geoms[scene.ngeom]
             mujoco.mjv_initGeom(geom, kind, np.array(shape), goal, np.eye(3).ravel(), rgba)

@@ -59,8 +59,8 @@ class Renderer:
         float32 `[n, points, 6]` (x, y, z in metres, r, g, b in 0..1, above the table)."""
         if unknown := set(wants) - set(KINDS):
             raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
-        if unknown := [name for name in cameras if name not in self.cameras]:
-            raise UserError(f"camera {unknown[0]!r}: this scene has {', '.join(self.cameras)}")
+        if missing := [name for name in cameras if name not in self.cameras]:
+            raise UserError(f"camera {missing[0]!r}: this scene has {', '.join(self.cameras)}")
         n, index = len(qpos), [self.cameras.index(name) for name in cameras]
         if look is None:
             if len(self._standard.noise) < n:
@@ -81,7 +81,7 @@ class Renderer:
         views = {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
         if points:
             # [C, n, 1, S, S] -> [n, C, S, S] and [C, n, 3, S, S] -> [n, C, 3, S, S]
-            depth, rgb = np.concatenate(out["depth"], axis=1), np.stack(out["rgb"], axis=1)
+            depth, rgb = np.concatenate(out["depth"], axis=1), np.stack(out["rgb"], axis=1)  # type: ignore[call-overload]
             seen = (depth, rgb, camera_pos, camera_mat)
             jobs = [(*(each[a:b] for each in seen), tangents, CROP_LOW, CROP_HIGH, points) for a, b in parts]
             views["points"] = np.concatenate(self._run(point_clouds, jobs))

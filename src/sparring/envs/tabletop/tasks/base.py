@@ -3,7 +3,7 @@ name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Task(Protocol):
     hold: int  # an episode is a success when `score` was satisfied in each of its last `hold` steps
     reports_success: bool = True  # False where nothing is to be done, so that a success rate would say nothing
     # where a scripted expert moves the hands next, by positions alone; None: there is none
-    expert: ClassVar[Callable[[Situation], HandTarget] | None] = None
+    expert: Callable[[Situation], HandTarget] | None = None
 
     def start(self, rng: np.random.Generator) -> Start:
         """Draw the start of one episode."""

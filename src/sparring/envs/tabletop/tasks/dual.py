@@ -239,7 +239,7 @@ def _on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
     return now.objects[:, 0] + along[:, None] * _rotations(now.quats[:, 0])[:, :, 1]
 
 
-def _half_turn(yaw: np.ndarray) -> np.ndarray:
+def _half_turn(yaw: np.ndarray | float) -> np.ndarray | float:
     """The same bar with its ends swapped or not: -115 to 65 degrees, the range of the left wrist."""
     low = np.deg2rad(-115)
     return (yaw - low) % np.pi + low
@@ -265,5 +265,5 @@ def _rotations(quat: np.ndarray) -> np.ndarray:
     return np.stack([one, two, np.cross(one, two)], axis=2)
 
 
-def _axes(yaw: float) -> np.ndarray:
+def _axes(yaw: np.ndarray | float) -> np.ndarray:
     return np.array([[np.cos(yaw), np.sin(yaw)], [-np.sin(yaw), np.cos(yaw)]])
