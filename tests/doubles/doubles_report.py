@@ -99,6 +99,7 @@ def make_run(folder: Path, seed: int = 0, updates: int = 20, pictures: bool = Fa
         "started": BEGAN,
         "updated": BEGAN + 40,
         "ended": BEGAN + 40,
+        "seconds": 40.0,
         "progress": {"updates": updates, "env_steps": 100 * updates, "episodes": 8 * updates, "fraction": 1.0},
         "best": {"success_rate": 0.9, "low": 0.7, "high": 0.97, "episodes": 20, "update": 10},
         "last": {"success_rate": 0.8, "low": 0.6, "high": 0.9, "episodes": 20, "update": 20},

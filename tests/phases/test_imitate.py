@@ -270,20 +270,6 @@ def test_stopped_it_goes_on_bit_equal(folder, tmp_path, way):
         assert not torch.equal(resumed.phase.model.head.linear.weight, resumed.phase.policy.head.linear.weight)
 
 
-def test_it_goes_on_from_before_critics_had_units(folder, tmp_path):
-    run = Run(load_config(settings(folder / "state", tmp_path / "run", imitate={"ema": 0.9})))
-    run.phase.step(0.0)
-    state, own = run.phase.state_dict(), run.phase.process_state()
-    older = {
-        name: 2 * weight
-        for name, weight in state["policy"].items()
-        if ".returns." not in name and weight.is_floating_point()
-    }
-    run.phase.load_state_dict(state | {"policy": older}, own)
-    assert all(torch.equal(run.phase.policy.state_dict()[name], weight) for name, weight in older.items())
-    run.phase.env.close()
-
-
 def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
     config = load_config(
         settings(

@@ -14,7 +14,7 @@ from small_runs import start
 from test_adversarial import EXPLORER, SMALL, SPARRING, TEACHER, closed, config_of, trained
 
 from sparring.data.episodes import EpisodeStore
-from sparring.phases.from_runs import open_episodes
+from sparring.phases.build import open_episodes
 from sparring.processes.distributed import Distributed
 from sparring.rewards.terms import PASSES, _Regressor
 from sparring.runs.checkpoint import checkpoint_folder, load_spec

@@ -14,7 +14,7 @@ from sparring.config.section import Section
 from sparring.data.episodes import EpisodeStore
 from sparring.data.windows import MixedWindows, ShuffledWindows
 from sparring.errors import UserError
-from sparring.phases.from_runs import load_teacher, open_episodes
+from sparring.phases.build import load_teacher, open_episodes
 from sparring.phases.phase import Phase, Progress
 from sparring.phases.replay import EpisodeReplay, Prediction
 from sparring.phases.student import Student
@@ -76,19 +76,12 @@ class Adversarial(Phase):
         """`random`: the teacher's episodes; None: not replayed."""
         self.config, self.bptt_length = config.adversarial, config.training.bptt_length
         self.explorer, self.world_model, self.random = explorer, world_model, random
-        self.env, self.distributed = explorer.env, explorer.distributed
+        self.env, self.distributed = env, distributed = explorer.env, explorer.distributed
         self.model = nn.ModuleDict({"world_model": world_model, "policy": explorer.policy})
         self.learner = WorldModelLearner(self.config, world_model, self.distributed)
+        folder, memory, held_out = config.run_folder, world_model.memory_size, self.config.held_out
         self.replay = explorer.replay = EpisodeReplay(
-            self.config,
-            config.run_folder,
-            config.seed,
-            self.env,
-            self.distributed,
-            self._windows,
-            world_model.memory_size,
-            "explorer",
-            held_out=self.config.held_out,
+            self.config, folder, config.seed, env, distributed, self._windows, memory, "explorer", held_out=held_out
         )
         self.progress = Progress()
 

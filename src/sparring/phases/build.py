@@ -1,4 +1,4 @@
-"""Builds the env, the collector, its buffer and the algorithm of a phase, for robots here or in another process."""
+"""Builds what a phase is made of: env, algorithm, collector and buffer, and what it starts from of earlier runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,15 @@ from sparring.collect.remote.learner import ReceivedRollout, RemoteCollector, Re
 from sparring.config.resolve import build, resolve
 from sparring.config.schema import Config
 from sparring.data.buffer import Buffer, make_buffer
+from sparring.data.episodes import EpisodeStore
 from sparring.envs.env import Env, make_training_env
 from sparring.errors import UserError
-from sparring.phases.from_runs import load_teacher, open_episodes
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
+from sparring.runs.checkpoint import checkpoint_folder, load_spec
+from sparring.runs.fits import load_part
 from sparring.world_models.imagined_env import ImaginedEnv, StoredStarts
+from sparring.world_models.world_model import WorldModel, make_world_model
 
 
 @dataclass(frozen=True)
@@ -149,3 +152,44 @@ def _episode_decisions(config: Config, env: Env | GroupedEnv) -> int:
             "set rollout.max_episode_steps"
         )
     return -(-env.spec.max_episode_steps // config.rollout.action_steps)
+
+
+def load_teacher(path: str, key: str, config: Config, env: Env) -> WorldModel:
+    """The world model of an earlier run: of the same config, trained in an env like this one.
+
+    `key`: the setting that `path` was given as.
+    """
+    model = make_world_model(config.world_model, env.spec, config.rollout.action_steps)
+    load_part(model, "world_model", path, key, config, env)
+    if not model.ready:
+        raise UserError(
+            f"{key}={path}: that world model is still learning its tokens and foretells nothing yet; train it further "
+            "(the same command goes on), or another one with a smaller world_model.tokenizer_steps"
+        )
+    return model
+
+
+def open_episodes(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
+    """What a world model learned from; of a run of several processes, the episodes of process `rank`.
+
+    Refused where `env` has other instructions: episodes hold them by number.
+    """
+    checkpoint = checkpoint_folder(path)
+    theirs = load_spec(checkpoint).instructions
+    if theirs != env.spec.instructions:
+        shown = [", ".join(repr(text) for text in texts[:3]) for texts in (theirs, env.spec.instructions)]
+        raise UserError(
+            f"{key}={path}: its episodes are of other tasks: {shown[0]}, here {shown[1]}; leave out env.task (it comes "
+            "with the world model), or train a world model on this task"
+        )
+    found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
+    if not found:
+        raise UserError(
+            f"{key}={path}: there is no folder 'episodes' with it, of what it learned from; give the run folder that "
+            "the world model was trained in"
+        )
+    own = found[0].with_name(f"episodes-{rank}")
+    store = EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
+    if not len(store):
+        raise UserError(f"{key}={path}: there are no episodes in '{store.folder}'; train the world model again")
+    return store

@@ -9,8 +9,8 @@ from sparring.config.schema import Config
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
+from sparring.phases.build import load_teacher
 from sparring.phases.finetune import Finetune
-from sparring.phases.from_runs import load_teacher
 from sparring.processes.distributed import Distributed
 from sparring.rewards.reward_model import RewardModel
 from sparring.world_models.world_model import WorldModel

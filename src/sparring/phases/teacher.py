@@ -51,16 +51,9 @@ class Teacher(Phase):
         # for each robot: the world model's memory of its episode, and the sum of its accuracies so far
         self.memory = MemoryStateManager(env.num_envs, model.memory_size, device=env.device)
         self.accuracies = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
+        folder, memory = config.run_folder, model.memory_size
         self.replay = EpisodeReplay(
-            config.teacher,
-            config.run_folder,
-            config.seed,
-            env,
-            distributed,
-            self._windows,
-            model.memory_size,
-            "random",
-            exclude=_NOT_RECORDED,
+            config.teacher, folder, config.seed, env, distributed, self._windows, memory, "random", _NOT_RECORDED
         )
         self.learning = False
         self.progress = Progress()

@@ -11,7 +11,9 @@ from tensordict import TensorDict
 from sparring.config.schema import Config
 from sparring.errors import UserError
 from sparring.phases.adversarial import Adversarial
+from sparring.phases.finetune import Finetune
 from sparring.phases.imitate import Imitate
+from sparring.phases.phase import Phase
 from sparring.phases.teacher import Teacher
 from sparring.runs.run import Run
 
@@ -39,19 +41,18 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
     return "\n".join([head, *lines])
 
 
-def _rollout_and_update(phase) -> list[str]:
+def _rollout_and_update(phase: Finetune) -> list[str]:
     metrics = phase.step(0.0)
     steps = phase.progress.env_steps
     return [
-        *_shapes(phase.buffer.rollout()),
-        _memory(phase, phase.buffer.bytes(), "rollout"),
+        *_measured(phase, phase.buffer.rollout(), phase.buffer.bytes(), "rollout"),
         f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
         f"{metrics['update_seconds']:.2f} s for the update of {steps:,} steps (first calls, warm-up included)",
         f"parity: {metrics['parity']:.3g}",
     ]
 
 
-def _rollout(phase) -> list[str]:
+def _rollout(phase: Finetune) -> list[str]:
     """What ManiFlow's test_rl_rollout.py was for: do robots and policy work together?"""
     started = time.perf_counter()
     phase.collector.collect(phase.buffer)
@@ -62,8 +63,7 @@ def _rollout(phase) -> list[str]:
         reward = sum(e.reward for e in episodes) / len(episodes)
         ended += f", mean reward {reward:.3g}, {sum(e.success for e in episodes)} successes"
     return [
-        *_shapes(phase.buffer.rollout()),
-        _memory(phase, phase.buffer.bytes(), "rollout"),
+        *_measured(phase, phase.buffer.rollout(), phase.buffer.bytes(), "rollout"),
         f"speed: {steps / seconds:,.0f} env steps/s collecting (first calls, warm-up included)",
         ended,
     ]
@@ -75,8 +75,7 @@ def _imitation(phase: Imitate) -> list[str]:
     rate = phase.config.steps_per_update / metrics["update_seconds"]
     return [
         f"demonstrations: {phase.learns_from}",
-        *_shapes(batch),
-        _memory(phase, batch.bytes(), "batch"),
+        *_measured(phase, batch, batch.bytes(), "batch"),
         f"speed: {rate:,.1f} gradient steps/s (first calls, warm-up included)",
         f"loss: {metrics['loss']:.3g}",
     ]
@@ -86,13 +85,11 @@ def _teacher(phase: Teacher) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         phase.replay.folder = Path(folder)
         metrics = phase.step(0.0)
-        batch = next(phase.replay.batches)
-        stored = phase.replay.store.bytes()
+        lines = _measured(phase, next(phase.replay.batches), phase.replay.store.bytes(), "episodes")
         phase.close()
     steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
     return [
-        *_shapes(batch),
-        _memory(phase, stored, "episodes"),
+        *lines,
         f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
         f"{rate:,.1f} gradient steps/s (first calls, warm-up included)",
         f"loss: {metrics['loss']:.3g}",
@@ -103,29 +100,21 @@ def _adversarial(phase: Adversarial) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         phase.replay.folder = Path(folder)
         metrics = phase.step(0.0)
-        rollout = phase.explorer.buffer.rollout()
-        stored = phase.replay.store.bytes()
+        lines = _measured(phase, phase.explorer.buffer.rollout(), phase.replay.store.bytes(), "episodes")
         phase.close()
-    lines = [*_shapes(rollout), _memory(phase, stored, "episodes")]
-    # where the world model warms up alone, or no episode has ended yet, there is less to tell
-    told = {"parity": "parity: {:.3g}", "wm_loss": "loss: {:.3g}"}
-    return lines + [text.format(metrics[name]) for name, text in told.items() if name in metrics]
+    # where the world model warms up alone, or no episode has ended yet, there are fewer metrics
+    shown = {"parity": "parity: {:.3g}", "wm_loss": "loss: {:.3g}"}
+    return lines + [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
 
 
-def _shapes(td: TensorDict) -> list[str]:
+def _measured(phase: Phase, td: TensorDict, stored: int, what: str) -> list[str]:
+    """The shapes in `td`, and memory."""
     lines = ["shapes:"]
     for key, value in sorted(td.items(True, True), key=lambda item: str(item[0])):
         name = "/".join(key) if isinstance(key, tuple) else key
         lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")
-    return lines
-
-
-def _memory(phase, stored: int, what: str) -> str:
     parameters = sum(p.numel() for p in phase.model.parameters())
-    return f"memory: {parameters:,} parameters, {stored / 2**20:.3g} MiB of {what}, {_peak():.0f} MiB at most"
-
-
-def _peak() -> float:
-    """Most memory this process ever held, in MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    # most memory this process ever held, in MiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    memory = f"{stored / 2**20:.3g} MiB of {what}, {peak:.0f} MiB at most"
+    return [*lines, f"memory: {parameters:,} parameters, {memory}"]

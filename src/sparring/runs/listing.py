@@ -151,18 +151,6 @@ def lives(folder: Path, status: dict) -> bool | None:
     return True
 
 
-def json_lines(file: Path) -> Iterator[dict]:
-    """Whole lines: a run that was killed may have left half of one."""
-    if not file.exists():
-        return
-    with file.open() as lines:
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
-
-
 def size_of(folder: Path) -> int:
     """In bytes, of all files; links are not followed."""
     total = 0

@@ -1,7 +1,9 @@
 """`sparring prune`: of a run's checkpoints, keep the best and the last."""
 
+import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -10,7 +12,7 @@ from typing import NamedTuple
 from sparring.errors import UserError
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.folder import alone_in
-from sparring.runs.listing import is_held, json_lines, size_of, why_no_checkpoint
+from sparring.runs.listing import is_held, size_of, why_no_checkpoint
 
 
 class _Measure(NamedTuple):
@@ -84,7 +86,11 @@ class Pruning:
 
 def _evaluations(run: Path) -> tuple[_Measure, list[tuple[int, float]]]:
     """The first measure that any evaluation has; (update, figure) of each, in order."""
-    lines = list(json_lines(run / "evaluations.jsonl"))
+    file, lines = run / "evaluations.jsonl", []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        # a run that was killed may have left half a line
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
     for measure in _MEASURES:
         figures = ((line["update"], [line[name] for name in line if name.endswith(measure.name)]) for line in lines)
         # of several cameras, their mean
