@@ -23,20 +23,21 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
     if only_rollout and config.phase in ("imitate", "teacher"):
         raise UserError(f"--dry-run rollout: there are no rollouts in {config.phase}; --dry-run alone tries one update")
     run = Run(config, folder=False, quiet=True)
+    phase = run.phase
+    explorer = phase.explorer if isinstance(phase, Adversarial) else phase
     try:
-        if isinstance(run.phase, Imitate):
-            what, lines = "one update", _imitation(run.phase)
-        elif isinstance(run.phase, Teacher):
-            what, lines = "a few episodes, one update", _teacher(run.phase)
-        elif only_rollout:
-            phase = run.phase.explorer if isinstance(run.phase, Adversarial) else run.phase
-            what, lines = "one rollout", _rollout(phase)
-        elif isinstance(run.phase, Adversarial):
-            what, lines = "one rollout, one update of each", _adversarial(run.phase)
+        if isinstance(phase, Imitate):
+            what, lines = "one update", _imitation(phase)
+        elif isinstance(phase, Teacher):
+            what, lines = "a few episodes, one update", _teacher(phase)
+        elif isinstance(phase, Adversarial) and not only_rollout:
+            what, lines = "one rollout, one update of each", _adversarial(phase)
         else:
-            what, lines = "one rollout, one update", _rollout_and_update(run.phase)
+            assert isinstance(explorer, Finetune)
+            what = "one rollout" if only_rollout else "one rollout, one update"
+            lines = (_rollout if only_rollout else _rollout_and_update)(explorer)
     finally:
-        run.phase.env.close()
+        phase.env.close()
     head = f"dry run of '{config.phase}' on {run.distributed.device}: {what}, nothing written"
     return "\n".join([head, *lines])
 

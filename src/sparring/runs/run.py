@@ -256,7 +256,7 @@ class _RunConsole(Console):
 class _RunRecorder(Recorder):
     """A Recorder that writes a line of means every `training.log_every` updates."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # metrics of the updates since the last line
         self.pending: dict[str, list[float]] = defaultdict(list)
