@@ -28,7 +28,7 @@ from sparring.world_models.world_model import WorldModel, make_world_model
 
 
 @dataclass(frozen=True)
-class RankInfo:
+class _RankInfo:
     """Which of the processes of a run; it can be sent to another process, `Distributed` cannot."""
 
     device: torch.device
@@ -37,11 +37,11 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class ActorFactory:
+class _ActorFactory:
     """Sent to the collecting process of `rollout.mode=async`, and called there: it builds all that acts."""
 
     config: Config
-    rank_info: RankInfo
+    rank_info: _RankInfo
 
     @property
     def device(self) -> torch.device:
@@ -74,20 +74,20 @@ def build_env(config: Config, distributed: Distributed) -> Env | GroupedEnv | Re
                 f"{key}={name!r} is defined in the script or notebook itself, which the collecting process cannot "
                 "import; move the class to a module, or use rollout.mode=sync"
             )
-    rank_info = RankInfo(distributed.device, distributed.rank, distributed.world_size)
-    return RemoteEnv(ActorFactory(config, rank_info), config)
+    rank_info = _RankInfo(distributed.device, distributed.rank, distributed.world_size)
+    return RemoteEnv(_ActorFactory(config, rank_info), config)
 
 
-def _build_local_env(config: Config, distributed: Distributed | RankInfo) -> Env | GroupedEnv:
+def _build_local_env(config: Config, distributed: Distributed | _RankInfo) -> Env | GroupedEnv:
     rollout = config.rollout
-    process = cast(Distributed, distributed)  # of which it needs what a RankInfo has
+    process = cast(Distributed, distributed)  # of which it needs what a _RankInfo has
     if rollout.groups > 1:
         return GroupedEnv([make_training_env(config, process, group) for group in range(rollout.groups)])
     env = make_training_env(config, process)
     return _build_imagined_env(config, env, distributed) if rollout.imagined else env
 
 
-def _build_imagined_env(config: Config, env: Env, distributed: Distributed | RankInfo) -> ImaginedEnv:
+def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _RankInfo) -> ImaginedEnv:
     """As many robots as in `env`, which is closed, in the imagination of the world model of `rollout.imagined`.
 
     Episodes begin somewhere in those that the world model learned from.
