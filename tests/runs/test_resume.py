@@ -185,9 +185,9 @@ def test_two_runs_of_one_process_take_turns(tmp_path):
 
 
 def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, monkeypatch, caplog):
-    from sparring.envs.gym_batch import SerialBackend
+    from sparring.envs.gym_batch import GymBatch
 
-    monkeypatch.setattr(SerialBackend, "state", lambda self: None)
+    monkeypatch.setattr(GymBatch, "state", lambda self: None)
     env = {"name": "gym:Pendulum-v1"}
     first = Run(config_in(tmp_path, env=env))
     first.phase.step(0.0)
