@@ -241,7 +241,9 @@ def test_a_worker_of_the_env_that_dies(tmp_path, gym_doubles):
         StageFailed, match=r"simulating \(a step of the env\): WorkerError: worker 0 .* died with exit code"
     ):
         Run(load_config(settings)).run()
-    assert [c.name for c in checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+    # on a busy machine the failure may be known before the third rollout is taken
+    (saved,) = checkpoints(tmp_path / "run")
+    assert saved.name in ("checkpoint-2", "checkpoint-3")
 
 
 def test_what_an_env_starts_can_be_asked_to_end(gym_doubles):
