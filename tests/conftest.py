@@ -34,6 +34,7 @@ TIMED = {
 LONGEST = ["test_docs", "test_remote", "test_phases_vla", "test_cli", "test_adversarial", "test_episodes"]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a module stay in one process, where they share its fixtures."""
 

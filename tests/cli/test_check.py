@@ -1,5 +1,6 @@
 """`sparring check`: what is fit says ok, what is not says what is wrong and exits with 1."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -249,7 +250,7 @@ def test_the_installation(capsys):
     lines = lines_of(capsys)
     assert failures(lines) == {}
     assert {"python", "torch", "tensordict", "mujoco", "torchvision", "GPUs", "video encoder", "env"} <= lines.keys()
-    assert lines["torch"] == ("ok", torch.__version__)
+    assert lines["torch"] == ("ok", importlib.metadata.version("torch"))
 
 
 def test_a_broken_torchvision_is_told(tmp_path, monkeypatch):

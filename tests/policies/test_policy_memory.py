@@ -202,13 +202,16 @@ def test_a_glimpse_is_the_normalised_state_and_the_colours_of_each_picture():
     torch.testing.assert_close(wrist, torch.cat([torch.tensor([51 / 127.5 - 1]), torch.ones(47)]))
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
 def test_the_gate_passes_and_tells_when_another_memory_is_scored(precision, tolerance):
-    policy, buffer = rollout_of_native(memory_size=9, precision=precision)
-    gate(policy, buffer).check(tolerance)
-    wrong = buffer.get().clone()
-    wrong[POLICY_MEMORY] = wrong[POLICY_MEMORY].roll(1, 0)
-    assert measure_parity(wrong, policy.evaluate(wrong)).drift > 2 * tolerance
+    # no bf16 kernels of the CPU's own: how they round differs between CPUs
+    with torch.backends.mkldnn.flags(enabled=precision != "bf16"):
+        policy, buffer = rollout_of_native(memory_size=9, precision=precision)
+        gate(policy, buffer).check(tolerance)
+        wrong = buffer.get().clone()
+        wrong[POLICY_MEMORY] = wrong[POLICY_MEMORY].roll(1, 0)
+        assert measure_parity(wrong, policy.evaluate(wrong)).drift > 2 * tolerance
 
 
 def test_actor_and_critic_learn_to_read_it():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sparring.config.schema import Config
-from sparring.config.section import ConfigError
+from sparring.config.section import ConfigError, Section
 from sparring.config.text import flatten, read_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
@@ -46,13 +46,13 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
-    """A run goes on with the settings it was saved with."""
+    """A run goes on with the settings it was saved with; one that is missing there must have its default now."""
     now = flatten(config.dump())
     free = (*_FREE_TO_DIFFER, *_NOT_READ.get(config.phase, ()))
     shown = {
         key: [value_text(values[key]) if key in values else "not there" for values in (saved, now)]
         for key in sorted(saved.keys() | now.keys())
-        if not key.startswith(free)
+        if not key.startswith(free) and (key in saved or not _is_default(config, key))
     }
     changed = [f"  {key}: {then} in the folder, {today} now" for key, (then, today) in shown.items() if then != today]
     if saved and changed:
@@ -64,6 +64,16 @@ def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> 
                 f"or start a new run from its weights (--output DIR pretrained={folder})",
             ]
         )
+
+
+def _is_default(config: Config, key: str) -> bool:
+    section, _, leaf = key.partition(".")
+    holder, name = (getattr(config, section), leaf) if leaf else (config, section)
+    field = type(holder).model_fields.get(name)
+    # None: a key within a setting. Of a section only its keys count
+    if field is None or isinstance(value := getattr(holder, name), Section):
+        return field is not None
+    return value == field.get_default(call_default_factory=True)
 
 
 def other_origin(section: str, phase: str | None) -> str | None:
