@@ -193,7 +193,7 @@ def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
 
 def _replay(collector: Collector, digests: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
     """The first decision that differs from `digests`, if any, and frames of one robot's first episode."""
-    env, frames = collector.env, []
+    env, frames = collector.env, list[np.ndarray]()
     filming = env.backend.render(0) is not None
     env.backend.record([0] if filming else [])
     for number, before in enumerate(digests):

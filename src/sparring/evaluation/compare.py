@@ -53,7 +53,7 @@ def _success_difference(a: np.ndarray, b: np.ndarray) -> _Difference:
     of_a, of_b = wilson(both + only_a, len(a)), wilson(both + only_b, len(b))
     # correlation of A's and B's successes, corrected towards 0 for small numbers where it is positive
     product = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
-    gap = both * neither - only_a * only_b
+    gap: float = both * neither - only_a * only_b
     gap = gap if gap < 0 else max(0.0, gap - len(a) / 2)
     phi = gap / math.sqrt(product) if product else 0.0
 
@@ -166,7 +166,7 @@ class Comparison:
                 env.close()
             played.append(_in_order(found, env.num_envs))
         results = [[(e.success, e.reward, e.steps) for e in found] for found in played]
-        return cls(a, b, episodes, seed, _measured(*played, env.spec), results[0] == results[1])
+        return cls(a, b, episodes, seed, _measured(played[0], played[1], env.spec), results[0] == results[1])
 
     @classmethod
     def of_world_models(cls, a: str, b: str, settings: list[Setting]) -> "Comparison":
@@ -208,7 +208,7 @@ class Comparison:
 
 def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
     """By their numbers: robot i played i, i+N, i+2N, ... one after the other, and they ended in any order."""
-    turns, numbered = Counter(), {}
+    turns, numbered = Counter[int](), {}
     for episode in episodes:
         numbered[episode.env + robots * turns[episode.env]] = episode
         turns[episode.env] += 1

@@ -92,7 +92,7 @@ def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1)
         )
     counts = _Counts(env)
     for td, robots, _ in held_out_decisions(Collector(env, policy, seed, split="eval", chunk=chunk), episodes):
-        counts.add(td[robots], robots)
+        counts.add(td[robots], robots)  # type: ignore[call-overload]
     return counts.result(episodes)
 
 

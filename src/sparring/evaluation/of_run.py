@@ -46,6 +46,7 @@ def evaluate_checkpoint(
     if videos:
         files.check_videos()
     device = pick_device(config.device)
+    result: EvaluationResult
     if kind == "eval_world_model":
         model = load_world_model(checkpoint, device)
         other = None if against is None else load_other_world_model(against, path, config)
@@ -53,8 +54,8 @@ def evaluate_checkpoint(
     elif kind == "eval_exploration":
         result, how = ExplorationEvaluation.run(config, load_policy(checkpoint, device), device), "sampled actions"
     else:
-        result = Evaluation.run(config, load_policy(checkpoint, device), device, greedy, videos, both)
-        both = "policy, sampled" in result.scores
+        result = played = Evaluation.run(config, load_policy(checkpoint, device), device, greedy, videos, both)
+        both = "policy, sampled" in played.scores
         how = "greedy and sampled actions" if both else "greedy actions" if greedy else "sampled actions"
     changed_text = " ".join(f"{key}={value_text(value)}" for key, value in changed.items())
     print(f"{checkpoint}: {result.episodes} held-out episodes, {how}{f', with {changed_text}' if changed else ''}")
@@ -128,7 +129,7 @@ def episode_differences(a: Config, b: Config, ignored: tuple[str, ...]) -> list[
 
 
 def _limits(config: Config) -> list[int | None]:
-    tasks, limits = getattr(config.env, "task", ()), []
+    tasks, limits = getattr(config.env, "task", ()), list[int | None]()
     several = isinstance(tasks, tuple) and len(tasks) > 1
     for single in [config.env.model_copy(update={"task": (task,)}) for task in tasks] if several else [config.env]:
         env = make_env(single, 1, config.rollout.max_episode_steps)

@@ -214,7 +214,7 @@ def _gap(a: float | None, b: float | None) -> float | None:
 def _compare(model: dict, other: dict) -> dict:
 
     def gap(*path: str) -> float | None:
-        return _gap(*(reduce(operator.getitem, path, figures) for figures in (other, model)))
+        return _gap(*(reduce(operator.getitem, path, figures) for figures in (other, model)))  # type: ignore[arg-type]
 
     cameras = {
         camera: {"changed_mse_ratio": gap("cameras", camera, "changed_mse_ratio")}

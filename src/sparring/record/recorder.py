@@ -115,13 +115,13 @@ class Recorder:
             partial.replace(self.evaluations_file)
 
     def _to_sinks(self, update: int, numbers: dict[str, float | None]) -> None:
-        numbers = {name: float(value) for name, value in numbers.items() if value is not None and _is_finite(value)}
-        self._each_sink(lambda sink: sink.write(update, numbers))
+        finite = {name: float(value) for name, value in numbers.items() if value is not None and _is_finite(value)}
+        self._each_sink(lambda sink: sink.write(update, finite))
 
     def _share_videos(self) -> None:
         while self._complete:
             file = self._complete.popleft()
-            self._each_sink(lambda sink, file=file: sink.video(file.stem, file))
+            self._each_sink(lambda sink, file=file: sink.video(file.stem, file))  # type: ignore[misc]
 
     def _each_sink(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):

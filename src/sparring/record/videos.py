@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -96,8 +96,9 @@ class VideoWriter:
 
     def _make_film(self, line: dict, film: Film, spec: EnvSpec) -> None:
         film = film.developed()
-        write_png(self.folder / line["strip"], filmstrip(film.frames))
-        views = _by_camera(film.frames, spec.film_cameras)
+        frames = cast(list[np.ndarray], film.frames)
+        write_png(self.folder / line["strip"], filmstrip(frames))
+        views = _by_camera(frames, spec.film_cameras)
         self._make_video(line, _film_scene(film, views, spec))
         if self.rerun is not None:
             self.rerun.film(Path(line["file"]).stem, film, views)
@@ -225,7 +226,7 @@ def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -
     """Each frame with the reward of the step that led to it and the value of the newest decision."""
     # [T + 1]: no reward before the first step, no decision after the last
     rewards, values = np.append(0.0, film.rewards), np.append(film.values, film.values[-1:])
-    captions = [
+    captions: list[tuple[str, ...]] = [
         (f"step {moment}/{len(film.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
         for moment, (reward, total) in enumerate(zip(rewards, rewards.cumsum(), strict=True))
     ]
@@ -243,7 +244,7 @@ def _prediction_scene(prediction: Prediction, spec: EnvSpec) -> Scene:
         predicted = prediction.predicted[camera]
         rows.append([(f"{camera}, predicted", list(predicted)), (f"{camera}, true", list(true))])
         errors.append(np.abs(predicted.astype(np.int16) - true).mean((1, 2, 3)))
-    captions = [
+    captions: list[tuple[str, ...]] = [
         (
             f"decision {t}/{len(rewards)}",
             f"reward {_figure(reward)}",
