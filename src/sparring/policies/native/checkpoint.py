@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -200,7 +200,7 @@ def _layer(ours: str, theirs: str, parts: dict, ends: tuple[str, ...]) -> dict[s
     }
 
 
-def _sizes(config) -> Sizes:
+def _sizes(config: Any) -> Sizes:
     vision, text, action = config.vlm_config.vision_config, config.vlm_config.text_config, config.dit_config
     _require("vision_config", vision, _FIXED_VISION)
     _require("text_config", text, _FIXED)
@@ -214,7 +214,7 @@ def _sizes(config) -> Sizes:
     return Sizes(**{ours: getattr(part, theirs) for part, names in parts for ours, theirs in names.items()})
 
 
-def _require(section: str, config, expected: dict) -> None:
+def _require(section: str, config: Any, expected: dict) -> None:
     for name, value in expected.items():
         given = getattr(config, name)
         if given != value:
