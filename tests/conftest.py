@@ -19,7 +19,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 # modules whose tests kill, stop or time processes: one after the other, in one test process
 TIMED = {
-    "test_async_failures",
     "test_console",
     "test_distributed",
     "test_imports",
@@ -29,6 +28,33 @@ TIMED = {
     "test_report_browser",
     "test_run_ends",
     "test_watch",
+}
+# modules that train, record or start interpreters; `./test.sh --fast` leaves them out
+SLOW = TIMED | {
+    "test_adversarial",
+    "test_api",
+    "test_cli",
+    "test_compare",
+    "test_demos",
+    "test_distributed_vla",
+    "test_docs",
+    "test_episodes",
+    "test_experts",
+    "test_flow",
+    "test_imitate",
+    "test_learns",
+    "test_native_forward",
+    "test_native_vla",
+    "test_phases_distributed",
+    "test_phases_vla",
+    "test_policy_memory",
+    "test_remote",
+    "test_resume",
+    "test_teacher",
+    "test_train_all",
+    "test_vla",
+    "test_walk",
+    "test_world_model_learner",
 }
 # the longest modules are handed out first, so that both test processes end together
 LONGEST = ["test_docs", "test_remote", "test_phases_vla", "test_cli", "test_adversarial", "test_episodes"]
@@ -46,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "timed" if item.path.stem in TIMED else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
