@@ -3,7 +3,6 @@ windows of T decisions, V cameras, P patches of all cameras, K digits of a token
 numbers of memory."""
 
 import math
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -34,30 +33,30 @@ class TokenWorldModel(WorldModel):
     def __init__(self, config: TokenWorldModelConfig, spec: EnvSpec, chunk: int):
         super().__init__()
         preset = PRESETS[config.preset].items()
-        sized: Any = config.model_copy(update={name: size for name, size in preset if getattr(config, name) is None})
-        self.config: TokenWorldModelConfig = sized
+        config = config.model_copy(update={name: size for name, size in preset if getattr(config, name) is None})
+        self.config = config
         self.cameras, self.image_size = _cameras(spec)
-        if sized.camera_dropout:
-            self.dispensable = tuple(name for name in self.cameras if name in sized.dropped_cameras)
-        self.members = sized.members
+        if config.camera_dropout:
+            self.dispensable = tuple(name for name in self.cameras if name in config.dropped_cameras)
+        self.members = config.members
         patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
-        width = sized.width
-        quantizer = VQ(sized.codebook_size) if sized.tokenizer == "vq" else FSQ(sized.levels)
-        tokenizer = ContextTokenizer if sized.tokenizer == "context_fsq" else FrameTokenizer
-        self.tokenizer = tokenizer(quantizer, sized.channels)
-        self.decisions = DecisionEncoder(spec, chunk, width, sized.language_features, patches)
-        patch_features = SIDE**2 * sized.channels
+        width = config.width
+        quantizer = VQ(config.codebook_size) if config.tokenizer == "vq" else FSQ(config.levels)
+        tokenizer = ContextTokenizer if config.tokenizer == "context_fsq" else FrameTokenizer
+        self.tokenizer = tokenizer(quantizer, config.channels)
+        self.decisions = DecisionEncoder(spec, chunk, width, config.language_features, patches)
+        patch_features = SIDE**2 * config.channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
         self.unseen = nn.Parameter(torch.randn(width) * 0.3)  # what is seen of a camera that is masked
-        self.trunk = Trunk(patches, width, sized.heads, sized.memory_channels)
-        if sized.trunk is not None:
-            self.trunk.block = VLATrunk(sized, width)
+        self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
+        if config.trunk is not None:
+            self.trunk.block = VLATrunk(config, width)
         self.memory_size = self.trunk.memory_size
         outputs = quantizer.digits * quantizer.values
         others = self.decisions.state_size + 3
         self.ensemble = nn.ModuleList(
-            EnsembleMember(patches, width, sized.layers, sized.heads, outputs, others) for _ in range(sized.members)
+            EnsembleMember(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
         )
         self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards lie far out
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
