@@ -29,4 +29,6 @@ say "mypy"
 mypy
 
 say "pytest"
-python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "${fast[@]}" "$@"
+# with its assertions rewritten, each module of tests is compiled once and not in each process
+unset PYTHONDONTWRITEBYTECODE
+python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadscope "${fast[@]}" "$@"

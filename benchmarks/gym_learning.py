@@ -5,8 +5,9 @@ libraries (ours are in configs/cartpole.yaml and configs/pendulum.yaml). For Pen
 exploration (gSDE); there both libraries run as published ("+ sde") and, to see the plain algorithm, without it.
 
 Both libraries are judged on the same held-out episodes, greedily, about every 5,000 env steps:
-`final return` is the mean of 100 episodes after training; `steps to threshold` is the first evaluation (20 episodes)
-that passes, of a run whose final return passes too.
+`final return` is the mean of 100 episodes after training; `last five` is the mean of the last five evaluations, that
+one and four of 20 episodes before it, since Pendulum's return goes up and down from one checkpoint to the next;
+`steps to threshold` is the first evaluation (20 episodes) that passes, of a run whose final return passes too.
 
     python benchmarks/gym_learning.py --seeds 5 --jobs 2
 
@@ -32,6 +33,7 @@ TOTAL_STEPS = 100_000
 EVALUATE_EVERY = 5_000
 EVALUATION_EPISODES = 20
 FINAL_EPISODES = 100
+LAST_EVALUATIONS = 5
 
 
 @dataclass(frozen=True)
@@ -234,13 +236,16 @@ def run_missing(runs: dict[str, dict], wanted: list[tuple[str, str, int]], args)
                 report.write_json(args.output, {"about": report.metadata(), "runs": runs})
             print(
                 f"{outcome['env']}, {outcome['library']}, seed {outcome['seed']}: threshold after "
-                f"{_count(_steps(outcome))} steps, final {outcome['final_return']:.1f}, {outcome['seconds']:.0f} s",
+                f"{_count(_steps(outcome))} steps, final {outcome['final_return']:.1f}, last five "
+                f"{mean_of_last(outcome):.1f}, {outcome['seconds']:.0f} s",
                 flush=True,
             )
 
 
 def summary(runs: dict[str, dict]) -> str:
-    rows = [("env", "library", "seeds", "learned", "steps to threshold: median (min..max)", "final: median (min..max)")]
+    spread = "median (min..max)"
+    judged = [f"{name}: {spread}" for name in ("steps to threshold", "final", "last five")]
+    rows = [("env", "library", "seeds", "learned", *judged)]
     verdicts = []
     for env_id, problem in PROBLEMS.items():
         by_library = {
@@ -259,6 +264,7 @@ def summary(runs: dict[str, dict]) -> str:
                         f"{learned}/{len(done)}",
                         _spread([_steps(run) for run in done], _count),
                         _spread(finals, "{:.1f}".format),
+                        _spread([mean_of_last(run) for run in done], "{:.1f}".format),
                     )
                 )
         verdicts += [
@@ -274,10 +280,17 @@ def _verdict(env_id: str, us: str, ours: list[dict], peer: str, theirs: list[dic
     steps, final = statistics.median(map(_steps, ours)), statistics.median(run["final_return"] for run in ours)
     slowest, worst = max(map(_steps, theirs)), min(run["final_return"] for run in theirs)
     within = steps <= slowest and final >= worst
+    last, worst_last = statistics.median(map(mean_of_last, ours)), min(map(mean_of_last, theirs))
     return (
         f"{env_id}: {us} is {'within' if within else 'OUTSIDE'} the spread of {peer} "
-        f"(steps {_count(steps)}, theirs up to {_count(slowest)}; final {final:.1f}, theirs from {worst:.1f})"
+        f"(steps {_count(steps)}, theirs up to {_count(slowest)}; final {final:.1f}, theirs from {worst:.1f}; "
+        f"last five evaluations {last:.1f}, theirs from {worst_last:.1f})"
     )
+
+
+def mean_of_last(run: dict) -> float:
+    """Of its last evaluations, each as much: one checkpoint alone may be a lucky or an unlucky one."""
+    return statistics.fmean(score for _, score in run["curve"][-LAST_EVALUATIONS:])
 
 
 def _steps(run: dict) -> float:

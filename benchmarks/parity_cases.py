@@ -115,7 +115,7 @@ class RedrawsNoise(FlowPolicy):
     def evaluate(self, td):
         _, about = self.encode(td)
         noise = torch.rand(len(td), self.noise_size, device=about.device).clamp(1e-6, 1 - 1e-6)
-        _, trace = self._sample(self, about.detach(), noise)
+        _, trace = self._sample(self.denoise, about.detach(), noise)
         td = td.clone()
         td["trace", "states"], td["trace", "first"] = trace["states"].detach(), trace["first"]
         return super().evaluate(td)

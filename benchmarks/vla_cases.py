@@ -16,10 +16,9 @@ from sparring.collect.collector import Collector
 from sparring.config.section import Section
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
-from sparring.policies.configs import PI0PolicyConfig
+from sparring.policies.configs import PI0PolicyConfig, VLAConfig
 from sparring.policies.native.config import NativeVLAConfig
 from sparring.policies.policy import Policy, make_policy
-from sparring.policies.vla.config import VLAConfig
 
 INSTRUCTIONS = ("push", "lift it")
 # fewer than the horizon: not all that is planned is executed

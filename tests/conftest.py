@@ -1,7 +1,9 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 # the tests are about numbers on a CPU, also on a machine with GPUs; said before torch looks for them
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -11,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # a job in the background is started with Ctrl-C ignored, and would hand that on to the processes that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import preloaded  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -48,6 +51,7 @@ SLOW = TIMED | {
     "test_phases_distributed",
     "test_phases_vla",
     "test_policy_memory",
+    "test_preloaded",
     "test_remote",
     "test_resume",
     "test_teacher",
@@ -57,21 +61,39 @@ SLOW = TIMED | {
     "test_world_model_learner",
 }
 # the longest modules are handed out first, so that both test processes end together
-LONGEST = ["test_docs", "test_remote", "test_phases_vla", "test_cli", "test_adversarial", "test_episodes"]
+LONGEST = ["test_docs", "test_remote", "test_flow", "test_phases_distributed", "test_experts", "test_phases_vla"]
+LONGEST += ["test_resume", "test_native_vla", "test_demos", "test_cli", "test_episodes", "test_world_model_learner"]
+LONGEST += ["test_learns", "test_vla", "test_imitate", "test_teacher", "test_policy_memory", "test_walk"]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
+def pytest_configure(config: pytest.Config) -> None:
+    # of itself xdist would hand out first what has the most tests
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Tests of a module stay in one process, where they share its fixtures.
+
+    Not by xdist's marks of groups, which have no effect since pytest 9.2: they were a part of a test's name.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = Path(nodeid.partition("::")[0]).stem
+            return "timed" if module in TIMED else module
+
+    return ByModule(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a module stay in one process, where they share its fixtures."""
-
     def turn(item: pytest.Item) -> int:
         name = item.path.stem
         return -1 if name in TIMED else LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=turn)
     for item in items:
-        group = "timed" if item.path.stem in TIMED else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
 
@@ -91,3 +113,29 @@ def nobody_logs():
         handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
+
+
+@pytest.fixture(scope="session")
+def server_of_processes():
+    with preloaded.start_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def forked(request):
+    """Processes that tests of this module start have imported torch already; see tests/doubles/preloaded.py."""
+    # others than Linux do not make them children of who asks
+    if sys.platform != "linux":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        server = request.getfixturevalue("server_of_processes")
+        patch.setattr(preloaded.Popen, "server", server, raising=False)
+        patch.setattr(subprocess, "Popen", preloaded.Popen)
+        yield
+
+
+@pytest.fixture
+def fresh(forked, monkeypatch):
+    """But for those of this test, which are started as users start them."""
+    monkeypatch.setattr(subprocess, "Popen", preloaded.Real)

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from sparring import GRPO, PPO, Trainer, load_config, load_policy, make_env, make_policy
+from sparring.collect.remote.learner import RemoteCollector, RemoteEnv
+from sparring.data.buffer import VLABuffer
+from sparring.errors import UserError
 from sparring.runs.run import Run
 
 SMALL = {
@@ -43,7 +46,8 @@ def test_train_again_goes_on(tmp_path):
     policy = make_policy(config.policy, env.spec, chunk=1)
     trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, quiet=True)
     trainer.train(total_timesteps=64)
-    trainer.train(total_timesteps=128)
+    trainer.train(total_timesteps=192)
+    # the first rollout fits the normalisers
     assert trainer.run.phase.progress.updates == 2
 
 
@@ -86,10 +90,10 @@ def test_a_trainer_with_a_folder_may_be_asked_for_more_and_is_evaluated_alike(tm
     env = make_env(config.env, 4, max_episode_steps=10)
     policy = make_policy(config.policy, env.spec, chunk=1)
     trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, output=tmp_path, quiet=True)
-    assert trainer.train(total_timesteps=64) and trainer.train(total_timesteps=128)
+    assert trainer.train(total_timesteps=64) and trainer.train(total_timesteps=192)
     assert (tmp_path / "checkpoint-2").exists()
     saved = load_config(tmp_path / "config.yaml")
-    assert saved.training.total_timesteps == 128 and saved.rollout.max_episode_steps == 10
+    assert saved.training.total_timesteps == 192 and saved.rollout.max_episode_steps == 10
 
 
 def test_a_folder_needs_parts_that_can_be_made_again(tmp_path):
@@ -134,6 +138,62 @@ def test_grpo_by_the_trainer_and_by_the_command_line_give_bit_equal_weights(tmp_
         assert torch.equal(tensor, policy.state_dict()[name]), name
     saved = load_config(tmp_path / "run" / "config.yaml")
     assert saved.algorithm == "grpo" and saved.grpo.epochs == 2 and saved.rollout.group_size == 2
+
+
+def small_trainer(config, seed: int = 0, algorithm=PPO, **settings) -> Trainer:
+    torch.manual_seed(seed)
+    env = make_env(config.env, 4, max_episode_steps=10)
+    policy = make_policy(config.policy, env.spec, chunk=1)
+    return Trainer(policy, env, algorithm(config.ppo, policy), buffer_size=64, batch_size=32, quiet=True, **settings)
+
+
+@pytest.mark.usefixtures("forked")
+def test_asynchronous_training_starts_from_the_policy_given_and_goes_on():
+    config = load_config(SMALL)
+    in_turns = small_trainer(config)
+    # in async mode as well, where nothing may be behind: the same numbers from the same first weights
+    at_once = small_trainer(config, mode="async", staleness=0)
+    for total_timesteps in (128, 256):
+        assert in_turns.train(total_timesteps) and at_once.train(total_timesteps)
+        for name, tensor in in_turns.policy.state_dict().items():
+            assert torch.equal(tensor, at_once.policy.state_dict()[name]), name
+    assert isinstance(at_once.run.phase.env, RemoteEnv) and not at_once.algorithm.off_policy.expected
+    assert at_once.run.phase.progress.updates == 3 and at_once.evaluate(episodes=2).episodes == 2
+    process = at_once.run.phase.env.actor.child.process
+    assert process.poll() is None
+    at_once.close(), in_turns.close()
+    assert process.poll() is not None
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_buffer_vla_is_the_asynchronous_mode_unless_a_mode_is_given(tmp_path):
+    config = load_config(SMALL)
+    trainer = small_trainer(config, buffer_type="vla", output=tmp_path)
+    assert trainer.train(256)
+    trainer.close()
+    assert isinstance(trainer.run.phase.collector, RemoteCollector) and trainer.algorithm.off_policy.expected
+    saved = load_config(tmp_path / "config.yaml")
+    assert (saved.rollout.mode, saved.rollout.staleness, saved.buffer.type) == ("async", 1, "vla")
+    ring = small_trainer(config, buffer_type="vla", mode="sync")
+    assert ring.train(64) and isinstance(ring.run.phase.buffer, VLABuffer)
+
+
+def test_what_the_collecting_process_cannot_make_again_is_refused(caplog):
+    from doubles import LinearPolicy, counting_env
+
+    config = load_config(SMALL)
+    env, policy = make_env(config.env, 4), LinearPolicy()
+    algorithm = PPO(config.ppo, policy)
+    with pytest.raises(UserError, match="this Env was not made from one; make it with make_env, or use mode='sync'"):
+        Trainer(policy, counting_env(), algorithm, mode="async")
+    with pytest.raises(UserError, match="this LinearPolicy has none; make it with make_policy .*, or use mode='sync'"):
+        Trainer(policy, env, algorithm, mode="async")
+    mine = type("Mine", (PPO,), {"__module__": "__main__"})
+    with pytest.raises(UserError, match="algorithm '__main__:Mine' is defined in the script .*move the class"):
+        small_trainer(config, algorithm=mine, mode="async")
+    # only implied: in turns, and it says why
+    assert Trainer(policy, env, algorithm, buffer_type="vla").settings["rollout"]["mode"] == "sync"
+    assert "buffer_type='vla' collects and learns in turns here: mode='async' makes a second policy" in caplog.text
 
 
 def test_grpo_without_groups_and_both_kinds_of_batches_are_told():

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -46,10 +47,15 @@ def trained(tmp_path_factory):
     (folder / "configs").symlink_to(ROOT / "configs")
     # a pretrained model, and the one that a page shows
     (folder / "examples").symlink_to(ROOT / "examples")
-    subprocess.run([sys.executable, ROOT / "examples/gpt_vla.py", folder / "outputs/gpt_vla"], check=True)
+    # test_vla.py runs the example as users do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["gpt_vla.py", str(folder / "outputs/gpt_vla")])
+        runpy.run_path(str(ROOT / "examples/gpt_vla.py"), run_name="__main__")
     tiny_pi0.write(folder / "checkpoints/pi0", states=64, actions=7)
     page = (ROOT / "docs" / "vla.md").read_text()
     (folder / "my_vla.py").write_text(re.search(r"```python\n(import torch\n.*?)```", page, re.S).group(1))
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    (folder / "my_rewards.py").write_text(re.search(r"```python\n(.*?)```", page, re.S).group(1))
     output = str(folder / "outputs" / "finetune_rl")
     assert (
         main(

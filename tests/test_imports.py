@@ -56,6 +56,7 @@ def test_importing_the_package_is_fast_and_loads_nothing():
         (command("train", "finetune", "ppo.gama=1", code=2), {"yaml", "pydantic", "numpy"}),
         (command("tasks"), {"yaml", "numpy"}),
         (command("runs", "."), {"yaml"}),
+        ("import sparring.report.page", {"yaml", "pydantic", "numpy"}),
         (command("config", "env.name=gym:CartPole-v1"), {"yaml", "pydantic", "numpy", "gymnasium"}),
     ],
     ids=[
@@ -68,6 +69,7 @@ def test_importing_the_package_is_fast_and_loads_nothing():
         "mistake",
         "tasks",
         "runs",
+        "report",
         "config gym",
     ],
 )
@@ -83,6 +85,24 @@ def test_commands_that_only_talk_load_no_torch(program, allowed):
 )
 def test_what_runs_in_env_workers_loads_no_torch(module):
     assert {"torch", "tensordict"} & loaded_after(f"import sparring.envs.{module}") == set()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "gymnasium.make('sparring:sparring/lift_d0')",
+        "gymnasium.make_vec('sparring:sparring/lift_d0', 2)",
+        "import sparring; gymnasium.register_envs(sparring); gymnasium.make('sparring/lift_d0')",
+        "gymnasium.make('sparring.envs.registered:sparring/lift_d0')",
+    ],
+)
+def test_gymnasium_finds_the_tasks(program):
+    loaded_after(f"import gymnasium; {program}")
+
+
+def test_registering_the_tasks_loads_no_simulator():
+    assert loaded_after("import gymnasium, sparring") <= loaded_after("import gymnasium")
+    assert "mujoco" not in loaded_after("import gymnasium, sparring; assert 'sparring/lift_d0' in gymnasium.registry")
 
 
 def test_names_of_the_package_are_loaded_when_used():

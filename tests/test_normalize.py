@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparring.data.lerobot import number_statistics
-from sparring.normalize import Normalizer, RunningNormalizer, fit_all
+from sparring.normalize import Normalizer, RunningNormalizer
+from sparring.policies.policy import Policy
 
 
 @settings(max_examples=25, deadline=None)
@@ -70,7 +71,9 @@ def test_what_is_seen_and_what_is_done_are_scaled_each_in_its_way(mode, of_actio
     statistics = number_statistics(np.random.default_rng(1).exponential(1.0, (500, 2)))
     state, privileged, action = RunningNormalizer(2), RunningNormalizer(2), Normalizer(2)
     names = ("observation/state", "observation/privileged", "action")
-    fit_all({name: statistics for name in names}, state, privileged, action, mode, of_actions)
+    policy = Policy()
+    policy._normalizers = lambda: dict(zip(names, (state, privileged, action), strict=True))
+    policy.fit_normalizers({name: statistics for name in names}, mode, of_actions)
     expected = {name: Normalizer(2) for name in {mode, of_actions}}
     for name, normalizer in expected.items():
         normalizer.fit(statistics, name)

@@ -1,11 +1,25 @@
 """Sparring: reinforcement-learning post-training for robot vision-language-action policies.
 
-Importing this package imports nothing heavy; the names below are loaded when first used.
+Importing this package imports nothing heavy; the names below are loaded when first used. The built-in tasks are
+registered with gymnasium where it was imported before.
 """
 
 import importlib
+import sys
 
 __version__ = "0.1.0"
+
+
+def lazy_names(package: str, homes: dict[str, str]):
+    """`__getattr__` and `__dir__` of a package whose names are loaded when first used; `homes`: name -> module."""
+
+    def load(name: str):
+        if name not in homes:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'; it offers {', '.join(homes)}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *homes})
+
 
 _WHERE = {
     "Trainer": "sparring.api",
@@ -20,13 +34,8 @@ _WHERE = {
     "GRPO": "sparring.algorithms.grpo",
 }
 __all__ = list(_WHERE)
+__getattr__, __dir__ = lazy_names("sparring", _WHERE)
 
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
-
-
-def __getattr__(name: str):
-    if name not in _WHERE:
-        raise AttributeError(f"module 'sparring' has no attribute '{name}'; it offers {', '.join(_WHERE)}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+# gymnasium.make("sparring:sparring/lift_d0") imports this module and then looks the id up
+if "gymnasium" in sys.modules:
+    importlib.import_module("sparring.envs.tabletop.tasks.registry").register()

@@ -10,17 +10,23 @@ print(trainer.evaluate(episodes=100).table())
 GRPO takes whole episodes, of robots in groups:
 env = make_env(config.env, num_envs=16, group_size=8)
 trainer = Trainer(policy, env, GRPO(config.grpo, policy), episodes_per_batch=32)
+
+Robots act while the policy learns, in a process of their own (docs/async.md):
+trainer = Trainer(policy, env, PPO(config.ppo, policy), mode="async")
 """
 
+import logging
 from pathlib import Path
+from typing import Any, cast
 
 from sparring.algorithms.grpo import GRPO
-from sparring.algorithms.ppo import PPO
+from sparring.algorithms.ppo import PPO, Algorithm
 from sparring.config.schema import load_config
 from sparring.config.text import read_settings
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.evaluation.play import Evaluation, evaluate
+from sparring.phases.build import build_env
 from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
 from sparring.policies.policy import Policy, make_policy
@@ -29,9 +35,16 @@ from sparring.runs.fits import load_weights
 from sparring.runs.run import Run
 from sparring.world_models.world_model import WorldModel, make_world_model
 
+_log = logging.getLogger(__name__)
+
 
 class Trainer:
-    """An env, a policy and an algorithm, put into THE loop. Without `output` nothing is written to disk."""
+    """An env, a policy and an algorithm, put into THE loop. Without `output` nothing is written to disk.
+
+    mode="sync" collects and learns in turns, mode="async" at the same time: a second process makes an env and a policy
+    from the configs of those given, which make_env and make_policy must have made, and gets the policy's weights.
+    buffer_type="vla" alone means both the ring of the newest decisions and mode="async", where that is possible.
+    """
 
     def __init__(
         self,
@@ -45,8 +58,17 @@ class Trainer:
         seed: int = 0,
         quiet: bool = False,
         episodes_per_batch: int | None = None,
+        mode: str | None = None,
+        staleness: int = 1,
     ):
-        """Between two updates: `episodes_per_batch` whole episodes, or `buffer_size` decisions (null: 2048)."""
+        """Between two updates: `episodes_per_batch` whole episodes, or `buffer_size` decisions (null: 2048).
+
+        `mode`: sync or async; null: async for buffer_type="vla". `staleness` (async): updates a rollout may be behind.
+        """
+        if mode is None:
+            mode = _mode_of(buffer_type, policy, env, algorithm, staleness)
+        elif mode == "async":
+            _check_async(policy, env, algorithm, staleness)
         if buffer_size is None and episodes_per_batch is None:
             buffer_size = 2048
         self.policy, self.env, self.algorithm = policy, env, algorithm
@@ -64,6 +86,8 @@ class Trainer:
                 "max_episode_steps": env.spec.max_episode_steps or None,
                 "n_episodes_per_batch": episodes_per_batch,
                 "group_size": env.group_size,
+                "mode": mode,
+                "staleness": staleness,
             },
             "env": _section(env),
             "policy": _section(policy),
@@ -78,7 +102,10 @@ class Trainer:
         """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}}, inherit=False)
         if self.run is None:
-            phase = Finetune.of(config, self.env, self.policy, self.algorithm, self.algorithm.distributed)
+            distributed, env = self.algorithm.distributed, self.env
+            if config.rollout.mode == "async":
+                env = cast(Env, build_env(config, distributed, env.device))
+            phase = Finetune.of(config, env, self.policy, self.algorithm, distributed)
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
         else:
             self.run.extend(config)
@@ -94,6 +121,11 @@ class Trainer:
             return evaluate(self.policy, env, episodes, self.settings["seed"], self.policy.chunk)
         finally:
             env.close()
+
+    def close(self) -> None:
+        """End the collecting process of mode="async", for good; otherwise it ends with the program."""
+        if self.run is not None and self.run.config.rollout.mode == "async":
+            self.run.phase.env.close()
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
@@ -127,6 +159,45 @@ def load_world_model(path: str | Path, device: str = "cpu") -> WorldModel:
 def _section(thing) -> dict:
     config = getattr(thing, "config", None)
     return {} if config is None else config.model_dump()
+
+
+def _mode_of(buffer_type: str, policy: Policy, env: Env, algorithm: Any, staleness: int) -> str:
+    """In the document that the buffer "vla" comes from, it is the asynchronous mode."""
+    if buffer_type != "vla":
+        return "sync"
+    try:
+        _check_async(policy, env, algorithm, staleness)
+    except UserError as error:
+        _log.warning("buffer_type='vla' collects and learns in turns here: %s", error)
+        return "sync"
+    return "async"
+
+
+def _check_async(policy: Policy, env: Env, algorithm: Any, staleness: int) -> None:
+    """Refuses parts that the collecting process cannot make again, or whose stale decisions cannot be learned from."""
+    # others than make_env's, such as an ImaginedEnv, may have the config of the env that they stand for
+    configs = {"env": env.config if type(env) is Env else None, "policy": getattr(policy, "config", None)}
+    if configs["env"] is None:
+        raise UserError(
+            "mode='async' makes a second env in another process, from the config of the first, and this "
+            f"{type(env).__name__} was not made from one; make it with make_env, or use mode='sync'"
+        )
+    if configs["policy"] is None:
+        raise UserError(
+            "mode='async' makes a second policy in another process, from the config of the first, and this "
+            f"{type(policy).__name__} has none; make it with make_policy (a class of your own keeps its config as "
+            "self.config), or use mode='sync'"
+        )
+    classes = {name: str(getattr(config, "name", "")) for name, config in configs.items()}
+    classes["algorithm"] = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
+    for name, found in classes.items():
+        if found.startswith("__main__:"):
+            raise UserError(
+                f"mode='async': the {name} '{found}' is defined in the script or notebook itself, which the collecting "
+                "process cannot import; move the class to a module, or use mode='sync'"
+            )
+    if staleness and isinstance(algorithm, Algorithm):
+        algorithm.off_policy.check_correctable()
 
 
 def _named(algorithm) -> dict:

@@ -99,6 +99,39 @@ def check_observation(td: TensorDict, spec: EnvSpec, where: str) -> None:
         _check_tensor(value, (*td.batch_size, *shape), dtype, f"{where}: observation/{name}")
 
 
+def images_of(td: TensorDict, spec: EnvSpec, cameras: list[str]) -> list[torch.Tensor]:
+    """The pictures of decisions [B] that these cameras ("image/head", ...) took: uint8 `[B, 3, H, W]` each. It is part
+    of every forward pass, so dtypes and shapes are looked at, not numbers."""
+    pictures = []
+    for name in cameras:
+        picture, shape = td.get(("observation", *name.split("/")), None), spec.observation[name][0]
+        if picture is None:
+            raise ContractError(f"observation/{name} is missing; expected uint8 [B, {str(list(shape))[1:]}")
+        if picture.shape[1:] != shape or _dtype(picture) != "uint8":
+            raise ContractError(_image_mistake(picture, shape, f"observation/{name}"))
+        pictures.append(picture)
+    return pictures
+
+
+def _image_mistake(picture: torch.Tensor, shape: tuple[int, ...], name: str) -> str:
+    given, kind = tuple(picture.shape[1:]), _dtype(picture)
+    range_ = ""
+    if picture.is_floating_point() and picture.numel():
+        range_ = f" with values of {float(picture.min()):.3g} to {float(picture.max()):.3g}"
+    advice = []
+    if given == (*shape[1:], shape[0]):
+        advice.append("put the channels first: image.movedim(-1, -3)")
+    elif len(given) != len(shape):
+        advice.append("give a batch of images, also of one")
+    elif given != shape:
+        advice.append("resize it to what the policy was made for")
+    if kind != "uint8":
+        whole = picture.is_floating_point() and float(picture.max() if picture.numel() else 0) > 1
+        advice.append("convert it: image.round().byte()" if whole else "convert it: (image * 255).round().byte()")
+    expected = f"expected uint8 [B, {', '.join(map(str, shape))}] with values of 0 to 255"
+    return f"{name} is {kind} {list(picture.shape)}{range_}, {expected}; {', and '.join(advice)}"
+
+
 def check_step(td: TensorDict, spec: EnvSpec, chunk: int, where: str) -> None:
     """What `Env.step` returns: the root observation, and `next/*` with one reward per step of the chunk."""
     check_observation(td, spec, where)

@@ -29,7 +29,7 @@ class OutOfMemory(UserError):
     exit_code = 1
 
 
-class LeftAlone(UserError):
+class PeerGone(UserError):
     """Another process of the run has gone, without which this one can neither go on nor save."""
 
     exit_code = LEFT_ALONE

@@ -17,15 +17,11 @@ _FITS = {
 class Normalizer(nn.Module):
     """(x - shift) * scale; the identity until it is fitted."""
 
-    shift: torch.Tensor
-    scale: torch.Tensor
-    fitted: torch.Tensor
-
     def __init__(self, size: int):
         super().__init__()
-        self.register_buffer("shift", torch.zeros(size))
-        self.register_buffer("scale", torch.ones(size))
-        self.register_buffer("fitted", torch.zeros((), dtype=torch.bool))
+        self.shift = nn.Buffer(torch.zeros(size))
+        self.scale = nn.Buffer(torch.ones(size))
+        self.fitted = nn.Buffer(torch.zeros((), dtype=torch.bool))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x - self.shift) * self.scale
@@ -53,16 +49,12 @@ class RunningNormalizer(Normalizer):
     """Mean 0 and std 1 over all numbers of `update`, clipped to +-`clip`; a fitted one does not change.
     `memory`: earlier numbers weigh at most as much as so many updates."""
 
-    mean: torch.Tensor
-    var: torch.Tensor
-    count: torch.Tensor
-
     def __init__(self, size: int, clip: float = 10.0, memory: int | None = None):
         super().__init__(size)
         self.clip, self.memory = clip, memory
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(size, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.mean = nn.Buffer(torch.zeros(size, dtype=torch.float64))
+        self.var = nn.Buffer(torch.ones(size, dtype=torch.float64))
+        self.count = nn.Buffer(torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.shift) * self.scale).clamp(-self.clip, self.clip)
@@ -78,31 +70,13 @@ class RunningNormalizer(Normalizer):
         offset = x - self.mean  # sums about the present mean: no cancellation, and processes add up exactly
         moments = torch.cat([offset.sum(0), offset.square().sum(0), offset.new_full((1,), len(x))])
         first, second, count = sum_over_processes(moments).split([len(self.mean), len(self.mean), 1])
-        before = self.count
+        before: torch.Tensor = self.count
         if self.memory is not None:
             before = torch.where(count[0] > 0, before.clamp_max(self.memory * count[0]), before)
         total = before + count[0]
         delta = first / total
         spread = self.var * before + second - delta.square() * total
-        self.mean += delta
+        self.mean.add_(delta)
         self.var.copy_((spread / total).clamp_min(0.0))
         self.count.copy_(total)
         self._set(self.mean, self.var.sqrt())
-
-
-def fit_all(
-    statistics: Mapping[str, Mapping[str, np.ndarray]],
-    state: nn.Module | None,
-    privileged: nn.Module | None,
-    action: nn.Module | None,
-    state_mode: str,
-    action_mode: str,
-) -> None:
-    fitted = {
-        "observation/state": (state, state_mode),
-        "observation/privileged": (privileged, state_mode),
-        "action": (action, action_mode),
-    }
-    for name, (normalizer, mode) in fitted.items():
-        if isinstance(normalizer, Normalizer) and name in statistics:
-            normalizer.fit(statistics[name], mode)

@@ -9,15 +9,14 @@ from doubles import IdentityBackend
 from parity_cases import METHODS
 from parity_cases import rollout_of as flow_rollout
 from tensordict import TensorDict
+from test_advantages import rollout
 from test_grpo import Lesson as GroupLesson
 from test_ppo import Lesson
-from test_returns import rollout
 
+from sparring.algorithms.advantages import OffPolicy, gae, vtrace
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.algorithms.grpo import grpo_loss
-from sparring.algorithms.off_policy import OffPolicy
 from sparring.algorithms.ppo import PPO, ppo_loss
-from sparring.algorithms.returns import gae, vtrace
 from sparring.algorithms.scoring import Decisions, ParityError, Scorer
 from sparring.collect.collector import Collector
 from sparring.config.section import ConfigError

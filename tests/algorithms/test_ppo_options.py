@@ -282,7 +282,7 @@ def test_its_judgement_does_not_change_with_the_unit():
         torch.cat([first, second]).std(correction=0)
     )
     torch.testing.assert_close(critic(features, td), before, atol=1e-3, rtol=0)
-    critic.raise_by(7.0)
+    critic.shift_by(7.0)
     torch.testing.assert_close(critic(features, td), before + 7, atol=1e-3, rtol=0)
 
 

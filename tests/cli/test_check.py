@@ -78,6 +78,21 @@ class TakesText(Good):
     action_space = spaces.Text(3)
 
 
+class CannotDraw(Good):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        raise KeyError("camera")
+
+
+class Draws(CannotDraw):
+    def render(self):
+        return np.zeros((8, 8, 3), np.uint8)
+
+
 class CannotBeMade(Good):
     def __init__(self):
         raise FileNotFoundError("no robot.xml here")
@@ -171,6 +186,15 @@ def test_a_broken_env(capsys, name, what, said):
     assert main(["check", f"test_check:{name}"]) == 1
     wrong = failures(lines_of(capsys))
     assert list(wrong) == [what] and said in wrong[what]
+
+
+def test_pictures_are_recorded(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTPUT_BASE", str(tmp_path))
+    main(["check", "test_check:Draws", "rollout.max_episode_steps=10"])
+    assert lines_of(capsys)["pictures"] == ("ok", str(tmp_path / "check" / "test_check_Draws.png"))
+    # nothing stops a run that cannot draw
+    assert main(["check", "test_check:CannotDraw", "rollout.max_episode_steps=10"]) == 0
+    assert "render() of test_check:CannotDraw failed: KeyError: 'camera'" in lines_of(capsys)["pictures"][1]
 
 
 def test_a_time_limit_mends_an_env_that_never_ends(capsys):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import sparring
-from sparring.cli.completion import SCRIPTS, candidates
+from sparring.cli.config import SCRIPTS, candidates
 from sparring.cli.main import _build_parser, main
 from sparring.config.schema import load_config
 from sparring.envs.tabletop.tasks.registry import TASKS
@@ -26,7 +26,7 @@ from sparring.phases.phase import Progress
 from sparring.policies import POLICIES
 from sparring.processes.heartbeat import FILE
 from sparring.runs.checkpoint import checkpoints
-from sparring.runs.folder import alone_in
+from sparring.runs.folder import folder_lock
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -286,7 +286,7 @@ def test_a_run_leaves_what_it_says(trained):
         "config.yaml", "episode_metrics.jsonl", "train.log", "evaluation.json", "checkpoint-1", "checkpoint-2",
     }  # fmt: skip
     lines = [json.loads(line) for line in (trained / "episode_metrics.jsonl").read_text().splitlines()]
-    assert [(line["update"], line["total_steps"]) for line in lines] == [(1, 16), (2, 32)]
+    assert [(line["update"], line["total_steps"]) for line in lines] == [(1, 32), (2, 48)]
 
 
 def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
@@ -294,7 +294,7 @@ def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
 
     (first, _) = map(json.loads, (run_folder / "episode_metrics.jsonl").read_text().splitlines())
     found = _progress(run_folder / "checkpoint-1")
-    assert (found.updates, found.env_steps, found.episodes) == (1, 16, first["episode"])
+    assert (found.updates, found.env_steps, found.episodes) == (1, 32, first["episode"])
     (run_folder / "checkpoint-1/training_state.pt").unlink()
     assert _progress(run_folder / "checkpoint-1") == Progress(updates=1)
 
@@ -356,7 +356,7 @@ def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     code, out, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1")
     assert code == 0
     lines = out.splitlines()
-    assert re.fullmatch("finetune is done: 32 env steps, (. episodes, )?2 updates", lines[1])
+    assert re.fullmatch("finetune is done: 48 env steps, (. episodes, )?2 updates", lines[1])
     assert re.fullmatch(r"  reward \d+\.\d\d; random actions \d+\.\d\d", lines[2])
     assert lines[3:5] == ["  kept: run/checkpoint-2; all that was recorded is beside it", "next:"]
     assert [line.split("  #")[0].strip() for line in lines[5:]] == [
@@ -364,8 +364,8 @@ def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
         "sparring eval run --videos 4",
         "sparring train finetune pretrained=./run --output run-2",
     ]
-    assert "goes on from run/checkpoint-2 (32 env steps)" in err
-    assert "already trained to the end (32 env steps)" in err
+    assert "goes on from run/checkpoint-2 (48 env steps)" in err
+    assert "already trained to the end (48 env steps)" in err
     assert (run_folder / "episode_metrics.jsonl").read_text() == metrics
 
 
@@ -382,10 +382,10 @@ def test_resume_never_moves_the_old_run_aside(capsys, run_folder, here):
 def test_resume_from_a_checkpoint_into_another_folder_and_on_by_the_same_command(capsys, run_folder, here):
     words = ["train", "finetune", "--output", "branch", "--resume", "run/checkpoint-1", *SHORT, "training.save_every=1"]
     code, _, err = told(capsys, *words)
-    assert code == 0 and "goes on from run/checkpoint-1 (16 env steps)" in err
+    assert code == 0 and "goes on from run/checkpoint-1 (32 env steps)" in err
     assert [path.name for path in checkpoints(here / "branch")] == ["checkpoint-2"]
     code, _, err = told(capsys, *words)
-    assert code == 0 and "goes on from branch/checkpoint-2 (32 env steps)" in err
+    assert code == 0 and "goes on from branch/checkpoint-2 (48 env steps)" in err
 
 
 def test_resume_from_the_newest_checkpoint_by_name_is_as_auto(capsys, run_folder):
@@ -453,7 +453,7 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_fo
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_folder_in_use_is_refused_before_anything_is_built(capsys, here, monkeypatch, phase, resume):
     monkeypatch.setattr("sparring.runs.run.resolve", lambda *_: pytest.fail("built"))
-    with alone_in(here / "run"):
+    with folder_lock(here / "run"):
         code, _, err = told(capsys, "train", phase, "--output", "run", "--resume", resume)
     assert code == 2 and "sparring: 'run': another process is training there; wait until it is done" in err
     assert [path.name for path in here.rglob("*")] == ["run", "writer.lock"]
@@ -526,8 +526,8 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_goes_on(tmp_path):
     updates = int(first.name.removeprefix("checkpoint-"))
     assert f"stopped after {updates} updates; saved. The same command goes on from here." in said
     # in a pipe: plain lines
-    assert re.search(r"^  0%  16 steps  starting  \? left", said, re.M) and "\r" not in said and "\x1b" not in said
-    steps = f"{16 * updates:,}"
+    assert re.search(r"^  0%  32 steps  starting  \? left", said, re.M) and "\r" not in said and "\x1b" not in said
+    steps = f"{16 * (1 + updates):,}"
 
     code, said = interrupted(tmp_path, terminal=True, number=signal.SIGTERM)
     assert code == 130 and "Traceback" not in said

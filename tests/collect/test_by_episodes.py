@@ -6,9 +6,9 @@ import torch
 from doubles import CountingBackend, IdentityBackend, LinearPolicy
 from tensordict import TensorDict
 
+from sparring.algorithms.advantages import gae
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.ppo import PPO
-from sparring.algorithms.returns import gae
 from sparring.collect.collector import Collector
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError

@@ -16,7 +16,7 @@ from sparring.algorithms.scoring import ParityError
 from sparring.collect.collector import Span
 from sparring.collect.groups import GroupedEnv
 from sparring.collect.remote.learner import RemoteCollector
-from sparring.collect.remote.weights import WeightsReader, WeightsWriter
+from sparring.collect.remote.protocol import WeightsReader, WeightsWriter
 from sparring.config.schema import load_config
 from sparring.config.section import ConfigError
 from sparring.envs.env import make_training_env
@@ -24,9 +24,10 @@ from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
 from sparring.processes.child import usable_cores
 from sparring.processes.distributed import Distributed
-from sparring.processes.shared_memory import Column, SharedMemory, _memory_folder
+from sparring.processes.memory import Column, SharedMemory, _memory_folder
 from sparring.runs.run import Run
 
+pytestmark = pytest.mark.usefixtures("forked")
 ROLLOUT = {"n_envs": 4, "steps": 9, "render_episodes": 0}
 SMALL = {
     "env": {"name": "doubles_failing:Failing"},
@@ -108,6 +109,7 @@ def test_with_staleness_0_it_is_what_sync_is_bit_for_bit(tmp_path, way):
     assert len(lines(tmp_path / "sync")) == 5
 
 
+@pytest.mark.usefixtures("fresh")
 def test_so_it_is_in_groups(tmp_path):
     sync = trained(config_in(tmp_path / "sync", groups=2))
     apart = trained(config_in(tmp_path / "async", groups=2, **APART))
@@ -118,7 +120,7 @@ def test_so_it_is_in_groups(tmp_path):
 def test_groups_change_neither_seeds_nor_noise(tmp_path):
     whole, grouped = (Run(config_in(tmp_path / str(groups), groups=groups)) for groups in (1, 2))
     for run in (whole, grouped):
-        run.phase.collect()
+        run.phase.turn(0.0, learns=False)
     one, other = (run.phase.buffer.rollout() for run in (whole, grouped))
     assert torch.equal(one["observation", "state"][0], other["observation", "state"][0])
     # the networks see other batches, and may round otherwise
@@ -210,7 +212,7 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     def look_and_update(rollout, fraction):
         version = rollout["version"].unique()
         assert len(version) == 1
-        behind.append(run.phase.progress.updates - int(version))
+        behind.append(run.phase.algorithm.version - int(version))
         return update(rollout, fraction)
 
     run.phase.algorithm.update = look_and_update
@@ -257,7 +259,9 @@ def test_and_what_is_scored_wrongly_does_not(tmp_path):
     with pytest.raises(ParityError, match="drift"):
         run.phase.step(0.0)
     run.phase.env.close()
-    assert_equal(before, weights(run))
+    # nothing was learned; normalisers had been fitted by then
+    parameters = dict(run.phase.model.named_parameters())
+    assert_equal({name: before[name] for name in parameters}, {name: weights(run)[name] for name in parameters})
 
 
 def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_path):
@@ -340,9 +344,10 @@ def test_its_state_is_that_after_what_was_learned_from(tmp_path):
     before = run.phase.collector.state_dict()
     # as where another process then fails
     run.phase.collect()
-    assert run.phase.collector.state_dict()["env_steps"] == before["env_steps"] == 36
+    assert run.phase.collector.state_dict()["env_steps"] == before["env_steps"] == 72
     run.phase.learn(0.0)
-    assert run.phase.collector.state_dict()["env_steps"] == 72
+    run.phase.collector.weights_changed()
+    assert run.phase.collector.state_dict()["env_steps"] == 108
     run.phase.env.close()
 
 
@@ -356,7 +361,8 @@ def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
     stopped.phase.env.close()
     resumed = trained(config)
     # what had been collected and not learned from is collected again, and counted once
-    assert steps == 3 * 36 and resumed.phase.progress.env_steps == 5 * 36
+    # and one rollout fitted normalisers
+    assert steps == 4 * 36 and resumed.phase.progress.env_steps == 6 * 36
 
 
 def test_the_timeline_shows_collecting_while_learning(tmp_path):
@@ -397,6 +403,7 @@ def overlap(spans, one, other) -> float:
     return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in ours for b in theirs)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_films_come_along(tmp_path):
     more = {"env": {"name": "tabletop", "threads": 1}}
     run = Run(config_in(tmp_path, more, max_episode_steps=6, mode="async", staleness=0))
@@ -509,7 +516,7 @@ def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monke
     room = {_memory_folder(): 1000}
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=room.get(folder, 10**9)))
     run = Run(config_in(tmp_path / "small", **APART))
-    with pytest.raises(UserError, match="copy of the weights needs .* has 1.0 kB free; choose another buffer.folder"):
+    with pytest.raises(UserError, match="weights needs .* has 1000 bytes free; choose another buffer.folder"):
         run.phase.step(0.0)
     run.phase.env.close()
     elsewhere = tmp_path / "elsewhere"

@@ -29,6 +29,7 @@ from sparring.processes.heartbeat import StageDeadlines
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
+pytestmark = pytest.mark.usefixtures("forked")
 COLLECT = Path(__file__).parents[2] / "src" / "sparring" / "collect"
 # of the promise, which is 10 s; machines that run tests are busy
 SOON = 10.0
@@ -115,6 +116,7 @@ def test_a_hang_of_the_env(tmp_path, groups):
     assert_it_goes_on(tmp_path, groups=groups)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_stop_while_it_waits_for_weights(tmp_path):
     """It is at no stage then that could last too long."""
 
@@ -317,6 +319,7 @@ def assert_gone(pid: int) -> None:
     pytest.fail(f"process {pid} is still there")
 
 
+@pytest.mark.usefixtures("fresh")
 def test_ctrl_c_saves_and_leaves_nothing(tmp_path):
     learner, actor = learning(tmp_path)
     learner.send_signal(signal.SIGINT)

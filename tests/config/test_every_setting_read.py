@@ -10,12 +10,15 @@ from parity_cases import METHODS
 from vla_cases import CHUNK, LORA, Seeing, flow, gaussian, native, pi0
 
 from sparring.collect.collector import Collector
+from sparring.config.inherit import LIMITS
 from sparring.config.schema import SCHEMA, Config
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env
 from sparring.policies.configs import FlowConfig, LoraConfig, PI0PolicyConfig
 from sparring.policies.policy import make_policy
+from sparring.rewards import TERMS
+from sparring.world_models.token_model import PRESETS
 
 SOURCE = Path(__file__).parents[2] / "src" / "sparring"
 # the package in which `config.field` means a field of this section
@@ -62,6 +65,9 @@ def _last_name(node: ast.AST) -> str:
 
 
 READS = reads()
+# by name, in a loop over all terms, all sizes, all limits of a run
+READ_IN_A_LOOP = {*(("rewards", term) for term in TERMS), *(("world_model", size) for size in PRESETS["small"])}
+READ_IN_A_LOOP |= {tuple(key.split(".")) for key in LIMITS}
 
 
 def is_read(section: str, field: str) -> bool:
@@ -71,6 +77,8 @@ def is_read(section: str, field: str) -> bool:
     if section == "world_model" and field == "name":
         # config.resolve.build reads it
         return ("config", "section", "name") in READS
+    if (section, field) in READ_IN_A_LOOP:
+        return True
     if not section:
         return any(attribute == field and owner == "config" for _, owner, attribute in READS)
     return any(

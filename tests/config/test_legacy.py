@@ -16,6 +16,7 @@ from sparring.config.section import ConfigError
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
 from sparring.errors import UserError
 from sparring.phases import CHAIN, PHASES
+from sparring.rewards import TERMS
 from sparring.runs.train_all import train_all
 
 # nothing that these files start from is there
@@ -246,6 +247,40 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
         assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
     assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
     assert "model.lora.bias (from rl_config.yaml line 3) is a comment now: it is always so here" in told
+
+
+@pytest.mark.parametrize("phase", ["student", "adversarial"])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("rewards: {memory_divergence_weight: 0.5, wm_uncertainty_weight: 0.25}", (0.5, 0.25)),
+        ("rewards: {wm_uncertainty_weight: 0.25}", (0.0, 0.25)),
+        ("ppo: {clip_epsilon: 0.3}", (1.0, 1.0)),
+    ],
+)
+def test_rewards_of_the_originals_mean_what_they_meant_there(tmp_path, text, expected, phase):
+    file = in_file(tmp_path, f"student:\n  {text}\n", "theirs.yaml")
+    written, notes = import_config(file, phase)
+    # weights of student are read in student alone
+    expected = expected if phase == "student" else (1.0, 1.0)
+    for path in (file, in_file(tmp_path, written, "ours.yaml")):
+        rewards = load_config(path, start(phase), phase).rewards
+        weights = {name: getattr(rewards, name) for name in TERMS}
+        assert (weights.pop("memory_divergence"), weights.pop("prediction_error")) == expected
+        assert rewards.divergence == "original" and not any(weights.values())
+    _, told = schema.configure([*read_settings(file), *start(phase), Setting("phase", phase, "here")], inherit=False)
+    for lines in (notes, told):
+        assert any(line.startswith(f"{phase} is rewarded as in the originals: rewards.name=original") for line in lines)
+
+
+def test_rewards_that_are_chosen_stay_as_they_are_chosen(tmp_path):
+    file = in_file(tmp_path, "student: {rewards: {wm_uncertainty_weight: 0.25}}", "theirs.yaml")
+    chosen = [*start("student"), Setting("rewards", "default", "command line")]
+    rewards = load_config(file, chosen, "student").rewards
+    assert (rewards.disagreement, rewards.prediction_error, rewards.divergence) == (1.0, 0.25, "potential")
+    # one key of theirs on a command line is no config of theirs
+    word = [*start("student"), Setting("student.rewards.wm_uncertainty_weight", 0.25, "command line")]
+    assert load_config(None, word, "student").rewards.disagreement == 1.0
 
 
 def test_adapters_go_to_what_learns(tmp_path):

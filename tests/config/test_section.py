@@ -280,6 +280,10 @@ MISTAKES = {
     "zzz=1": "zzz (..): unknown key; valid here: phase, algorithm, seed, ",
     "ppo.zzz=1": "ppo.zzz (..): unknown key; valid here: ppo.mini_batch_size, ppo.micro_batch_size, ",
     "ppo.lr=3": "ppo.lr (..): unknown key; nearest: ppo.policy_lr (a number > 0)",
+    "grpo.lr=3": "grpo.lr (..): unknown key; nearest: grpo.policy_lr (a number > 0)",
+    "teacher.lr=3": "teacher.lr (..): unknown key; nearest: teacher.learning_rate (a number > 0)",
+    "imitate.lr=3": "imitate.lr (..): unknown key; nearest: imitate.learning_rate (a number > 0)",
+    "lr=3": "lr (..): unknown key; nearest: ppo.policy_lr (a number > 0), grpo.policy_lr (a number > 0), imi",
     "qqq.gama=1": "qqq.gama (..): unknown key; nearest: ppo.gamma (a number >= 0 and <= 1)",
     "task_nam=x": "task_nam (..): unknown key; nearest: env.task (a list, each text)",
     "ppo=0": "ppo (..): is a section, not a value; its keys are ppo.mini_batch_size, ",
@@ -303,7 +307,8 @@ MISTAKES = {
     ),
     "env.name=gym:Pendulm-v1": (
         "env.name = 'gym:Pendulm-v1' (..): gymnasium does not know it (Environment `Pendulm` "
-        "doesn't exist. Did you mean: `Pendulum`?)"
+        "doesn't exist. Did you mean: `Pendulum`?); where a package registers it, write gym:<package>:Pendulm-v1, "
+        "as in gym:gymnasium_robotics:FetchReach-v4"
     ),
     "env.task=reach_d7": "env.task = reach_d7 (..): env.task='reach_d7' is no tabletop task; did you mean 'reach_d",
     "env.task=[]": "env.task = [] (..): expected at least one of: reach_d0, ",
@@ -332,6 +337,12 @@ def test_where_the_class_of_a_section_is_unknown_its_keys_are_not_judged():
         "known: tabletop, or your.module:Class",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
+
+
+@pytest.mark.parametrize("phase", ["finetune", "imitate"])
+def test_a_phase_that_starts_from_no_teacher_refuses_one(phase):
+    with pytest.raises(ConfigError, match=f"^{phase}.teacher .*: unknown key; "):
+        schema.load_config(None, parse_overrides([f"{phase}.teacher=outputs/teacher_rl"]), phase)
 
 
 def test_the_name_decides_which_keys_a_section_has():
@@ -614,6 +625,11 @@ class Root(Section):
     other: Undocumented
 
 
+def test_what_is_saved_explains_each_section_and_key():
+    lines = load_config().to_yaml().splitlines()
+    assert "ppo:  # Clipped PPO." in lines and "  gamma: 0.97  # discount per env step" in lines
+
+
 def test_a_schema_of_ones_own():
     own = Schema(Root)
 
@@ -622,7 +638,6 @@ def test_a_schema_of_ones_own():
 
     config = build(Setting("inner.size", 4, "here"))
     assert (config.title, config.inner.size, config.other.size) == ("x", 4, 1.0)
-    assert own.comments(config) == {"title": "what it is called", "inner.size": "how big", "inner": "An inner part."}
     with pytest.raises(ConfigError, match=r"^inner.size = 6 \(from there line 2\): too big$"):
         build(Setting("inner.size", 6, "there", 2))
     with pytest.raises(ConfigError, match="could be any of inner.size, other.size"):

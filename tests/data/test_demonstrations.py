@@ -250,6 +250,14 @@ def foreign(folder: Path) -> Path:
     return folder
 
 
+def test_each_camera_may_have_its_own_size_which_need_not_be_square(recorded):
+    sizes = {"head": (36, 48), "wrist": (40, 24)}
+    demos = Demonstrations(recorded, image_size=sizes)
+    assert {camera: demos.images(camera, 0).shape for camera in sizes} == {
+        camera: (7, 3, *size) for camera, size in sizes.items()
+    }
+
+
 def test_a_dataset_that_lerobot_wrote(tmp_path):
     demos = Demonstrations(foreign(tmp_path / "theirs"))
     assert (demos.cameras, demos.image_shapes, demos.lengths.tolist()) == (("image",), {"image": (16, 32)}, [4, 3, 2])

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparring.collect.collector import Collector
-from sparring.data.episodes import EpisodeStore
-from sparring.data.recorder import EpisodeRecorder
+from sparring.data.episodes import EpisodeRecorder, EpisodeStore
 from sparring.data.windows import ShuffledWindows
 from sparring.envs.backend import EpisodeSeeds
 from sparring.errors import UserError
@@ -348,6 +347,7 @@ def start_writer(folder, max_bytes=0) -> subprocess.Popen:
     return writer
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_writer_leaves_whole_episodes_and_a_free_folder(tmp_path):
     reader, expected = None, 0
     for more in (1, 120):
@@ -369,6 +369,7 @@ def test_a_killed_writer_leaves_whole_episodes_and_a_free_folder(tmp_path):
         store.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_reading_while_another_process_writes_and_deletes(tmp_path):
     writer = start_writer(tmp_path, max_bytes=1_600_000)
     try:

@@ -73,8 +73,10 @@ def test_the_trainer_takes_a_ring():
     config = load_config(WAYS["cartpole"])
     env = make_env(config.env, num_envs=3)
     policy = make_policy(config.policy, env.spec, chunk=1)
-    trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=30, buffer_type="vla", quiet=True)
-    assert trainer.train(60)
+    algorithm, ring = PPO(config.ppo, policy), {"buffer_size": 30, "buffer_type": "vla", "mode": "sync"}
+    trainer = Trainer(policy, env, algorithm, quiet=True, **ring)
+    # one rollout fits the normalisers, two are learned from
+    assert trainer.train(90)
     env.close()
     ring = trainer.run.phase.buffer
     assert (ring.capacity, len(ring), trainer.run.phase.progress.updates) == (10, 10, 2)

@@ -500,7 +500,7 @@ def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     code, _, err = told(capsys, "reach_d0", "--episodes", "1")
     assert (code, err) == (
-        2, "sparring: datasets need pyarrow, which is not installed: pip install pyarrow\n"
+        2, 'sparring: datasets need pyarrow, which is not installed: pip install "sparring[demos]"\n'
     )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
 

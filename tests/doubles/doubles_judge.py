@@ -45,6 +45,14 @@ class JudgingWorldModel(WorldModel):
         told = {name: k * size for k, name in enumerate(("error", "entropy", "disagreement", "surprise"), 1)}
         return TensorDict(told | {"accuracy": 1 - size, "memory": self._after(td, without)}, [len(td)])
 
+    def predict(self, td, without=()):
+        """The last frame and the first entry of the memory, in the red of every pixel."""
+        memory = self._after(td, without)
+        pictures = {name: picture.clone() for name, picture in td["observation", "image"].items()}
+        for picture in pictures.values():
+            picture[:, 0] = memory[:, 0, None, None].to(torch.uint8)
+        return TensorDict({"image": pictures, "memory": memory}, [len(td)])
+
     def _after(self, td, without):
         seen = torch.stack([torch.ones(len(td)), td["action"][:, 0, 0] * ("head" not in without)], 1)
         return td["memory", "world_model"] + seen

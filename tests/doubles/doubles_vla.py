@@ -5,7 +5,7 @@ from parity_cases import DIMS, STATE
 from torch import nn
 from vla_cases import INSTRUCTIONS, Flows, Plain, Samples, Seeing  # noqa: F401 (tests name them by this module)
 
-from sparring.policies.vla.config import VLAConfig
+from sparring.policies.configs import VLAConfig
 
 
 class Told(Plain):

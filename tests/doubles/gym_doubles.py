@@ -7,6 +7,7 @@ import sys
 import time
 
 import gymnasium
+import mujoco
 import numpy as np
 from gymnasium import spaces
 
@@ -111,6 +112,40 @@ class HasSimulator(Counter):
 class CannotDraw(Counter):
     def render(self):
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
+
+
+class HasNoOpenGL(Counter):
+    """As gymnasium's MuJoCo envs where no OpenGL is: a second try in a process would end it."""
+
+    tries = 0
+
+    def render(self):
+        HasNoOpenGL.tries += 1
+        raise mujoco.FatalError("no OpenGL")
+
+
+class CannotDrawItself(Counter):
+    def render(self):
+        raise KeyError("camera")
+
+
+class DrawsWhenAsked(Counter):
+    """As gymnasium's own envs: in the mode that it has when it draws."""
+
+    def render(self):
+        return super().render() if self.render_mode == "rgb_array" else None
+
+
+class Wrapped(gymnasium.Wrapper):
+    pass
+
+
+def make_env(length: int = 3):
+    return Wrapped(DrawsWhenAsked(length))
+
+
+def make_env_in_mode(render_mode: str = "human"):
+    return Wrapped(DrawsWhenAsked(render_mode=render_mode))
 
 
 class Shows(gymnasium.Env):

@@ -10,7 +10,7 @@ import torch
 from doubles_launches import Kernels as PlainKernels
 from doubles_native import make_inputs, make_model
 
-from sparring.policies.native.hopper import forward, launch
+from sparring.policies.native.hopper import forward, kernels
 from sparring.policies.native.hopper.forward import HopperForward
 
 
@@ -32,12 +32,12 @@ def difference(model, memory: bool) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     # on CPUs torch has another activation there
-    launch._gelu_product = PlainKernels.gelu_product
-    tables, found = dict(launch.TILES), {}
+    kernels._gelu_product = PlainKernels.gelu_product
+    tables, found = dict(kernels.TILES), {}
     sizes = {"layers": 2, "width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
     for most, tiles in [*tables.items(), ("many", tables[math.inf])]:
-        launch.TILES.clear()
-        launch.TILES[math.inf] = tiles
+        kernels.TILES.clear()
+        kernels.TILES[math.inf] = tiles
         forward.FEW = 0 if most == "many" else 1000
         found[f"{most} fp16"] = difference(make_model(**sizes, kv_heads=1, memory_size=3).half(), memory=True)
         if most != 64:

@@ -131,7 +131,7 @@ class _Odd(Reach):
 
 
 def test_a_task_without_an_expert_is_told(monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "odd_d0", _Odd("odd_d0", (0, 0, 0.1), (0, 0, 0.1), 0.0))
+    monkeypatch.setitem(tasks.TASKS, "odd_d0", _Odd("odd_d0", (0, 0, 0.1), (0, 0, 0.1), joint_noise=0.0))
     with pytest.raises(ValueError, match="no expert for odd_d0; choose another"):
         Expert(_env("odd_d0", 1))
 

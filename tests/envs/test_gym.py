@@ -1,5 +1,7 @@
 """Gymnasium envs through our eyes: spaces, actions, chunks, the ends of episodes, states, pictures."""
 
+import importlib
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -274,11 +276,38 @@ def test_env_that_cannot_draw_goes_on_without_pictures():
     assert env.no_picture(0) == "pygame is not installed"
 
 
+def test_an_env_is_drawn_no_more_where_there_is_no_opengl():
+    gym_doubles = importlib.import_module(DOUBLES)
+    env = backend("HasNoOpenGL", num_envs=2)
+    env.reset(EpisodeSeeds(0))
+    env.record([0, 1])
+    # by no robot of this process
+    for batch in (env, backend("HasNoOpenGL")):
+        assert batch.step(chunks(2)).frames == {} if batch is env else batch.reset(EpisodeSeeds(0))
+        assert batch.render(0) is None and "(no OpenGL); install OpenGL's EGL or OSMesa" in batch.no_picture(0)
+    assert gym_doubles.HasNoOpenGL.tries == 1
+
+
+def test_an_env_whose_render_fails_goes_on_and_tells():
+    env = backend("CannotDrawItself")
+    env.reset(EpisodeSeeds(0))
+    env.record([0])
+    assert env.step(chunks()).frames == {}
+    assert "render() of" in env.no_picture(0) and "failed: KeyError: 'camera' (" in env.no_picture(0)
+
+
+@pytest.mark.parametrize("function", ["make_env", "make_env_in_mode"])
+def test_an_env_that_a_function_makes_is_drawn(function):
+    env = backend(function)
+    env.reset(EpisodeSeeds(0))
+    assert env.render(0).shape == (4, 6, 3) and env.no_picture(0) is None
+
+
 def test_an_env_without_a_way_to_draw_tells_how_it_gets_one():
     env = SerialBackend(GymConfig(name=f"{DOUBLES}:Shows", kwargs={"space": spaces.Discrete(2), "value": 1}), 1)
     env.reset(EpisodeSeeds(0))
     assert env.render(0) is None
-    assert "made with render_mode=None, not 'rgb_array'; a class that draws takes render_mode" in env.no_picture(0)
+    assert "made with render_mode=None, not 'rgb_array'; an env that draws takes render_mode" in env.no_picture(0)
 
 
 # --- state

@@ -12,9 +12,17 @@ from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.randomize import rotations
 from sparring.envs.tabletop.render.geometry import PLANE
-from sparring.envs.tabletop.render.points import point_clouds
 from sparring.envs.tabletop.render.raster import draw
-from sparring.envs.tabletop.render.renderer import GOAL, NOTHING, OBJECTS, ROBOT, SCENERY, Renderer, side_by_side
+from sparring.envs.tabletop.render.renderer import (
+    GOAL,
+    NOTHING,
+    OBJECTS,
+    ROBOT,
+    SCENERY,
+    Renderer,
+    point_clouds,
+    side_by_side,
+)
 from sparring.envs.tabletop.scene import BALL, HOME, Part, Scene
 from sparring.errors import UserError
 

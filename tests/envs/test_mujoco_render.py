@@ -76,13 +76,6 @@ def test_a_disc_is_drawn_too(model, pretty):
     assert ((rgb[1] > 1.5 * rgb[0]) & (rgb[1] > 1.2 * rgb[2])).sum() > 20
 
 
-def test_other_than_rgb_and_unknown_cameras_are_refused(pretty):
-    with pytest.raises(UserError, match="rgb only, not rgb, depth"):
-        pretty.views(QPOS, GOALS, CAMERAS, 16, wants=("rgb", "depth"))
-    with pytest.raises(UserError, match="'side'.*head, wrist"):
-        pretty.views(QPOS, GOALS, ("side",), 16)
-
-
 def test_a_mujoco_gl_that_does_not_work_is_named():
     code = """
 from sparring.envs.tabletop.scene import Scene

@@ -109,11 +109,11 @@ def test_state_holds_what_its_layout_says():
     env, _ = _tabletop(4, task="push_d2", control_mode="delta_ee_pos")
     for action in _actions(env, 10):
         state = env.step(action).observation["state"]
-    now, speed = env.situation(), env._world.objects(np.arange(4)).velocity[:, 0]
+    now, (_, _, velocity) = env.situation(), env._world.objects(np.arange(4))
     assert state.shape == (4, 51)
     np.testing.assert_allclose(_block(state, "object0"), now.objects[:, 0], atol=1e-6)
     np.testing.assert_allclose(_block(state, "object0_from_hand"), now.objects[:, 0] - now.hand, atol=1e-6)
-    np.testing.assert_allclose(_block(state, "object0_velocity"), speed, atol=1e-6)
+    np.testing.assert_allclose(_block(state, "object0_velocity"), velocity[:, 0], atol=1e-6)
     yaw = 2 * np.arctan2(now.quats[:, 0, 3], now.quats[:, 0, 0])
     zero = np.zeros(4)
     expected = np.stack([np.cos(yaw), np.sin(yaw), zero, -np.sin(yaw), np.cos(yaw), zero], axis=1)

@@ -3,8 +3,7 @@
 import numpy as np
 
 from sparring.envs.tabletop.arm import Kinematics
-from sparring.envs.tabletop.render.points import CROP_HIGH, CROP_LOW, point_clouds
-from sparring.envs.tabletop.render.renderer import Renderer
+from sparring.envs.tabletop.render.renderer import CROP_HIGH, CROP_LOW, Renderer, point_clouds
 from sparring.envs.tabletop.scene import HOME, Scene
 
 EVERYWHERE = np.full(3, -10.0), np.full(3, 10.0)

@@ -44,7 +44,7 @@ def chunks(num_envs, steps=1):
 
 
 def pids(backend):
-    return [worker.child.process.pid for worker in backend._pool.workers]
+    return [worker.process.pid for worker in backend._pool.workers]
 
 
 def assert_same(one, two):
@@ -179,6 +179,13 @@ def test_death_is_noticed_while_another_worker_is_busy(make):
     assert time.monotonic() - start < 2
 
 
+def test_a_signal_without_a_name_is_told_by_its_number(make):
+    backend = make(num_envs=1, workers=1)
+    os.kill(pids(backend)[0], signal.SIGRTMIN + 1)
+    with pytest.raises(WorkerError, match=f"died with exit code -{signal.SIGRTMIN + 1}"):
+        backend.reset(EpisodeSeeds(0))
+
+
 def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
     backend = make()
     backend.reset(EpisodeSeeds(0))
@@ -236,7 +243,7 @@ config = GymConfig(name="{DOUBLES}:Breaks", workers=2, kwargs=dict(how=sys.argv[
 backend = ProcessBackend(config, 2)
 backend.reset(EpisodeSeeds(0))
 backend.step(np.zeros((2, 2, 1), np.float32))
-print(*(worker.child.process.pid for worker in backend._pool.workers), flush=True)
+print(*(worker.process.pid for worker in backend._pool.workers), flush=True)
 backend.step(np.zeros((2, 1, 1), np.float32))
 """
 

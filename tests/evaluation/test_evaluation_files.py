@@ -3,7 +3,7 @@
 import pytest
 
 from sparring.errors import UserError
-from sparring.evaluation.files import LONGEST, EvaluationFiles, refuse_unwritable
+from sparring.evaluation.files import LONGEST, EvaluationFiles, refuse_unwritable, terminal_width, text_table
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,19 @@ def test_other_episodes_than_the_runs_own_are_called_by_what_was_changed(tmp_pat
     files = EvaluationFiles.of(tmp_path, "eval", changed, None)
     assert files.name == name and files.json_file == tmp_path / f"{name}.json"
     assert EvaluationFiles.of(tmp_path, "eval", changed, tmp_path / "x").json_file == tmp_path / "x"
+
+
+def test_a_table_fits_the_terminal_by_cutting_what_matters_least(monkeypatch):
+    rows = [("run", "state", "why"), ("outputs/one", "crashed", "an error of many words " * 5)]
+    assert text_table(rows).splitlines()[-1].endswith("words ".rstrip())
+    lines = text_table(rows, width=40, spare=(2,)).splitlines()
+    assert max(map(len, lines)) == 40 and lines[-1].startswith("outputs/one  crashed  an err") and lines[-1][-1] == "…"
+    assert "outpu…  crashed" in text_table(rows, width=23, spare=(2, 0))
+    monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert terminal_width() == 72
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    assert terminal_width() is None
 
 
 def test_long_names_are_cut_and_still_differ(tmp_path):

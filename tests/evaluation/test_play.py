@@ -91,6 +91,14 @@ def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
     assert evaluate(policy, env, episodes=6, seed=2).scores != evaluation.scores
 
 
+def test_an_env_without_success_has_no_rate(tmp_path):
+    env = make_env(load_config({"env": {"name": "gym:Pendulum-v1"}}).env, 2, max_episode_steps=3)
+    evaluation = evaluate(LinearPolicy(), env, episodes=4, baseline=False)
+    (score,) = json.loads(evaluation.write(tmp_path / "evaluation.json").read_text())["scores"]["policy"].values()
+    assert score["success"] == {"successes": None, "episodes": 4, "rate": None, "low": None, "high": None}
+    assert score["steps"] == 3
+
+
 def test_evaluation_leaves_the_policy_in_its_mode():
     policy = LinearPolicy().train()
     play(policy, Env(CountingBackend()), 2, seed=0)

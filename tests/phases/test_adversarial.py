@@ -20,6 +20,7 @@ from sparring.errors import UserError
 from sparring.phases.adversarial import Adversarial
 from sparring.phases.replay import Generations
 from sparring.phases.teacher import Teacher
+from sparring.rewards.reward_model import RewardModel
 from sparring.runs.run import Run
 from sparring.runs.summary import _next_commands as next_commands
 
@@ -318,6 +319,15 @@ def test_a_dry_run_writes_nothing(runs, tmp_path, capsys, monkeypatch):
     words = ["train", "adv", "--teacher_path", str(runs / "teacher_rl"), "--dry-run", *SHORT, *SMALL, *SPARRING]
     assert main([*words, *EXPLORER]) == 0
     assert "loss: " in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("phase", ["student", "adversarial"])
+def test_a_dry_run_of_the_rollout_alone_shows_what_the_env_gives(runs, tmp_path, capsys, monkeypatch, phase):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RewardModel, "write_rewards", lambda *_: pytest.fail("nothing is learned from this rollout"))
+    words = ["train", phase, "--teacher_path", str(runs / "teacher_rl"), "--dry-run", "rollout", *SHORT, *SMALL]
+    assert main([*words, *EXPLORER]) == 0
+    assert "one rollout, nothing written" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from sparring.demos.record import record
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import make_env
 from sparring.errors import UserError
+from sparring.phases.imitate import _open as open_dataset
 from sparring.phases.imitate import _shifted as shifted
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, FlowConfig
@@ -113,6 +115,17 @@ def test_pictures_come_with_their_step_from_each_dataset(folder):
     for row in range(32):
         step = int(np.flatnonzero((states == batch["observation", "state"][row].numpy()).all(1))[0])
         np.testing.assert_array_equal(batch["observation", "image", "head"][row], pictures[step])
+
+
+def test_pictures_are_scaled_to_the_size_of_each_camera_of_the_env(tmp_path):
+    config = TabletopConfig(**SEEN | {"cameras": ["head", "wrist"]})
+    record(Plan(config, max_episode_steps=LENGTH, keep_failures=True), 1, tmp_path / "two", quiet=True)
+    env = make_env(config, 1)
+    env.close()
+    shapes = {"image/head": (3, 36, 48), "image/wrist": (3, 24, 20)}
+    spec = replace(env.spec, observation=env.spec.observation | {k: (s, "uint8") for k, s in shapes.items()})
+    images = drawn(ActionChunks([open_dataset(tmp_path / "two", config, spec)], 1, spec), 5)["observation", "image"]
+    assert {f"image/{camera}": tuple(images[camera].shape[1:]) for camera in ("head", "wrist")} == shapes
 
 
 def test_instructions_are_matched_by_their_words(folder):
@@ -384,6 +397,7 @@ def imitate_on_this_rank(demos, folder):
     torch.save(saved, f"{folder}/rank{run.distributed.rank}.pt")
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_processes_draw_their_own_and_learn_the_same(folder, tmp_path):
     code = (
         "import sys; from accelerate import debug_launcher; from test_imitate import imitate_on_this_rank;"

@@ -27,7 +27,7 @@ STUDENT = [*LONGER, *EXPLORER, *SMALL, "rewards.rnd=0.1"]
 ADVERSARIAL = [*LONGER, *SMALL, *SPARRING, "rewards.learning_progress=1"]
 PHASES = ("student", "adversarial")
 # on a busy machine two processes take long to start
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked")]
 
 
 def phases_on_this_rank(folder):
@@ -96,7 +96,7 @@ def _anew_in_the_same_folder(config) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(forked, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     code = (
         "import sys; from accelerate import debug_launcher; from test_phases_distributed import phases_on_this_rank;"
@@ -141,8 +141,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(ranks, phase):
 @pytest.mark.parametrize("phase", PHASES)
 def test_robots_are_counted_together_and_act_by_themselves(ranks, phase):
     first, second = (rank[phase] for rank in ranks[1])
-    # 16 decisions of 2 steps, of 4 robots: 2 whole episodes each
-    assert first["progress"] == second["progress"] == (4 * 16 * 2, 4 * 2)
+    # 16 decisions of 2 steps, of 4 robots: 2 whole episodes each; the student's normalisers take 4 decisions more
+    rollouts = {"student": 1 + 4, "adversarial": 4}[phase]
+    assert first["progress"] == second["progress"] == (rollouts * 16 * 2, 4 * 2)
     assert not torch.equal(first["acted"], second["acted"])
     assert (first["evaluated"], second["evaluated"]) == (True, False)
 
@@ -204,7 +205,8 @@ def test_the_whole_chain_in_two_processes(tmp_path):
         folder = tmp_path / f"{phase}_rl"
         state = torch.load(folder / "checkpoint-1/training_state.pt", weights_only=True)
         assert len(state["processes"]) == 2 and (folder / "evaluation.json").is_file()
-        # of both processes: 4 robots, one episode of 8 steps each
+        # of both processes: 4 robots, one episode of 8 steps each; the student's first ones fit its normalisers
         line = json.loads((folder / "episode_metrics.jsonl").read_text().splitlines()[-1])
-        assert (line["total_steps"], line["episode"]) == (32, 4)
+        rollouts = 2 if phase == "student" else 1
+        assert (line["total_steps"], line["episode"]) == (32 * rollouts, 4 * rollouts)
     assert (tmp_path / "adversarial_rl/episodes-1").is_dir() and "what earlier explorers found" in told

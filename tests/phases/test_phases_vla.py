@@ -22,6 +22,7 @@ from sparring.policies.native.checkpoint import save_model
 from sparring.runs.checkpoint import load_training_state, read_weights
 from sparring.runs.run import Run
 
+pytestmark = pytest.mark.usefixtures("forked")
 TESTS = Path(__file__).parents[1] / "doubles"
 SHORT = ["device=cpu", "env.threads=1", "threads=1", "logging.console_level=ERROR", "evaluation.episodes=2"]
 SHORT += ["evaluation.baseline=false", "rollout.n_envs=2", "rollout.steps=4", "rollout.max_episode_steps=8"]

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from doubles_judge import JudgingWorldModel
+from tensordict import TensorDict
 
 from sparring.api import load_policy
 from sparring.cli.main import main
@@ -13,6 +14,7 @@ from sparring.config.section import ConfigError
 from sparring.config.text import parse_overrides
 from sparring.envs.env import make_env
 from sparring.errors import UserError
+from sparring.phases.replay import NewestEpisode
 from sparring.runs.checkpoint import save_checkpoint
 from sparring.runs.run import Run
 from sparring.world_models.world_model import make_world_model
@@ -104,6 +106,52 @@ def test_an_update_tells_of_pay_and_contact(teacher, tmp_path):
     assert phase.buffer.rollout()["next", "reward"].std() > 0.1
     assert phase.step(0.0)["episode_reward"] != 0
     assert "paid for memory_divergence, prediction_error, disagreement" in phase.learns_from
+
+
+def test_it_shows_what_the_world_model_predicts_of_the_newest_whole_episode(teacher, tmp_path):
+    # an episode has 6 decisions of 3 of its 16 steps, a rollout 2; the first update has two rollouts
+    folder, options = (
+        tmp_path / "run",
+        ("rollout.steps=2", "ppo.mini_batch_size=2", "rollout.render_episodes=1", "training.iterations=4"),
+    )
+    run = run_of(teacher, folder, *options, "logging.video_share=1")
+    phase = run.phase
+    assert phase.pictures() is None
+    phase.step(0.0)
+    assert phase.pictures() is None, "the first episode goes on"
+    phase.step(0.0)
+    shown = phase.pictures()
+    assert set(shown.true) == {"head", "wrist"} and shown.rate == phase.env.spec.control_hz / 3
+    for camera, true in shown.true.items():
+        assert true.shape == (6, 32, 32, 3)
+        # each from the true picture before it
+        assert (shown.predicted[camera][1:, ..., 1:] == true[:-1, ..., 1:]).all()
+        # with the memory of this episode alone
+        assert shown.predicted[camera][:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    # the env's own: explore has none
+    assert not shown.rewards.any()
+    assert run.run()
+    run.recorder.close()
+    samples = [json.loads(line) for line in (folder / "videos/index.jsonl").read_text().splitlines()]
+    (last,) = [line for line in samples if line["kind"] == "prediction" and line["update"] == 4]
+    assert (folder / last["file"]).is_file() and (folder / last["strip"]).name.endswith("_pred_vs_gt.png")
+    assert list((folder / "samples").glob("*_pred_vs_gt.png"))
+
+
+def test_the_newest_episode_is_whole_whatever_the_rollouts_are():
+    def rollout(*steps):
+        """Each the number of a decision; 0 begins an episode, and a negative one ends it."""
+        numbers = torch.tensor(steps)
+        done = {"terminated": numbers < 0, "truncated": torch.zeros(len(steps), dtype=torch.bool)}
+        td = {"action": numbers.abs(), "is_first": numbers == 0, "next": TensorDict(done, [len(steps)])}
+        return TensorDict(td, [len(steps)])
+
+    newest, found = NewestEpisode(), []
+    # the end of one that began before; one over three rollouts; two in one; one that is broken off
+    for steps in [(7, -8, 0), (1, 2), (-3, 0), (-1, 0, -2, 0), (0, 1), (-4,)]:
+        newest.add(rollout(*steps))
+        found.append(newest.whole["action"].tolist() if newest.whole is not None else None)
+    assert found == [None, None, [0, 1, 2, 3], [0, 2], [0, 2], [0, 1, 4]]
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(teacher, tmp_path):

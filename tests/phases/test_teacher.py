@@ -357,6 +357,7 @@ def teach_on_this_rank(folder):
     torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_processes_are_one_learner(tmp_path):
     code = (
         "import sys; from accelerate import debug_launcher; from test_teacher import teach_on_this_rank as work;"

@@ -373,7 +373,7 @@ def drawn(policy, about):
     """[512, 2, A] by the ODE from noise."""
     x = torch.randn(512, 2, DIMS, generator=torch.Generator().manual_seed(1))
     for k in range(policy.sampling_steps):
-        x = policy._ode_step(x, policy._velocity(policy, k, x, about))
+        x = policy._ode_step(x, policy.denoise(x, policy._time_of(k, x), about))
     return x
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import distributions as D
 
-from sparring.policies.heads import _DiscreteHead as DiscreteHead
-from sparring.policies.heads import _GaussianHead as GaussianHead
-from sparring.policies.heads import _SquashedGaussianHead as SquashedGaussianHead
-from sparring.policies.heads import _StateDependentHead as StateDependentHead
-from sparring.policies.heads import _TokenHead as TokenHead
+from sparring.policies.actor_critic import _DiscreteHead as DiscreteHead
+from sparring.policies.actor_critic import _GaussianHead as GaussianHead
+from sparring.policies.actor_critic import _SquashedGaussianHead as SquashedGaussianHead
+from sparring.policies.actor_critic import _StateDependentHead as StateDependentHead
+from sparring.policies.actor_critic import _TokenHead as TokenHead
 
 
 def features(batch=5, width=4):

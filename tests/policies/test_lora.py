@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.errors import UserError
@@ -251,6 +252,26 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
         adapt(other, CONFIG)
     with pytest.raises(UserError, match="no LoRA adapters"):
         adapter_weights(Net())
+
+
+def test_of_two_weights_that_are_one_a_file_may_have_one(tmp_path):
+    def tied() -> nn.ModuleDict:
+        pair = nn.ModuleDict({"words": nn.Linear(4, 4, bias=False), "last": nn.Linear(4, 4, bias=False)})
+        pair["last"].weight = pair["words"].weight
+        return nn.ModuleDict({"pair": pair, "body": nn.Linear(4, 4)})
+
+    settings = LoraConfig(lora_r=2, lora_targets=("body",), modules_to_save=("pair",))
+    net, other = tied(), tied()
+    adapt(net, settings)
+    adapt(other, settings)
+    save_adapters(stirred(net), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    del weights["base_model.model.pair.last.weight"]
+    save_file(weights, file)
+    load_adapters(other, tmp_path)
+    assert all(torch.equal(w, adapter_weights(net)[name]) for name, w in adapter_weights(other).items())
+    assert other["pair"]["last"].weight is other["pair"]["words"].weight
 
 
 def test_weights_of_a_plain_run_go_beside_new_adapters(tmp_path):

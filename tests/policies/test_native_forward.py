@@ -25,7 +25,7 @@ TOLERANCES = {"64 fp16": 5e-3, "inf fp16": 5e-3, "many fp16": 5e-3, "inf fp32": 
 
 @pytest.fixture
 def plain_launches(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sparring.policies.native.hopper.launch", doubles_launches)
+    monkeypatch.setitem(sys.modules, "sparring.policies.native.hopper.kernels", doubles_launches)
     monkeypatch.setattr(forward, "_has_hopper", lambda weight: True)
 
 

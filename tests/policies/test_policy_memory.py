@@ -266,6 +266,7 @@ def updates_on_this_rank(folder):
     torch.save(told, f"{folder}/rank{straight.distributed.rank}.pt")
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_processes_remember_for_themselves_and_go_on_bit_equal(tmp_path):
     code = (
         "import sys; from accelerate import debug_launcher; from test_policy_memory import updates_on_this_rank;"
@@ -276,8 +277,8 @@ def test_two_processes_remember_for_themselves_and_go_on_bit_equal(tmp_path):
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for rank in ranks:
         assert torch.equal(rank["straight"]["memory"], rank["resumed"]["memory"])
-    # decision 7 of an episode of 10
-    assert ranks[0]["straight"]["memory"][0, :, 0].tolist() == pytest.approx([7 / 8] * 2)
+    # decision 4 of an episode of 10
+    assert ranks[0]["straight"]["memory"][0, :, 0].tolist() == pytest.approx([4 / 5] * 2)
     assert not torch.equal(ranks[0]["straight"]["memory"], ranks[1]["straight"]["memory"])
     for name, weight in ranks[0]["straight"]["weights"].items():
         others = (ranks[1]["straight"], ranks[0]["resumed"], ranks[1]["resumed"])

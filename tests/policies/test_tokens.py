@@ -15,8 +15,8 @@ from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.actor_critic import ActorCritic
+from sparring.policies.actor_critic import _TokenHead as TokenHead
 from sparring.policies.configs import ActorCriticConfig
-from sparring.policies.heads import _TokenHead as TokenHead
 
 
 def head_of(chunk=2, action_dim=3, bins=5) -> TokenHead:

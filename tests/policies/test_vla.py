@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doubles_native import Instructed, make_native
 from doubles_vla import INSTRUCTIONS, Seeing, Sized, config
 from parity_cases import DIMS, REPLAY, STATE, gate
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,8 @@ from sparring.config.schema import load_config
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
+from sparring.policies.configs import ActorCriticConfig, FlowConfig, VLAConfig
+from sparring.policies.native.config import NativeVLAConfig
 from sparring.policies.policy import make_policy
 from sparring.policies.vla.policy import VLAPolicy
 
@@ -56,6 +59,20 @@ def seen(batch=6, seed=0):
 def noisy(policy, td, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return td.clone().set("noise", torch.rand(len(td), policy.noise_size, generator=generator).clamp(1e-4, 1 - 1e-4))
+
+
+@pytest.mark.parametrize("kind", [ActorCriticConfig, FlowConfig, NativeVLAConfig, VLAConfig])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_actions_of_all_built_in_policies_have_no_autograd_graph(kind, greedy):
+    if kind is NativeVLAConfig:
+        policy, td = make_native(), Env(Instructed(2)).reset(0)
+    else:
+        spec = Seeing(1).spec
+        policy, td = made() if kind is VLAConfig else make_policy(kind(use_images=False), spec, 1), seen(2)
+    policy.train()
+    done = policy.act(td if greedy else noisy(policy, td))
+    assert not any(value.requires_grad for value in done.values(True, True))
+    assert "not clipped" in type(policy).act.__doc__
 
 
 def sentence(*arguments, **settings):

@@ -14,6 +14,8 @@ from sparring.errors import UserError
 from sparring.processes.distributed import Distributed, pick_device
 from sparring.runs.checkpoint import find_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def one_update_on_this_rank(folder):
     """Run by each of two processes."""
@@ -105,7 +107,7 @@ def on_two_ranks(function, folder) -> list:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(forked, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     return folder, on_two_ranks(one_update_on_this_rank, folder)
 
@@ -115,13 +117,13 @@ def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):
     for algorithm in ("ppo", "grpo"):
         one, other = first[algorithm], second[algorithm]
         assert one["decisions"] != other["decisions"]
-        assert one["progress"] == other["progress"] and one["progress"][0] == 3 * 2 * 4
+        assert one["progress"] == other["progress"] and one["progress"][0] == (1 + 3) * 2 * 4
         for name, tensor in one["weights"].items():
             assert torch.equal(tensor, other["weights"][name]) and tensor.isfinite().all(), name
     # and of a flow policy, each with noise of its own
     one, other = first["flow"], second["flow"]
     assert not torch.equal(one["drawn"], other["drawn"])
-    assert one["progress"] == other["progress"] == (2, 2 * 2 * 2 * 8 * 2)
+    assert one["progress"] == other["progress"] == (2, (1 + 2) * 2 * 2 * 8 * 2)
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
 
 
@@ -130,8 +132,8 @@ def test_weights_and_statistics_are_bit_identical(two_ranks):
     assert first["weights"].keys() == second["weights"].keys()
     for name in first["weights"]:
         assert torch.equal(first["weights"][name], second["weights"][name]), name
-    # statistics of both ranks' robots: 3 updates x 2 ranks x 2 robots x 16 decisions
-    assert first["weights"]["encoder.normalizer.count"] == 192
+    # statistics of both ranks' robots: 4 rollouts (one before the first update) x 2 ranks x 2 robots x 16 decisions
+    assert first["weights"]["encoder.normalizer.count"] == 256
 
 
 def test_both_ranks_go_on_bit_equal_after_a_stop(two_ranks):
@@ -144,7 +146,7 @@ def test_both_ranks_go_on_bit_equal_after_a_stop(two_ranks):
 def test_ranks_see_different_robots_and_count_together(two_ranks):
     _, (first, second) = two_ranks
     assert not torch.equal(first["first_action"], second["first_action"])
-    assert first["progress"] == second["progress"] == (3, 192)
+    assert first["progress"] == second["progress"] == (3, 256)
 
 
 def test_the_main_rank_alone_logs_and_saves(two_ranks):
@@ -157,6 +159,7 @@ def test_the_main_rank_alone_logs_and_saves(two_ranks):
     assert len(state["processes"]) == 2
 
 
+@pytest.mark.usefixtures("fresh")
 def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]
     command += ["--envs", "2", "rollout.steps=8", "training.iterations=1", "evaluation.episodes=2", "env.threads=1"]
@@ -209,7 +212,7 @@ def test_devices_and_processes_must_agree(monkeypatch):
 def test_alone_everything_is_free():
     alone = Distributed("cpu")
     gradient = torch.ones(3)
-    alone.average_(gradient), alone.unite(torch.nn.Linear(1, 1))
+    alone.average_(gradient), alone.broadcast_weights(torch.nn.Linear(1, 1))
     assert gradient.tolist() == [1, 1, 1] and alone.is_main
     assert alone.mean({"a": 2.0}) == {"a": 2.0} and alone.max(3.0) == 3.0 and alone.gather_objects([1]) == [1]
 

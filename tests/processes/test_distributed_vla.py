@@ -7,6 +7,7 @@ from test_distributed import on_two_ranks
 
 from sparring.algorithms.configs import GRPOConfig
 from sparring.algorithms.grpo import GRPO
+from sparring.algorithms.ppo import _weight
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
@@ -14,6 +15,7 @@ from sparring.errors import UserError
 from sparring.policies.policy import make_policy
 from sparring.processes.distributed import Distributed
 
+pytestmark = pytest.mark.usefixtures("forked")
 STEPS, ROBOTS = 6, 4
 CASES = {
     # the value head learns, as far as anybody knows, and no loss of GRPO reads it
@@ -21,6 +23,8 @@ CASES = {
     "adapters of an unread layer": {"model": "Spare", "lora_r": 2, "critic_parts": ()},
     "frozen parts": {"frozen": ("vision", "words")},
 }
+# what process 1 holds beside the 24 decisions of process 0
+UNEVEN = {"8 decisions": {}, "24 decisions of episodes that are all alike": {"kl_coef": 0.5}}
 # with a large epsilon Adam's steps are as long as gradients, not only as their signs
 LEARNING = GRPOConfig(mini_batch_size=STEPS * ROBOTS, epochs=2, adam_eps=1.0, policy_lr=0.1, max_grad_norm=0.05)
 
@@ -40,6 +44,15 @@ def rollout_of(policy, rank: int):
     rollout["valid"] = torch.ones(STEPS, ROBOTS, dtype=torch.bool)
     rollout["next", "reward"] = robot.float().repeat(STEPS, 1)[..., None]
     return rollout.clone()
+
+
+def uneven_rollout_of(policy, rank: int, case: str):
+    rollout = rollout_of(policy, rank)
+    if rank == 1 and case == "8 decisions":
+        rollout["valid"][2:] = False
+    elif rank == 1:
+        rollout["next", "reward"][:] = 1.0
+    return rollout
 
 
 def weights_of(policy) -> dict[str, torch.Tensor]:
@@ -68,6 +81,13 @@ def updates_on_this_rank(folder):
                 "grad_norm": metrics["grad_norm"],
                 "averaged": averaged,
             }
+    for case, settings in UNEVEN.items():
+        for micro in (None, 5):
+            policy = made({"critic_parts": ()}, seed=0)
+            before, rollout = weights_of(policy), uneven_rollout_of(policy, distributed.rank, case)
+            learning = LEARNING.model_copy(update=settings | {"micro_batch_size": micro})
+            metrics = GRPO(learning, policy, distributed).update(rollout.clone())
+            told[case, micro] = {"before": before, "after": weights_of(policy), "rollout": rollout} | metrics
     told["errors"] = _when_ranks_differ(distributed)
     told["kinds"] = _of_many_kinds(distributed)
     torch.save(told, f"{folder}/rank{distributed.rank}.pt")
@@ -94,12 +114,12 @@ def _of_many_kinds(distributed) -> list[torch.Tensor]:
     tensors += [torch.tensor(5 - rank), torch.zeros(0, 3), torch.arange(6.0).view(2, 3).mT - rank]
     for number, tensor in enumerate(tensors):
         module.register_buffer(f"kind{number}", tensor, persistent=number % 2 == 0)
-    distributed.unite(module)
+    distributed.broadcast_weights(module)
     return list(module.buffers())
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(forked, tmp_path_factory):
     return on_two_ranks(updates_on_this_rank, tmp_path_factory.mktemp("ranks"))
 
 
@@ -132,6 +152,31 @@ def test_they_learn_what_one_process_learns_from_both_rollouts(ranks, case):
     assert moved > 1e-4
     for name, tensor in policy.state_dict().items():
         torch.testing.assert_close(tensor, first["after"][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro", [None, 5])
+@pytest.mark.parametrize("case", UNEVEN)
+def test_each_decision_counts_alike_where_processes_hold_different_numbers(ranks, case, micro):
+    first, second = (rank[case, micro] for rank in ranks)
+    policy = made({"critic_parts": ()}, seed=0)
+    alone = GRPO(LEARNING.model_copy(update=UNEVEN[case] | {"mini_batch_size": 2 * STEPS * ROBOTS}), policy)
+    metrics = alone.update(torch.cat([first["rollout"], second["rollout"]], 1))
+    assert first["grad_norm"] == second["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    assert max(float((tensor - first["before"][name]).abs().max()) for name, tensor in first["after"].items()) > 1e-4
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(first["after"][name], second["after"][name])
+        torch.testing.assert_close(tensor, first["after"][name], rtol=0, atol=1e-6)
+
+
+def test_weights_of_minibatches_by_hand():
+    even = [(24, True)] * 3
+    assert [_weight(even, rank, number, 3) for rank in range(3) for number in range(3)] == [1.0] * 9
+    # of 5 and 3 decisions in 2 minibatches: 3 + 2 and 2 + 1
+    assert [_weight([(5, True), (3, True)], rank, 0, 2) for rank in range(2)] == [3 / 2.5, 2 / 2.5]
+    assert [_weight([(5, True), (3, True)], rank, 1, 2) for rank in range(2)] == [2 / 1.5, 1 / 1.5]
+    # 1 decision in 2 minibatches is in both of them, and half of it counts in each
+    assert [_weight([(4, True), (1, True)], rank, 0, 2) for rank in range(2)] == [2 / 1.25, 0.5 / 1.25]
+    assert [_weight([(4, True), (9, False)], rank, 0, 1) for rank in range(2)] == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,7 @@ from sparring.processes.heartbeat import BEATS, ENTERED, PATIENT, PLACE, TOGETHE
 from sparring.processes.launch import _exit_code, _failure_message
 from sparring.runs.checkpoint import checkpoints
 
+pytestmark = pytest.mark.usefixtures("forked")
 SOON = 10.0
 COMMAND = [sys.executable, "-m", "sparring", "train", "finetune", "--gpus", "2", "--envs", "2", "device=cpu"]
 COMMAND += ["env.name=doubles_failing:Failing", "env.slow=0.002", "rollout.steps=8", "rollout.watchdog_s=2"]
@@ -49,7 +50,11 @@ def training(folder, *more):
 
 
 def ranks(launcher) -> list[psutil.Process]:
-    return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.environ()["RANK"])
+    def rank(process: psutil.Process) -> str:
+        # one that was forked is named after it: psutil is told the environment of its server
+        return process.environ().get("RANK", "") or process.name().partition("rank ")[2]
+
+    return sorted(filter(rank, psutil.Process(launcher.pid).children()), key=rank)
 
 
 def ended(launcher) -> tuple[str, float, list]:

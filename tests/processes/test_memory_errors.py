@@ -28,7 +28,7 @@ from sparring.policies.configs import ActorCriticConfig, LoraConfig, PI0PolicyCo
 from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.policy import make_policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import explain_oom
+from sparring.processes.memory import explain_oom
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 100.00 MiB"
@@ -176,7 +176,7 @@ def test_where_nothing_can_be_set():
 def test_a_cpus_allocator_has_no_error_of_its_own():
     with pytest.raises(OutOfMemory) as caught, explain_oom("acting", None, 64, "rollout.n_envs"):
         torch.empty(10**15)
-    assert str(caught.value).startswith("out of memory while acting: 3.64e+03 TiB more were asked for and ")
+    assert str(caught.value).startswith("out of memory while acting: 3638 TiB more were asked for and ")
     assert "iB were free. Set rollout.n_envs=32 or less" in str(caught.value)
     for message in (CPU.replace("can't allocate memory", "not enough memory"), "CUDA error: out of memory"):
         with pytest.raises(OutOfMemory), explain_oom("acting"):

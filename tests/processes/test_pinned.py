@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from sparring.processes.shared_memory import Column, SharedMemory
+from sparring.processes.memory import Column, SharedMemory
 
 GPU = torch.device("cuda:1")
 

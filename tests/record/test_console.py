@@ -2,6 +2,7 @@
 
 import io
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +10,10 @@ from sparring.contract import EnvSpec
 from sparring.evaluation.exploration import ExplorationEvaluation, _Exploration
 from sparring.evaluation.play import Evaluation, _Score, wilson
 from sparring.evaluation.world_model import WorldModelEvaluation
-from sparring.record import console as view
-from sparring.record.console import CELLS, Console, _Curve, _sparkline, _View, clock
+from sparring.phases.phase import Progress
+from sparring.record import log as view
+from sparring.record.log import CELLS, Console, _Curve, _sparkline, _View, clock
+from sparring.runs.run import _RunConsole
 from sparring.runs.summary import _reached as reached
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -54,6 +57,24 @@ def test_lines_in_a_pipe_are_plain_and_sparse():
     assert [line.split()[0] for line in pipe.getvalue().splitlines()] == ["25%", "100%"]
     assert pipe.getvalue().splitlines()[0] == " 25%  250 steps  starting  ? left  reward 1.00"
     assert "steps/s" in pipe.getvalue() and "\x1b" not in pipe.getvalue() and "\r" not in pipe.getvalue()
+
+
+def test_a_world_model_that_learns_its_tokens_first_says_so_instead_of_an_accuracy(monkeypatch):
+    monkeypatch.setattr("sparring.runs.run.Console.progress", lambda self, *told: said.append(told))
+    said, phase = [], SimpleNamespace(progress=Progress(3, 0, 0), preparing="learning its tokens 40 %")
+    run = SimpleNamespace(phase=phase, fraction=0.25, log=SimpleNamespace(update=lambda *_: None))
+    console, metrics = _RunConsole(), {"loss": 1.5, "fresh_acc": 0.0, "collect_seconds": 1.0}
+    console.after_update(run, metrics)
+    phase.preparing = None
+    console.after_update(run, metrics)
+    assert said == [
+        (0.25, 3, "loss 1.500", "updates", {"loss": 1.5, "collect_seconds": 1.0}, "learning its tokens 40 %"),
+        (0.25, 3, "loss 1.500  accuracy 0%", "updates", metrics, None),
+    ]
+    monkeypatch.undo()
+    pipe = io.StringIO()
+    Console(pipe).progress(0.25, 3, "loss 1.500", "updates", {}, "learning its tokens 40 %")
+    assert pipe.getvalue() == " 25%  3 updates  starting  ? left  learning its tokens 40 %  loss 1.500\n"
 
 
 def test_a_terminal_that_can_do_nothing_gets_lines_too(monkeypatch):

@@ -16,12 +16,12 @@ from torch import nn
 from sparring.config.schema import load_config
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, RunningNormalizer
+from sparring.phases.configs import LoggingConfig
 from sparring.phases.phase import Progress
 from sparring.processes.child import _Output
-from sparring.record.configs import LoggingConfig
 from sparring.record.log import PARTS, RunLog
+from sparring.runs.folder import Status
 from sparring.runs.run import Run
-from sparring.runs.status import Status
 
 # ---- who says what where
 
@@ -92,7 +92,8 @@ def test_a_run_fills_them_all(tmp_path):
     assert [line.split(":")[0] for line in logs["training"]] == ["DEBUG update 1", "DEBUG update 2"]
     assert " policy_loss " in logs["training"][0] and " steps_per_second " in logs["training"][0]
     assert logs["normalizer"][1].startswith("DEBUG update 2: encoder.normalizer: 4 numbers, shifted by ")
-    assert logs["normalizer"][1].endswith(", by 64 observations")
+    # two updates, and the rollout before them
+    assert logs["normalizer"][1].endswith(", by 96 observations")
 
 
 def test_what_a_normalizer_says_of_itself():
@@ -152,7 +153,7 @@ def test_a_run_to_its_end(tmp_path):
     assert (told["state"], told["why"], told["pid"], told["phase"]) == ("finished", None, os.getpid(), "finetune")
     assert told["task"] == "gym:CartPole-v1" and told["best"] is told["last"] is None
     progress = run.phase.progress
-    assert told["progress"] == {"updates": 2, "env_steps": 64, "episodes": progress.episodes, "fraction": 1.0}
+    assert told["progress"] == {"updates": 2, "env_steps": 96, "episodes": progress.episodes, "fraction": 1.0}
     assert told["started"] <= told["ended"] <= told["updated"] <= time.time()
     assert told["system"]["trainable"] == sum(weight.numel() for weight in run.phase.model.parameters())
     assert told["system"]["torch"] == torch.__version__ and told["system"]["gpu"] is None
@@ -212,16 +213,31 @@ def test_best_and_last_success(tmp_path):
     assert status_in(tmp_path)["best"] is status_in(tmp_path)["last"] is None
 
 
-def test_progress_is_written_once_a_second_at_most(tmp_path, monkeypatch):
+def test_progress_is_written_twice_a_second_at_most(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("sparring.runs.status.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sparring.runs.folder.time.monotonic", lambda: clock[0])
     status = Status(tmp_path, "finetune", "reach_d0", {})
     seen = []
-    for now in (100.0, 100.5, 101.0, 101.9, 102.0):
+    for now in (100.0, 100.4, 100.5, 100.9, 101.0):
         clock[0] = now
         status.progress(Progress(updates=int(10 * now)), 0.5)
         seen.append(status_in(tmp_path)["progress"]["updates"])
-    assert seen == [1000, 1000, 1010, 1010, 1020]
+    assert seen == [1000, 1000, 1005, 1005, 1010]
+
+
+def test_progress_does_not_wait_for_the_next_line_of_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparring.runs.folder._SECONDS", 0.0)
+    seen = []
+    run = Run(load_config(SMALL | {"output": str(tmp_path), "training": {"iterations": 4, "log_every": 4}}))
+    step = run.phase.step
+
+    def step_and_look(fraction):
+        seen.append((status_in(tmp_path)["progress"]["updates"], (tmp_path / "episode_metrics.jsonl").exists()))
+        return step(fraction)
+
+    run.phase.step = step_and_look
+    assert run.run()
+    assert seen == [(0, False), (1, False), (2, False), (3, False)]
 
 
 def test_without_a_folder_there_is_none(tmp_path, monkeypatch):
@@ -231,7 +247,7 @@ def test_without_a_folder_there_is_none(tmp_path, monkeypatch):
 
 
 def test_what_learns_is_counted_and_what_is_frozen(tmp_path):
-    from sparring.runs.status import _system
+    from sparring.runs.folder import _system
 
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).requires_grad_(False))
     system = _system(torch.device("cpu"), model)

@@ -158,10 +158,10 @@ def test_what_a_line_says_of_an_evaluation():
     ],
 )
 def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package, extra):
-    monkeypatch.setattr("sparring.record.configs.find_spec", lambda name: None)
+    monkeypatch.setattr("sparring.record.recorder.find_spec", lambda name: None)
     monkeypatch.setattr("sparring.runs.run.resolve", lambda *_: pytest.fail("built"))
     config = load_config(SMALL | {"output": str(tmp_path / "run"), "logging": setting})
-    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'sparring\[{extra}\]'"):
+    with pytest.raises(UserError, match=rf'needs the package {package}: pip install "sparring\[{extra}\]"'):
         Run(config)
     assert not (tmp_path / "run").exists()
 
@@ -250,7 +250,7 @@ def test_wandb_keeps_numbers_and_videos_of_one_run_over_a_stop(tmp_path, monkeyp
 def test_wandb_gets_a_video_with_the_step_that_is_open(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    from sparring.record.sinks import _WeightsAndBiases
+    from sparring.record.recorder import _WeightsAndBiases
 
     names = ("rollout_000003_0", "rollout_000003_1", "episode_000008_000003_0", "episode_000008")
     for name in names:

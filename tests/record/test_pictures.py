@@ -239,6 +239,15 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
     assert Image.open(tmp_path / first["strip"]).size == (3 * 128 + 16, 2 * 64 + 8)
 
 
+def test_where_a_video_is_to_look_at_is_logged_when_it_is_there(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("sparring.record.videos.log.info", lambda words, path: told.append((path, path.is_file())))
+    videos = VideoWriter(tmp_path)
+    videos.rollouts([film_of()], Progress(updates=7, env_steps=1, episodes=32), SPEC)
+    videos.finish()
+    assert told == [(tmp_path / "videos" / "rollout_000007_4.mp4", True)]
+
+
 def test_predictions_stand_beside_the_truth(tmp_path):
     scene = _prediction_scene(foretold_of(), SPEC)
     assert [name for name, _ in scene.rows[0]] == ["head, predicted", "head, true"] and scene.fps == 5

@@ -13,10 +13,12 @@ import pytest
 from doubles_report import BEGAN, make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
+from sparring.config.schema import load_config
+from sparring.config.text import flatten
 from sparring.errors import UserError
 from sparring.processes.files import take_lock
-from sparring.report import curves, tail
-from sparring.report.curves import BINS, Curves, Timeline
+from sparring.report import curves
+from sparring.report.curves import BINS, Curves, Tail, Timeline
 from sparring.report.media import Picture, _spread, _within
 from sparring.report.page import Collection
 from sparring.report.run_folder import (
@@ -24,12 +26,12 @@ from sparring.report.run_folder import (
     _CurvesFile,
     _defaults,
     _differences,
+    _kinds,
     _labels,
-    _read_config,
     _read_status,
     _short_names,
 )
-from sparring.report.tail import Tail
+from sparring.runs.fits import saved_settings
 
 
 def rows_of(reader: Tail) -> list[dict]:
@@ -50,7 +52,7 @@ def content_of(html: bytes) -> dict:
 
 
 def test_a_tail_reads_on_and_leaves_a_torn_line_for_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(tail, "BLOCK", 7)
+    monkeypatch.setattr(curves, "BLOCK", 7)
     file = tmp_path / "x.jsonl"
     file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
     reader = Tail(file)
@@ -275,7 +277,7 @@ def test_pictures_are_chosen_by_number_and_by_size():
 
 def test_runs_are_called_by_what_differs(tmp_path):
     runs = [make_run(tmp_path / f"run{seed}", seed=seed) for seed in range(3)]
-    configs = [_read_config(run) for run in runs]
+    configs = [saved_settings(run) for run in runs]
     assert _labels(configs, ["a", "b", "c"]) == ["seed 0", "seed 1", "seed 2"]
     assert _differences(configs) == [{"key": "seed", "values": ["0", "1", "2"]}]
     # the same settings, too many differences, no config: names it is
@@ -287,9 +289,22 @@ def test_runs_are_called_by_what_differs(tmp_path):
 
 def test_one_run_is_compared_with_the_defaults(tmp_path):
     run = make_run(tmp_path / "run", seed=3)
-    config = _read_config(run)
+    config = saved_settings(run)
     assert _differences([config, _defaults(config)]) == [{"key": "seed", "values": ["3", "0"]}]
     assert _defaults(config | {"env.name": "not.there:Env"}) is None
+
+
+def test_what_losses_and_rewards_are_of_is_told(tmp_path):
+    def kinds(**settings):
+        return _kinds(flatten(load_config(settings, to_run=False).dump()))
+
+    assert kinds() == {"loss": "ppo", "reward": "dense rewards", "evaluation": "dense rewards"}
+    assert kinds(env={"reward": "sparse"})["reward"] == "sparse rewards"
+    assert kinds(env={"name": "gym:CartPole-v1"})["evaluation"] == "rewards of gym:CartPole-v1"
+    teacher, student = kinds(phase="teacher"), kinds(phase="student")
+    assert (teacher["loss"], teacher["reward"]) == ("world model", "accuracy")
+    assert (student["loss"], student["reward"]) == ("ppo", "pay of explorers")
+    assert kinds(phase="imitate")["loss"] == "imitation" and _kinds({}) == {}
 
 
 # --- status ---

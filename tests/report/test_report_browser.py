@@ -7,7 +7,8 @@ import pytest
 from doubles_report import make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
-from sparring.report.server import HOST, open_server
+from sparring.config.schema import load_config
+from sparring.report.page import HOST, open_server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -79,6 +80,22 @@ def test_everything_is_drawn_and_fits(browser, report, width, scheme):
     assert dark == (scheme == "dark")
     assert visit.said == [] and [url for url in visit.asked if not url.startswith("data:")] == [report]
     assert visit.page.eval_on_selector_all("figure.chart", "all => all.every(one => one.ariaLabel.length > 20)")
+
+
+def test_what_cannot_be_compared_has_axes_of_its_own(browser, tmp_path):
+    settings = {"dense": {}, "sparse": {"env": {"reward": "sparse"}}, "teacher": {"phase": "teacher"}}
+    for name, changed in settings.items():
+        make_run(tmp_path / name)
+        config = load_config(changed | {"output": str(tmp_path / name)})
+        (tmp_path / name / "config.yaml").write_text(config.to_yaml())
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
+    visit = Visit(browser, (tmp_path / "report.html").as_uri())
+    titles = [title.inner_text().lower() for title in visit.page.locator("#learning figcaption").all()]
+    for kind in ("episode reward, dense rewards", "episode reward, sparse rewards", "episode reward, accuracy"):
+        assert any(title.startswith(kind) for title in titles), titles
+    for kind in ("loss, ppo", "loss, world model"):
+        assert any(title.startswith(kind) for title in titles), titles
+    assert visit.said == []
 
 
 def test_values_are_told_where_one_points(browser, report):

@@ -14,7 +14,7 @@ from doubles_report import make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
 from sparring.errors import UserError
-from sparring.report.server import HOST, _byte_range, open_server
+from sparring.report.page import HOST, _byte_range, open_server
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_a_port(tmp_path, monkeyp
     def refuse(collection):
         raise PermissionError(13, "Permission denied", "run/config.yaml")
 
-    monkeypatch.setattr("sparring.report.server.Collection.refresh", refuse)
+    monkeypatch.setattr("sparring.report.page.Collection.refresh", refuse)
     with pytest.raises(PermissionError, match="config.yaml"):
         open_server([make_run(tmp_path / "run")], 17310)
 

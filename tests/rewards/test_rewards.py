@@ -11,6 +11,7 @@ from doubles_judge import JudgeConfig, JudgingWorldModel
 from tensordict import TensorDict
 
 from sparring.collect.collector import Collector
+from sparring.config.resolve import build
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
 from sparring.errors import UserError
@@ -18,14 +19,14 @@ from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
 from sparring.rewards import TERMS
 from sparring.rewards.configs import OriginalRewardsConfig, RewardsConfig
-from sparring.rewards.reward_model import RewardModel, _make_term, _weights_of
+from sparring.rewards.reward_model import RewardModel, _weights_of
 
 SPEC = EnvSpec({"image/head": ((3, 16, 16), "uint8"), "state": ((2,), "float32")}, action_dim=1)
 ALONE = Distributed("cpu")
 
 
 def term(name, config=None, spec=SPEC):
-    return _make_term(name, config or RewardsConfig(), spec, 1, torch.device("cpu"))
+    return build(config or RewardsConfig(), TERMS, spec, 1, torch.device("cpu"), kind="reward term", name=name)
 
 
 def memories(entered, entered_wrist, after, after_wrist, is_first=False):

@@ -12,7 +12,7 @@ import pytest
 from sparring.cli.main import main
 from sparring.cli.runs import _duration as duration
 from sparring.cli.runs import _size as size
-from sparring.runs.folder import alone_in
+from sparring.runs.folder import folder_lock
 from sparring.runs.listing import _look_at as look_at
 from sparring.runs.listing import find_runs, read_json
 
@@ -71,7 +71,7 @@ def test_a_run_is_as_it_says(folder, state):
 def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
     run = folder("run", status("running"))
     assert look_at(run).state == "killed"
-    with alone_in(run):
+    with folder_lock(run):
         assert look_at(run).state == "running"
     (run / "writer.lock").unlink()
     assert look_at(run).state == "killed"
@@ -82,7 +82,7 @@ def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
     handle = os.open(run / "writer.lock", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)
     threading.Timer(0.1, os.close, [handle]).start()
-    with alone_in(run):
+    with folder_lock(run):
         assert look_at(run).state == "running"
 
 
@@ -90,7 +90,7 @@ def test_a_folder_without_a_status_is_unknown(folder):
     run = folder("lost", checkpoints=[5])
     found = look_at(run)
     assert (found.state, found.phase, found.best, found.updates, found.fraction) == ("unknown", None, None, None, None)
-    with alone_in(run):
+    with folder_lock(run):
         assert look_at(run).state == "running"
 
 
@@ -237,7 +237,7 @@ def test_it_asks(folder, monkeypatch, capsys, answer, left):
 
 def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
     run, other = folder("run", checkpoints=[1, 2]), folder("other", checkpoints=[1, 2])
-    with alone_in(run):
+    with folder_lock(run):
         assert main(["prune", str(other), str(run), "--yes"]) == 2
         assert "a process is training there" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
@@ -267,7 +267,7 @@ def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
         "updates (training.save_every) and at the end; train it again by the same command\n"
     )
     if command[0] == "eval":
-        with alone_in(run):
+        with folder_lock(run):
             assert main([word.format(run) for word in command]) == 2
         assert "its run goes on after 30 updates" in capsys.readouterr().err
 

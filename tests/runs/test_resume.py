@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from sparring.config.schema import load_config
+from sparring.config.text import saved_settings
 from sparring.errors import UserError
 from sparring.runs.checkpoint import checkpoints, find_checkpoint
 from sparring.runs.run import Run
 
+pytestmark = pytest.mark.usefixtures("forked")
 SMALL = {
     "rollout": {"n_envs": 3, "steps": 12, "max_episode_steps": 10, "render_episodes": 0},
     "ppo": {"mini_batch_size": 16, "ppo_epochs": 2},
@@ -102,6 +104,7 @@ def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, way):
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
 
 
+@pytest.mark.usefixtures("fresh")
 def test_kill_9_at_update_3_then_the_same_command(tmp_path):
     """A real process, really killed; the metrics file has no line twice."""
     straight = run_to_the_end(config_in(tmp_path / "straight"))
@@ -254,6 +257,61 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     again = run_to_the_end(config_in(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(weights(first).values(), weights(again).values(), strict=True))
     assert len(lines(tmp_path)) == 5
+
+
+LIMITS = {"num_episodes": (6, 12), "total_timesteps": (100, 200), "iterations": (3, 5)}
+
+
+@pytest.mark.parametrize(("limit", "values"), LIMITS.items())
+def test_a_larger_limit_goes_further_in_the_same_folder(tmp_path, limit, values):
+    short, long = ({"iterations": None, "save_every": 1, limit: value} for value in values)
+    straight = run_to_the_end(config_in(tmp_path / "straight", training=long))
+    run_to_the_end(config_in(tmp_path / "run", training=short))
+    more = {"evaluation": {"episodes": 7}, "threads": 1, "device": "cpu"}
+    further = run_to_the_end(
+        config_in(tmp_path / "run", training=long | {"save_every": 2, "keep_checkpoints": 5}, **more)
+    )
+    assert further.phase.progress == straight.phase.progress
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight).values(), weights(further).values(), strict=True))
+    assert lines(tmp_path / "run") == lines(tmp_path / "straight")
+    saved = saved_settings(tmp_path / "run")
+    assert saved[f"training.{limit}"] == values[1] and saved["training.save_every"] == 2
+    assert saved["evaluation.episodes"] == 7
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "finished" and status["progress"]["fraction"] == 1
+    with pytest.raises(UserError, match=r"policy_lr: 0\.001 in the folder, 0\.01 now"):
+        Run(config_in(tmp_path / "run", training=long, ppo=SMALL["ppo"] | {"policy_lr": 0.01}))
+
+
+def test_a_longer_run_says_how_its_schedules_stretch(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("sparring.runs.run.log.info", lambda words, *values: told.append(words % values))
+    ppo = SMALL["ppo"] | {"lr_schedule": "linear"}
+    run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 2}))
+    run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 4}))
+    assert (
+        "the limit is 4 updates now, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
+        "(was at 100%)"
+    ) in told
+    last = json.loads((tmp_path / "episode_metrics.jsonl").read_text().splitlines()[-1])
+    assert last["lr"] == pytest.approx(0.001 * 0.25)
+    # a smaller limit than it reached: nothing is trained, and it stays the run that it was
+    told.clear()
+    run = Run(config_in(tmp_path, ppo=ppo, training={"iterations": 3}))
+    run.announce()
+    assert run.run() and run.phase.progress.updates == 4
+    run.phase.env.close()
+    assert any(line.startswith("already trained to the end") for line in told)
+    assert "the limit is 3 updates now, it was 4 updates, which is reached" in told
+    assert saved_settings(tmp_path)["training.iterations"] == 4
+
+
+def test_a_run_that_goes_on_with_other_workers_keeps_its_episodes(tmp_path):
+    env = WAYS["cartpole in workers"]["env"]
+    straight = run_to_the_end(config_in(tmp_path / "straight", env=env))
+    run_to_the_end(config_in(tmp_path / "run", env=env, training={"iterations": 2}))
+    further = run_to_the_end(config_in(tmp_path / "run", env=env | {"workers": 3}))
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight).values(), weights(further).values(), strict=True))
 
 
 def test_a_run_that_branches_off_from_an_end_keeps_it(tmp_path):

@@ -18,8 +18,8 @@ from sparring.phases.phase import Progress
 from sparring.processes.launch import PATIENCE
 from sparring.record.recorder import AFTER_AN_ERROR_S
 from sparring.runs.checkpoint import CheckpointError, checkpoints
+from sparring.runs.folder import Status
 from sparring.runs.run import Run
-from sparring.runs.status import Status
 
 
 def fail_with(error):
@@ -27,6 +27,16 @@ def fail_with(error):
         raise error
 
     return fail
+
+
+def test_a_run_whose_env_cannot_draw_says_so_once(tmp_path):
+    rollout = {"n_envs": 2, "steps": 16, "render_episodes": 1}
+    evaluation = {"episodes": 2, "every": 1}
+    run = Run(config_in(tmp_path, env={"name": "gym_doubles:HasNoOpenGL"}, rollout=rollout, evaluation=evaluation))
+    run.run()
+    # two updates, an evaluation after each
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 2
+    assert (run.folder / "train.log").read_text().count("no video: MuJoCo cannot draw gym_doubles:HasNoOpenGL") == 1
 
 
 def test_a_full_disk_does_not_hide_what_ended_a_run(tmp_path, monkeypatch):
@@ -110,6 +120,19 @@ def test_more_threads_than_cores_are_told(tmp_path, monkeypatch):
     assert "threads=" not in said.read_text()
     Run(config.model_copy(update={"threads": 3})).announce()
     assert "threads=3, on 2 cores: more threads wait for each other" in said.read_text()
+
+
+def test_several_processes_without_a_gpu_are_warned_of(tmp_path, monkeypatch):
+    said = tmp_path / "train.log"
+    run = Run(config_in(tmp_path))
+    run.announce()
+    monkeypatch.setattr(run.distributed, "world_size", 4)
+    monkeypatch.setattr(run, "config", run.config.model_copy(update={"device": "cpu"}))
+    run.announce()
+    assert "--gpus" not in said.read_text()
+    monkeypatch.setattr(run, "config", run.config.model_copy(update={"device": "auto"}))
+    run.announce()
+    assert "--gpus 4, but no GPU is visible here: 4 processes share the CPU" in said.read_text()
 
 
 def test_two_runs_of_a_process_keep_their_logs_apart(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparring.config.schema import load_config
-from sparring.errors import LeftAlone
+from sparring.errors import PeerGone
 from sparring.processes.distributed import fail_together
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
@@ -139,17 +139,17 @@ def test_a_rollout_of_another_try_is_not_taken_for_this_ones(tmp_path):
 def test_one_that_is_left_alone_does_not_try_to_save(tmp_path):
     """Processes save together."""
     run = run_in(tmp_path)
-    run.phase.collector.collect = lambda buffer: (_ for _ in ()).throw(LeftAlone("process 1 has gone"))
+    run.phase.collector.collect = lambda buffer: (_ for _ in ()).throw(PeerGone("process 1 has gone"))
     run.phase.progress.updates = 2
-    with pytest.raises(LeftAlone):
+    with pytest.raises(PeerGone):
         run.run()
     assert saved(tmp_path) == []
 
 
 def test_of_one_that_fails_and_is_left_alone_both_are_told():
     def barrier():
-        raise LeftAlone("process 1 has gone")
+        raise PeerGone("process 1 has gone")
 
-    with pytest.raises(LeftAlone) as told, fail_together(SimpleNamespace(barrier=barrier)):
+    with pytest.raises(PeerGone) as told, fail_together(SimpleNamespace(barrier=barrier)):
         fail()
     assert isinstance(told.value.__cause__, ZeroDivisionError)

@@ -13,6 +13,7 @@ from sparring.config.schema import load_config
 from sparring.config.text import Setting, parse_overrides
 from sparring.runs import train_all as chain
 
+pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).parents[2]
 
 
@@ -95,6 +96,10 @@ def test_it_goes_on_in_the_phase_where_it_stopped(commands, tmp_path, capsys):
     # when it does, what started from it is out of date
     assert main([*words, "student.seed=3"]) == 0 and commands.phases == ["student", "adversarial"]
     assert [made[5] for made in commands.made] == ["auto", "never"]
+    # how often it saves or evaluates changes no weights
+    commands.made.clear()
+    assert main([*words, "student.seed=3", "student.evaluation.episodes=7"]) == 0
+    assert commands.phases == ["student"]
 
 
 def test_phases_that_start_anew_do_so_after_an_interruption_too(commands, tmp_path):

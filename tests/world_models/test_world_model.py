@@ -8,6 +8,7 @@ import torch
 from doubles_moving import SPEC, make, moving_windows
 
 from sparring.errors import UserError
+from sparring.world_models import token_model
 from sparring.world_models.configs import PRESETS, TokenWorldModelConfig
 from sparring.world_models.world_model import make_world_model
 
@@ -200,6 +201,21 @@ def test_members_that_are_alike_do_not_disagree():
     assert model.score(td)["disagreement"].abs().max() < 1e-5
 
 
+def test_each_member_learns_from_random_windows_drawn_anew_in_each_step(monkeypatch):
+    model, batch, weights = make(members=3), moving_windows(40, 2), []
+    mean = token_model._mean
+    monkeypatch.setattr(token_model, "_mean", lambda values, weight: (weights.append(weight), mean(values, weight))[1])
+    for _ in range(20):
+        model.loss(batch.clone())
+    # [steps, M, B, T]: the same windows for all losses of a step, and whole windows
+    drawn = torch.stack([w for i, w in enumerate(weights) if i % (len(weights) // 20) == 0])
+    assert drawn.shape == (20, 3, 40, 2) and torch.equal(drawn[..., 0], drawn[..., 1])
+    assert 0.72 < float(drawn.mean()) < 0.78
+    # not the same for two members, nor in two steps; in the end each member has learned from every window
+    assert not torch.equal(drawn[0, 0], drawn[0, 1]) and not torch.equal(drawn[0, 0], drawn[1, 0])
+    assert bool(drawn.amax(0).all())
+
+
 def test_values_that_a_digit_does_not_have_are_never_predicted():
     model = make(levels=(8, 3))
     logits, _ = model._opinions(torch.randn(2, 1 + 8 + 4, 32))
@@ -240,7 +256,10 @@ def test_envs_that_show_less():
 @pytest.mark.parametrize(
     ("observation", "said"),
     [
-        ({"state": ((2,), "float32")}, "shows none; set env.cameras"),
+        (
+            {"state": ((2,), "float32")},
+            r"shows none; it must observe image/<name> \(env.name=tabletop: env.cameras=\[head,wrist\]\)",
+        ),
         ({"image/head": ((3, 40, 40), "uint8")}, "images of 40x40 pixels"),
         ({"image/head": ((3, 32, 32), "uint8"), "image/wrist": ((3, 64, 64), "uint8")}, "cameras of one size"),
     ],
@@ -264,7 +283,9 @@ def test_tokens_are_done_with_when_half_of_the_run_is_over():
     model = make(tokenizer_steps=5).train()
     assert not model.ready
     model.loss(moving_windows(2, 2))
+    assert model.preparing == "learning its tokens 20 %"
     model.settle()
+    assert model.preparing is None
     assert model.ready and int(model.steps) == 5
     model.loss(moving_windows(2, 2))
     model.settle()

@@ -7,6 +7,7 @@ from doubles_episodes import assert_equal
 from doubles_moving import SPEC, make, moving_windows
 from tensordict import TensorDict
 
+from sparring.algorithms.advantages import gae
 from sparring.collect.collector import Collector
 from sparring.contract import check_observation, check_step
 from sparring.data import EpisodeStore, RolloutBuffer
@@ -50,12 +51,24 @@ def test_it_shows_what_the_model_predicts():
     check_step(after, env.spec, 2, "step")
     assert torch.equal(after["observation", "image", "head"], first["image", "head"])
     assert torch.equal(after["next", "observation", "state"], first["state"])
-    # the whole of it with the last step
-    assert torch.equal(after["next", "reward"], torch.stack([torch.zeros(2), first["reward"]], 1))
+    # half of it with each of the two steps
+    assert torch.equal(after["next", "reward"], torch.stack([first["reward"], first["reward"]], 1) / 2)
     assert torch.equal(after["observation", "task"], root["observation", "task"])
     # the second prediction is made with the memory of the first
     td = after.clone().update(action(2, -1.0)).set(("memory", "world_model"), first["memory"])
     assert torch.equal(env.step(action(2, -1.0))["observation", "state"], model.predict(td)["state"])
+
+
+def test_the_predicted_reward_is_discounted_like_that_of_an_env():
+    env = imagined(forced(make(), **GOES_ON, reward=[6.0, -2.0]))
+    env.reset(seed=0)
+    after = env.step(action(2))
+    assert after["next", "reward"].tolist() == [[3.0, 3.0], [-1.0, -1.0]]
+    # [T, N] = [1, 2], with values of 0
+    rollout = after.select("next").unsqueeze(0)
+    rollout["value"], rollout["next", "value"] = torch.zeros(1, 2), torch.zeros(1, 2)
+    # an env that gives 3 in each of two steps: 3 + 0.5 * 3; all on the last step would be 0.5 * 6
+    assert gae(rollout, gamma=0.5, gae_lambda=1.0)[0].tolist() == [[4.5, -1.5]]
 
 
 def test_episodes_end_by_prediction_or_by_the_limit():

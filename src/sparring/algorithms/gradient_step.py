@@ -57,14 +57,17 @@ class GradientStep:
             terms.append((term, share))
         return terms
 
-    def apply(self, learning: "list[_FlatParameters] | None" = None) -> Tensor:
-        """A step with the gradients of all processes; their norm. `learning`: the groups that change; None: all."""
+    def apply(self, learning: "list[_FlatParameters] | None" = None, weight: float = 1.0) -> Tensor:
+        """A step with the gradients of all processes; their norm. `learning`: the groups that change; None: all.
+        `weight` of this process's gradients, 1 on average over the processes."""
         learning = self.groups if learning is None else learning
         for group in self.groups:
             # without a gradient Adam leaves values and moments as they are
             group.vector.grad = None
         for group in learning:
             group.vector.grad = group.gradient
+            if weight != 1:
+                group.gradient.mul_(weight)
             self.distributed.average_(group.gradient)
         norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
         with self.memory("taking a gradient step", 0):

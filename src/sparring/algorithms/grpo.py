@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from sparring.algorithms.advantages import ratio_and_weight
 from sparring.algorithms.configs import GRPOConfig
 from sparring.algorithms.gradient_step import schedule
-from sparring.algorithms.off_policy import ratio_and_weight
 from sparring.algorithms.ppo import Algorithm, LossTerms, clipped_policy_loss
 from sparring.algorithms.scoring import Decisions
 from sparring.errors import UserError
@@ -44,19 +44,20 @@ class GRPO(Algorithm):
 
         self.scorer.freeze_reference()
         # age, and log-probs by the present weights
-        stale = self.off_policy.annotate(rollout, self.updates)
+        stale = self.off_policy.annotate(rollout, self.version)
         groups = _compare_groups(rollout, config.advantage_eps)
         rollout["advantage"] = groups.advantage
         # [T, N] -> [T*N]
         valid = Decisions(rollout.flatten(0, 1))
         decisions = valid.where(groups.kept.flatten()[valid.rows])
-        skipped = distributed.max(len(decisions)) == 0
+        counted = len(decisions) > 0
+        skipped = not distributed.max(counted)
         if skipped:
             _log.warning("update %s skipped: in each group all episodes earned the same reward", self.updates + 1)
-        # the others wait for a process all of whose groups were dropped: its decisions take part with advantages of 0
-        decisions = decisions if len(decisions) else valid
+        # the others wait for a process all of whose groups were dropped: its decisions take part and count nothing
+        decisions = decisions if counted else valid
         keys = _LEARNED_FROM + stale + ([] if skipped else self.scorer.add_reference(decisions))
-        self.parity_gate.open(decisions, whole=skipped)
+        self.parity_gate.begin_update(decisions, whole=skipped)
 
         def loss(batch: TensorDict) -> tuple[Tensor, LossTerms]:
             scored = policy.evaluate(batch)
@@ -64,8 +65,8 @@ class GRPO(Algorithm):
             return grpo_loss(config, batch, scored, policy.step_weights)
 
         terms: list[LossTerms] = []
-        for batch in self.minibatches(decisions, keys, 0 if skipped else config.epochs, terms):
-            terms.append(self.gradient_step(batch, loss))
+        for batch, weight in self.minibatches(decisions, keys, 0 if skipped else config.epochs, terms, counted):
+            terms.append(self.gradient_step(batch, loss, weight=weight))
 
         off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
         valid.update_normalizers(policy, distributed)
@@ -73,8 +74,8 @@ class GRPO(Algorithm):
         means = LossTerms.means(terms, config.clip_low, config.clip_high)
         means |= {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(valid.flat)}
         spread = {} if skipped else decisions.spread("advantage", distributed)
-        told = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
-        return distributed.mean(means) | told
+        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
+        return distributed.mean(means) | metrics
 
 
 class _Groups(NamedTuple):

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from sparring.algorithms.advantages import LARGEST_LOG_RATIO, OffPolicy, gae, missing_level, ratio_and_weight, vtrace
 from sparring.algorithms.configs import AlgorithmConfig, PPOConfig
 from sparring.algorithms.gradient_step import GradientStep, schedule
-from sparring.algorithms.off_policy import LARGEST_LOG_RATIO, OffPolicy, ratio_and_weight
-from sparring.algorithms.returns import gae, missing_level, vtrace
 from sparring.algorithms.scoring import Decisions, Parity, ParityGate, Scorer
 from sparring.errors import UserError
 from sparring.policies.critic import Critic
@@ -34,19 +34,30 @@ class Algorithm:
         """`groups` of parameters that learn, each with its learning rate."""
         self.config, self.policy, self.seed = config, policy, seed
         self.distributed = distributed or Distributed("cpu")
-        self.distributed.unite(policy)
+        self.distributed.broadcast_weights(policy)
         self.scorer = Scorer(config, policy, self.distributed, self.section)
         self.parity_gate = ParityGate(self.scorer)
         self.off_policy = OffPolicy(config, self.scorer)
         rated = [{"params": parameters, "lr": lr, "base_lr": lr} for parameters, lr in groups]
         settings: dict[str, Any] = {"memory": self.scorer.memory, "foreach": False, "eps": config.adam_eps}
         self.step = GradientStep(rated, self.distributed, config.max_grad_norm, **settings)
-        # so far; also the version of the weights: a rollout stamped with an older one is stale
         self.updates = 0
+        # rollouts that only fitted normalisers
+        self.warmups = 0
 
     def gate(self, parity: Parity) -> Parity:
         """Refuses what the collecting process measured where it is too much; the worst of all processes."""
         return self.parity_gate.check(parity)
+
+    @property
+    def version(self) -> int:
+        """Of the weights and normalisers: a rollout stamped with an older one is stale."""
+        return self.updates + self.warmups
+
+    def warm_up(self, rollout: TensorDict) -> None:
+        """Fit normalisers to a rollout [T, N] that nothing else is learned from."""
+        Decisions(rollout.flatten(0, 1)).update_normalizers(self.policy, self.distributed)
+        self.warmups += 1
 
     def expect_stale(self) -> None:
         """For a loop that counts versions and collects stale decisions; updates then always tell their age."""
@@ -54,42 +65,65 @@ class Algorithm:
         self.off_policy.expected = True
 
     def state_dict(self) -> dict:
-        state = {"optimizer": self.step.state_dict(), "updates": self.updates}
+        state = {"optimizer": self.step.state_dict(), "updates": self.updates, "warmups": self.warmups}
         return state | {"reference": self.scorer.reference_state()}
 
     def load_state_dict(self, state: dict) -> None:
         self.step.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
+        self.updates, self.warmups = state["updates"], state["warmups"]
         self.scorer.load_reference(state["reference"])
 
     def minibatches(
-        self, decisions: Decisions, keys: list, epochs: int, terms: list["LossTerms"]
-    ) -> Iterator[TensorDict]:
-        """`epochs` times all decisions in a random order; ends after an epoch whose `terms` are past the target KL."""
+        self, decisions: Decisions, keys: list, epochs: int, terms: list["LossTerms"], counted: bool = True
+    ) -> Iterator[tuple[TensorDict, float]]:
+        """`epochs` times all decisions in a random order; ends after an epoch whose `terms` are past the target KL.
+
+        With the weight of each minibatch beside those that other processes take at the same time: 1 on average, 0 where
+        the decisions of this process are not `counted`. So each decision counts alike, in whichever process it is.
+        """
         target, columns = self.config.target_kl, decisions.columns([*self.policy.in_keys, *keys])
         # a function of (seed, process, update): nothing to save
         shuffle = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 1009 + self.distributed.rank)
         # processes step together, so one that has fewer decisions takes smaller minibatches
-        count = int(self.distributed.max(-(-len(decisions) // self.config.mini_batch_size)))
+        held = self.distributed.gather_objects([(len(decisions), counted)])
+        count = max(-(-number // self.config.mini_batch_size) for number, _ in held)
         for _ in range(epochs):
             done = len(terms)
             order = decisions.rows[torch.randperm(len(decisions), generator=shuffle).to(decisions.rows.device)]
             # evenly: a last one of few decisions would weigh as much as the others
-            for index in order.repeat(-(-count // len(order))).tensor_split(count):
+            for number, index in enumerate(order.repeat(-(-count // len(order))).tensor_split(count)):
                 batch = decisions.gather(columns, index)
                 if self.parity_gate.parity is None:
                     batch["trace"] = decisions.flat["trace"][index]
-                yield batch
-            # averaged over the processes, which must all decide alike
-            if target is not None and self.distributed.mean({"kl": LossTerms.kl(terms[done:])})["kl"] > target:
-                return
+                yield batch, _weight(held, self.distributed.rank, number, count)
+            # averaged over the decisions of all processes, which must all decide alike
+            if target is not None:
+                own = LossTerms.kl(terms[done:]) * _weight(held, self.distributed.rank)
+                if self.distributed.mean({"kl": own})["kl"] > target:
+                    return
 
-    def gradient_step(self, batch: TensorDict, loss, learning: list | None = None) -> "LossTerms":
-        """On a minibatch, after its parity where it is the first; `learning`: the groups that change, None: all."""
+    def gradient_step(self, batch: TensorDict, loss, learning: list | None = None, weight: float = 1.0) -> "LossTerms":
+        """On a minibatch of this `weight`, after its parity where it is the first; `learning`: the groups that change,
+        None: all."""
         terms = LossTerms.joined(self.step.backward(batch, loss, self.config.micro_batch_size))
-        self.parity_gate.close()
-        terms.scalars["grad_norm"] = self.step.apply(learning)
+        self.parity_gate.require_passed()
+        terms.scalars["grad_norm"] = self.step.apply(learning, weight)
         return terms
+
+
+def _weight(held: list[tuple[int, bool]], rank: int, number: int = 0, count: int = 1) -> float:
+    """Of the decisions of process `rank` in minibatch `number` of `count`, over the average of all processes.
+
+    `held`: of each process how many decisions it holds, and whether they count. Fractions: exactly 1 where all are
+    alike.
+    """
+    shares = []
+    for decisions, counted in held:
+        # as in minibatches(): repeated where there are more minibatches than decisions, and split evenly
+        repeats = -(-count // decisions)
+        size, larger = divmod(decisions * repeats, count)
+        shares.append(Fraction((size + (number < larger)) * counted, repeats))
+    return float(shares[rank] * len(shares) / sum(shares))
 
 
 class PPO(Algorithm):
@@ -130,15 +164,15 @@ class PPO(Algorithm):
 
         self.scorer.freeze_reference()
         # age, and log-probs and values by the present weights
-        stale = self.off_policy.annotate(rollout, self.updates)
+        stale = self.off_policy.annotate(rollout, self.version)
         if self.critic is not None:
-            self._raise_values(rollout, self.critic)
+            self._shift_values(rollout, self.critic)
         rollout = self._with_advantages(rollout)
         # [T, N] -> [T*N]
         decisions = Decisions(rollout.flatten(0, 1))
         unit = 1.0 if self.critic is None else self.critic.fit_returns(decisions["return"], distributed.sum)
         keys = _LEARNED_FROM + self.scorer.add_reference(decisions) + stale
-        self.parity_gate.open(decisions)
+        self.parity_gate.begin_update(decisions)
 
         def loss(batch: TensorDict) -> tuple[Tensor, LossTerms]:
             scored = policy.evaluate(batch)
@@ -148,11 +182,11 @@ class PPO(Algorithm):
         terms: list[LossTerms] = []
         # the critic alone while it warms up; its gradients come from its own loss only
         learning = self.step.groups[-1:] if self.updates < config.critic_warmup_updates else None
-        for batch in self.minibatches(decisions, keys, config.ppo_epochs, terms):
+        for batch, weight in self.minibatches(decisions, keys, config.ppo_epochs, terms):
             if config.normalize_advantage and len(batch) > 1:
                 std, mean = torch.std_mean(batch["advantage"])
                 batch["advantage"] = (batch["advantage"] - mean) / (std + 1e-8)
-            terms.append(self.gradient_step(batch, loss, learning))
+            terms.append(self.gradient_step(batch, loss, learning, weight))
 
         off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
         decisions.update_normalizers(policy, distributed)
@@ -161,14 +195,14 @@ class PPO(Algorithm):
         if decisions.flat.get("valid", None) is not None:
             means["valid_fraction"] = len(decisions) / len(decisions.flat)
         spread = decisions.spread("advantage", distributed) | decisions.spread("return", distributed)
-        told = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
-        return distributed.mean(means) | told
+        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
+        return distributed.mean(means) | metrics
 
-    def _raise_values(self, rollout: TensorDict, critic: Critic) -> None:
+    def _shift_values(self, rollout: TensorDict, critic: Critic) -> None:
         """A critic that knows nothing yet takes long to get far from 0, and bootstraps wrong values meanwhile."""
         if self.updates == 0 and not critic.returns.count:
             self.level = missing_level(rollout, self.config.gamma, self.distributed.sum)
-            critic.raise_by(self.level)
+            critic.shift_by(self.level)
         if self.level and (self.updates == 0 or self.off_policy.expected):
             # what it judged before it was raised, which also comes later where robots are ahead
             missing = self.level * (rollout.get("age", 0) >= self.updates)

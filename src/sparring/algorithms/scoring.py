@@ -15,7 +15,7 @@ from sparring.algorithms.configs import AlgorithmConfig
 from sparring.errors import UserError
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import explain_oom
+from sparring.processes.memory import explain_oom
 
 _CAUSES = (
     "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, sums "
@@ -252,7 +252,7 @@ class ParityGate:
         self.parity: Parity | None = None
         self.measured: list[Parity] = []
 
-    def open(self, decisions: Decisions, whole: bool = False) -> None:
+    def begin_update(self, decisions: Decisions, whole: bool = False) -> None:
         """For an update; `whole`: check all decisions, also where the first minibatch would do."""
         self.parity, self.measured = None, []
         if whole or not self.checked_rollout:
@@ -270,14 +270,14 @@ class ParityGate:
         if len(batch):
             self.measured.append(measure_parity(batch, scored, self.scorer.policy.averages_log_prob))
 
-    def close(self) -> Parity:
+    def require_passed(self) -> Parity:
         """Before a gradient step: raises where the first minibatch did not pass."""
         if self.parity is None:
             self.parity = self.check(Parity.worst(self.measured))
         return self.parity
 
     def metrics(self) -> dict[str, float]:
-        parity = self.close()
+        parity = self.require_passed()
         return {"parity": parity.drift, "parity_ratio": parity.ratio}
 
     def check(self, parity: Parity) -> Parity:

@@ -34,7 +34,7 @@ class WorldModelLearner:
     def update(self, batches: Iterable[TensorDict], count: int, fraction: float) -> dict[str, float]:
         """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Means of metrics."""
         if self.gradient_steps == 0:
-            self.distributed.unite(self.model)
+            self.distributed.broadcast_weights(self.model)
         self.model.train()
         values: dict[str, list[torch.Tensor]] = defaultdict(list)
         for batch in islice(batches, count):

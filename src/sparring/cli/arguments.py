@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,14 +44,13 @@ saves a checkpoint, a second one gives up.
 """
 
 
-def positive(text: str) -> int:
-    return count(text, least=1)
-
-
 def count(text: str, least: int = 0) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got '{text}'")
     return int(text)
+
+
+positive = partial(count, least=1)
 
 
 def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool = True) -> "Config":

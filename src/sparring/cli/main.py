@@ -5,7 +5,7 @@ import os
 import sys
 
 from sparring import __version__
-from sparring.cli import check, completion, config, demos, evaluate, report, runs, train
+from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.errors import UserError
 
@@ -39,7 +39,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sparring {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, evaluate, report, runs, check, demos, config, completion):
+    for module in (train, runs, tasks, config):
         module.add(commands)
     return parser
 
@@ -49,7 +49,7 @@ def _run(argv: list[str]) -> int:
     (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     commands = dict(subparsers.choices)
     if argv[:1] == ["__complete"]:
-        print("\n".join(completion.candidates(commands, argv[1:])))
+        print("\n".join(config.candidates(commands, argv[1:])))
         return 0
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # your.module:Class is found beside you, as with `python -m`

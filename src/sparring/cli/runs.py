@@ -1,4 +1,4 @@
-"""`sparring runs` and `sparring prune`."""
+"""`sparring report`, `watch`, `runs` and `prune`: run folders."""
 
 import argparse
 import dataclasses
@@ -14,14 +14,30 @@ from sparring.errors import UserError
 if TYPE_CHECKING:
     from sparring.runs.listing import RunState
 
+MEDIA_MB, PORT = 30, 6007  # defaults of --media-mb and --port
+_HEAD = ("run", "phase", "task", "state", "done", "made", "best success", "size", "age", "why")
+
 
 def add(commands) -> None:
+    report = commands.add_parser("report", help="write what runs learned into one HTML file", **OPTIONS)
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folders, or folders that hold some")
+    where = "where to write it (RUN/report.html; of several ./report.html)"
+    report.add_argument("--output", metavar="HTML", help=where)
+    media = "of videos and pictures (%(default)s)"
+    report.add_argument("--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help=media)
+    report.set_defaults(command=_report)
+    watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
+    held = "run folders, or folders that hold or will hold some"
+    watch.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=held)
+    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help="or the next free one (%(default)s)")
+    watch.add_argument("--no-browser", action="store_true", help="only tell the address")
+    watch.set_defaults(command=_watch)
     runs = commands.add_parser("runs", help="which run folders there are, and how each fares", **OPTIONS)
     runs.add_argument("folder", nargs="?", metavar="DIR", help="where to look (default: outputs, or OUTPUT_BASE)")
     runs.add_argument("--json", action="store_true", help="as JSON")
     runs.set_defaults(command=_runs)
     prune = commands.add_parser("prune", help="remove checkpoints, but for the best and the last", **OPTIONS)
-    prune.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    prune.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run folders")
     prune.add_argument("--keep-best", type=count, default=1, metavar="K", help="as evaluations tell (default: 1)")
     prune.add_argument("--keep-last", type=positive, default=1, metavar="L", help="the newest (default: 1)")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
@@ -29,8 +45,71 @@ def add(commands) -> None:
     prune.set_defaults(command=_prune)
 
 
+def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from sparring.report.page import Collection
+
+    beside = arguments.runs[0] if len(arguments.runs) == 1 else Path()
+    output = Path(arguments.output or beside / "report.html")
+    collection = Collection.write(arguments.runs, output, int(arguments.media_mb * 1e6))
+    for path, run in collection.runs.items():
+        for file, lines in run.parts["about"]["unreadable"].items():
+            print(f"{path / file}: {lines} lines could not be read; they are left out", file=sys.stderr)
+    print(output)
+    return 0
+
+
+def _megabytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected megabytes >= 0, got '{text}'")
+    return size
+
+
+def _watch(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from sparring.report.page import open_server
+
+    for run in arguments.runs:
+        if run.exists() and not run.is_dir():
+            raise UserError(f"'{run}' is a file; give a run folder, e.g. outputs/finetune_rl")
+        if not run.exists():
+            print(f"'{run}' is not there yet; it is shown when it is", file=sys.stderr)
+    server = open_server(arguments.runs, arguments.port)
+    try:
+        _tell(server.server_address[1], arguments)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0
+
+
+def _tell(port: int, arguments) -> None:
+    from sparring.report.page import HOST
+
+    if port != arguments.port:
+        print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
+    address = f"http://{HOST}:{port}/"
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    # where there is no screen, a browser of the terminal would take it over
+    has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+    if not arguments.no_browser and has_screen:
+        import webbrowser
+
+        webbrowser.open(address)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got '{text}'")
+    return int(text)
+
+
 def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from sparring.evaluation.files import text_table
+    from sparring.evaluation.files import terminal_width, text_table
     from sparring.runs.listing import find_runs
 
     folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE", "outputs"))
@@ -42,11 +121,9 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     else:
         rows = [_HEAD, *map(_row, found)]
         columns = len(_HEAD) if any(run.why for run in found) else -1  # what went wrong, where something did
-        print(text_table(row[:columns] for row in rows))
+        spare = [_HEAD.index(name) for name in ("why", "task", "best success", "run") if name in _HEAD[:columns]]
+        print(text_table((row[:columns] for row in rows), width=terminal_width(), spare=tuple(spare)))
     return 0
-
-
-_HEAD = ("run", "phase", "task", "state", "done", "made", "best success", "size", "age", "why")
 
 
 def _row(run: "RunState") -> tuple[str, ...]:
@@ -76,8 +153,7 @@ def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.prune import Pruning
 
     # all of them before the first is touched; each once
-    runs = dict.fromkeys(map(Path, arguments.runs))
-    prunings = [Pruning.plan(run, arguments.keep_best, arguments.keep_last) for run in runs]
+    prunings = [Pruning.plan(run, arguments.keep_best, arguments.keep_last) for run in dict.fromkeys(arguments.runs)]
     for pruning in prunings:
         kept = ", ".join(f"{path.name} ({why})" for path, why in pruning.kept.items())
         removed = f"removes {len(pruning.removed)}, {_size(pruning.bytes)}" if pruning.removed else "nothing to remove"

@@ -106,18 +106,18 @@ class _Reel:
         return Film(self.frames, episode, *map(np.concatenate, (rewards, values, actions, states)))
 
 
+@dataclass
 class Camera:
     """Films the next whole episode of the first few robots. Nothing is drawn of any other."""
 
-    def __init__(self, env: Env):
-        self.env = env
-        # robots whose next episode is to be filmed; what there is of those that are being filmed, and of whole ones
-        self.waiting: set[int] = set()
-        self.reels: dict[int, _Reel] = {}
-        self.whole: list[tuple[_Reel, Episode]] = []
-        # decisions of this rollout so far, and those of them that were filmed, whose values are not known yet
-        self.clock = 0
-        self.unvalued: list[tuple[int, _Decision]] = []
+    env: Env
+    # robots whose next episode is to be filmed; what there is of those that are being filmed, and of whole ones
+    waiting: set[int] = field(default_factory=set)
+    reels: dict[int, _Reel] = field(default_factory=dict)
+    whole: list[tuple[_Reel, Episode]] = field(default_factory=list)
+    # decisions of this rollout so far, and those of them that were filmed, whose values are not known yet
+    clock: int = 0
+    unvalued: list[tuple[int, _Decision]] = field(default_factory=list)
 
     @property
     def is_cheap(self) -> bool:

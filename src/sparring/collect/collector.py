@@ -26,7 +26,7 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
 from sparring.policies.policy import Policy
-from sparring.processes.memory_errors import explain_oom
+from sparring.processes.memory import explain_oom
 
 # spans that are kept until somebody asks for them: a few rollouts
 _KEPT = 8192
@@ -40,8 +40,7 @@ class Span:
     stage: str
     begin: float
     end: float
-    # of the weights that acted, or that an update started from
-    version: int
+    version: int  # of the weights that acted, or that an update started from
 
 
 class Stopwatch:
@@ -53,8 +52,7 @@ class Stopwatch:
         self.who, self._entered, self._left = who, entered, left
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: deque[Span] = deque(maxlen=_KEPT)
-        # where it was when an exception came through
-        self.failed: str | None = None
+        self.failed: str | None = None  # where it was when an exception came through
 
     @contextmanager
     def stage(self, stage: str, version: int) -> Iterator[None]:
@@ -125,16 +123,12 @@ def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict, root: Tens
 class BaseCollector:
     """What a phase asks of its collector, wherever the robots are. Robots are in one or several `lanes`."""
 
-    # an Env, or what stands for those that are in groups or in another process
-    env: Any
+    env: Any  # an Env, or what stands for those that are in groups or in another process
     policy: Policy
     stopwatch: Stopwatch
-    # how often the weights have changed
-    version: int
-    # env steps executed so far; by episodes, those of valid decisions
-    env_steps: int
-    # how far the newest rollout drifts, where another process has measured it
-    parity: Parity | None = None
+    version: int  # how often the weights have changed
+    env_steps: int  # env steps executed so far; by episodes, those of valid decisions
+    parity: Parity | None = None  # how far the newest rollout drifts, where another process has measured it
 
     @property
     def lanes(self) -> list["Collector"]:
@@ -219,12 +213,11 @@ class Collector(BaseCollector):
         # decisions so far, the clock of the noise; rollouts by episodes so far, each of which has seeds of its own
         self.decision = self.batches = 0
         self.episodes: list[Episode] = []
-        self.tracker, self.camera = EpisodeTracker(env.num_envs), Camera(env)
+        self.tracker: EpisodeTracker  # adds up the episodes under way; made when they begin
+        self.camera = Camera(env)
         self.stopwatch = Stopwatch("collector")
-        # where the next decision starts; None: at new episodes
-        self.root: TensorDict | None = None
-        # what the policy asked of the env last
-        self._asked: TensorDict | None = None
+        self.root: TensorDict | None = None  # where the next decision starts; None: at new episodes
+        self._asked: TensorDict | None = None  # what the policy asked of the env last
 
     @property
     def lanes(self) -> list["Collector"]:
@@ -371,9 +364,10 @@ class Collector(BaseCollector):
         state: dict[str, Any] = {"decision": self.decision, "env_steps": self.env_steps, "version": self.version}
         if self.episodes_each is not None:
             return state | {"batches": self.batches, "env": None, "root": None}
-        state |= {"tracker": self.tracker.state_dict(), "env": None, "root": None}
+        state |= {"tracker": None, "env": None, "root": None}
         # an env whose robots are forgotten may be broken
         if self.root is not None:
+            state["tracker"] = self.tracker.state_dict()
             if (env := self.env.state()) is not None:
                 state["env"] = {name: torch.from_numpy(np.asarray(array)) for name, array in env.items()}
             cpu = torch.device("cpu")
@@ -389,6 +383,7 @@ class Collector(BaseCollector):
         if state["env"] is None or state["root"] is None:
             return False
         self.env.set_state({name: tensor.numpy() for name, tensor in state["env"].items()})
+        self.tracker = EpisodeTracker(self.env.num_envs)
         self.tracker.load_state_dict(state["tracker"])
         self.root = TensorDict(state["root"], [self.env.num_envs]).to(self.env.device)
         return True

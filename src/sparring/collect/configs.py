@@ -1,4 +1,4 @@
-"""The `rollout` section. Torch-free."""
+"""The sections `rollout` and `buffer`. Torch-free."""
 
 from typing import Literal
 
@@ -41,3 +41,18 @@ class RolloutConfig(Section):
     render_episodes: int = Field(
         2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"
     )
+
+
+class BufferConfig(Section):
+    """Where rollouts are kept."""
+
+    type: Literal["standard", "vla"] = Field(
+        "standard", description="standard: one rollout, used once; vla: a ring of the newest decisions"
+    )
+    size: int | None = Field(
+        None, gt=0, description="decisions over all envs of a process; null: rollout.steps x rollout.n_envs"
+    )
+    memory_limit_gb: float | None = Field(
+        None, gt=0, description="a ring larger than this lies in a file; null: half of the free RAM"
+    )
+    folder: str | None = Field(None, description="where that file lies; null: the run folder")

@@ -1,16 +1,11 @@
 """The config: sections, the tree they form, and how it is read."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sparring import lazy_names
 
 if TYPE_CHECKING:
     from sparring.config.section import Section
 
 __all__ = ["Section"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Section":
-        raise AttributeError(f"module 'sparring.config' has no attribute '{name}'; it offers Section")
-    from sparring.config.section import Section
-
-    return Section
+__getattr__, __dir__ = lazy_names("sparring.config", {"Section": "sparring.config.section"})

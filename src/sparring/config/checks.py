@@ -40,6 +40,10 @@ def problems_of(config: "Config", to_run: bool = True) -> Problems:
             yield "env.cameras", f"a world model predicts pictures; {wanted}"
     if phase in ("student", "adversarial"):
         yield from _rewards(config)
+    if config.rewards.terms and phase != "finetune":
+        yield "rewards.terms", f"terms by import path go with finetune only, not with {phase}; leave them out"
+    elif config.rewards.terms and config.rollout.mode != "sync":
+        yield "rewards.terms", f"do not go with rollout.mode={config.rollout.mode}; use sync, or leave them out"
     sources = [getattr(config.adversarial, f"replay_{source}") for source in ("random", "past", "newest")]
     if phase == "adversarial" and not any(sources):
         yield "adversarial.replay_newest", "the world model is given nothing to learn from; weigh a source"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sparring.config.legacy import Renamed, rename
+from sparring.config.legacy import rename
 from sparring.config.schema import SCHEMA, kinds_with, load_config
 from sparring.config.text import Setting, read_settings, to_yaml, value_text
 from sparring.errors import UserError
@@ -26,7 +26,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
         raise UserError(f"phase = {value_text(phase)}: {unknown_phase(phase, 'all')}")
 
     phases = CHAIN if phase == "all" else (phase,)
-    renamed = _renamed([setting for setting in given if setting.key != "phase"], phases[0])
+    renamed = rename([setting for setting in given if setting.key != "phase"], SCHEMA, phases[0])
     comments = [*renamed.refused, *((setting, "it is always so here") for setting in renamed.always)]
     refused = [setting for setting, _ in renamed.refused]
     kept = [setting for setting in given if setting.key != "phase" and setting not in refused]
@@ -38,8 +38,10 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     if asked and phase != "all":
         settings = {"phase": Setting("phase", phase, "command line")} | settings
 
-    names = {key: s.as_written for key, s in settings.items() if s.as_written != key}
+    names = {key: s.written for key, s in settings.items() if s.written and s.written != key}
     notes = [f"read as: {', '.join(f'{theirs} -> {key}' for key, theirs in names.items())}"] if names else []
+    for each in phases:
+        notes += rename(kept, SCHEMA, each).notes_on_rewards()
     # in the order of the file; what it says to leave out is left out
     comments = sorted(
         ((s, why.removesuffix("; leave it out")) for s, why in comments), key=lambda each: each[0].line or 0
@@ -56,12 +58,8 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     return text, notes
 
 
-def _renamed(kept: list[Setting], phase: str) -> Renamed:
-    return rename([*kept, Setting("phase", phase, "command line")], SCHEMA)
-
-
 def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
-    renamed = _renamed(kept, phase)
+    renamed = rename(kept, SCHEMA, phase)
     schema, given = renamed.schema, {s.key: s.value for s in renamed.settings}
     keys = schema.keys(schema.classes(renamed.settings))
     found = []
@@ -97,9 +95,8 @@ def _placed(kept: list[Setting], homeless: list[Comment], phase: str) -> dict[st
     waiting = [id(setting) for setting, _ in homeless]
     kept = [setting for setting in kept if id(setting) not in waiting]
     load_config(None, kept, phase, inherit=False, to_run=False)
-    renamed = _renamed(kept, phase)
-    placed = renamed.schema.place(renamed.settings, renamed.schema.classes(renamed.settings), [])
-    return {key: setting for key, setting in placed.items() if key != "phase"}
+    renamed = rename(kept, SCHEMA, phase)
+    return renamed.schema.place(renamed.settings, renamed.schema.classes(renamed.settings), [])
 
 
 def _merged(placed: dict[str, dict[str, Setting]]) -> dict[str, Setting]:

@@ -43,6 +43,15 @@ _OF_PRETRAINED = {"ppo": _CAREFUL | {"critic_lr": 1e-3, "critic_warmup_updates":
 # env settings about how a run is made, not about what a policy sees and does
 _OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
 
+# how far a run goes: it may be taken further
+LIMITS = ("training.total_timesteps", "training.num_episodes", "training.iterations")
+# settings that say where, how often or how loudly, not what is trained
+FREE_TO_DIFFER = (
+    *("resume", "output", "device", "threads", "logging.", "evaluation.", "rollout.watchdog_s"),
+    *("rollout.render_episodes", "training.save_every", "training.log_every", "training.keep_checkpoints"),
+    *("env.threads", "env.workers", "env.video_renderer", "ppo.micro_batch_size", "grpo.micro_batch_size"),
+)
+
 
 def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
     given = {setting.key: setting.value for setting in settings}
@@ -54,7 +63,8 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
         inherited += [Setting(f"{name}.{key}", value, source) for key, value in careful.items()]
     if phase == "imitate":
         inherited += _of_demonstrations(given)  # in the env that was recorded, whatever `pretrained` was trained in
-    for key in (f"{phase}.teacher", "rollout.imagined"):
+    explores = phase in ("student", "adversarial")
+    for key in [f"{phase}.teacher", "rollout.imagined"] if explores else ["rollout.imagined"]:
         if isinstance(given.get(key), str):
             inherited += _of_checkpoint(key, given, ("env", "world_model"))
     if phase == "adversarial" and isinstance(given.get("adversarial.student"), str):

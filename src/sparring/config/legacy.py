@@ -90,6 +90,10 @@ PHASE_ALIASES["adversarial"] |= {
 }
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
 
+# what the originals reward an explorer for, and the sections that only those of them with phases have
+_ORIGINAL_TERMS = ("rewards.memory_divergence", "rewards.prediction_error")
+_PHASED = ("model.", *(f"{phase}." for phase in CHAIN))
+
 # theirs, true or false -> our key, whose list has this word where it is true
 LISTED = {
     "environment.camera.collect_head_camera": ("env.cameras", "head"),
@@ -188,6 +192,8 @@ class Renamed:
     other_phases: list[Setting] = field(default_factory=list)
     # among `settings`, those that ask for what cannot be had here, and why
     refused: list[tuple[Setting, str]] = field(default_factory=list)
+    # among `settings`, those that nobody wrote: what the originals reward an explorer for
+    implied: list[Setting] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         lines = {
@@ -195,14 +201,21 @@ class Renamed:
             "so here anyway": [f"{s.key}={value_text(s.value)}" for s in self.always],
             "for other phases, not read in this one": [s.key for s in self.other_phases],
         }
-        return [f"{what}: {', '.join(words)}" for what, words in lines.items() if words]
+        return [f"{what}: {', '.join(words)}" for what, words in lines.items() if words] + self.notes_on_rewards()
+
+    def notes_on_rewards(self) -> list[str]:
+        if not self.implied:
+            return []
+        given = ", ".join(f"{setting.key}={value_text(setting.value)}" for setting in self.implied)
+        others = "rewards that are not named have the weights of rewards=original"
+        return [f"{self.phase} is rewarded as in the originals: {given}; {others}"]
 
 
-def rename(settings: list[Setting], schema: Schema) -> Renamed:
+def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> Renamed:
     """Settings under our keys: each is renamed, asks for what is so anyway, is for another phase, or is left for the
     schema to refuse. `<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for
-    all."""
-    phase = next((s.value for s in reversed(settings) if s.key == "phase"), None)
+    all. `phase`: the one to read them for; None: what they say themselves."""
+    phase = phase or next((s.value for s in reversed(settings) if s.key == "phase"), None)
     phase = phases.ALIASES.get(phase, phase) if isinstance(phase, str) else "finetune"
     named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
     algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
@@ -220,6 +233,7 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
             if why := _without_meaning(setting):
                 renamed.refused.append((setting, why))
             owner, key = _owner(setting.key, schema)
+            key = _of_own_term(key)
             if owner not in (None, phase):
                 renamed.other_phases.append(setting)
                 continue
@@ -234,7 +248,7 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
                 # another source: it may say again what is said for all phases
                 alone: dict[str, Any] = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
                 (own if owner else common).append(replace(ours, **alone))
-            if key != setting.key:
+            if key not in (setting.key, _of_own_term(setting.key)):
                 renamed.keys[setting.key] = key
             if phase == "finetune" and (setting.key, setting.value) == ("trainer.buffer_type", "vla"):
                 # it means more than the buffer; first, and of another source: what the same file says of it wins
@@ -247,6 +261,9 @@ def rename(settings: list[Setting], schema: Schema) -> Renamed:
                 words = [LISTED[flag.key][1] for flag in given if flag.value]
                 common[number] = replace(place, value=words, written=", ".join(flag.key for flag in given))
         renamed.settings.extend(common + own)
+    renamed.implied.extend(_original_rewards(settings, renamed))
+    # first: what is given wins
+    renamed.settings[:0] = renamed.implied
     return renamed
 
 
@@ -257,6 +274,24 @@ def why_not(key: str, value: Any) -> str | None:
     reason = _reason(key)
     example = None if reason else _example(key)
     return f"expected keys with values below it, e.g. {example}, not {value_text(value)}" if example else reason
+
+
+def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting]:
+    """What a config of the originals (not a command line with a key of theirs) means for the rewards: their set and
+    formula. Where it weighs some of their terms for this phase, the others are 0."""
+    source = next((s.source for s in settings if s.source != "command line" and _is_of_a_phase_there(s.key)), None)
+    given = {setting.key for setting in renamed.settings}
+    if renamed.phase not in ("student", "adversarial") or source is None or "rewards.name" in given:
+        return []
+    implied: dict[str, Any] = {"rewards.name": "original"}
+    if any(key in given for key in _ORIGINAL_TERMS):
+        implied |= {key: 0.0 for key in _ORIGINAL_TERMS if key not in given}
+    return [Setting(key, value, f"{source}, as in the originals") for key, value in implied.items()]
+
+
+def _is_of_a_phase_there(key: str) -> bool:
+    """Whether only configs of the originals with teacher, student and adversarial have this key."""
+    return key.startswith(_PHASED) and (key in ALIASES or bool(_reason(key)))
 
 
 def _without_meaning(setting: Setting) -> str | None:
@@ -278,6 +313,12 @@ def _owner(key: str, schema: Schema) -> tuple[str | None, str]:
     rest, keys = schema.spelled(rest), schema.keys(classes)
     is_known = first in schema.root.model_fields or rest in keys or any(k.endswith(f".{rest}") for k in keys)
     return (owner, rest) if is_known else (None, ours)
+
+
+def _of_own_term(key: str) -> str:
+    """rewards.my.module:term -> rewards.terms.my.module:term"""
+    rest = key.removeprefix("rewards.")
+    return f"rewards.terms.{rest}" if rest != key and ":" in rest and not rest.startswith("terms.") else key
 
 
 def _is_always_so(setting: Setting) -> bool:

@@ -1,6 +1,7 @@
 """The config of a run: its sections, and the passes that make it of settings."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,21 +9,19 @@ from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 
 from sparring import algorithms, envs, phases, policies, world_models
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
-from sparring.collect.configs import RolloutConfig
+from sparring.collect.configs import BufferConfig, RolloutConfig
 from sparring.config.checks import problems_of
 from sparring.config.inherit import PHASE_DEFAULTS, USUAL, inherited_settings
 from sparring.config.legacy import ALIASES, rename, why_not
 from sparring.config.resolve import config_class, import_module, resolve
 from sparring.config.section import Schema, Section
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
-from sparring.data.configs import BufferConfig
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.errors import UserError
 from sparring.phases import configs as phase_configs
-from sparring.policies.configs import ActorCriticConfig, FlowConfig, PI0PolicyConfig
+from sparring.phases.configs import LoggingConfig
+from sparring.policies.configs import ActorCriticConfig, FlowConfig, PI0PolicyConfig, VLAConfig
 from sparring.policies.native.config import NativeVLAConfig
-from sparring.policies.vla.config import VLAConfig
-from sparring.record.configs import LoggingConfig
 from sparring.rewards.configs import OriginalRewardsConfig, RewardsConfig
 from sparring.world_models.configs import TokenWorldModelConfig
 
@@ -85,20 +84,29 @@ class Config(Section):
 
     @property
     def rollout_steps(self) -> int:
-        return self.buffer.rollout_steps(self.rollout.steps, self.rollout.n_envs)
+        """Decisions of each robot in a rollout. The standard buffer is one rollout, so its size decides."""
+        steps, size = self.rollout.steps, self.buffer.size
+        if size is None:
+            return steps
+        holds = size // self.rollout.n_envs
+        return min(holds, steps) if self.buffer.type == "vla" else holds
 
     @property
     def run_folder(self) -> Path:
         return Path(self.output or Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{self.phase}_rl")
 
     def __reduce__(self):
-        return _loaded_as_it_is, (self.dump(),)  # by value: sections of your own classes are made here
+        # by value: sections of your own classes are made here
+        return partial(load_config, inherit=False), (self.dump(),)
 
     def dump(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        return to_yaml(self.dump(), SCHEMA.comments(self))
+        sections = {name: type(value) for name, value in self if isinstance(value, Section)}
+        comments = {key: info.description for key, info in SCHEMA.keys(sections).items() if info.description}
+        comments |= {name: cls.__doc__.strip().splitlines()[0] for name, cls in sections.items() if cls.__doc__}
+        return to_yaml(self.dump(), comments)
 
 
 def load_config(
@@ -134,8 +142,11 @@ def configure(settings: list[Setting], inherit: bool, to_run: bool = True) -> tu
 def _phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
     names = {s.key: s.value for s in settings}
     others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
-    values = PHASE_DEFAULTS.get(phase, {}).items()
-    return [Setting(key, value, f"phase {phase}") for key, value in values if not key.startswith(others)]
+    values = dict(PHASE_DEFAULTS.get(phase, {}))
+    if phase == "finetune" and any(key.startswith("rewards.terms.") for key in names):
+        # terms are added to the env's own reward
+        values["rewards.task_reward"] = 1.0
+    return [Setting(key, value, f"phase {phase}") for key, value in values.items() if not key.startswith(others)]
 
 
 def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
@@ -152,10 +163,6 @@ def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
             shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
             lines.setdefault(setting.source, []).append(f"{setting.key}={shown}")
     return [f"from {source}: {' '.join(keys)}" for source, keys in lines.items()]
-
-
-def _loaded_as_it_is(values: dict[str, Any]) -> Config:
-    return load_config(values, inherit=False)
 
 
 # section -> name -> its config class; none of them imports torch
@@ -216,7 +223,9 @@ def _check_gym_id(name: str) -> None:
     try:
         gymnasium.spec(env_id)
     except gymnasium.error.Error as error:
-        raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())})") from None
+        example = "as in gym:gymnasium_robotics:FetchReach-v4"
+        hint = "" if module else f"; where a package registers it, write gym:<package>:{env_id}, {example}"
+        raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())}){hint}") from None
 
 
 def _makes_gymnasium_envs(thing: Any) -> bool:

@@ -15,8 +15,13 @@ from pydantic_core import PydanticCustomError
 from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
 
+if typing.TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(pydantic.BaseModel)
 
-class _SectionType(type(pydantic.BaseModel)):  # type: ignore[misc]
+
+class _SectionType(ModelMetaclass):
     """`SomeConfig(key=value)` raises ConfigError, as loading a config does, not pydantic's error."""
 
     def __call__(cls, *args, **values):
@@ -50,6 +55,8 @@ class ConfigError(UserError):
         self.problems = problems
 
 
+# abbreviation -> how keys are called that it may mean
+_SHORT_FOR = {"lr": ("policy_lr", "learning_rate")}
 Classes = dict[str, type[Section]]  # section -> its class
 Check = Callable[[Any], Iterable[tuple[str, str]]]
 
@@ -98,11 +105,6 @@ class Schema:
         for name, cls in classes.items():
             keys |= {f"{name}.{leaf}": info for leaf, info in cls.model_fields.items()}
         return keys
-
-    def comments(self, config: Section) -> dict[str, str]:
-        classes = {name: type(value) for name, value in config if isinstance(value, Section)}
-        meanings = {key: info.description for key, info in self.keys(classes).items() if info.description}
-        return meanings | {name: cls.__doc__.strip().splitlines()[0] for name, cls in classes.items() if cls.__doc__}
 
     def spelled(self, key: str) -> str:
         if key in self.aliases:
@@ -170,6 +172,9 @@ class Schema:
         spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
         words = {k.rpartition(".")[2]: k for k in keys}
         section, _, word = key.rpartition(".")
+        meant = [k for k in keys if k.rpartition(".")[2] in _SHORT_FOR.get(word, ())]
+        if meant := [k for k in meant if k.rpartition(".")[0] == section] or meant:
+            return f"nearest: {', '.join(f'{k} ({_accepted(keys[k])})' for k in meant)}"
         whole = difflib.get_close_matches(key, spellings, n=1)
         last = difflib.get_close_matches(word, words, n=1)
         # a word of a key's name is more than letters that look alike: ppo.lr is ppo.policy_lr rather than ppo.c_bar

@@ -49,7 +49,8 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
-_KEY = r"[A-Za-z_][\w.]*"
+# with a colon: rewards.my.module:term
+_KEY = r"[A-Za-z_][\w.:]*"
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -93,6 +94,12 @@ def read_settings(path: str | Path) -> list[Setting]:
         raise UserError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
     except RecursionError:
         raise UserError(f"config file '{path}': is nested too deeply, or refers to itself") from None
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Dotted keys and values of the config.yaml in a run folder or checkpoint; nothing where there is none."""
+    file = folder / "config.yaml"
+    return {setting.key: setting.value for setting in read_settings(file)} if file.exists() else {}
 
 
 def parse_overrides(arguments: list[str]) -> list[Setting]:

@@ -7,7 +7,7 @@ reads random windows: `cache=True` decodes every picture once, into memory-mappe
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -27,7 +27,8 @@ _VECTORS = ("observation.state", "observation.privileged", "action")
 
 
 class Demonstrations:
-    """E episodes, F steps in all. Cameras None: all there are; image_size None: as recorded, else scaled to a square.
+    """E episodes, F steps in all. Cameras None: all there are. image_size None: as recorded, else scaled to a square,
+    or to (height, width) of each camera.
 
     `state_dim`, `action_dim`, `fps` and `control_mode` are what the reader expects; None: whatever it is.
     `points`: so many of each cloud are read; None: all. They come in the order of farthest-point sampling, so the first
@@ -38,7 +39,7 @@ class Demonstrations:
         self,
         path: str | Path,
         cameras: Sequence[str] | None = None,
-        image_size: int | None = None,
+        image_size: int | Mapping[str, tuple[int, int]] | None = None,
         *,
         state_dim: int | None = None,
         action_dim: int | None = None,
@@ -47,7 +48,7 @@ class Demonstrations:
         points: int | None = None,
         cache: bool = False,
     ):
-        if image_size is not None:
+        if image_size is not None and not isinstance(image_size, Mapping):
             check_whole("image_size", image_size)
         self.dataset = read_dataset(path)
         self.path = self.dataset.path
@@ -66,8 +67,11 @@ class Demonstrations:
         for camera in self.cameras:
             self.dataset.check_videos(self._features[camera])
         self.recorded_shapes = {camera: self._recorded_shape(camera) for camera in self.cameras}
-        square = image_size and (image_size, image_size)
-        self.image_shapes = {camera: square or shape for camera, shape in self.recorded_shapes.items()}
+        if isinstance(image_size, Mapping):
+            self.image_shapes = self.recorded_shapes | dict(image_size)
+        else:
+            square = image_size and (image_size, image_size)
+            self.image_shapes = {camera: square or shape for camera, shape in self.recorded_shapes.items()}
         self._cache = {camera: self._cached(camera) for camera in self.cameras} if cache else {}
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ class DatasetError(UserError):
 
 
 @dataclass(frozen=True)
-class Dataset:
+class _Dataset:
     """All of a dataset but its pictures. E episodes, F frames in the order of episodes."""
 
     path: Path
@@ -62,11 +62,11 @@ def parquet():
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError("datasets need pyarrow, which is not installed: pip install pyarrow") from None
+        raise UserError('datasets need pyarrow, which is not installed: pip install "sparring[demos]"') from None
     return pyarrow.parquet
 
 
-def read_dataset(path: str | Path) -> Dataset:
+def read_dataset(path: str | Path) -> _Dataset:
     path = Path(path)
     info = _read_info(path)
     episodes = _read_episodes(path, info)
@@ -75,7 +75,7 @@ def read_dataset(path: str | Path) -> Dataset:
     instructions = _read_instructions(path)
     stats, extras = (_read_json(path / f"meta/{name}.json", optional=True) for name in ("stats", "sparring"))
     stats = {feature: {name: np.array(value) for name, value in values.items()} for feature, values in stats.items()}
-    dataset = Dataset(path, info, columns, lengths, clips, instructions, stats, extras)
+    dataset = _Dataset(path, info, columns, lengths, clips, instructions, stats, extras)
     _check_frames(dataset)
     return dataset
 
@@ -162,7 +162,7 @@ def _read_instructions(path: Path) -> tuple[str, ...]:
     return tuple(text for _, text in pairs)
 
 
-def _check_frames(dataset: Dataset) -> None:
+def _check_frames(dataset: _Dataset) -> None:
     """The rows are those that the episodes speak of, in time order, and hold numbers."""
     path, columns, frames = dataset.path, dataset.columns, int(dataset.lengths.sum())
     found = len(columns["index"])

@@ -1,12 +1,10 @@
-"""What is to be recorded: the config of a recording, its plan, and the names of what it holds."""
+"""What is to be recorded: the plan of a recording, and the names of what it holds."""
 
-import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from sparring import __version__
-from sparring.config.schema import Config, load_config
+from sparring.config.schema import load_config
 from sparring.config.text import Setting, read_settings
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop import observe
@@ -24,26 +22,6 @@ _ACTIONS = {
     "delta_ee": ["hand_x", "hand_y", "hand_z", "turn_x", "turn_y", "turn_z", "finger_step"],
     "qpos": [f"joint.{k}" for k in range(6)] + ["fingers"],
 }
-
-
-def demo_config(tasks: list[str], file: str | None, settings: list[Setting]) -> Config:
-    """By default all cameras of the robot are recorded, and object positions apart from its state."""
-    cameras = TASKS[tasks[0]].scene.cameras if tasks[0] in TASKS else ()
-    if any(setting.key in ("env.task", "task_name") for setting in settings):
-        raise UserError(f"the task is given twice: as {' '.join(tasks)} and as an override; leave the override out")
-    given = read_settings(file) if file else []
-    others = [s.value for s in [*given, *settings] if s.key == "env.name" and s.value != "tabletop"]
-    if others:
-        raise UserError(f"env.name={others[-1]} has no scripted experts; only the built-in tabletop has them")
-    shown = {"env.cameras": list(cameras), "env.object_state": "privileged"}
-    defaults = [Setting(key, value, "default") for key, value in shown.items()]
-    # `rollout.n_envs` must be a multiple of the tasks, though recording has its own number of robots
-    asked = [Setting("env.task", tasks, "command line"), Setting("rollout.n_envs", len(tasks), "command line")]
-    return load_config(None, [*defaults, *given, *settings, *asked], inherit=False)
-
-
-def demo_folder(tasks: list[str]) -> Path:
-    return Path(os.environ.get("OUTPUT_BASE", "outputs")) / "demos" / "_".join(tasks)
 
 
 @dataclass(frozen=True)
@@ -69,6 +47,25 @@ class Plan:
         for key in ("depth", "segmentation", "pad_state", "pad_action"):
             if getattr(self.env, key):
                 raise UserError(f"env.{key} is not recorded; leave it at its default")
+
+    @classmethod
+    def of(
+        cls, tasks: list[str], file: str | None, settings: list[Setting], noise: float, keep: bool, pixel_format: str
+    ) -> "Plan":
+        """By default all cameras of the robot are recorded, and object positions apart from its state."""
+        cameras = TASKS[tasks[0]].scene.cameras if tasks[0] in TASKS else ()
+        if any(setting.key in ("env.task", "task_name") for setting in settings):
+            raise UserError(f"the task is given twice: as {' '.join(tasks)} and as an override; leave the override out")
+        given = read_settings(file) if file else []
+        others = [s.value for s in [*given, *settings] if s.key == "env.name" and s.value != "tabletop"]
+        if others:
+            raise UserError(f"env.name={others[-1]} has no scripted experts; only the built-in tabletop has them")
+        shown = {"env.cameras": list(cameras), "env.object_state": "privileged"}
+        defaults = [Setting(key, value, "default") for key, value in shown.items()]
+        # `rollout.n_envs` must be a multiple of the tasks, though recording has its own number of robots
+        asked = [Setting("env.task", tasks, "command line"), Setting("rollout.n_envs", len(tasks), "command line")]
+        config = load_config(None, [*defaults, *given, *settings, *asked], inherit=False)
+        return cls(config.env, config.rollout.max_episode_steps, config.seed, noise, keep, pixel_format)
 
     @property
     def steps(self) -> int:

@@ -36,7 +36,7 @@ from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
 from sparring.processes.files import flush
-from sparring.record.console import Console
+from sparring.record.log import Console
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.tasks.registry import TASKS
-from sparring.record.console import clock
+from sparring.record.log import clock
 
 # of a contact sheet
 _EPISODES, _MOMENTS = 6, 5

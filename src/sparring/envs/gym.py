@@ -1,6 +1,7 @@
 """One gymnasium env as a robot: actions in [-1, 1] or an index, observations "state" and "image/...". No torch.
 Letters: C steps of an action chunk, A action dims, S state dims."""
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -14,7 +15,10 @@ from gymnasium.envs import registration
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
-from sparring.errors import UserError
+from sparring.errors import UserError, describe_error
+
+# env.name -> why MuJoCo cannot draw in this process: a second try would end the process with no exception to catch
+_NO_OPENGL: dict[str, str] = {}
 
 
 class _ObservationMap:
@@ -137,6 +141,7 @@ class GymRobot:
 
     def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
         self.env, self._limit = _make_env(config, max_episode_steps)
+        self._name = config.name
         self.observations = _ObservationMap(self.env.observation_space, config.name)
         self.actions = _ActionMap(self.env.action_space, config.name)
         self.spec = EnvSpec(
@@ -154,7 +159,7 @@ class GymRobot:
         self.no_picture: str | None = None  # why there is no picture; None while there may be one
         if self.env.render_mode != "rgb_array":
             mode = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"
-            needed = "a class that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
+            needed = "an env that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
             self.no_picture = f"{mode}; {needed}"
         self._success_return = config.success_return
         self.reports_success = config.success_return is not None  # or once an info says so
@@ -174,7 +179,7 @@ class GymRobot:
         for index, action in enumerate(actions):
             self._observation, reward, terminated, truncated, info = self.env.step(action)
             rewards[index] = reward
-            self._return += reward
+            self._return += reward  # type: ignore[operator]
             self._elapsed += 1
             if self._elapsed == self._limit:
                 truncated = True
@@ -195,14 +200,20 @@ class GymRobot:
 
     def render(self) -> np.ndarray | None:
         """A `[H, W, 3]` uint8 picture, or None and the reason in `no_picture`."""
+        self.no_picture = self.no_picture or _NO_OPENGL.get(self._name)
         if self.no_picture is not None or self._observation is None:
             return None
         try:
             picture = self.env.render()
+            return None if picture is None else np.array(picture, np.uint8)  # the env may reuse its buffer
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-            self.no_picture = str(error)  # drawing is optional
-            return None
-        return None if picture is None else np.array(picture, np.uint8)  # the env may reuse its buffer
+            self.no_picture = str(error)
+        except Exception as error:  # drawing is optional, whatever goes wrong in it
+            self.no_picture = f"render() of {self._name} failed: {describe_error(error)}"
+            if type(error).__module__ == "mujoco":
+                advice = "install OpenGL's EGL or OSMesa, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa"
+                self.no_picture = _NO_OPENGL[self._name] = f"MuJoCo cannot draw {self._name} here ({error}); {advice}"
+        return None
 
     def state(self) -> Arrays | None:
         """All that the rest of the episode depends on, or None where the env cannot tell."""
@@ -251,11 +262,15 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
             creator = getattr(importlib.import_module(source), name)
             env = creator(**{**_render_kwargs(creator), **config.kwargs})
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
-        hint = "; install what it needs, e.g. pip install 'gymnasium[mujoco]'" if isinstance(error, ImportError) else ""
+        hint = '; install what it needs, e.g. pip install "gymnasium[mujoco]"' if isinstance(error, ImportError) else ""
         made = f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}"
         raise UserError(f"{made}: {error}{hint}") from error
     if not isinstance(env, gymnasium.Env):
         raise TypeError(f"env.name={config.name!r} gave a {type(env).__name__}; expected a gymnasium.Env")
+    if env.render_mode is None and "rgb_array" in (env.metadata.get("render_modes") or ()):
+        # a function made it without render_mode; envs read theirs when they draw
+        with contextlib.suppress(AttributeError):
+            env.unwrapped.render_mode = "rgb_array"
     own_limit = env.spec.max_episode_steps if env.spec else None
     # the robot counts steps itself: without these wrappers a step is faster and the state complete
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
@@ -264,7 +279,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
 
 
 def _creator(env_id: str) -> Any:
-    """The class behind a gymnasium id ("CartPole-v1" or "module:Id-v0"); None where only gymnasium.make knows it."""
+    """The class or function behind a gymnasium id ("CartPole-v1", "module:Id-v0"); None where only `make` knows it."""
     module, _, name = env_id.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -276,6 +291,8 @@ def _creator(env_id: str) -> Any:
 
 def _render_kwargs(creator: Any) -> dict:
     """gymnasium fixes the render mode when an env is made."""
+    if inspect.isfunction(creator):  # what its env can draw is known only when it is made
+        return {"render_mode": "rgb_array"} if "render_mode" in inspect.signature(creator).parameters else {}
     metadata = getattr(creator, "metadata", None)
     if not isinstance(metadata, dict) or "rgb_array" not in metadata.get("render_modes", ()):
         return {}

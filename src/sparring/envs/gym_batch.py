@@ -11,7 +11,7 @@ from sparring.envs.backend import Arrays, EpisodeSeeds, Picture, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot, pack, unpack
 from sparring.errors import UserError
-from sparring.processes.shared_memory import Column
+from sparring.processes.memory import Column
 
 Frames = dict[int, list[Picture]]
 
@@ -30,8 +30,7 @@ class SerialBackend:
         return self._arrays.observed()
 
     def step(self, action: np.ndarray) -> Step:
-        chunk = check_action(action, self.num_envs, self.spec)
-        if chunk != self._arrays.chunk:
+        if chunk := self._arrays.other_chunk(action):
             self._arrays = StepArrays.allocate(self.spec, self.num_envs, chunk)
         self._arrays.action[:] = action
         frames = self._batch.step(self._arrays)
@@ -76,17 +75,15 @@ class StepArrays:
             whole[group] = {key[1]: array for key, array in arrays.items() if key[0] == group}
         return cls(**whole)
 
-    @property
-    def chunk(self) -> int:
-        return self.action.shape[1]
-
-    def rows(self, first: int, last: int) -> "StepArrays":
-        views: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            whole = isinstance(value, np.ndarray)
-            views[item.name] = value[first:last] if whole else {k: v[first:last] for k, v in value.items()}
-        return StepArrays(**views)
+    def other_chunk(self, action: np.ndarray) -> int:
+        """C of an action `[N, C, A]` that needs other arrays than these; 0: it fits."""
+        shape, (robots, chunk, dims) = np.shape(action), self.action.shape
+        if len(shape) != 3 or shape[0] != robots or shape[1] < 1 or shape[2] != dims:
+            raise UserError(
+                f"an action of shape {shape}; expected [{robots}, C, {dims}]: envs, steps of the chunk (at least 1), "
+                "action dims"
+            )
+        return 0 if shape[1] == chunk else shape[1]
 
     def observed(self) -> Arrays:
         return {key: value.copy() for key, value in self.observation.items()}
@@ -215,16 +212,6 @@ class GymBatch:
             f"the {what} of env {self.envs[rows[wrong]]} ({self.name}) holds NaN or inf: {values[wrong]}; its "
             "simulation has diverged or it divides by zero: have the env end such episodes"
         )
-
-
-def check_action(action: np.ndarray, num_envs: int, spec: EnvSpec) -> int:
-    shape = np.shape(action)
-    if len(shape) != 3 or shape[0] != num_envs or shape[1] < 1 or shape[2] != spec.action_dim:
-        raise UserError(
-            f"an action of shape {shape}; expected [{num_envs}, C, {spec.action_dim}]: envs, steps of the chunk "
-            "(at least 1), action dims"
-        )
-    return shape[1]
 
 
 def _below(state: Arrays, prefix: str) -> Arrays:

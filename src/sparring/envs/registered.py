@@ -1,5 +1,5 @@
-"""The built-in tasks as gymnasium envs `sparring/<task>`; importing this module registers them, as
-`gymnasium.make("sparring.envs.registered:sparring/lift_d0")` does. Keyword arguments are the fields of
+"""The built-in tasks as gymnasium envs `sparring/<task>`; importing this module registers them, and so does
+`import sparring` after gymnasium (`gymnasium.make("sparring:sparring/lift_d0")`). Keyword arguments are the fields of
 `TabletopConfig`; `episode_steps` is the time limit. An observation is the state vector, or a dict with `state`, one
 `[H, W, 3]` image per camera and what else is configured (docs/suite.md)."""
 
@@ -13,7 +13,7 @@ from sparring.envs.backend import Arrays, EpisodeSeeds, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.scene import CONTROL_HZ
-from sparring.envs.tabletop.tasks.registry import TASKS
+from sparring.envs.tabletop.tasks.registry import register
 from sparring.errors import UserError
 
 _BOUND = 20.0  # entries of vectors are about 1; checkers ask for finite bounds
@@ -149,19 +149,6 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
 
     def close_extras(self, **kwargs) -> None:
         self._backend.close()
-
-
-def register() -> None:
-    for task in TASKS:
-        env_id = f"sparring/{task}"
-        if env_id not in gymnasium.registry:
-            # no max_episode_steps: the env truncates its own episodes
-            gymnasium.register(
-                env_id,
-                "sparring.envs.registered:TabletopGym",
-                vector_entry_point="sparring.envs.registered:TabletopVectorGym",
-                kwargs={"id_task": task},
-            )
 
 
 register()

@@ -2,7 +2,6 @@
 ends when the parent closes the pipe or dies. No torch."""
 
 import time
-import traceback
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,8 @@ from sparring.contract import EnvSpec
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym_batch import Frames, GymBatch, StepArrays
-from sparring.errors import UserError
-from sparring.processes.child import connect_to_parent
-from sparring.processes.shared_memory import SharedHandle, SharedMemory
+from sparring.processes.child import connect_to_parent, error_report
+from sparring.processes.memory import SharedHandle, SharedMemory
 
 LEAVE_S = 5.0  # what a worker whose parent hung up gets to close its envs in peace
 
@@ -30,8 +28,9 @@ class _Commands:
 
     def attach(self, handle: SharedHandle) -> None:
         """Use this worker's rows of the shared `StepArrays` from now on."""
-        whole = StepArrays.of(SharedMemory.attach(handle, last=False).arrays)
-        self._arrays = whole.rows(self.batch.envs.start, self.batch.envs.stop)
+        rows = slice(self.batch.envs.start, self.batch.envs.stop)
+        shared = SharedMemory.attach(handle, last=False).arrays
+        self._arrays = StepArrays.of({key: array[rows] for key, array in shared.items()})
 
     def reset(self, seeds: EpisodeSeeds) -> None:
         self.batch.reset(seeds, self._arrays)
@@ -48,13 +47,10 @@ def _answer(commands: _Commands, method: str, arguments: tuple) -> tuple[bool, A
     try:
         return True, getattr(commands, method)(*arguments)
     except Exception as error:  # whatever an env raises
-        mendable = isinstance(error, UserError)
-        what = str(error) if mendable else f"{type(error).__name__}: {error}"
-        what = " ".join([what, *getattr(error, "__notes__", ())])
-        return False, (what, None if mendable else traceback.format_exc())
+        return False, error_report(error)
 
 
-def main() -> None:
+def _main() -> None:
     commands, pipe = _Commands(), connect_to_parent(leave=partial(time.sleep, LEAVE_S))
     try:
         while True:
@@ -68,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym_batch import StepArrays, check_action
+from sparring.envs.gym_batch import StepArrays
 from sparring.errors import UserError
 from sparring.processes.child import Child, usable_cores
-from sparring.processes.shared_memory import SharedMemory
+from sparring.processes.memory import SharedMemory
 
 CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5  # seconds to close envs: idle, and in the middle of a step
 
@@ -51,9 +52,8 @@ class ProcessBackend:
         return self._pool.arrays.observed()
 
     def step(self, action: np.ndarray) -> Step:
-        chunk = check_action(action, self.num_envs, self.spec)
         self._pool.check_open()
-        if chunk != self._pool.arrays.chunk:
+        if chunk := self._pool.arrays.other_chunk(action):
             self._pool.share(self.spec, self.num_envs, chunk)
         self._pool.arrays.action[:] = action
         frames = {}
@@ -67,10 +67,10 @@ class ProcessBackend:
         self._pool.call("record", list(envs))
 
     def render(self, env: int) -> np.ndarray | None:
-        return self._pool.call_one(env, "render", env)
+        return self._pool.call("render", env, owner_of=env)[0]
 
     def no_picture(self, env: int) -> str | None:
-        return self._pool.call_one(env, "no_picture", env)
+        return self._pool.call("no_picture", env, owner_of=env)[0]
 
     def state(self) -> Arrays | None:
         parts = self._pool.call("state")
@@ -97,7 +97,7 @@ class _WorkerPool:
     def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
         self._busy = True
         for worker in self.workers:
-            worker.send("make", config, worker.envs, max_episode_steps)
+            worker.send(("make", (config, worker.envs, max_episode_steps)))
         return self._gather(self.workers)[0]
 
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
@@ -108,12 +108,14 @@ class _WorkerPool:
         self.call("attach", self.memory.handle)
         self.memory.forget_name()
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._call(self.workers, method, arguments)
-
-    def call_one(self, env: int, method: str, *arguments: Any) -> Any:
-        owner = next(worker for worker in self.workers if env in worker.envs)
-        return self._call([owner], method, arguments)[0]
+    def call(self, method: str, *arguments: Any, owner_of: int | None = None) -> list[Any]:
+        """The answers of all workers, or of the one that has that env."""
+        self.check_open()
+        self._busy = True  # stays set where a KeyboardInterrupt leaves answers unread
+        workers = [worker for worker in self.workers if owner_of is None or owner_of in worker.envs]
+        for worker in workers:
+            worker.send((method, arguments))
+        return self._gather(workers)
 
     def check_open(self) -> None:
         if self._closed:
@@ -126,60 +128,47 @@ class _WorkerPool:
             return
         self._closed = True
         for worker in self.workers:
-            worker.child.hang_up()
+            worker.hang_up()
         deadline = time.monotonic() + (CLOSE_BUSY_S if self._busy else CLOSE_S)
         for worker in self.workers:
-            worker.child.end(max(0.0, deadline - time.monotonic()))
+            worker.end(max(0.0, deadline - time.monotonic()))
         self.arrays = self.memory = None
-
-    def _call(self, workers: list["_Worker"], method: str, arguments: tuple) -> list[Any]:
-        self.check_open()
-        self._busy = True  # stays set where a KeyboardInterrupt leaves answers unread
-        for worker in workers:
-            worker.send(method, *arguments)
-        return self._gather(workers)
 
     def _gather(self, workers: list["_Worker"]) -> list[Any]:
         """All answers are read before an error is raised, so that none is left for the next call."""
         try:
-            answers = [worker.receive(self._check_alive) for worker in workers]
+            answers = [worker.answer(self._check_alive) for worker in workers]
         except WorkerError:
             self.close()
             raise
         self._busy = False
         for worker, (fine, result) in zip(workers, answers, strict=True):
             if not fine and result[1] is None:
-                raise UserError(f"{worker}: {result[0]}")
+                raise UserError(f"{worker.name}: {result[0]}")
             if not fine:
-                raise WorkerError(f"{worker} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
+                raise WorkerError(f"{worker.name} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in answers]
 
     def _check_alive(self) -> None:
         for worker in self.workers:
-            if worker.child.process.poll() is not None:
-                raise worker.death()
+            if worker.process.poll() is not None:
+                raise worker.failure()
 
 
-class _Worker:
+class _Worker(Child):
     def __init__(self, number: int, envs: range):
-        self.number, self.envs = number, envs
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        self.child = Child("sparring.envs.worker_main", f"worker {number}", environment)
+        self.envs = envs
+        name = f"worker {number} (envs {envs[0]}..{envs[-1]})"
+        super().__init__("sparring.envs.worker_main", name, {"OMP_NUM_THREADS": "1", **os.environ})
 
-    def __str__(self) -> str:
-        return f"worker {self.number} (envs {self.envs[0]}..{self.envs[-1]})"
-
-    def send(self, method: str, *arguments: Any) -> None:
-        self.child.send((method, arguments))
-
-    def receive(self, check) -> tuple[bool, Any]:
+    def answer(self, check: Callable[[], None]) -> tuple[bool, Any]:
         try:
-            return self.child.receive(check)
+            return self.receive(check)
         except EOFError:
-            raise self.death() from None
+            raise self.failure() from None
 
-    def death(self) -> WorkerError:
-        return WorkerError(f"{self} {self.child.death(CLOSE_S)}")
+    def failure(self) -> WorkerError:
+        return WorkerError(f"{self.name} {self.death(CLOSE_S)}")
 
 
 def _slices(num_envs: int, workers: int) -> list[range]:

@@ -28,6 +28,7 @@ from sparring.envs.env import Env, make_env
 from sparring.envs.gym import GymRobot
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError, describe_error
+from sparring.evaluation.play import why_no_picture
 from sparring.policies import POLICIES
 from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
@@ -188,14 +189,13 @@ def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
     yield "speed", True, f"{speed:,.0f} env steps/s with {ROBOTS} robots and random actions"
     name = re.sub(r"[^\w.-]", "_", "_".join(getattr(config.env, "task", ())) or config.env.name)
     sheet = Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{name}.png"
-    yield "pictures", True, str(write_png(sheet, filmstrip(frames))) if frames else "none"
+    yield "pictures", True, str(write_png(sheet, filmstrip(frames))) if frames else f"none: {why_no_picture(again)}"
 
 
 def _replay(collector: Collector, digests: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
     """The first decision that differs from `digests`, if any, and frames of one robot's first episode."""
-    env, frames = collector.env, list[np.ndarray]()
-    filming = env.backend.render(0) is not None
-    env.backend.record([0] if filming else [])
+    env, frames, filming = collector.env, list[np.ndarray](), True
+    env.backend.record([0])  # as training and evaluations do, so that a render() that fails is found here
     for number, before in enumerate(digests):
         digest = _digest(collector.decide())
         frames += map(drawn, env.last.frames.get(0, []))

@@ -183,9 +183,9 @@ class Comparison:
         found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)
         return cls(a, b, len(ratio_a), config.seed, [found], bool((ratio_a == ratio_b).all()))
 
-    def table(self) -> str:
+    def table(self, width: int | None = None) -> str:
         rows = [("", "A", "B", "A - B", "95 % interval", "p"), *(measured.row() for measured in self.measured)]
-        return f"A  {self.a}\nB  {self.b}\n\n{text_table(rows)}"
+        return f"A  {self.a}\nB  {self.b}\n\n{text_table(rows, width=width)}"
 
     def verdict(self) -> str:
         if self.same:

@@ -51,13 +51,13 @@ class ExplorationEvaluation(EvaluationResult):
             policy.train(training)
         return cls(episodes, config.seed, found)
 
-    def table(self) -> str:
+    def table(self, width: int | None = None) -> str:
         rows = [("actions", "contact", "places", "places an episode", "places of objects", "state entropy")]
         for who, e in self.found.items():
             moved = "n/a" if e.object_voxels is None else str(e.object_voxels)
             numbers = f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", moved, f"{e.state_entropy:.2f}"
             rows.append((who, *numbers))
-        return text_table(rows)
+        return text_table(rows, width=width)
 
     def numbers(self) -> dict[str, float | None]:
         random = max(found.contact for who, found in self.found.items() if who != "policy")
@@ -110,7 +110,7 @@ class _Counts:
     def add(self, td: TensorDict, robots: np.ndarray) -> None:
         state = td["next", "observation", "state"].numpy(force=True)
         self.decisions += len(robots)
-        self.contacts += int(self.env.last.contact[robots].sum())
+        self.contacts += int(np.asarray(self.env.last.contact)[robots].sum())
         if self.env.spec.object_entries:
             # [n, objects, 3]
             before, after = (

@@ -3,23 +3,40 @@
 import json
 import os
 import re
+import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 from sparring.config.text import value_text
 from sparring.errors import UserError
 
 LONGEST = 120  # letters of a file name; file systems allow some more
+_NARROWEST = 6  # characters of a column that is cut
 
 
-def text_table(rows: Iterable[tuple[str, ...]], rule: bool = True) -> str:
-    """Left-aligned columns; the first row is the head, with a `rule` below it."""
+def terminal_width() -> int | None:
+    """Characters in a line of stdout; None: no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def text_table(
+    rows: Iterable[tuple[str, ...]], rule: bool = True, width: int | None = None, spare: tuple[int, ...] = ()
+) -> str:
+    """Left-aligned columns; the first row is the head, with a `rule` below it.
+
+    Where it is wider than `width`, `spare` columns are cut, the least important first, then the widest."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widest_first = sorted(range(len(widths)), key=lambda i: -widths[i])
+    for i in (*spare, *widest_first) if width else ():
+        excess = sum(widths) + 2 * (len(widths) - 1) - cast(int, width)
+        widths[i] -= max(0, min(excess, widths[i] - _NARROWEST))
+    rows = [tuple(c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(row, widths, strict=True)) for row in rows]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], *(["-" * len(lines[0])] if rule else []), *lines[1:]])
 
@@ -30,8 +47,8 @@ class EvaluationResult(ABC):
     seed: int
 
     @abstractmethod
-    def table(self) -> str:
-        """For people."""
+    def table(self, width: int | None = None) -> str:
+        """For people; `width`: most characters in a line."""
 
     @abstractmethod
     def numbers(self) -> dict[str, float | None]:
@@ -62,9 +79,6 @@ class EvaluationFiles:
         if len(name) > LONGEST:
             name = f"{name[: LONGEST - 9]}-{crc32(name.encode()):08x}"
         return cls(folder, name, json_file or folder / f"{name}.json")
-
-    def check_videos(self) -> None:
-        refuse_unwritable(self.folder / f"{self.name}.mp4", "leave out --videos")
 
     def remove_videos(self) -> None:
         """An earlier evaluation may have written more videos than this one will."""

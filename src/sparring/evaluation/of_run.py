@@ -11,7 +11,7 @@ from sparring.contract import EnvSpec
 from sparring.envs.env import make_env
 from sparring.errors import UserError
 from sparring.evaluation.exploration import ExplorationEvaluation
-from sparring.evaluation.files import EvaluationFiles, EvaluationResult, refuse_unwritable
+from sparring.evaluation.files import EvaluationFiles, EvaluationResult, refuse_unwritable, terminal_width
 from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.phases.phase import Progress
@@ -44,7 +44,7 @@ def evaluate_checkpoint(
     files = EvaluationFiles.of(Path(path) if Path(path).is_dir() else checkpoint, kind, changed, json_file)
     refuse_unwritable(files.json_file)
     if videos:
-        files.check_videos()
+        refuse_unwritable(files.folder / f"{files.name}.mp4", "leave out --videos")
     device = pick_device(config.device)
     result: EvaluationResult
     if kind == "eval_world_model":
@@ -59,7 +59,7 @@ def evaluate_checkpoint(
         how = "greedy and sampled actions" if both else "greedy actions" if greedy else "sampled actions"
     changed_text = " ".join(f"{key}={value_text(value)}" for key, value in changed.items())
     print(f"{checkpoint}: {result.episodes} held-out episodes, {how}{f', with {changed_text}' if changed else ''}")
-    print(result.table())
+    print(result.table(terminal_width()))
     about = {"checkpoint": str(checkpoint), "how": how, "settings": changed}
     print(f"numbers: {result.write(files.json_file, about)}")
     if isinstance(result, Evaluation) and result.films:

@@ -15,7 +15,7 @@ from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector
 from sparring.config.schema import Config
 from sparring.contract import EnvSpec
-from sparring.data.recorder import EpisodeRecorder
+from sparring.data.episodes import EpisodeRecorder
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.evaluation.files import EvaluationResult, text_table
@@ -138,7 +138,7 @@ class Evaluation(EvaluationResult):
         finally:
             env.close()
 
-    def table(self) -> str:
+    def table(self, width: int | None = None) -> str:
         rows: list[tuple[str, ...]] = [("policy", "task", "success", "95 % interval", "reward", "steps")]
         for who, tasks in self.scores.items():
             for task, score in tasks.items():
@@ -146,7 +146,7 @@ class Evaluation(EvaluationResult):
                 success = (f"{s.rate:.1%}", f"{s.low:.1%} - {s.high:.1%}") if self.spec.reports_success else ("-", "-")
                 reward = f"{score.reward:.2f} +- {score.reward_std:.2f}"
                 rows.append((who, task, *success, reward, f"{score.steps:.1f}"))
-        return text_table(rows)
+        return text_table(rows, width=width, spare=(1, 0))
 
     def numbers(self) -> dict[str, float | None]:
         tasks = self.scores["policy"]
@@ -166,7 +166,11 @@ class Evaluation(EvaluationResult):
         return tasks["all"] if "all" in tasks else next(iter(tasks.values()))
 
     def content(self) -> dict:
-        return {"scores": {w: {t: asdict(score) for t, score in tasks.items()} for w, tasks in self.scores.items()}}
+        scores = {who: {task: asdict(score) for task, score in tasks.items()} for who, tasks in self.scores.items()}
+        if not self.spec.reports_success:
+            for score in (score for tasks in scores.values() for score in tasks.values()):
+                score["success"] |= dict.fromkeys(("successes", "rate", "low", "high"))
+        return {"scores": scores}
 
 
 def evaluate(
@@ -189,11 +193,13 @@ def evaluate(
     if baseline:
         played, _ = play(RandomPolicy(env.spec, chunk).to(env.device), env, episodes, seed, chunk, greedy=False)
         scores["random"] = _score_by_task(played, env.spec)
-    no_films = None
-    if films and not shot:
-        no_picture = getattr(env.backend, "no_picture", None)
-        no_films = (no_picture and no_picture(0)) or "the env draws nothing: its render() gives None"
+    no_films = why_no_picture(env) if films and not shot else None
     return Evaluation(episodes, seed, scores, shot, env.spec, no_films)
+
+
+def why_no_picture(env: Env) -> str:
+    no_picture = getattr(env.backend, "no_picture", None)
+    return (no_picture and no_picture(0)) or "the env draws nothing: its render() gives None"
 
 
 def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, _Score]:

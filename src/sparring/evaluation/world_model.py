@@ -281,7 +281,7 @@ class WorldModelEvaluation(EvaluationResult):
     def content(self) -> dict:
         return self.figures
 
-    def table(self) -> str:
+    def table(self, width: int | None = None) -> str:
         rows: list[tuple[str, ...]] = [("camera", "", "prediction", "copy last", "ceiling")]
         for camera, found in self.figures["cameras"].items():
             rows.append((camera, "PSNR, dB", *(_text(value, ".2f") for value in found["psnr"].values())))
@@ -299,7 +299,7 @@ class WorldModelEvaluation(EvaluationResult):
             for camera, found in cameras.items():
                 psnr = [_text(found["psnr"][who], ".2f") for who in _PAIR]
                 ahead.append((k, camera, *psnr, _text(found["mse_ratio"], ".3f")))
-        return "\n".join([text_table(rows), "", text_table(ahead), "", *self._sentences()])
+        return "\n".join([text_table(rows, width=width), "", text_table(ahead, width=width), "", *self._sentences()])
 
     def _sentences(self) -> list[str]:
         tokens, shuffled, blind = (self.figures[part] for part in ("tokens", "shuffled_actions", "half_blind"))

@@ -105,6 +105,10 @@ class Adversarial(Phase):
         return self.world_model
 
     @property
+    def preparing(self) -> str | None:
+        return self.world_model.preparing
+
+    @property
     def learns_from(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.world_model.parameters())
         return f"{self.explorer.learns_from}, and a world model of {parameters:,} parameters"
@@ -118,7 +122,8 @@ class Adversarial(Phase):
         self.replay.open()
         self.explorer.learning = False
         self.replay.generations.begin(self.progress.updates // self.config.generation_every)
-        metrics = _means([self._explore(fraction) for _ in range(self.config.explorer_updates_per_iter)])
+        learns = self.learner.gradient_steps >= self.config.warmup_steps
+        metrics = _means([self.explorer.turn(fraction, learns) for _ in range(self.config.explorer_updates_per_iter)])
         metrics |= self._learn(fraction)
         played = self.explorer.progress
         self.progress.updates += 1
@@ -151,12 +156,6 @@ class Adversarial(Phase):
         """End what it has going: the env, the thread that makes batches, the stores' locks on their folders."""
         self.env.close()
         self.replay.close()
-
-    def _explore(self, fraction: float) -> dict[str, float]:
-        metrics = self.explorer.collect()
-        if self.learner.gradient_steps >= self.config.warmup_steps:
-            metrics |= self.explorer.learn(fraction)
-        return metrics
 
     def _learn(self, fraction: float) -> dict[str, float]:
         # processes step together: all of them must have something to learn from

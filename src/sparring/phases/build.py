@@ -15,7 +15,7 @@ from sparring.collect.groups import GroupedCollector, GroupedEnv
 from sparring.collect.remote.learner import ReceivedRollout, RemoteCollector, RemoteEnv
 from sparring.config.resolve import build, resolve
 from sparring.config.schema import Config
-from sparring.data.buffer import Buffer, make_buffer
+from sparring.data.buffer import Buffer, RolloutBuffer, VLABuffer
 from sparring.data.episodes import EpisodeStore
 from sparring.envs.env import Env, make_training_env
 from sparring.errors import UserError
@@ -63,8 +63,11 @@ class _ActorFactory:
         return collector, buffer, Scorer(section, policy, Distributed("cpu")) if gated else None
 
 
-def build_env(config: Config, distributed: Distributed) -> Env | GroupedEnv | RemoteEnv:
-    """As many robots as the config asks for, in this process or in one of their own."""
+def build_env(
+    config: Config, distributed: Distributed, device: torch.device | None = None
+) -> Env | GroupedEnv | RemoteEnv:
+    """As many robots as the config asks for, in this process or in one of their own, which acts on `device` (None: that
+    of `distributed`)."""
     if config.rollout.mode == "sync":
         return _build_local_env(config, distributed)
     names = {"env.name": config.env.name, "policy.name": config.policy.name, "algorithm": config.algorithm}
@@ -74,7 +77,7 @@ def build_env(config: Config, distributed: Distributed) -> Env | GroupedEnv | Re
                 f"{key}={name!r} is defined in the script or notebook itself, which the collecting process cannot "
                 "import; move the class to a module, or use rollout.mode=sync"
             )
-    rank_info = _RankInfo(distributed.device, distributed.rank, distributed.world_size)
+    rank_info = _RankInfo(device or distributed.device, distributed.rank, distributed.world_size)
     return RemoteEnv(_ActorFactory(config, rank_info), config)
 
 
@@ -114,10 +117,7 @@ def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _Ra
 def build_algorithm(config: Config, section, policy: Policy, distributed: Distributed):
     """`section`: the settings of `config.algorithm`, which a phase may have changed."""
     seed = config.seed
-    algorithm = build(section, ALGORITHMS, policy, distributed, seed, kind="algorithm", name=config.algorithm)
-    if config.rollout.mode == "async" and config.rollout.staleness and isinstance(algorithm, Algorithm):
-        algorithm.expect_stale()
-    return algorithm
+    return build(section, ALGORITHMS, policy, distributed, seed, kind="algorithm", name=config.algorithm)
 
 
 def build_collector(config: Config, env: Env | GroupedEnv | RemoteEnv, policy: Policy):
@@ -142,7 +142,17 @@ def _build_local_collector(
     envs = cast(GroupedEnv, env).envs if rollout.groups > 1 else [cast(Env, env)]
     collectors = [Collector(each, policy, config.seed, chunk=rollout.action_steps, episodes=episodes) for each in envs]
     collector = GroupedCollector(cast(GroupedEnv, env), collectors) if rollout.groups > 1 else collectors[0]
-    return collector, make_buffer(config.buffer, steps, rollout.n_envs, config.run_folder)
+    return collector, _build_buffer(config, steps)
+
+
+def _build_buffer(config: Config, steps: int) -> RolloutBuffer:
+    """For rollouts of `steps` decisions of each robot; a ring that is too large for RAM lies in the run folder."""
+    buffer = config.buffer
+    if buffer.type == "standard":
+        return RolloutBuffer(steps)
+    capacity = buffer.size // config.rollout.n_envs if buffer.size else steps
+    limit = None if buffer.memory_limit_gb is None else int(buffer.memory_limit_gb * 1e9)
+    return VLABuffer(capacity, steps, limit, buffer.folder or config.run_folder)
 
 
 def _episode_decisions(config: Config, env: Env | GroupedEnv) -> int:

@@ -1,4 +1,4 @@
-"""The `teacher`, `student`, `adversarial`, `imitate`, `training` and `evaluation` sections. Torch-free."""
+"""The `teacher`, `student`, `adversarial`, `imitate`, `training`, `evaluation` and `logging` sections. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -9,6 +9,9 @@ from sparring.config.section import Section
 # "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Normalization = Literal["mean_std", "min_max", "quantile"]
+
+
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
 class TeacherConfig(Section):
@@ -115,3 +118,24 @@ class EvaluationConfig(Section):
     episodes: int = Field(100, gt=0, description="episodes of an evaluation, exactly")
     every: int = Field(0, ge=0, description="updates between evaluations during training; 0: only at the end")
     baseline: bool = Field(True, description="evaluate random actions on the same seeds beside the policy")
+
+
+class LoggingConfig(Section):
+    """What is said where."""
+
+    console_level: _Level = Field("INFO", description="least important message shown on the console")
+    file_level: _Level = Field("DEBUG", description="least important message kept in the run folder's logs")
+    enable_file_logging: bool = Field(True, description="keep logs in the run folder")
+    tensorboard: bool = Field(False, description="numbers for TensorBoard too; extra `tensorboard`")
+    mode: Literal["online", "offline", "disabled"] = Field(
+        "disabled", description="Weights & Biases, extra `wandb`; offline: kept for `wandb sync`"
+    )
+    project: str = Field("sparring", min_length=1, description="project in Weights & Biases")
+    name: str | None = Field(None, description="name of the run in Weights & Biases; null: its folder's")
+    video_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of a run's time that making videos may take; evaluations are filmed anyway; 1: no limit",
+    )
+    rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")

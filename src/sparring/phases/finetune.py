@@ -5,6 +5,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Self
 
+from sparring.algorithms.ppo import Algorithm
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import Collector, Span, Stopwatch
 from sparring.config.schema import Config
@@ -16,12 +17,13 @@ from sparring.phases.build import build_algorithm, build_collector, build_env
 from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed, fail_together
+from sparring.rewards.added_rewards import AddedRewards
 from sparring.rewards.reward_model import RewardModel
 from sparring.world_models.imagined_env import ImaginedEnv
 
 
 class Finetune(Phase):
-    """An env, a policy and an algorithm, taking turns. Where there are `rewards`, they pay instead of the env."""
+    """An env, a policy and an algorithm, taking turns. Where there are `rewards`, they write what it learns from."""
 
     default_limit = ("total_timesteps", 150_000)
     accuracy = "success_rate"
@@ -36,7 +38,7 @@ class Finetune(Phase):
         buffer: Buffer,
         distributed: Distributed,
         collector=None,
-        rewards: RewardModel | None = None,
+        rewards: RewardModel | AddedRewards | None = None,
     ):
         # what acts and what is scored must be the same: no dropout
         self.model = self.policy = policy.eval()
@@ -69,9 +71,11 @@ class Finetune(Phase):
         policy: Policy,
         algorithm,
         distributed: Distributed,
-        rewards: RewardModel | None = None,
+        rewards: RewardModel | AddedRewards | None = None,
     ) -> Self:
         """From parts that exist already; the config says how they make rollouts."""
+        if config.rollout.mode == "async" and config.rollout.staleness and isinstance(algorithm, Algorithm):
+            algorithm.expect_stale()
         collector, buffer = build_collector(config, env, policy)
         return cls(env, policy, algorithm, buffer, distributed, collector, rewards)
 
@@ -85,9 +89,11 @@ class Finetune(Phase):
         return config.algorithm_section
 
     @staticmethod
-    def build_rewards(config: Config, env: Env, distributed: Distributed) -> RewardModel | None:
-        """What pays instead of the env."""
-        return None
+    def build_rewards(config: Config, env: Env, distributed: Distributed) -> RewardModel | AddedRewards | None:
+        """What is rewarded beside what the env rewards, or instead of it."""
+        if not config.rewards.terms:
+            return None
+        return AddedRewards(config.rewards, env, config.rollout.action_steps, distributed)
 
     @property
     def learns_from(self) -> str:
@@ -97,33 +103,49 @@ class Finetune(Phase):
 
     def step(self, fraction: float) -> dict[str, float]:
         self.learning = False
-        collected = self.collect()
-        return self.learn(fraction) | collected
+        return self.turn(fraction)
 
-    def collect(self) -> dict[str, float]:
-        """Fill the buffer with a rollout and its rewards; metrics of it and of the episodes that ended."""
+    def turn(self, fraction: float, learns: bool = True) -> dict[str, float]:
+        """A rollout with its rewards and, where it `learns`, an update from it."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
+        if learns and isinstance(self.algorithm, Algorithm) and self.policy.wants_statistics:
+            self._warm_up()
         with fail_together(self.distributed):
-            self.collector.collect(self.buffer)
+            stages = self.collect()
         # rewards learn, too
         self.learning = True
-        paid = self.pay()
-        seconds = time.perf_counter() - started
+        collected = self.pay() | {"collect_seconds": time.perf_counter() - started} | stages
+        # chunks and episodes may end early, in some processes more than in others
+        self.progress.env_steps += sum(self.distributed.gather_objects([self.collector.env_steps - steps_before]))
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
-        # every process has as many robots; chunks and episodes may end early, so steps are summed
-        steps = self.distributed.mean({"steps": self.collector.env_steps - steps_before})["steps"]
-        self.progress.env_steps += round(steps * self.distributed.world_size)
         self.progress.episodes += len(episodes)
+        collected = self.episode_metrics(episodes) | collected
+        if not learns:
+            return collected
+        started = time.perf_counter()
+        metrics = self.learn(fraction)
+        self.collector.weights_changed()
+        return metrics | {"update_seconds": time.perf_counter() - started} | collected
+
+    def collect(self) -> dict[str, float]:
+        """Fill the buffer with a rollout; the seconds of its stages."""
+        self.collector.collect(self.buffer)
         figures, spans = self.collector.drain_stages()
         self.spans += spans
-        return self.episode_metrics(episodes) | paid | {"collect_seconds": seconds} | figures
+        return figures
+
+    def _warm_up(self) -> None:
+        """Fit the policy's normalisers to a first rollout: fitted after an update, they would undo a part of it."""
+        with fail_together(self.distributed):
+            self.collect()
+        self.algorithm.warm_up(self.buffer.rollout())
+        self.collector.weights_changed()
 
     def pay(self) -> dict[str, float]:
         return self.rewards.write_rewards(self.buffer) if self.rewards else {}
 
     def learn(self, fraction: float) -> dict[str, float]:
         """An update from the rollout in the buffer."""
-        started = time.perf_counter()
         with self.stopwatch.stage("learn", self.progress.updates):
             measured = self._check_remote_parity()
             metrics = self.algorithm.update(self.buffer.rollout(), fraction)
@@ -133,9 +155,8 @@ class Finetune(Phase):
         self.spans += self.stopwatch.drain()[1]
         if "ess" in metrics:
             self.collector.pace(metrics["ess"])
-        self.collector.weights_changed()
         self.progress.updates += 1
-        return metrics | {"update_seconds": time.perf_counter() - started}
+        return metrics
 
     def _check_remote_parity(self) -> dict[str, float]:
         """The collecting process scored its rollout again by the weights that made it; the gate judges that here."""

@@ -22,7 +22,7 @@ from sparring.phases.configs import ImitateConfig
 from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
-from sparring.processes.memory_errors import explain_oom
+from sparring.processes.memory import explain_oom
 
 # demonstrated steps in a forward pass that computes memories
 _AT_ONCE = 1024
@@ -33,6 +33,7 @@ class Imitate(Phase):
     """Demonstrations and a policy. The env only says what it shows and accepts; nothing acts in it."""
 
     default_limit = ("iterations", 20)
+    model: Policy
 
     def __init__(
         self, config: ImitateConfig, env: Env, policy: Policy, chunks: ActionChunks, distributed: Distributed, seed: int
@@ -118,8 +119,8 @@ class Imitate(Phase):
         self.model.fit_normalizers(self.chunks.statistics(), config.state_normalization, config.normalization)
         if self.model is not self.policy:
             self.policy.load_state_dict(self.model.state_dict())
-            self.distributed.unite(self.model)
-        self.distributed.unite(self.policy)
+            self.distributed.broadcast_weights(self.model)
+        self.distributed.broadcast_weights(self.policy)
 
     def _gradient_step(self) -> dict[str, torch.Tensor]:
         # a function of (seed, process, step): nothing to save
@@ -138,11 +139,11 @@ class Imitate(Phase):
         loss, numbers = self.policy.imitation_loss(batch, generator)
         norm = self.optimizer(loss)
         self.gradient_steps += 1
-        self._average()
+        self._update_ema()
         return numbers | {"loss": loss.detach(), "grad_norm": norm}
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _update_ema(self) -> None:
         if self.model is self.policy:
             return
         # an average of few weights forgets its random start sooner
@@ -194,7 +195,7 @@ def _open(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
     return Demonstrations(
         folder,
         cameras=cameras,
-        image_size=spec.observation[f"image/{cameras[0]}"][0][-1] if cameras else None,
+        image_size={camera: spec.observation[f"image/{camera}"][0][-2:] for camera in cameras},  # type: ignore[misc]
         state_dim=math.prod(spec.observation["state"][0]) if "state" in spec.observation and not padded else None,
         action_dim=spec.action_dim - spec.action_padding,
         fps=spec.control_hz,

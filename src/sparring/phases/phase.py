@@ -24,21 +24,22 @@ class Progress:
 class Phase:
     """One stage of training, built by `from_config(config, distributed)`. It returns numbers; the run writes them."""
 
-    # saved as model.safetensors
-    model: nn.Module
+    model: nn.Module  # saved as model.safetensors
     env: Env
     distributed: Distributed
     progress: Progress
-    # for a run without a limit of its own: a field of `training` and its value
-    default_limit: tuple[str, int]
-    # for people to read
-    learns_from: str
-    # the metric that is written as `avg_acc`; None: nothing here is right or wrong
-    accuracy: str | None = None
+    default_limit: tuple[str, int]  # for a run without a limit of its own: a field of `training` and its value
+    learns_from: str  # for people to read
+    accuracy: str | None = None  # the metric that is written as `avg_acc`; None: nothing here is right or wrong
     # which evaluation it has, of `evaluated_model`
     evaluation: Literal["policy", "exploration", "world_model"] = "policy"
     # whether the newest step has begun to learn; where it failed before, what was learned can be saved
     learning: bool = True
+
+    @property
+    def preparing(self) -> str | None:
+        """What it learns before its accuracy means anything, for people to read; None: nothing."""
+        return None
 
     @property
     def evaluated_model(self) -> nn.Module:

@@ -10,15 +10,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from sparring.data.batches import BatchBuilder, Samples
-from sparring.data.episodes import EpisodeStore
-from sparring.data.recorder import EpisodeRecorder
+from sparring.data.episodes import EpisodeRecorder, EpisodeStore
 from sparring.data.windows import SequentialWindows
 from sparring.envs.env import Env
 from sparring.phases.configs import AdversarialConfig, TeacherConfig
@@ -248,6 +247,35 @@ class Generations:
 
     def _open(self, number: int) -> EpisodeStore:
         return EpisodeStore(self.folder / str(number))
+
+
+class NewestEpisode:
+    """The newest whole episode of one robot, in memory."""
+
+    def __init__(self) -> None:
+        self.whole: TensorDict | None = None
+        # what there is of the one that goes on, a part of each rollout
+        self.parts: list[TensorDict] = []
+
+    def add(self, rollout: TensorDict) -> None:
+        """Transitions `[T]` of the robot, in time order; they are kept."""
+        begins, ended = rollout["is_first"].tolist(), rollout["next", "terminated"] | rollout["next", "truncated"]
+        start = 0
+        for t, ends in enumerate(ended.tolist()):
+            if begins[t]:
+                # one that was broken off is forgotten
+                self.parts, start = [], t
+            if ends:
+                self._keep(rollout[start : t + 1])
+                if self.parts:
+                    self.whole = cast(TensorDict, torch.cat(self.parts))  # type: ignore[arg-type]
+                self.parts, start = [], t + 1
+        self._keep(rollout[start:])
+
+    def _keep(self, part: TensorDict) -> None:
+        # the rest of an episode whose beginning is not there is left out
+        if len(part) and (self.parts or part["is_first"][0]):
+            self.parts.append(part)
 
 
 _NO_GENERATION = {"played": 0, "number": 0, "store": {"next_number": 0}}

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal, cast
+from typing import Any, Literal, cast
+
+import torch
 
 from sparring.collect.camera import Episode
 from sparring.config.schema import Config
@@ -11,8 +13,9 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.phases.build import load_teacher
 from sparring.phases.finetune import Finetune
+from sparring.phases.replay import NewestEpisode, Prediction
 from sparring.processes.distributed import Distributed
-from sparring.rewards.reward_model import RewardModel
+from sparring.rewards.reward_model import RewardModel, with_following
 from sparring.world_models.world_model import WorldModel
 
 
@@ -23,6 +26,12 @@ class Student(Finetune):
     default_limit = ("total_timesteps", 192_000)
     # of the world model, on what the explorer has just found
     accuracy = "wm_accuracy"
+    rewards: RewardModel
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        # of the first robot, with the env's own rewards and all cameras that the world model sees
+        self.newest = NewestEpisode()
 
     @staticmethod
     def policy_spec(config: Config, spec: EnvSpec) -> EnvSpec:
@@ -47,6 +56,20 @@ class Student(Finetune):
     def learns_from(self) -> str:
         return f"{super().learns_from}, paid for {', '.join(self.rewards.terms)}"
 
+    def collect(self) -> dict[str, float]:
+        figures = super().collect()
+        played = with_following(self.buffer, robots=1)[:, 0]
+        valid = played.get("valid", torch.ones_like(played["is_first"]))
+        # indexed by a mask it is a copy: the next rollout is written to the same memory
+        self.newest.add(played[valid].select("observation", "action", "is_first", "next"))
+        return figures
+
+    def pictures(self) -> Prediction | None:
+        if self.newest.whole is None:
+            return None
+        rate = self.env.spec.control_hz / self.collector.chunk
+        return Prediction.of(self.rewards.world_model, self.newest.whole, rate)
+
     def episode_metrics(self, episodes: list[Episode]) -> dict[str, float]:
         metrics = super().episode_metrics(episodes)
         return metrics | ({"contact_share": fmean(e.contact for e in episodes)} if episodes else {})
@@ -56,9 +79,10 @@ def with_cameras(spec: EnvSpec, cameras: tuple[str, ...]) -> EnvSpec:
     """The same env, seen by these cameras only."""
     shown = [name.partition("/")[2] for name in spec.observation if name.startswith("image/")]
     if not set(cameras) <= set(shown):
+        choose = f"set student.cameras to some of {', '.join(shown)}" if shown else "it must observe image/<name>"
         raise UserError(
-            f"student.cameras={list(cameras)}, but the env shows {', '.join(shown) or 'no camera'}; "
-            f"set env.cameras to all that the world model predicts, e.g. [head,{','.join(cameras)}]"
+            f"student.cameras={list(cameras)}, but the env shows {', '.join(shown) or 'no camera'}; {choose}, or "
+            f"(env.name=tabletop) env.cameras to all that the world model predicts, e.g. [head,{','.join(cameras)}]"
         )
     kept = {name: kind for name, kind in spec.observation.items() if name.partition("/")[2] in ("", *cameras)}
     # points are of all cameras together

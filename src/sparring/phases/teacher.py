@@ -70,6 +70,10 @@ class Teacher(Phase):
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return f"{robots} robots that act at random, a world model of {parameters:,} parameters"
 
+    @property
+    def preparing(self) -> str | None:
+        return self.model.preparing
+
     def step(self, fraction: float) -> dict[str, float]:
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self.replay.open()

@@ -39,8 +39,8 @@ class Critic(nn.Module):
         return self.returns.inverse(self.output(self.hidden(features)))[..., 0]
 
     @torch.no_grad()
-    def raise_by(self, level: float) -> None:
-        self.output.bias += level * self.returns.scale
+    def shift_by(self, level: float) -> None:
+        self.output.bias.add_(level * self.returns.scale)
 
     @torch.no_grad()
     def fit_returns(self, returns: torch.Tensor, sum_over_processes) -> float:
@@ -51,7 +51,3 @@ class Critic(nn.Module):
         self.output.weight.mul_(finer)
         self.output.bias.mul_(finer).add_((shift - self.returns.shift) * self.returns.scale)
         return float(1 / self.returns.scale)
-
-    def update_normalizer(self, td: TensorDict, sum_over_processes) -> None:
-        if isinstance(self.privileged, RunningNormalizer):
-            self.privileged.update(td[PRIVILEGED], sum_over_processes)

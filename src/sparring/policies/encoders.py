@@ -1,12 +1,13 @@
 """Encoders: images, point clouds, instructions and state to features."""
 
 import math
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.contract import EnvSpec
+from sparring.contract import EnvSpec, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import EncoderConfig
@@ -29,12 +30,21 @@ def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def self_attention(projected: torch.Tensor, heads: int) -> torch.Tensor:
+    """Of tokens' queries, keys and values [B, T, 3W]: [B, T, W]. In plain steps: with few tokens they are faster on a
+    CPU than fused kernels, which also round differently for other batch sizes."""
+    # [B, T, 3W] -> three of [B, heads, T, W / heads]
+    queries, keys, values = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    weights = (queries @ keys.mT * keys.shape[-1] ** -0.5).softmax(-1)
+    return (weights.to(values.dtype) @ values).transpose(1, 2).flatten(2)
+
+
 class ObservationEncoder(nn.Module):
     """Image, point and language features next to the normalised state: `[B, size]`."""
 
     def __init__(self, config: EncoderConfig, spec: EnvSpec):
         super().__init__()
-        shown = spec.observation
+        self.spec, shown = spec, spec.observation
         self.cameras = [name for name in shown if name.startswith("image/")] if config.use_images else []
         self.images = _image_encoder(config, spec, self.cameras) if self.cameras else None
         self.points = _PointEncoder(config, spec) if "points" in shown else None
@@ -56,7 +66,7 @@ class ObservationEncoder(nn.Module):
         self.is_costly = self.images is not None or self.points is not None
 
         parts = [
-            (self.cameras, config.image_features),
+            (self.cameras, getattr(self.images, "features", 0)),
             (["points"] if self.points is not None else [], config.point_features),
             (["state"] if state_size else [], state_size),
             (["task"] if self.language is not None else [], config.language_features),
@@ -73,8 +83,8 @@ class ObservationEncoder(nn.Module):
         state = td[STATE] if self.has_state else None
         parts = []
         if self.images is not None:
-            views = [td[("observation", *name.split("/"))] for name in self.cameras]
-            parts.append(self.dropout(self.images(torch.cat(views, 1) if len(views) > 1 else views[0])))
+            views = images_of(td, self.spec, self.cameras)
+            parts.append(self.dropout(self.images(views if isinstance(self.images, _EachSize) else _stacked(views))))
         if self.points is not None:
             parts.append(self.dropout(self.points(td["observation", "points"], state)))
         if state is not None:
@@ -86,11 +96,32 @@ class ObservationEncoder(nn.Module):
 
 
 def _image_encoder(config: EncoderConfig, spec: EnvSpec, cameras: list[str]) -> nn.Module:
-    sizes = {spec.observation[name][0][1:] for name in cameras}
-    if len(sizes) > 1:
-        raise UserError(f"cameras of different sizes {sorted(sizes)} cannot be stacked; make them alike")
-    kind = {"flat": _ImageEncoder, "keypoints": _KeypointEncoder}[config.image_encoder]
-    return kind(len(cameras), tuple(sizes.pop()), config.channels, config.image_features)
+    kind: Any = {"flat": _ImageEncoder, "keypoints": _KeypointEncoder}[config.image_encoder]
+    # (H, W) -> which cameras; only pictures of one size can be stacked
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, name in enumerate(cameras):
+        height, width = spec.observation[name][0][1:]
+        places.setdefault((height, width), []).append(place)
+    each = [kind(len(those), size, config.channels, config.image_features) for size, those in places.items()]
+    return each[0] if len(each) == 1 else _EachSize(each, list(places.values()))
+
+
+class _EachSize(nn.Module):
+    """Cameras of different sizes: an encoder for each size, with their features side by side."""
+
+    def __init__(self, encoders: "list[_ImageEncoder | _KeypointEncoder]", places: list[list[int]]):
+        super().__init__()
+        self.encoders, self.places = nn.ModuleList(encoders), places
+        self.features = sum(encoder.features for encoder in encoders)
+
+    def forward(self, views: list[torch.Tensor]) -> torch.Tensor:
+        parts = zip(self.encoders, self.places, strict=True)
+        # [B, 3, H, W] of each camera -> [B, features]
+        return torch.cat([encoder(_stacked([views[place] for place in places])) for encoder, places in parts], -1)
+
+
+def _stacked(views: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(views, 1) if len(views) > 1 else views[0]
 
 
 def _convolutions(
@@ -115,6 +146,7 @@ def _convolutions(
 class _ImageEncoder(nn.Module):
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
+        self.features = features
         shapes, hint = ((8, 4), (4, 2), (3, 1)), " (36 pixels suffice for 3)"
         self.convolutions = nn.Sequential(*_convolutions(3 * cameras, image_size, channels, shapes, 1, hint))
         with torch.no_grad():
@@ -132,6 +164,7 @@ class _KeypointEncoder(nn.Module):
 
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
+        self.features = features
         shapes = ((5, 2), (3, 2), (3, 1))  # finer than a flat CNN needs: a point is only as precise as the map
         # without the last ReLU: the map is a log-probability and may be negative
         self.cameras = nn.ModuleList(
@@ -141,7 +174,7 @@ class _KeypointEncoder(nn.Module):
             rows, columns = self.cameras[0](torch.zeros(1, 3, *image_size)).shape[-2:]
         # where each place of the last map is, in -1..1: [places, 2]
         down, right = torch.meshgrid(torch.linspace(-1, 1, rows), torch.linspace(-1, 1, columns), indexing="ij")
-        self.register_buffer("places", torch.stack([right.flatten(), down.flatten()], -1), persistent=False)
+        self.places = nn.Buffer(torch.stack([right.flatten(), down.flatten()], -1), persistent=False)
         self.linear = nn.Linear(2 * channels[-1] * cameras, features)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -167,7 +200,7 @@ class _PointEncoder(nn.Module):
                     "(EnvSpec.hand_entries); set policy.point_frame=world"
                 )
             self.hands = len(spec.hand_entries) // 3
-            self.register_buffer("hand_entries", torch.tensor(spec.hand_entries), persistent=False)
+            self.hand_entries = nn.Buffer(torch.tensor(spec.hand_entries), persistent=False)
             self.hand_scale = spec.hand_scale
         layers: list[nn.Module] = []
         inputs = 3 * max(self.hands, 1) + colours
@@ -181,6 +214,7 @@ class _PointEncoder(nn.Module):
         # [B, P, 6], [B, S] -> [B, features]; the state, as the env gave it, is read in the gripper's frame only
         places, colours = points[..., :3], points[..., 3:]
         if self.hands:
+            assert state is not None
             # [B, 1, 3 R]
             hands = (state[:, self.hand_entries] / self.hand_scale)[:, None]
             places = places.repeat(1, 1, self.hands) - hands
@@ -200,20 +234,17 @@ class InstructionEncoder(nn.Module):
             )
         # [I, L] each
         texts = TokenTable([ByteTokenizer()(text) for text in instructions])
-        self.register_buffer("table", texts.ids, persistent=False)
-        self.register_buffer("inside", texts.mask.float(), persistent=False)
+        self.table = nn.Buffer(texts.ids, persistent=False)
+        self.inside = nn.Buffer(texts.mask.float(), persistent=False)
         self.bytes = nn.Embedding(256, features)
         self.places = nn.Embedding(_LONGEST_TEXT, features)
         self.neighbours = nn.Conv1d(features, features, kernel_size=5, padding=2)
         self.output = nn.Sequential(nn.Linear(features, features), nn.LayerNorm(features))
 
     def forward(self, task: torch.Tensor) -> torch.Tensor:
-        # [B] -> [B, features]
-        return self.all()[task]
-
-    def all(self) -> torch.Tensor:
+        # all instructions are read, which are few, and `task` [B] chooses: [B, features]
         inside = self.inside[..., None]
         # [I, L, F]; what is past the end is zero before the convolution and not counted after it
         letters = (self.bytes(self.table) + self.places.weight[: self.table.shape[1]]) * inside
         words = torch.nn.functional.silu(self.neighbours(letters.mT).mT) * inside
-        return self.output(words.sum(1) / inside.sum(1).clamp_min(1))
+        return self.output(words.sum(1) / inside.sum(1).clamp_min(1))[task]

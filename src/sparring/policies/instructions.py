@@ -21,8 +21,8 @@ class TokenTable(nn.Module):
         for line, row in zip(ids, rows, strict=True):
             line[: len(row)] = torch.tensor(row, dtype=torch.int64)
         lengths = torch.tensor([len(row) for row in rows])
-        self.register_buffer("ids", ids, persistent=False)
-        self.register_buffer("mask", torch.arange(ids.shape[1]) < lengths[:, None], persistent=False)
+        self.ids = nn.Buffer(ids, persistent=False)
+        self.mask = nn.Buffer(torch.arange(ids.shape[1]) < lengths[:, None], persistent=False)
 
     def forward(self, task: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.ids[task], self.mask[task]
@@ -52,7 +52,7 @@ def load_tokenizer(folder: str | Path, given: str):
     except ImportError:
         raise UserError(
             f"{given}: a tokenizer in a folder is read by transformers, which is not installed; pip install "
-            f"'sparring[vla]', or set policy.tokenizer={BYTES}"
+            f'"sparring[vla]", or set policy.tokenizer={BYTES}'
         ) from None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

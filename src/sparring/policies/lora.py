@@ -1,5 +1,4 @@
-"""LoRA through peft: W x becomes W x + (lora_alpha
-r) B A x, with W frozen and B zero at the start."""
+"""LoRA through peft: W x becomes W x + (lora_alpha / r) B A x, with W frozen and B zero at the start."""
 
 import re
 from collections.abc import Iterable
@@ -95,8 +94,9 @@ def load_adapters(module: nn.Module, folder: str | Path) -> None:
             "modules_to_save they were made with"
         )
     with torch.no_grad():
-        for key, tensor in expected.items():
-            tensor.copy_(given[key])
+        # of two weights that share their memory, a file may have one alone
+        for key, tensor in given.items():
+            expected[key].copy_(tensor)
 
 
 def _learned(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -188,14 +188,15 @@ def _adapt_like(module: nn.Module, folder: Path) -> None:
 
 
 def _adapters(module: nn.Module):
-    if not hasattr(module, "peft_config"):
+    adapters = getattr(module, "peft_config", None)
+    if adapters is None:
         raise UserError("this network has no LoRA adapters; adapt() it with lora_r > 0 first")
-    return module.peft_config["default"]
+    return adapters["default"]
 
 
 def _peft():
     try:
         import peft
     except ImportError:
-        raise UserError("LoRA needs peft, which is not installed: pip install 'sparring[vla]'") from None
+        raise UserError('LoRA needs peft, which is not installed: pip install "sparring[vla]"') from None
     return peft

@@ -6,15 +6,16 @@ Letters: B decisions, H steps of a chunk, A action dims, L tokens, N layers, D w
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.contract import EnvSpec
+from sparring.contract import EnvSpec, images_of
 from sparring.errors import UserError
-from sparring.normalize import Normalizer, RunningNormalizer
+from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import PI0PolicyConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import STATE, TASK
@@ -22,7 +23,7 @@ from sparring.policies.flow.chain import FlowChain
 from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
 from sparring.policies.lora import adapt
 from sparring.policies.weights import WeightsFit, match_names, read_json
-from sparring.processes.memory_errors import oom_message
+from sparring.processes.memory import oom_message
 
 # what transformers may raise where a config or its weights are not what they should be
 _FILE_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, LookupError, TypeError)
@@ -35,6 +36,9 @@ class PI0Policy(FlowChain):
     """Critic and learned noise read the mean of the language model's last layer, without gradients to it.
     Action dims that only the checkpoint has are zero in every denoising step, and neither drawn nor scored."""
 
+    config: PI0PolicyConfig
+    model: Any  # transformers' PI0ForConditionalGeneration
+
     def __init__(self, config: PI0PolicyConfig, spec: EnvSpec, chunk: int):
         cameras, folder = _cameras(config, spec), _checkpoint_folder(config.model_path)
         if config.dtype == "bf16" and config.precision != "bf16":
@@ -45,7 +49,7 @@ class PI0Policy(FlowChain):
         text, vision = known.vlm_config.text_config, known.vlm_config.vision_config
         super().__init__(config, spec, chunk, text.hidden_size, config.normalize_actions)
         self.model = model
-        self.cameras = cameras
+        self.spec, self.cameras = spec, cameras
         self.prepare = ImagePreparation(folder, vision.image_size)
         image_tokens = len(cameras) * (vision.image_size // vision.patch_size) ** 2
         self.prompts = _prompts(config, folder, spec, known.vlm_config, image_tokens)
@@ -65,7 +69,7 @@ class PI0Policy(FlowChain):
         tokens, mask = self.prompts(task)
         mask = mask.long()
         # [B, cameras, 3, size, size]
-        images = torch.stack([self.prepare(td[("observation", *name.split("/"))]) for name in self.cameras], 1)
+        images = torch.stack([self.prepare(view) for view in images_of(td, self.spec, self.cameras)], 1)
         with self._precision():
             seen = torch.ones(images.shape[:2], dtype=torch.bool, device=images.device)
             embedded = self.model.model.embed_prefix(tokens, images, seen)
@@ -108,8 +112,8 @@ class PI0Policy(FlowChain):
             ).logits
         return velocity[..., : self.action_dim].float()
 
-    def normalizers(self) -> tuple[Normalizer | None, nn.Module | None, Normalizer | None]:
-        return self.normalizer, self.critic.privileged, self.actions
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        return super()._normalizers() | {"observation/state": self.normalizer}
 
     def _choose_what_learns(self) -> None:
         config, model = self.config, self.model
@@ -136,7 +140,8 @@ def _cameras(config: PI0PolicyConfig, spec: EnvSpec) -> list[str]:
     shown = [name for name in spec.observation if name.startswith("image/")]
     if not shown:
         raise UserError(
-            "policy.name=pi0 looks at images, but this env shows none; give it cameras, e.g. env.cameras=[head]"
+            "policy.name=pi0 looks at images, but this env shows none; it must observe image/<name> "
+            "(env.name=tabletop: env.cameras=[head])"
         )
     wanted = [f"image/{name.removeprefix('image/')}" for name in config.cameras] or shown
     unknown = [name.removeprefix("image/") for name in wanted if name not in shown]
@@ -171,17 +176,15 @@ def _completed(config: PI0PolicyConfig, spec: EnvSpec, chunk: int, known) -> PI0
 
 def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_tokens: int) -> TokenTable:
     """Instructions as pi0 reads them: image tokens, <bos>, the text, a line break."""
+    texts = [f"{text}\n" for text in spec.instructions]
     if config.tokenizer == BYTES:
-        tokens = ByteTokenizer(_BYTES_BEGIN, _BYTES_OFFSET)
+        rows = list(map(ByteTokenizer(_BYTES_BEGIN, _BYTES_OFFSET), texts))
     else:
         given = f"policy.tokenizer={config.tokenizer}" if config.tokenizer else f"policy.model_path={folder}"
-        library = load_tokenizer(config.tokenizer or folder, given)
-        begin = [] if library.bos_token_id is None else [library.bos_token_id]
-
-        def tokens(text: str) -> list[int]:
-            return begin + library(text, add_special_tokens=False)["input_ids"]
-
-    rows, vocabulary = [tokens(f"{text}\n") for text in spec.instructions], vlm.text_config.vocab_size
+        tokenizer = load_tokenizer(config.tokenizer or folder, given)
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        rows = [begin + tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    vocabulary = vlm.text_config.vocab_size
     largest = max(token for row in rows for token in row)
     if largest >= vocabulary:
         raise UserError(
@@ -195,23 +198,24 @@ def transformers():
         import transformers
         from transformers import PI0ForConditionalGeneration  # noqa: F401 (older ones have none)
     except ImportError:
-        raise UserError("pi0 needs transformers >= 5.17, which is not here: pip install 'sparring[vla]'") from None
+        raise UserError('pi0 needs transformers >= 5.17, which is not here: pip install "sparring[vla]"') from None
     return transformers
 
 
 def load_pi0(
     path: str | Path | None, attention: str = "eager", dtype: str = "float32", key: str = "policy.model_path"
-) -> nn.Module:
+) -> Any:
     """transformers' PI0ForConditionalGeneration with every weight of the folder and no other. Nothing is downloaded."""
     folder, library = _checkpoint_folder(path, key), transformers()
     from huggingface_hub.errors import StrictDataclassError
 
+    unreadable: tuple[type[Exception], ...] = (*_FILE_ERRORS, StrictDataclassError)
     library.utils.logging.disable_progress_bar()  # its bars would run into the progress of the run
     try:
         load = partial(library.PI0ForConditionalGeneration.from_pretrained, local_files_only=True, use_safetensors=True)
         reports = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = load(folder, dtype=dtype, attn_implementation=attention, **reports)
-    except (*_FILE_ERRORS, StrictDataclassError) as error:
+    except unreadable as error:
         if oom_message(error):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -272,8 +276,8 @@ class ImagePreparation(nn.Module):
             torch.tensor(numbers(name, settings.get(name, [0.5] * 3), 3)).view(3, 1, 1)
             for name in ("image_mean", "image_std")
         )
-        self.register_buffer("scale", factor / std, persistent=False)
-        self.register_buffer("shift", mean / std, persistent=False)
+        self.scale = nn.Buffer(factor / std, persistent=False)
+        self.shift = nn.Buffer(mean / std, persistent=False)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         height, width = image.shape[-2:]

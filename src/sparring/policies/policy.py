@@ -11,8 +11,9 @@ from sparring.config.resolve import build
 from sparring.config.section import Section
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
+from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.policies import POLICIES
-from sparring.processes.memory_errors import explain_oom
+from sparring.processes.memory import explain_oom
 
 Statistics = Mapping[str, Mapping[str, np.ndarray]]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # a loss, and numbers to log
@@ -46,7 +47,9 @@ class Policy(nn.Module):
 
     def act(self, td: TensorDict) -> TensorDict:
         """Adds `action` to a decision `td [N]`, and what scoring it needs to `trace/*`; maybe `log_prob` and `value`.
-        Greedy without `noise` in `td`; then `start` (uniform numbers) is the start of a policy that denoises."""
+        Greedy without `noise` in `td`; then `start` (uniform numbers) is the start of a policy that denoises.
+        The actions need not be clipped to what the env accepts, as the env clips them, and no gradient is taken of
+        them: `evaluate` is what losses read, so those of the built-in policies carry no autograd graph."""
         raise NotImplementedError
 
     def complete(self, td: TensorDict) -> TensorDict:
@@ -77,11 +80,24 @@ class Policy(nn.Module):
         raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss()")
 
     def fit_normalizers(self, statistics: Statistics, state: str, action: str) -> None:
-        """To statistics of "observation/state", "observation/privileged" and "action"; fitted normalizers stay.
-        `state` and `action`: mean_std, min_max or quantile."""
+        """To statistics of "observation/state", "observation/privileged" and "action"; fitted normalizers stay: they
+        came with weights that rely on them. `state` and `action`: mean_std, min_max or quantile."""
+        for name, normalizer in self._normalizers().items():
+            if isinstance(normalizer, Normalizer) and not normalizer.fitted and name in statistics:
+                normalizer.fit(statistics[name], action if name == "action" else state)
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether it normalises observations by running statistics that have seen none yet."""
+        running = [n for n in self._normalizers().values() if isinstance(n, RunningNormalizer)]
+        return any(not normalizer.fitted and not normalizer.count for normalizer in running)
+
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        """Of "observation/state", "observation/privileged" and "action", as far as there are any."""
+        return {}
 
     def critic_parameters(self) -> list[nn.Parameter]:
         return []

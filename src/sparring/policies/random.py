@@ -2,6 +2,7 @@
 
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.policies.policy import Policy
@@ -17,7 +18,9 @@ class RandomPolicy(Policy):
         self.spec, self.chunk = spec, chunk
         self.noise_size = chunk * spec.action_dim
 
+    @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
+        """Actions within [-1, 1], or the number of a choice; without an autograd graph."""
         uniform = self._uniform(td)
         choices = self.spec.discrete_actions
         td.set("action", (uniform * choices).floor() if choices else 2 * uniform - 1)
@@ -34,15 +37,12 @@ class ColouredNoise(RandomPolicy):
     A normal AR(1) process x' = r x + sqrt(1 - r^2) e per episode, mapped to uniform; `correlation` [N]: r per robot.
     """
 
-    correlation: torch.Tensor
-    last: torch.Tensor
-
     def __init__(self, spec: EnvSpec, chunk: int, correlation: torch.Tensor):
         super().__init__(spec, chunk)
         # [N, 1]
-        self.register_buffer("correlation", correlation.float()[:, None], persistent=False)
+        self.correlation = nn.Buffer(correlation.float()[:, None], persistent=False)
         # [N, A]: the process at the last actions, saved with a run
-        self.register_buffer("last", torch.zeros(len(correlation), spec.action_dim))
+        self.last = nn.Buffer(torch.zeros(len(correlation), spec.action_dim))
 
     def _uniform(self, td: TensorDict) -> torch.Tensor:
         # [N, C, A]

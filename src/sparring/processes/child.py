@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -28,10 +31,10 @@ _LOOK_S = 0.2
 # bytes of a message that are written at once: of up to 16,384 a reader who sees the first has all
 _PART = 16_000
 _MORE, _LAST = b"+", b"."
-# what a signal that ended a child often means
+# exit code of a child that a signal ended -> what that often means
 _HINTS = {
-    "SIGKILL": "; killed, by hand or by the system: that often means out of memory, try fewer envs",
-    "SIGBUS": "; often no room is left in shared memory, or in buffer.folder",
+    -signal.SIGKILL: "; killed, by hand or by the system: that often means out of memory, try fewer envs",
+    -signal.SIGBUS: "; often no room is left in shared memory, or in buffer.folder",
 }
 
 
@@ -131,8 +134,7 @@ class Child:
         self.end(patience_s)
         code = self.process.returncode
         log.debug("%s died with exit code %s", self.name, code)
-        hint = _HINTS.get(signal.Signals(-code).name, "") if code < 0 else ""
-        return f"died with exit code {code}{hint}{self._output.last_words()}"
+        return f"died with exit code {code}{_HINTS.get(code, '')}{self._output.last_words()}"
 
     def hang_up(self) -> None:
         self.pipe.connection.close()
@@ -212,6 +214,13 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     return MessagePipe(connection)
+
+
+def error_report(error: Exception) -> tuple[str, str | None]:
+    """For the parent: what happened, and the traceback; None for a mistake that a person can mend, which needs none."""
+    mendable = isinstance(error, UserError)
+    what = str(error) if mendable else f"{type(error).__name__}: {error}"
+    return " ".join([what, *getattr(error, "__notes__", ())]), None if mendable else traceback.format_exc()
 
 
 @contextmanager

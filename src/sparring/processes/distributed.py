@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparring.errors import LeftAlone, OtherFailed, UserError
+from sparring.errors import OtherFailed, PeerGone, UserError
 from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_heartbeat
 
 # what gloo says where another process has gone
@@ -37,7 +37,7 @@ class Distributed:
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
 
     @torch.no_grad()
-    def unite(self, module: nn.Module) -> None:
+    def broadcast_weights(self, module: nn.Module) -> None:
         """All processes go on from the main one's weights and buffers; the same of them must learn everywhere."""
         if not self.accelerator:
             return
@@ -108,7 +108,7 @@ class Distributed:
 
     @contextmanager
     def _in_collective(self, place: int = TOGETHER) -> Iterator[None]:
-        """Shows the launcher where this rank is; raises LeftAlone where another rank has gone."""
+        """Shows the launcher where this rank is; raises PeerGone where another rank has gone."""
         if self.heartbeat:
             self.heartbeat[PLACE] = place
             self.heartbeat[ENTERED] += 1
@@ -118,7 +118,7 @@ class Distributed:
             if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in _GONE):
                 raise
             first = str(error).splitlines()[0]
-            raise LeftAlone(f"process {self.rank}: another process of this run has gone ({first})") from error
+            raise PeerGone(f"process {self.rank}: another process of this run has gone ({first})") from error
         finally:
             if self.heartbeat:
                 self.heartbeat[PLACE] = ELSEWHERE
@@ -192,7 +192,7 @@ def fail_together(distributed: Distributed) -> Iterator[None]:
         failure = error
     try:
         distributed.barrier()
-    except LeftAlone as gone:
+    except PeerGone as gone:
         # shows both
         raise gone from failure
     if distributed.max(float(failure is not None)):

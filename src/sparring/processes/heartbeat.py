@@ -137,7 +137,7 @@ class StageDeadlines:
 
     def look(self) -> tuple[tuple[int, str] | None, float]:
         """A lane and its stage that is late; and for how many seconds no stage has been at work."""
-        # one copy: a stage may end meanwhile
+        # one copy: a stage may end at any time
         now, table = time.monotonic(), self.table.copy()
         self.idle_since = None if table.any() else self.idle_since or now
         late = ((table > 0) & (table < now)).nonzero()

@@ -1,28 +1,71 @@
-"""Messages: to the console, and to files in the run folder's logs/, with _YYYYMMDD_HHMMSS in each name.
+"""Messages and the live view of a run.
 
-rl_training.log has all messages but the DEBUG lines of env/env.log, normalizer/normalizer.log, training/training.log;
-train.log links to the newest rl_training.log of a process that trained.
+Messages go to the console, and to files in the run folder's logs/, with _YYYYMMDD_HHMMSS in each name: rl_training.log
+has all but the DEBUG lines of env/env.log, normalizer/normalizer.log, training/training.log; train.log links to the
+newest rl_training.log of a process that trained. The console shows a live view on a terminal (progress bar, curves,
+losses), plain lines in a pipe.
 """
 
 import logging
+import math
+import os
+import sys
 import time
 from collections import deque
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Self, TextIO
 
-from torch import nn
+import rich.console
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
 
-from sparring.normalize import Normalizer
-from sparring.record.configs import LoggingConfig
+if TYPE_CHECKING:  # this file imports no torch: `demos` uses it without
+    from torch import nn
+
+    from sparring.phases.configs import LoggingConfig
 
 LOGGER = "sparring"
 PARTS = ("env", "normalizer", "training")  # loggers with a file of their own
 _KEPT_EARLY = 1000  # messages that are kept until there is a folder for them
+EVERY = 0.25  # seconds between two drawings
+CELLS = 40  # blocks of a curve
+BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+# metric -> label and format, drawn as a curve over the whole run
+CURVES = {
+    "success_rate": ("success", "{:.0%}"),
+    "episode_reward": ("reward", "{:.3g}"),
+    "contact_share": ("contact", "{:.0%}"),
+    "fresh_acc": ("accuracy", "{:.0%}"),
+    "loss": ("loss", "{:.4g}"),
+}
+# line -> metric -> label and format
+LINES = {
+    "losses": {
+        "policy_loss": ("policy", "{:.3g}"),
+        "value_loss": ("value", "{:.3g}"),
+        "wm_loss": ("world model", "{:.3g}"),
+        "entropy": ("entropy", "{:.3g}"),
+        "approx_kl": ("KL", "{:.2g}"),
+        "clip_fraction": ("clipped", "{:.0%}"),
+        "parity": ("parity", "{:.1g}"),
+    },
+    "seconds": {"collect_seconds": ("collect", "{:.2f}"), "update_seconds": ("update", "{:.2f}")},
+    "async": {
+        "staleness": ("staleness", "{:.2g}"),
+        "queue_depth": ("queue", "{:.2g}"),
+        "actor_idle": ("robots idle", "{:.0%}"),
+        "learner_idle": ("learner idle", "{:.0%}"),
+    },
+}
+_TERM = "reward/"
 
 
 class RunLog:
     """The handlers of one run's messages. Messages before `open_files` are kept for the files."""
 
-    def __init__(self, config: LoggingConfig, quiet: bool = False, rank: int = 0):
+    def __init__(self, config: "LoggingConfig", quiet: bool = False, rank: int = 0):
         """`quiet`: errors only; a `rank` other than the main process: warnings only."""
         self.config = config
         self.folder: Path | None = None
@@ -78,7 +121,9 @@ class RunLog:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("update %d: %s", update, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
-    def normalizers(self, update: int, model: nn.Module) -> None:
+    def normalizers(self, update: int, model: "nn.Module") -> None:
+        from sparring.normalize import Normalizer
+
         log = logging.getLogger(f"{LOGGER}.normalizer")
         if not log.isEnabledFor(logging.DEBUG):
             return
@@ -100,3 +145,176 @@ class _EarlyMessages(logging.Handler):
 def _is_for_all(record: logging.LogRecord) -> bool:
     """People read the main log: details of the parts are in files of their own."""
     return record.levelno > logging.DEBUG or record.name not in [f"{LOGGER}.{part}" for part in PARTS]
+
+
+class Console:
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False, pipe_seconds: float = 5.0, title: str = ""):
+        """`pipe_seconds`: least time between two lines where there is no terminal."""
+        self.stream, self.quiet, self.pipe_seconds = stream or sys.stderr, quiet, pipe_seconds
+        terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet
+        self.view = _View(self.stream, title) if terminal else None
+        self.last_line = -float("inf")
+        self.text = ""  # the newest state, in a line
+        # (fraction, steps, time) of the first call: speed and time left are means since then
+        self.first: tuple[float, int, float] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
+
+    def progress(
+        self,
+        fraction: float,
+        steps: int,
+        words: str,
+        unit: str = "steps",
+        metrics: dict[str, float] | None = None,
+        preparing: str | None = None,
+    ) -> None:
+        """`fraction`: how far, 0..1; `words`: a few metrics for a line; the view shows `metrics` instead.
+        `preparing`: what is learned before anything else."""
+        if self.quiet:
+            return
+        now = time.monotonic()
+        self.first = self.first or (fraction, steps, now)
+        done, made, seconds = fraction - self.first[0], steps - self.first[1], now - self.first[2]
+        left = seconds * (1 - fraction) / done if done > 0 else float("inf")
+        speed = f"{made / seconds:,.{0 if unit == 'steps' else 2}f} {unit}/s" if made else "starting"
+        pace = f"{steps:,} {unit}  {speed}  {clock(left)} left"
+        pace += f"  {preparing}" if preparing else ""
+        self.text = f"{fraction:4.0%}  {pace}  {words}"
+        if self.view:
+            self.view.show(fraction, pace, metrics or {}, words)
+        elif now - self.last_line >= self.pipe_seconds or fraction >= 1:
+            self.last_line = now
+            self.stream.write(self.text + "\n")
+            self.stream.flush()
+
+    def end(self) -> None:
+        if self.view and self.view.close():
+            self.stream.write(self.text + "\n")
+            self.stream.flush()
+
+
+def clock(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class _View:
+    """A few lines that are drawn again in place, below the messages. `show` opens it, also after `close`."""
+
+    def __init__(self, stream: TextIO, title: str):
+        self.stream, self.title = stream, title
+        self.console = rich.console.Console(file=stream)
+        self.plain = self.console.options.ascii_only
+        self.live: Live | None = None
+        self.drawn = -float("inf")
+        self.curves: dict[str, _Curve] = {}
+        self.latest: dict[str, float] = {}  # newest value of each metric: in some updates no episode ends
+        self.handlers: list[logging.StreamHandler] = []
+
+    def show(self, fraction: float, pace: str, metrics: dict[str, float], words: str) -> None:
+        """`pace`: how far and how fast; `words`: instead of metrics where there are none."""
+        self.latest |= metrics
+        for name in CURVES.keys() & metrics.keys():
+            self.curves.setdefault(name, _Curve()).add(metrics[name])
+        now = time.monotonic()
+        if self.live and now - self.drawn < EVERY and fraction < 1:
+            return
+        self.drawn = now
+        lines = Group(*self.lines(fraction, pace, words))
+        if self.live:
+            self.live.update(lines, refresh=True)
+            return
+        redirect = sys.stdout.isatty()  # a piped stdout keeps its prints
+        self.live = Live(lines, console=self.console, auto_refresh=False, transient=True, redirect_stdout=redirect)
+        self.live.start(refresh=True)
+        # messages go above it, whole: their handlers hold the stream they were made with
+        found = logging.getLogger(LOGGER).handlers
+        self.handlers = [h for h in found if isinstance(h, logging.StreamHandler) and h.stream is self.stream]
+        for handler in self.handlers:
+            handler.setStream(_Above(self.console))
+
+    def close(self) -> bool:
+        if not self.live:
+            return False
+        for handler in self.handlers:
+            handler.setStream(self.stream)
+        self.live.stop()
+        self.live = None
+        return True
+
+    def lines(self, fraction: float, pace: str, words: str) -> list[Text]:
+        bar = max(8, min(40, self.console.width - len(pace) - 8))
+        filled = int(bar * fraction)
+        full, empty = "#." if self.plain else "█░"
+        parts = (full * filled, "green"), (empty * (bar - filled), "bright_black")
+        shown = [Text(self.title, "bold")] if self.title else []
+        shown.append(Text.assemble(*parts, f" {fraction:4.0%}  {pace}"))
+        # a loss is shown only where there is no better curve
+        curves = [name for name in CURVES if name in self.curves]
+        shown += [self._curve(name) for name in ([name for name in curves if name != "loss"] or curves)]
+        terms = [name for name in self.latest if name.startswith(_TERM) and not name.endswith("_normalized")]
+        paid = {"paid for": {name: (name.removeprefix(_TERM), "{:.3g}") for name in terms}}
+        for title, metrics in (paid | LINES).items():
+            known = [(*metrics[name], self.latest[name]) for name in metrics if name in self.latest]
+            if known:
+                values = "  ".join(f"{label} {form.format(value)}" for label, form, value in known)
+                shown.append(Text.assemble((f"{title:<10}", "bright_black"), values))
+        shown += [Text(words)] if not self.latest else []
+        for text in shown:
+            text.no_wrap, text.overflow = True, "ellipsis"
+        return shown
+
+    def _curve(self, name: str) -> Text:
+        title, form = CURVES[name]
+        limits = (0.0, 1.0) if "%" in form else None  # a share has 100 % as its whole height
+        width = max(8, min(CELLS, self.console.width - 20))
+        drawn = _sparkline(self.curves[name].cells, width, limits, PLAIN_BLOCKS if self.plain else BLOCKS)
+        return Text.assemble((f"{title:<10}", "bright_black"), (drawn, "cyan"), f"  {form.format(self.latest[name])}")
+
+
+class _Curve:
+    """All values so far as at most `CELLS` means, each of equally many values."""
+
+    def __init__(self):
+        self.cells: list[float] = []
+        self.each = 1
+        self.waiting: list[float] = []
+
+    def add(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self.waiting.append(value)
+        if len(self.waiting) < self.each:
+            return
+        self.cells.append(fmean(self.waiting))
+        self.waiting.clear()
+        if len(self.cells) == CELLS:
+            self.cells = [fmean(pair) for pair in zip(self.cells[::2], self.cells[1::2], strict=True)]
+            self.each *= 2
+
+
+def _sparkline(values: list[float], width: int, limits: tuple[float, float] | None = None, blocks: str = BLOCKS) -> str:
+    """A block for each value, or for every second, third... where there are more than fit."""
+    values = values[:: -(-len(values) // width) or 1]
+    low, high = limits or (min(values, default=0.0), max(values, default=0.0))
+    steps = [(value - low) / (high - low) if high > low else 0.0 for value in values]
+    return "".join(blocks[min(len(blocks) - 1, max(0, int(step * len(blocks))))] for step in steps)
+
+
+class _Above:
+    def __init__(self, console: rich.console.Console):
+        self.console = console
+
+    def write(self, text: str) -> None:
+        self.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+    def flush(self) -> None:
+        """`print` shows it at once."""

@@ -1,25 +1,48 @@
-"""Recorder: the only writer of numbers and videos in a run folder."""
+"""Recorder: the only writer of numbers and videos in a run folder; and the sinks that get them too.
+
+TensorBoard and Weights & Biases are extras, imported where used.
+"""
 
 import json
 import logging
 import math
 import os
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol
 
 from sparring.collect.collector import Span
+from sparring.config.schema import Config
+from sparring.errors import UserError
+from sparring.phases.configs import LoggingConfig
 from sparring.phases.phase import Progress
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
-from sparring.record.sinks import Sink
 from sparring.record.videos import PATIENCE_S, VideoWriter
 
 log = logging.getLogger(LOGGER)
 
 # seconds for videos that are being encoded: the error is shown soon, and before `launch` loses its patience
 AFTER_AN_ERROR_S = 2.0
+FLUSH_S = 10  # age of what a browser shows of TensorBoard, at most
+UPLOAD_S = 300.0  # how long the end of a run waits for uploads
+
+
+class Sink(Protocol):
+    """Takes numbers besides the run folder. An exception while a run goes on ends the sink, not the run."""
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        """Finite numbers, by their names in groups."""
+
+    def video(self, name: str, path: Path) -> None:
+        """A complete video."""
+
+    def close(self, failed: bool) -> None:
+        """The run is over."""
 
 
 class Recorder:
@@ -63,7 +86,9 @@ class Recorder:
             "update": progress.updates,
         }
         plainly = ("loss", "episode_reward", "lr")
-        grouped = {file_name(name): value for name, value in metrics.items() if name not in plainly}
+        grouped: dict[str, float | None] = {
+            file_name(name): value for name, value in metrics.items() if name not in plainly
+        }
         if self.folder is not None:
             _append(self.metrics_file, plain | grouped)
         self._to_sinks(progress.updates, {FLAT[name][0]: value for name, value in plain.items()} | grouped)
@@ -145,3 +170,102 @@ def _size(file: Path) -> int:
 
 def _is_finite(value: float | int | None) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def check_installed(config: LoggingConfig) -> None:
+    """Refuses settings whose optional package is missing."""
+    # extra, which is also the module -> whether it is needed, the setting that asks for it, the package
+    needed = {
+        "tensorboard": (config.tensorboard, "tensorboard=true", "tensorboard"),
+        "wandb": (config.mode != "disabled", f"mode={config.mode}", "wandb"),
+        "rerun": (config.rerun, "rerun=true", "rerun-sdk"),
+    }
+    for extra, (asked, setting, package) in needed.items():
+        if asked and find_spec(extra) is None:
+            raise UserError(
+                f'logging.{setting} needs the package {package}: pip install "sparring[{extra}]", or leave it out'
+            )
+
+
+def make_sinks(config: Config, folder: Path, update: int) -> list[Sink]:
+    """Those of the `logging` section; `update`: how far the run has come."""
+    sinks: list[Sink] = []
+    if config.logging.tensorboard:
+        sinks.append(TensorBoard(folder, update))
+    if config.logging.mode != "disabled":
+        sinks.append(_WeightsAndBiases(config.logging, folder, config.dump()))
+    return sinks
+
+
+class TensorBoard:
+    """Events in `<run folder>/tensorboard`, written by its own thread; needs no TensorFlow."""
+
+    def __init__(self, folder: Path, update: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=FLUSH_S)
+        self._event, self._summary = Event, Summary
+        # hides later updates of an earlier process: they are made again
+        self._add(update + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(update, summary=self._summary(value=values))
+
+    def video(self, name: str, path: Path) -> None:
+        """TensorBoard shows no MP4; the files are in videos/."""
+
+    def close(self, failed: bool) -> None:
+        self.writer.close()
+
+    def _add(self, update: int, **content: Any) -> None:
+        self.writer.add_event(self._event(wall_time=time.time(), step=update, **content))
+
+
+class _WeightsAndBiases:
+    """One W&B run for a run folder, also after a stop; its steps are updates. A process of W&B's own uploads."""
+
+    def __init__(self, config: LoggingConfig, folder: Path, settings: dict):
+        import wandb
+
+        id_file = folder / "wandb" / "id"  # the same id for every process that trains in this folder
+        if not id_file.exists():
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12])
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                name=config.name or folder.resolve().name,
+                id=id_file.read_text().strip(),
+                # offline every process leaves a part, which `wandb sync` joins by their id
+                resume="allow" if config.mode == "online" else None,
+                mode=config.mode,
+                dir=folder,
+                config=settings,
+                # messages go to our logs
+                settings=wandb.Settings(console="off", silent=True, finish_timeout=UPLOAD_S),
+            )
+        except (wandb.Error, OSError) as error:
+            reason = str(error).rstrip(".")
+            raise UserError(
+                f"logging.mode={config.mode}: Weights & Biases did not start: {reason}; log in (wandb login), or use "
+                "logging.mode=offline and upload later (wandb sync)"
+            ) from None
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        # W&B ignores steps that it already has, of a run that went back to its last checkpoint
+        self.run.log(numbers, step=update)
+
+    def video(self, name: str, path: Path) -> None:
+        import wandb
+
+        # a panel for each place, as in rollout_000051_0: a step keeps only one video of a key
+        kind, _, *place = name.split("_")
+        key = "_".join(["videos/" + kind, *place[-1:]])
+        # with the step that is open: encoding takes its time
+        self.run.log({key: wandb.Video(str(path), caption=name, format="mp4")}, commit=False)
+
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))

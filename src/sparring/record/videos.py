@@ -78,8 +78,7 @@ class VideoWriter:
         success = episode.success if spec.reports_success else None
         line = _index_line(name, kind, progress, spec.task_names[episode.task], episode.steps, episode.reward)
         line |= {"success": success, "cameras": list(spec.film_cameras), "settings": settings}
-        if self.encoder.submit(partial(self._make_film, line, film, spec)):
-            log.info("to look at: %s", path)
+        self.encoder.submit(partial(self._make_film, line, film, spec))
         return path
 
     def prediction(self, prediction: Prediction, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
@@ -99,7 +98,7 @@ class VideoWriter:
         frames = cast(list[np.ndarray], film.frames)
         write_png(self.folder / line["strip"], filmstrip(frames))
         views = _by_camera(frames, spec.film_cameras)
-        self._make_video(line, _film_scene(film, views, spec))
+        log.info("to look at: %s", self._make_video(line, _film_scene(film, views, spec)))
         if self.rerun is not None:
             self.rerun.film(Path(line["file"]).stem, film, views)
 
@@ -111,12 +110,13 @@ class VideoWriter:
         if self.rerun is not None:
             self.rerun.prediction(Path(line["file"]).stem, prediction)
 
-    def _make_video(self, line: dict, scene: Scene) -> None:
+    def _make_video(self, line: dict, scene: Scene) -> Path:
         file = _write_video(self.folder / line["file"], scene.frames(), scene.fps)
         with (self.folder / "videos" / "index.jsonl").open("a") as index:
             index.write(json.dumps(line) + "\n")
         if self.on_video is not None:
             self.on_video(file, line)
+        return file
 
 
 class _Encoder:

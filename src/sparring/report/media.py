@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sparring.report.tail import Tail
+from sparring.report.curves import Tail
 
 STRIPS = 12
 VIDEOS = 48

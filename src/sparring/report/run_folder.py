@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sparring.config.schema import load_config
-from sparring.config.text import Setting, flatten, read_settings, value_text
+from sparring.config.text import Setting, flatten, saved_settings, value_text
 from sparring.errors import UserError
 from sparring.report import media
-from sparring.report.curves import Curves, Timeline
-from sparring.report.tail import Follower
+from sparring.report.curves import Curves, Follower, Timeline
 from sparring.runs.listing import lives, read_json, run_folders
 
 IDLE = ("output", "resume", "logging.")  # settings that say where and how loudly, not what is trained
@@ -30,7 +30,7 @@ class RunFolder:
         self.evaluations = _CurvesFile(path / "evaluations.jsonl")
         self.timeline = Timeline(path / "timeline.jsonl")
         self.config: dict[str, Any] = {}
-        self.parts: dict[str, dict | None] = {}
+        self.parts: dict[str, Any] = {}
         self.changed: dict[str, int] = {}
         self._stamps: dict[str, object] = {}
 
@@ -60,7 +60,9 @@ class RunFolder:
             reader.refresh()
         file = self.path / "config.yaml"
         if self._differs("config", file.stat().st_mtime_ns if file.exists() else None):
-            self.config = _read_config(self.path)
+            self.config = {}
+            with suppress(UserError):  # one that cannot be read
+                self.config = saved_settings(self.path)
         videos, strips = media.Picture.videos(self.path), media.Picture.strips(self.path)
         self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
         # the first of both, so that they are drawn over the same time
@@ -109,6 +111,7 @@ class RunFolder:
             "task": status.get("task") or self.config.get("env.task") or self.config.get("env.name"),
             "state": status["state"],
             "seconds": status.get("seconds"),
+            "kinds": _kinds(self.config),
             "unreadable": {name: lines for name, lines in unread.items() if lines},
         } | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 
@@ -121,6 +124,19 @@ class _CurvesFile(Follower):
         self.curves.add(rows)
 
 
+def _kinds(config: dict[str, Any]) -> dict[str, str]:
+    """What losses and rewards of a run are of: runs where these differ are not drawn on one axis."""
+    if not config:
+        return {}
+    phase, env = config.get("phase"), config.get("env.name")
+    # of the env itself; "sparse rewards" and "dense rewards" of one task differ
+    rewards = f"{config['env.reward']} rewards" if "env.reward" in config else f"rewards of {env}"
+    pays = {"teacher": "accuracy", "student": "pay of explorers", "adversarial": "pay of explorers"}
+    losses = {"teacher": "world model", "imitate": "imitation"}
+    loss = losses.get(str(phase), str(config.get("algorithm")))
+    return {"loss": loss, "reward": pays.get(str(phase), rewards), "evaluation": rewards}
+
+
 def _read_status(folder: Path) -> dict:
     """`status.json`, with the state `killed` where a run had no time to write how it ended."""
     status = read_json(folder / "status.json")
@@ -131,14 +147,6 @@ def _read_status(folder: Path) -> dict:
     if status.get("state") == "running" and lives(folder, status) is False:
         return status | {"state": "killed", "why": "its process is gone and did not say why"}
     return status
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Dotted keys and values of a run; none where there is no config, or none that can be read."""
-    try:
-        return {setting.key: setting.value for setting in read_settings(folder / "config.yaml")}
-    except UserError:
-        return {}
 
 
 def _differences(configs: list[dict[str, Any]]) -> list[dict]:

@@ -1,10 +1,12 @@
 """The `rewards` section: what an explorer is rewarded for. Torch-free."""
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from sparring.config.section import Section
+from sparring.config.text import flatten, value_text
 
 
 class RewardsConfig(Section):
@@ -27,7 +29,11 @@ class RewardsConfig(Section):
     )
     rnd: float = Field(0.0, ge=0, description="showing what was seen seldom (random network distillation)")
     task_success: float = Field(0.0, ge=0, description="ending an episode with the env's task done")
-    task_reward: float = Field(0.0, ge=0, description="the env's own reward")
+    task_reward: float = Field(0.0, ge=0, description="the env's own reward; in finetune 1 unless set, beside terms")
+    terms: dict = Field(
+        default_factory=dict,
+        description="of your own, in finetune: your.module:function -> its weight beside the env's own reward",
+    )
     divergence: Literal["potential", "original"] = Field(
         "potential", description="of memory_divergence: d - discount * d', or the original -(d' - d) - 0.07 d"
     )
@@ -35,6 +41,18 @@ class RewardsConfig(Section):
     clip: float = Field(
         5.0, gt=0, description="a term, normalised by its running mean and deviation, counts so much at most"
     )
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _weights_by_path(cls, value: Any) -> Any:
+        """Dots in a path are read as sections: {"my": {"module:term": 1}} -> {"my.module:term": 1.0}."""
+        weights = flatten(value) if isinstance(value, dict) else {}
+        for path, weight in weights.items():
+            if ":" not in path:
+                raise ValueError(f"'{path}' is no import path; expected your.module:function")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ValueError(f"{path}={value_text(weight)}: expected a number, the weight of this term")
+        return weights if isinstance(value, dict) else value
 
 
 def _meaning(field: str) -> str | None:

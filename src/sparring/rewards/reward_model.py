@@ -7,7 +7,6 @@ import torch
 from tensordict import TensorDict
 
 from sparring.config.resolve import build
-from sparring.contract import EnvSpec
 from sparring.data.buffer import Buffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
@@ -35,7 +34,9 @@ class RewardModel:
     ):
         weights, device = _weights_of(config), distributed.device
         self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
-        self.terms = {name: _make_term(name, config, env.spec, chunk, device) for name in weights}
+        self.terms: dict[str, RewardTerm] = {
+            name: build(config, TERMS, env.spec, chunk, device, kind="reward term", name=name) for name in weights
+        }
         self.learning = [term for term in self.terms.values() if type(term).learn is not RewardTerm.learn]
         self.weights = torch.tensor(list(weights.values()), device=device)
         self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
@@ -118,34 +119,20 @@ class RewardModel:
         return {"episode_reward": sum(totals) / len(totals)} if totals else {}
 
 
-def with_following(buffer: Buffer) -> TensorDict:
-    """The newest rollout `[T, N]` with `next/observation`, the true one where an episode ended."""
-    rollout = buffer.rollout()
+def with_following(buffer: Buffer, robots: int | None = None) -> TensorDict:
+    """The newest rollout `[T, N]` with `next/observation`, the true one where an episode ended. `robots`: only of the
+    first so many."""
+    rollout = buffer.rollout()[:, :robots]
     # a copy: [T, N] rows 1 to T-1, and where the last decision led to
-    following = torch.cat([rollout["observation"][1:], buffer.last["observation"][None]])
+    following = torch.cat([rollout["observation"][1:], buffer.last["observation"][None, :robots]])
     ends = buffer.finals()
     if ends is not None:
         (step, env), final = ends
-        following[step, env] = final
+        kept = env < rollout.shape[1]
+        following[step[kept], env[kept]] = final[kept]
     rollout["next"] = rollout["next"].copy().set("observation", following)
     return rollout
 
 
 def _weights_of(config: RewardsConfig) -> dict[str, float]:
-    weights = {
-        "memory_divergence": config.memory_divergence,
-        "memory_change": config.memory_change,
-        "prediction_error": config.prediction_error,
-        "prediction_entropy": config.prediction_entropy,
-        "disagreement": config.disagreement,
-        "latent_surprise": config.latent_surprise,
-        "learning_progress": config.learning_progress,
-        "rnd": config.rnd,
-        "task_success": config.task_success,
-        "task_reward": config.task_reward,
-    }
-    return {name: weight for name, weight in weights.items() if weight}
-
-
-def _make_term(name: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device) -> RewardTerm:
-    return build(config, TERMS, spec, chunk, device, kind="reward term", name=name)
+    return {name: weight for name in TERMS if (weight := getattr(config, name))}

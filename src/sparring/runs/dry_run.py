@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 
 from tensordict import TensorDict
 
@@ -28,10 +29,13 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
     try:
         if isinstance(phase, Imitate):
             what, lines = "one update", _imitation(phase)
-        elif isinstance(phase, Teacher):
-            what, lines = "a few episodes, one update", _teacher(phase)
-        elif isinstance(phase, Adversarial) and not only_rollout:
-            what, lines = "one rollout, one update of each", _adversarial(phase)
+        elif isinstance(phase, Teacher) or (isinstance(phase, Adversarial) and not only_rollout):
+            what = "a few episodes, one update" if isinstance(phase, Teacher) else "one rollout, one update of each"
+            # its episodes must not lie in the run folder
+            with tempfile.TemporaryDirectory() as folder:
+                phase.replay.folder = Path(folder)
+                lines = _teacher(phase) if isinstance(phase, Teacher) else _adversarial(phase)
+                phase.close()
         else:
             assert isinstance(explorer, Finetune)
             what = "one rollout" if only_rollout else "one rollout, one update"
@@ -43,31 +47,27 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
 
 
 def _rollout_and_update(phase: Finetune) -> list[str]:
-    metrics = phase.step(0.0)
-    steps = phase.progress.env_steps
+    metrics, rollout = phase.step(0.0), phase.buffer.rollout()
+    # a rollout before this one may have fitted normalisers
+    collected, learned_from = phase.progress.env_steps, int(rollout["next", "executed"].sum())
     return [
-        *_measured(phase, phase.buffer.rollout(), phase.buffer.bytes(), "rollout"),
-        f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
-        f"{metrics['update_seconds']:.2f} s for the update of {steps:,} steps (first calls, warm-up included)",
+        *_measured(phase, rollout, phase.buffer.bytes(), "rollout"),
+        f"speed: {collected / metrics['collect_seconds']:,.0f} env steps/s collecting, "
+        f"{metrics['update_seconds']:.2f} s for the update of {learned_from:,} steps (first calls, warm-up included)",
         f"parity: {metrics['parity']:.3g}",
     ]
 
 
 def _rollout(phase: Finetune) -> list[str]:
-    """What ManiFlow's test_rl_rollout.py was for: do robots and policy work together?"""
+    """What ManiFlow's test_rl_rollout.py was for: do robots and policy work together? Rewards are the env's."""
     started = time.perf_counter()
-    phase.collector.collect(phase.buffer)
-    seconds, steps = time.perf_counter() - started, phase.collector.env_steps
-    episodes = phase.collector.drain_episodes()
+    phase.collect()
+    rate, episodes = phase.collector.env_steps / (time.perf_counter() - started), phase.collector.drain_episodes()
     ended = f"episodes: {len(episodes)} ended"
     if episodes:
-        reward = sum(e.reward for e in episodes) / len(episodes)
-        ended += f", mean reward {reward:.3g}, {sum(e.success for e in episodes)} successes"
-    return [
-        *_measured(phase, phase.buffer.rollout(), phase.buffer.bytes(), "rollout"),
-        f"speed: {steps / seconds:,.0f} env steps/s collecting (first calls, warm-up included)",
-        ended,
-    ]
+        ended += f", mean reward {fmean(e.reward for e in episodes):.3g}, {sum(e.success for e in episodes)} successes"
+    lines = _measured(phase, phase.buffer.rollout(), phase.buffer.bytes(), "rollout")
+    return [*lines, f"speed: {rate:,.0f} env steps/s collecting (first calls, warm-up included)", ended]
 
 
 def _imitation(phase: Imitate) -> list[str]:
@@ -83,14 +83,10 @@ def _imitation(phase: Imitate) -> list[str]:
 
 
 def _teacher(phase: Teacher) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        phase.replay.folder = Path(folder)
-        metrics = phase.step(0.0)
-        lines = _measured(phase, next(phase.replay.batches), phase.replay.store.bytes(), "episodes")
-        phase.close()
+    metrics = phase.step(0.0)
     steps, rate = phase.progress.env_steps, phase.config.gradient_steps / metrics["update_seconds"]
     return [
-        *lines,
+        *_measured(phase, next(phase.replay.batches), phase.replay.store.bytes(), "episodes"),
         f"speed: {steps / metrics['collect_seconds']:,.0f} env steps/s collecting, "
         f"{rate:,.1f} gradient steps/s (first calls, warm-up included)",
         f"loss: {metrics['loss']:.3g}",
@@ -98,11 +94,8 @@ def _teacher(phase: Teacher) -> list[str]:
 
 
 def _adversarial(phase: Adversarial) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        phase.replay.folder = Path(folder)
-        metrics = phase.step(0.0)
-        lines = _measured(phase, phase.explorer.buffer.rollout(), phase.replay.store.bytes(), "episodes")
-        phase.close()
+    metrics = phase.step(0.0)
+    lines = _measured(phase, phase.explorer.buffer.rollout(), phase.replay.store.bytes(), "episodes")
     # where the world model warms up alone, or no episode has ended yet, there are fewer metrics
     shown = {"parity": "parity: {:.3g}", "wm_loss": "loss: {:.3g}"}
     return lines + [text.format(metrics[name]) for name, text in shown.items() if name in metrics]

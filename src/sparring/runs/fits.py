@@ -7,9 +7,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from sparring.config.inherit import FREE_TO_DIFFER, LIMITS
 from sparring.config.schema import Config
 from sparring.config.section import ConfigError, Section
-from sparring.config.text import flatten, read_settings, value_text
+from sparring.config.text import flatten, saved_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
@@ -22,8 +23,6 @@ from sparring.runs.checkpoint import (
     weights_file,
 )
 
-# settings that say where and how loudly, not what is trained
-_FREE_TO_DIFFER = ("resume", "output", "logging.", "rollout.watchdog_s")
 # sections that a phase does not read
 _NOT_READ = {
     "teacher": ("policy.", "ppo.", "grpo.", "algorithm", "imitate.", "student.", "adversarial.", "rewards.", "buffer.")
@@ -39,16 +38,10 @@ _TRAINED_BY = {
 _ADAPTER = ".lora_"
 
 
-def saved_settings(folder: Path) -> dict[str, Any]:
-    """Dotted keys and values of the config.yaml in a run folder or checkpoint; nothing where there is none."""
-    file = folder / "config.yaml"
-    return {setting.key: setting.value for setting in read_settings(file)} if file.exists() else {}
-
-
 def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
-    """A run goes on with the settings it was saved with; one that is missing there must have its default now."""
+    """A run goes on, maybe further, with the settings it was saved with; a missing one must have its default."""
     now = flatten(config.dump())
-    free = (*_FREE_TO_DIFFER, *_NOT_READ.get(config.phase, ()))
+    free = (*FREE_TO_DIFFER, *LIMITS, *_NOT_READ.get(config.phase, ()))
     shown = {
         key: [value_text(values[key]) if key in values else "not there" for values in (saved, now)]
         for key in sorted(saved.keys() | now.keys())
@@ -64,6 +57,21 @@ def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> 
                 f"or start a new run from its weights (--output DIR pretrained={folder})",
             ]
         )
+
+
+def schedules_of(config: Config) -> list[str]:
+    """Settings whose values change over the length of the run."""
+    names = []
+    if config.phase in ("teacher", "adversarial"):
+        names.append(f"{config.phase}.learning_rate")
+    if config.phase == "imitate":
+        names += ["imitate.lr_schedule"] if config.imitate.lr_schedule != "constant" else []
+    elif config.phase != "teacher":
+        section = "algorithm_config" if ":" in config.algorithm else config.algorithm
+        of_algorithm = [name for name, _ in config.algorithm_section if name.endswith("_schedule")]
+        changing = [name for name in of_algorithm if getattr(config.algorithm_section, name) != "constant"]
+        names += [f"{section}.{name}" for name in changing]
+    return names
 
 
 def _is_default(config: Config, key: str) -> bool:

@@ -1,27 +1,47 @@
-"""The run folder: starting in it, going on in it, and never mixing two runs.
+"""The run folder: starting in it, going on in it, and never mixing two runs; and status.json, the state of the run.
 
 outputs/<phase>_rl/
   config.yaml  status.json  episode_metrics.jsonl  evaluations.jsonl  timeline.jsonl  evaluation.json  writer.lock
   checkpoint-<n>/  samples/*.png  videos/*.mp4  logs/  train.log  tensorboard/  wandb/
+
+status.json is for those who look at the folder from outside. `state` is running, finished, interrupted or crashed. One
+that says `running` while nobody holds writer.lock was killed.
 """
 
 import errno
+import json
 import logging
 import os
+import platform
+import shlex
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from sparring import __version__
 from sparring.config.schema import Config
 from sparring.config.section import ConfigError
+from sparring.config.text import saved_settings
 from sparring.errors import UserError
+from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import take_lock
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, find_checkpoint
-from sparring.runs.fits import refuse_other_config, saved_settings
+from sparring.runs.fits import refuse_other_config
+from sparring.runs.listing import read_json
 
 log = logging.getLogger(LOGGER)
 
+# between two writes of progress alone: shorter updates are followed within a second
+_SECONDS = 0.5
 # a file system without locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -38,17 +58,19 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ConfigError([f"output = '{path}': is a file; give a folder"])
         if (path / "writer.lock").exists():
-            with alone_in(path):
+            with folder_lock(path):
                 pass  # refused before anything is built
         if resume == "never":
             return None
-        found = checkpoints(path)
-        saved = saved_settings(path) or (saved_settings(found[-1]) if found else {})
         # where nothing was saved there is nothing to mix with: a start that failed does not take the folder
-        refuse_other_config(path, saved if found else {}, self.config)
-        # a run that branched off from a checkpoint goes on by the same command
-        if resume == "auto" or (found and saved.get("resume") == resume):
-            return found[-1] if found else None
+        if found := checkpoints(path):
+            saved = saved_settings(path) or saved_settings(found[-1])
+            refuse_other_config(path, saved, self.config)
+            # a run that branched off from a checkpoint goes on by the same command
+            if resume in ("auto", saved.get("resume")):
+                return found[-1]
+        if resume == "auto":
+            return None
         checkpoint = find_checkpoint(resume)
         refuse_other_config(checkpoint, saved_settings(checkpoint), self.config)
         # going back to an older checkpoint in the same folder would destroy what came after it
@@ -65,7 +87,7 @@ class RunFolder:
         path = self.path
         if self.config.resume != "never" or not path.exists():
             return
-        with alone_in(path):
+        with folder_lock(path):
             if (path / "config.yaml").exists() or checkpoints(path):
                 number = 1
                 while (old := path.with_name(f"{path.name}-old-{number}")).exists():
@@ -74,7 +96,7 @@ class RunFolder:
                 log.info("moved the earlier run to %s", old)
 
     def open(self) -> None:
-        """Make it ready, after `make_room`; to be called while `alone_in` it."""
+        """Make it ready, after `make_room`; to be called while `folder_lock` it."""
         path = self.path
         if checkpoints(path):
             return
@@ -93,6 +115,17 @@ class RunFolder:
         except OSError as error:
             raise ConfigError([f"output = '{path}': cannot write there ({error.strerror})"]) from None
 
+    def keep_config(self, config: Config) -> None:
+        """Of a run that goes on: config.yaml says the limits and the other free settings that it has from now on."""
+        file, saved = self.path / "config.yaml", saved_settings(self.path)
+        # the same command as at first must find its checkpoint again
+        text = config.model_copy(update={"resume": saved.get("resume", config.resume)}).to_yaml()
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            return
+        partial = file.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+
     def holds(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.path.resolve()
 
@@ -109,7 +142,7 @@ class RunFolder:
 
 
 @contextmanager
-def alone_in(folder: Path | None) -> Iterator[None]:
+def folder_lock(folder: Path | None) -> Iterator[None]:
     """Make the folder, and hold its lock while writing into it; the lock ends with the process. None: does nothing."""
     if folder is None:
         yield
@@ -129,3 +162,128 @@ def alone_in(folder: Path | None) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+class Status:
+    """Written at once as a whole, so that nobody reads half of it. Without a folder, not at all.
+
+    `goes_on`: what an earlier start of the run wrote still holds; all of it, where the run was finished by then.
+    """
+
+    def __init__(self, folder: Path | None, phase: str, task: str, system: dict, goes_on: bool = False):
+        self.file = folder / "status.json" if folder else None
+        earlier = read_json(self.file) if self.file and goes_on else {}
+        fraction = (earlier.get("progress") or {}).get("fraction", 0.0)
+        self.was_finished = earlier.get("state") == "finished" and fraction >= 1
+        self.system, self._process = system, {"pid": os.getpid(), "host": socket.gethostname(), "system": system}
+        self.content: dict[str, Any] = {"state": "running", "why": None, **self._process}
+        self.content |= {"phase": phase, "task": task, "started": time.time(), "updated": None, "ended": None}
+        self.content |= {"seconds": earlier.get("seconds") or 0.0, "progress": None, "best": None, "last": None}
+        self.content |= {name: earlier[name] for name in ("started", "progress", "best", "last") if earlier.get(name)}
+        self.content |= earlier if self.was_finished else {}
+        # since when seconds count, while it trains
+        self._since: float | None = None
+        # state and why, as it ended last in this process
+        self.ended: tuple[str, str | None] | None = None
+        self._began = False
+        self._written = -float("inf")
+        self._warned = False
+
+    @classmethod
+    def of(cls, config: Config, folder: Path | None, phase: Phase, device: torch.device, goes_on: bool) -> "Status":
+        tasks = getattr(config.env, "task", ())
+        task = tasks if isinstance(tasks, str) else ", ".join(tasks) or config.env.name
+        # where weights are averaged, the model is the average, which does not learn
+        learns = getattr(phase, "policy", phase.model)
+        return cls(folder, config.phase, task, _system(device, learns), goes_on)
+
+    def begin(self, progress: Progress, fraction: float, evaluations: list[dict], trains: bool = True) -> None:
+        """`evaluations`: lines of evaluations.jsonl so far."""
+        # one that was finished may be made to go further
+        self.was_finished = self.was_finished and fraction >= 1
+        if self.was_finished:
+            return
+        self._began, self._since = True, time.monotonic() if trains else None
+        self.content |= {"state": "running", "why": None, "ended": None, **self._process}
+        self.progress(progress, fraction)
+        self.evaluated(evaluations)
+
+    def progress(self, progress: Progress, fraction: float) -> None:
+        self.content["progress"] = asdict(progress) | {"fraction": fraction}
+        if time.monotonic() - self._written >= _SECONDS:
+            self._write()
+
+    def evaluated(self, evaluations: list[dict]) -> None:
+        names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
+        rates: list[dict[str, Any]] = [
+            {ours: line.get(f"eval/{theirs}") for ours, theirs in names.items()} | {"update": line["update"]}
+            for line in evaluations
+            if line.get("eval/success_rate") is not None
+        ]
+        self.content["best"] = max(rates, key=lambda rate: rate["success_rate"], default=None)
+        self.content["last"] = rates[-1] if rates else None
+        self._write()
+
+    def end(self, progress: Progress, fraction: float, state: str, why: str | None = None) -> None:
+        self.ended = state, why
+        if self.was_finished:
+            return
+        self.content |= {"state": state, "why": why, "ended": time.time()}
+        # a start that failed is as far as it was before
+        if self._began:
+            self.content["progress"] = asdict(progress) | {"fraction": fraction}
+        self._write()
+        self._since = None
+
+    def fail(self, progress: Progress, fraction: float, error: BaseException) -> None:
+        """Ended by an exception: its first line, without the last output of a process, which follows that line."""
+        line = next(iter(str(error).splitlines()), "").removesuffix("; its last words:")
+        why = line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".removesuffix(": ")
+        self.end(progress, fraction, "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed", why)
+
+    def describe_system(self) -> str:
+        """The first line of a log."""
+        system = self.system
+        gpu = f", {system['gpu']}" if system["gpu"] else ""
+        return (
+            f"sparring {system['sparring']}, Python {system['python']}, torch {system['torch']}; "
+            f"{system['platform']}, {system['cpus']} CPUs{gpu}; "
+            f"{system['trainable']:,} parameters learn, {system['frozen']:,} are frozen"
+        )
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        self.content["updated"] = time.time()
+        if self._since is not None:
+            now = time.monotonic()
+            self.content["seconds"] += now - self._since
+            self._since = now
+        partial = self.file.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps(self.content, indent=2) + "\n")
+            partial.replace(self.file)
+        except OSError as error:
+            # a full disk: training, or what ended it, matters more than its status
+            if not self._warned:
+                log.warning("cannot write '%s' (%s); it is out of date", self.file, error.strerror)
+            self._warned = True
+        self._written = time.monotonic()
+
+
+def _system(device: torch.device, model: nn.Module) -> dict:
+    """What a run runs on, what it trains, and how it was started."""
+    program, *arguments = sys.argv
+    program = "sparring" if Path(program).name == "__main__.py" else Path(program).name
+    return {
+        "sparring": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "command": shlex.join([program, *arguments]),
+    }

@@ -32,17 +32,14 @@ class RunState:
     path: str
     phase: str | None
     task: str | None
-    # running, finished, interrupted, crashed, killed or unknown
-    state: str
+    state: str  # running, finished, interrupted, crashed, killed or unknown
     why: str | None
     updates: int | None
     env_steps: int | None
     fraction: float | None
-    # success_rate, low, high
-    best: dict[str, Any] | None
+    best: dict[str, Any] | None  # success_rate, low, high
     bytes: int
-    # seconds since it wrote last
-    age: float
+    age: float  # seconds since it wrote last
 
 
 def find_runs(root: Path) -> list[RunState]:

@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 from sparring.errors import UserError
 from sparring.runs.checkpoint import checkpoints
-from sparring.runs.folder import alone_in
+from sparring.runs.folder import folder_lock
 from sparring.runs.listing import is_held, size_of, why_no_checkpoint
 
 
 class _Measure(NamedTuple):
-    # how its name in evaluations.jsonl ends; 1: more is better, -1: less; how it is printed
-    name: str
-    sign: int
+    name: str  # how it ends in evaluations.jsonl
+    sign: int  # 1: more is better, -1: less
     text: str
 
 
@@ -35,12 +34,9 @@ class Pruning:
     """What is to become of a run's checkpoints."""
 
     run: Path
-    # and why
-    kept: dict[Path, str]
-    # and how many bytes each has
-    removed: dict[Path, int]
-    # whether evaluations say which are best
-    rated: bool
+    kept: dict[Path, str]  # and why
+    removed: dict[Path, int]  # and how many bytes each has
+    rated: bool  # whether evaluations say which are best
 
     @classmethod
     def plan(cls, run: Path, keep_best: int, keep_last: int) -> "Pruning":
@@ -53,8 +49,7 @@ class Pruning:
         if not found:
             raise UserError(why_no_checkpoint(run) or f"'{run}' holds no checkpoint-<n> folder; give a run folder")
         measure, evaluations = _evaluations(run)
-        # rank, and why it is kept
-        rated: dict[Path, tuple[tuple, str]] = {}
+        rated: dict[Path, tuple[tuple, str]] = {}  # rank, and why it is kept
         for path in found:
             update = int(path.name.rpartition("-")[2])
             if newest := max((one for one in evaluations if one[0] <= update), default=None):
@@ -76,7 +71,7 @@ class Pruning:
 
     def carry_out(self) -> None:
         """Holds the run's lock: nobody can begin to train there meanwhile."""
-        with alone_in(self.run):
+        with folder_lock(self.run):
             for path in self.removed:
                 # interrupted, it must not look like a checkpoint
                 gone = path.with_name(f".partial-{path.name.removeprefix('.partial-')}")

@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import torch
 
+from sparring.config.inherit import LIMITS
 from sparring.config.resolve import resolve
 from sparring.config.schema import Config
-from sparring.errors import LeftAlone
+from sparring.config.text import saved_settings
+from sparring.errors import PeerGone
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
@@ -22,14 +24,11 @@ from sparring.phases import PHASES
 from sparring.phases.phase import Phase
 from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
-from sparring.record.console import Console
-from sparring.record.log import LOGGER, RunLog
-from sparring.record.recorder import Recorder
-from sparring.record.sinks import make_sinks
+from sparring.record.log import LOGGER, Console, RunLog
+from sparring.record.recorder import Recorder, check_installed, make_sinks
 from sparring.runs.checkpoint import CheckpointError, load_training_state, remove_old, save_checkpoint
-from sparring.runs.fits import load_pretrained, load_weights
-from sparring.runs.folder import RunFolder, alone_in
-from sparring.runs.status import Status
+from sparring.runs.fits import load_pretrained, load_weights, schedules_of
+from sparring.runs.folder import RunFolder, Status, folder_lock
 
 log = logging.getLogger(LOGGER)
 
@@ -43,7 +42,7 @@ class Run:
         self.folder = config.run_folder if folder and self.distributed.is_main else None
         self.log = RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
-            config.logging.check_installed()
+            check_installed(config.logging)
         run_folder = RunFolder(config)
         checkpoint = run_folder.choose_checkpoint() if self.folder else None
         # the main process decides for all where to go on from
@@ -67,7 +66,7 @@ class Run:
         self.distributed.barrier()
         goes_on = checkpoint is not None and run_folder.holds(checkpoint)
         self.status = Status.of(config, self.folder, self.phase, self.distributed.device, goes_on)
-        with alone_in(self.folder):
+        with folder_lock(self.folder):
             if self.folder:
                 run_folder.open()
             with self._status_on_error():
@@ -76,6 +75,8 @@ class Run:
                 self.recorder = _RunRecorder(self.folder, None, config.logging.rerun, config.logging.video_share)
                 if checkpoint is not None:
                     self._resume(checkpoint, run_folder)
+                    if self.folder:
+                        self._adopt_limits(checkpoint, run_folder)
                 elif pretrained:
                     log.info("starts from the weights of %s: %s", pretrained, loaded)
                 if self.folder:
@@ -92,17 +93,21 @@ class Run:
     @property
     def fraction(self) -> float:
         """How much of the run is done: 1 when the first limit is reached."""
-        training, progress = self.config.training, self.phase.progress
+        return self._share_of(self._limits(dict(self.config.training)))
+
+    def _limits(self, training: dict[str, Any]) -> dict[str, int]:
+        """Those of the fields of `training` that end a run."""
+        limits = {name: training[name] for key in LIMITS if training.get(name := key.removeprefix("training."))}
+        return limits or dict([self.phase.default_limit])
+
+    def _share_of(self, limits: dict[str, int]) -> float:
+        progress = self.phase.progress
         made = {
-            "total_timesteps": (progress.env_steps, training.total_timesteps),
-            "num_episodes": (progress.episodes, training.num_episodes),
-            "iterations": (progress.updates, training.iterations),
+            "total_timesteps": progress.env_steps,
+            "num_episodes": progress.episodes,
+            "iterations": progress.updates,
         }
-        shares = [done / limit for done, limit in made.values() if limit]
-        if not shares:
-            name, limit = self.phase.default_limit
-            shares = [made[name][0] / limit]
-        return min(1.0, max(shares))
+        return min(1.0, max(made[name] / limit for name, limit in limits.items()))
 
     @property
     def made(self) -> str:
@@ -120,17 +125,25 @@ class Run:
         for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
             if isinstance(threads, int) and threads > usable_cores():
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
+        processes, on = self.distributed.world_size, self.distributed.device.type
+        if processes > 1 and on == "cpu" and config.device == "auto" and self.distributed.is_main:
+            log.warning(
+                "--gpus %s, but no GPU is visible here: %s processes share the CPU; nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant",
+                processes,
+                processes,
+            )
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self.made)
 
     def run(self) -> bool:
         """Train to the end. False: interrupted; then a checkpoint is saved, and a message says how to go on."""
-        with alone_in(self.folder), self.recorder, self._status_open():
+        with folder_lock(self.folder), self.recorder, self._status_open():
             return self._train()
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out episodes by the main process, with videos; the others wait."""
-        with alone_in(self.folder), self.recorder, self._status_open(trains=False):
+        with folder_lock(self.folder), self.recorder, self._status_open(trains=False):
             return self.evaluator.evaluate(self)
 
     def save(self) -> None:
@@ -155,7 +168,7 @@ class Run:
         started, steps_before = time.perf_counter(), progress.env_steps
         try:
             metrics = self.phase.step(self.fraction)
-        except LeftAlone:
+        except PeerGone:
             # the processes save together
             raise
         except Exception:
@@ -210,6 +223,23 @@ class Run:
         for message in lost:
             log.warning("%s", message)
 
+    def _adopt_limits(self, checkpoint: Path, run_folder: RunFolder) -> None:
+        """Log how far it goes now, where that was another limit before, and keep the new one in config.yaml."""
+        goes_on = run_folder.holds(checkpoint)
+        saved = (goes_on and saved_settings(run_folder.path)) or saved_settings(checkpoint)
+        before = self._limits({key.removeprefix("training."): value for key, value in saved.items()})
+        now = self._limits(dict(self.config.training))
+        if now != before:
+            change = f"the limit is {_in_words(now)} now, it was {_in_words(before)}"
+            schedules = ", ".join(schedules_of(self.config))
+            then, share = self._share_of(before), self._share_of(now)
+            stretch = f"; {schedules} now runs over {_in_words(now)} and continues from {share:.0%} (was at {then:.0%})"
+            done = f"; {share:.0%} of that is done" if share < 1 else ", which is reached"
+            log.info("%s%s", change, stretch if schedules and share < 1 else done)
+        # a limit that was passed before is not how far it went
+        if goes_on and self.fraction < 1:
+            run_folder.keep_config(self.config)
+
     @contextmanager
     def _status_open(self, trains: bool = True) -> Iterator[None]:
         """status.json says that it runs, and then how it ended, also while videos are still being encoded."""
@@ -241,7 +271,7 @@ class Run:
 
 class _RunConsole(Console):
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
-        progress = run.phase.progress
+        progress, preparing = run.phase.progress, run.phase.preparing
         run.log.update(progress.updates, metrics)
         made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
         shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
@@ -249,8 +279,11 @@ class _RunConsole(Console):
         shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
         # a world model: accuracy on what it has not learned from yet
         shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"} if "fresh_acc" in metrics else shown
+        if preparing:
+            # nothing is predicted yet, so that its accuracy says nothing
+            metrics = {name: value for name, value in metrics.items() if name not in ("fresh_acc", "wm_accuracy")}
         line = "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
-        self.progress(run.fraction, made[0], line, made[1], metrics)
+        self.progress(run.fraction, made[0], line, made[1], metrics, preparing)
 
 
 class _RunRecorder(Recorder):
@@ -268,6 +301,7 @@ class _RunRecorder(Recorder):
         if self.videos is not None and (films := phase.drain_films()):
             self.videos.rollouts(films, progress, phase.env.spec)
         self.timeline(phase.drain_spans())
+        run.status.progress(progress, run.fraction)
         if progress.updates % run.config.training.log_every == 0 or run.fraction >= 1:
             self.write_line(run)
             if self.videos is not None and (prediction := phase.pictures()):
@@ -283,7 +317,6 @@ class _RunRecorder(Recorder):
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending.clear()
         self.write(progress, run.distributed.mean_of_all(means), run.phase.accuracy)
-        run.status.progress(progress, run.fraction)
         run.log.normalizers(progress.updates, run.phase.model)
 
     def film_next(self, run: Run) -> None:
@@ -329,6 +362,8 @@ class _Evaluator:
 
     # after how many updates last, and what was found
     newest: tuple[int, EvaluationResult | None] = (-1, None)
+    # said in one evaluation of a run, not in all
+    has_said_no_video = False
 
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         every = run.config.evaluation.every
@@ -366,7 +401,15 @@ class _Evaluator:
         run.status.evaluated(recorder.evaluations())
         if isinstance(evaluation, Evaluation) and evaluation.films and recorder.videos is not None:
             recorder.videos.evaluation(evaluation.films, phase.progress, evaluation.spec)
+        if isinstance(evaluation, Evaluation) and evaluation.no_films and not self.has_said_no_video:
+            log.warning("no video: %s", evaluation.no_films)
+            self.has_said_no_video = True
         return evaluation
+
+
+def _in_words(limits: dict[str, int]) -> str:
+    units = {"total_timesteps": "env steps", "num_episodes": "episodes", "iterations": "updates"}
+    return " or ".join(f"{limit:,} {units[name]}" for name, limit in limits.items())
 
 
 def _is_small(phase: Phase) -> bool:

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from sparring.config.inherit import FREE_TO_DIFFER
 from sparring.config.legacy import Renamed, rename
 from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, value_text
@@ -26,10 +27,7 @@ _STARTS_FROM = {
     "student": {"student.teacher": "teacher"},
     "adversarial": {"adversarial.teacher": "teacher", "adversarial.student": "student"},
 }
-_CURVES = {
-    "rollout/contact_share": "share of decisions in touch with an object",
-    "episode_reward": "pay of an episode",
-}
+_CURVES = {"rollout/contact_share": "share of decisions in touch with an object", "episode_reward": "pay of an episode"}
 
 
 def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto") -> int:
@@ -63,7 +61,9 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         if code:
             return code
         # what started from another one of these is out of date
-        anew += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in anew]
+        changed = [word for word in {*words} ^ {*done.get(phase, ())} if not word.startswith(FREE_TO_DIFFER)]
+        if changed or how == "never":
+            anew += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in anew]
         done[phase] = words
         _write(record, done, anew)
     print(_summary(output))

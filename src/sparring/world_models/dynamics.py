@@ -3,6 +3,7 @@ memory step by step; separate members read its tokens and predict. Letters: N ro
 registers, W width, V width of a VLA, m numbers of memory of each patch and register."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
@@ -10,7 +11,7 @@ from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
-from sparring.policies.encoders import InstructionEncoder
+from sparring.policies.encoders import InstructionEncoder, self_attention
 from sparring.policies.lora import adapt
 from sparring.policies.native.checkpoint import read_model
 from sparring.policies.native.config import Sizes
@@ -60,7 +61,7 @@ class Trunk(nn.Module):
     """A transformer block over all tokens, and a GRU at each patch and register: the memory `[N, (P + R) * m]`, the
     only history."""
 
-    def __init__(self, patches: int, width: int, heads: int, memory_channels: int):
+    def __init__(self, config: TokenWorldModelConfig, patches: int, width: int, heads: int, memory_channels: int):
         super().__init__()
         self.slots, self.memory_channels = patches + _REGISTERS, memory_channels
         self.registers = nn.Parameter(torch.randn(_REGISTERS, width) * 0.3)
@@ -71,6 +72,8 @@ class Trunk(nn.Module):
         with torch.no_grad():
             # the second gate keeps: start by keeping most
             self.gru.bias_hh[memory_channels : 2 * memory_channels] += 2.0
+        if config.trunk is not None:
+            self.block = _VLATrunk(config, config.trunk, width)
 
     @property
     def memory_size(self) -> int:
@@ -115,27 +118,22 @@ class _Attention(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        # [N, P, 3W] -> three of [N, heads, P, W / heads]
-        split = self.queries_keys_values(self.norm_1(tokens)).unflatten(-1, (3, self.heads, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4).unbind(0)
-        # on a CPU faster than the fused kernel
-        weights = (queries @ keys.transpose(-1, -2) * keys.shape[-1] ** -0.5).softmax(-1)
-        tokens = tokens + self.attended((weights.to(values.dtype) @ values).transpose(1, 2).flatten(2))
+        projected = self.queries_keys_values(self.norm_1(tokens))
+        tokens = tokens + self.attended(self_attention(projected, self.heads))
         return tokens + self.mlp(self.norm_2(tokens))
 
 
-class VLATrunk(nn.Module):
+class _VLATrunk(nn.Module):
     """Tokens `[N, T, W]` through a VLA's layers and back, as a residual. New maps in and out; layers learn by LoRA or
     in full."""
 
-    def __init__(self, config: TokenWorldModelConfig, width: int):
+    def __init__(self, config: TokenWorldModelConfig, folder: str, width: int):
         super().__init__()
-        assert config.trunk is not None
-        weights, sizes, *_ = read_model(config.trunk, _KEY)
+        weights, sizes, *_ = read_model(folder, _KEY)
         self.into = nn.Linear(width, sizes.width)
         self.base = _Layers(sizes)
         own = {name: w for name, w in weights.items() if name.startswith("trunk")}
-        load_strictly(self.base, own, f"{_KEY}={config.trunk}")
+        load_strictly(self.base, own, f"{_KEY}={folder}")
         adapt(self.base, config, "world_model")
         self.back = nn.Linear(sizes.width, width)
         if config.precision == "bf16":
@@ -149,11 +147,13 @@ class VLATrunk(nn.Module):
 class _Layers(nn.Module):
     """The layers of a native VLA, with its weight names, over tokens `[N, T, V]`."""
 
+    trunk: Sequence[GemmaLayer]
+
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.head_dim = sizes.head_dim
         shape = (sizes.width, sizes.mlp, sizes.heads, sizes.kv_heads, sizes.head_dim)
-        self.trunk = nn.ModuleList(GemmaLayer(*shape) for _ in range(sizes.layers))
+        self.trunk = nn.ModuleList(GemmaLayer(*shape) for _ in range(sizes.layers))  # type: ignore[assignment]
         self.trunk_norm = RMSNorm(sizes.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

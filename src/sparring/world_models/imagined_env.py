@@ -20,9 +20,9 @@ Starts = Callable[[Sequence[int]], TensorDict]
 
 
 class ImaginedEnv(Env):
-    """`num_envs` robots in the imagination of `model`, from the states of `starts`. The reward of a decision comes with
-    the last step of its chunk. An episode ends where the model finds that more likely than not, or after
-    `max_decisions`."""
+    """`num_envs` robots in the imagination of `model`, from the states of `starts`. The model predicts one reward for a
+    decision; each of the C executed steps gets 1/C of it. An episode ends where the model finds that more likely than
+    not, or after `max_decisions`."""
 
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int, **placed):
         """`spec` of the true env; `placed` as in Env."""
@@ -94,8 +94,9 @@ class _Imagination:
         terminated = (predicted["terminated"].numpy(force=True) > 0.5) | success
         self.decisions += 1
         truncated = (self.decisions >= self.max_decisions) & ~terminated
-        reward = np.zeros(action.shape[:2], np.float32)
-        reward[:, -1] = predicted["reward"].numpy(force=True)
+        # [N] -> [N, C]: with all of it on one step, gamma would discount the rewards of the others like that one's
+        chunk = action.shape[1]
+        reward = np.repeat(predicted["reward"].numpy(force=True)[:, None] / chunk, chunk, axis=1)
         for name in self.observation.keys() - {"task"}:
             self.observation[name] = predicted[tuple(name.split("/"))].numpy(force=True)
         self.memory = predicted["memory"].numpy(force=True)
@@ -103,7 +104,7 @@ class _Imagination:
         final = {name: values[ended] for name, values in self.observation.items()}
         self.episodes[ended] += 1
         self._begin(ended)
-        executed = np.full(self.num_envs, action.shape[1], np.int64)
+        executed = np.full(self.num_envs, chunk, np.int64)
         return Step(dict(self.observation), reward, executed, terminated, truncated, success, ended, final)
 
     def record(self, envs: list[int]) -> None:

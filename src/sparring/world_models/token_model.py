@@ -13,11 +13,13 @@ from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.world_models.configs import PRESETS, TokenWorldModelConfig
-from sparring.world_models.dynamics import DecisionEncoder, EnsembleMember, Trunk, VLATrunk
+from sparring.world_models.dynamics import DecisionEncoder, EnsembleMember, Trunk
 from sparring.world_models.tokenizers import FSQ, PATCH, SIDE, VQ, ContextTokenizer, FrameTokenizer, merge_cells
 from sparring.world_models.world_model import WorldModel
 
-_BAG = 0.75  # of the windows, how many each member learns from: those it leaves out make it differ from the others
+# of a batch's windows, how many each member learns from. They are drawn at random in each gradient step, not assigned
+# once as in bagging: over a run all members learn from all episodes, and differ by their first weights and these draws
+_WINDOWS_OF_MEMBER = 0.75
 _PICTURED = 8  # pictures are drawn of so many transitions of a batch: many small steps get further than few large ones
 # how much faster the tokenizer learns, and how much the dynamics care for pictures beside tokens
 _TOKENIZER_RATE, _PICTURES = 2.0, 10.0
@@ -28,42 +30,41 @@ _NEVER = -1e4  # no digit has these values
 class TokenWorldModel(WorldModel):
     """A tokenizer, which learns first and is then frozen, and dynamics that predict its tokens."""
 
-    steps: Tensor
-
     def __init__(self, config: TokenWorldModelConfig, spec: EnvSpec, chunk: int):
         super().__init__()
-        preset = PRESETS[config.preset].items()
-        config = config.model_copy(update={name: size for name, size in preset if getattr(config, name) is None})
-        self.config = config
+        sizes = {name: getattr(config, name) or size for name, size in PRESETS[config.preset].items()}
+        self.config = config.model_copy(update=sizes)
+        width, channels, heads = sizes["width"], sizes["channels"], sizes["heads"]
         self.cameras, self.image_size = _cameras(spec)
         if config.camera_dropout:
             self.dispensable = tuple(name for name in self.cameras if name in config.dropped_cameras)
-        self.members = config.members
+        self.members = sizes["members"]
         patches = len(self.cameras) * self.image_size[0] * self.image_size[1] // PATCH**2
-        width = config.width
         quantizer = VQ(config.codebook_size) if config.tokenizer == "vq" else FSQ(config.levels)
         tokenizer = ContextTokenizer if config.tokenizer == "context_fsq" else FrameTokenizer
-        self.tokenizer = tokenizer(quantizer, config.channels)
+        self.tokenizer = tokenizer(quantizer, channels)
         self.decisions = DecisionEncoder(spec, chunk, width, config.language_features, patches)
-        patch_features = SIDE**2 * config.channels
+        patch_features = SIDE**2 * channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
         self.unseen = nn.Parameter(torch.randn(width) * 0.3)  # what is seen of a camera that is masked
-        self.trunk = Trunk(patches, width, config.heads, config.memory_channels)
-        if config.trunk is not None:
-            self.trunk.block = VLATrunk(config, width)
+        self.trunk = Trunk(config, patches, width, heads, sizes["memory_channels"])
         self.memory_size = self.trunk.memory_size
         outputs = quantizer.digits * quantizer.values
         others = self.decisions.state_size + 3
         self.ensemble = nn.ModuleList(
-            EnsembleMember(patches, width, config.layers, config.heads, outputs, others) for _ in range(config.members)
+            EnsembleMember(patches, width, sizes["layers"], heads, outputs, others) for _ in range(self.members)
         )
         self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards lie far out
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     @property
     def ready(self) -> bool:
         return int(self.steps) >= self.config.tokenizer_steps
+
+    @property
+    def preparing(self) -> str | None:
+        return None if self.ready else f"learning its tokens {100 * int(self.steps) // self.config.tokenizer_steps} %"
 
     def settle(self) -> None:
         self.steps.clamp_(min=self.config.tokenizer_steps)
@@ -82,7 +83,7 @@ class TokenWorldModel(WorldModel):
         with self._autocast():
             loss, metrics = self._dynamics_loss(batch) if self.ready else self._tokenizer_loss(batch)
         if self.training:
-            self.steps += 1
+            self.steps.add_(1)
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _tokenizer_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,10 +110,10 @@ class TokenWorldModel(WorldModel):
         frames, features = frames[:, first:], features[:, first:]
         # [M, B, T, P, K, L] and [M, B, T, S + 3]
         logits, others = self._opinions(tokens)
-        # [M, B, T]: each member learns from its own share of the windows
+        # [M, B, T]: each member learns from random windows of this batch
         weight = mask[None].float()
         if self.members > 1:
-            weight = ((torch.rand(self.members, len(mask), 1, device=mask.device) < _BAG) & mask).float()
+            weight = ((torch.rand(self.members, len(mask), 1, device=mask.device) < _WINDOWS_OF_MEMBER) & mask).float()
         losses = {"tokens": _cross_entropy(logits, digits).mean(-1)} | self._other_losses(batch, others)
         parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
         parts["loss_pictures"] = _PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
@@ -316,7 +317,10 @@ def _mean(values: Tensor, weight: Tensor) -> Tensor:
 def _cameras(spec: EnvSpec) -> tuple[tuple[str, ...], tuple[int, ...]]:
     shapes = {n.removeprefix("image/"): s for n, (s, _) in spec.observation.items() if n.startswith("image/")}
     if not shapes:
-        raise UserError("a world model predicts camera images and this env shows none; set env.cameras=[head,wrist]")
+        raise UserError(
+            "a world model predicts camera images and this env shows none; it must observe image/<name> "
+            "(env.name=tabletop: env.cameras=[head,wrist])"
+        )
     sizes = {shape[1:] for shape in shapes.values()}
     if len(sizes) > 1:
         raise UserError(f"the world model wants cameras of one size, this env has {sorted(sizes)}; make them alike")

@@ -19,11 +19,11 @@ class FSQ(nn.Module):
     def __init__(self, levels: tuple[int, ...]):
         super().__init__()
         self.digits, self.values, self.size = len(levels), max(levels), len(levels)
-        self.register_buffer("most", torch.tensor(levels, dtype=torch.float32) - 1, persistent=False)
+        self.most = nn.Buffer(torch.tensor(levels, dtype=torch.float32) - 1, persistent=False)
         # [K, L]: which values a digit has, and what number each stands for
         value = torch.arange(self.values)
-        self.register_buffer("valid", value <= self.most[:, None], persistent=False)
-        self.register_buffer("numbers", 2 * value / self.most[:, None] - 1, persistent=False)
+        self.valid = nn.Buffer(value <= self.most[:, None], persistent=False)
+        self.numbers = nn.Buffer(2 * value / self.most[:, None] - 1, persistent=False)
 
     def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[.., K] -> codes [.., K], digits [.., K] and a loss of its own (none)."""
@@ -47,7 +47,7 @@ class VQ(nn.Module):
         # normalised inputs, a codebook of the same scale: nearly all vectors are in use
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
         self.codebook = nn.Parameter(torch.randn(codebook_size, size))
-        self.register_buffer("valid", torch.ones(1, codebook_size, dtype=torch.bool), persistent=False)
+        self.valid = nn.Buffer(torch.ones(1, codebook_size, dtype=torch.bool), persistent=False)
 
     def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[.., E] -> codes [.., E], digits [.., 1], and what pulls codebook and encoder together."""
@@ -69,7 +69,7 @@ class VQ(nn.Module):
 class _Tokenizer(nn.Module):
     """Frames are float in 0..1; `features` are the stem's maps of them."""
 
-    frames: int  # how many frames the encoder sees, and what is drawn of a pixel: colours first
+    frames: int  # how many frames the encoder sees, and (below) what is drawn of a pixel: colours first
     drawn_channels: int = 3
 
     def __init__(self, quantizer: FSQ | VQ, channels: int):
@@ -103,11 +103,9 @@ class _Tokenizer(nn.Module):
         changed = (following - frame).abs().amax(1, keepdim=True) > _CHANGED / 255
         return ((wrong.abs() + _SQUARES * wrong.square()) * (1 + _CHANGED_WEIGHT * changed)).mean()
 
-    def _quantized(self, before, after):
-        return self.quantizer(self.encoder_out(self.encoder_in(self._seen(before, after))).float())
-
-    def _seen(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    def _quantized(self, before: torch.Tensor, after: torch.Tensor):
+        seen = torch.cat([merge_cells(features) for features in (before, after)[-self.frames :]], -1)
+        return self.quantizer(self.encoder_out(self.encoder_in(seen)).float())
 
     def _drawn(self, cells: torch.Tensor) -> torch.Tensor:
         """[F, h, w, c] -> [F, drawn_channels, H, W]."""
@@ -126,18 +124,12 @@ class ContextTokenizer(_Tokenizer):
         gate = torch.sigmoid(drawn[:, 3:4] - 1.0)
         return moved + gate * (drawn[:, :3] + 0.5 - moved)
 
-    def _seen(self, before, after):
-        return torch.cat([merge_cells(before), merge_cells(after)], -1)
-
 
 class FrameTokenizer(_Tokenizer):
     frames = 1
 
     def decode(self, frame, features, codes):
         return self._drawn(_split_cells(self.decoder_in(codes), *features.shape[1:3])) + 0.5
-
-    def _seen(self, before, after):
-        return merge_cells(after)
 
 
 class _FrameStem(nn.Module):

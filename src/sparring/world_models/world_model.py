@@ -25,6 +25,11 @@ class WorldModel(nn.Module):
         """False while it does not predict yet because it learns something else first."""
         return True
 
+    @property
+    def preparing(self) -> str | None:
+        """What it learns before it predicts, for people to read; None: it predicts."""
+        return None if self.ready else "does not predict yet"
+
     def settle(self) -> None:
         """Half of a run is over: what is learned first must end now."""
 

@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +23,12 @@ from tensordict import TensorDict
 
 from sparring.algorithms.scoring import Parity
 from sparring.collect.collector import Stopwatch
-from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Notice, Report, Start
-from sparring.collect.remote.weights import WeightsReader
+from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Report, TensorSlots, WeightsReader
 from sparring.data.buffer import leaves
-from sparring.errors import UserError
-from sparring.processes.child import connect_to_parent
+from sparring.processes.child import connect_to_parent, error_report
 from sparring.processes.distributed import exact_kernels, random_state, seed_everything, set_random_state
 from sparring.processes.heartbeat import StageDeadlines
-from sparring.processes.shared_memory import Column, SharedMemory, TensorSlots
+from sparring.processes.memory import Column, SharedHandle, SharedMemory
 
 # what is left of a process in the middle of something to end in peace, after the learner hung up
 _LEAVE_S = 1.0
@@ -99,11 +97,9 @@ class _ActorPipe:
     def _listen(self) -> None:
         with suppress(_HungUp):
             while True:
-                notice: Notice = self.receive()
+                notice: dict[str, int] = self.receive()
                 with self._changed:
-                    for name, value in vars(notice).items():
-                        if value is not None:
-                            setattr(self, name, value)
+                    vars(self).update(notice)
                     self._changed.notify()
 
     def _hang_up(self) -> None:
@@ -123,17 +119,22 @@ class _ActorPipe:
 
 
 class _Actor:
-    def __init__(self, pipe: _ActorPipe, start: Start):
-        self.pipe, self.start = pipe, start
-        table = SharedMemory.attach(start.deadlines).arrays["deadlines",]
-        self.deadlines = StageDeadlines(table, WATCHED, start.watchdog_s)
-        self.collector, self.buffer, self.scorer = start.factory()
+    """`factory()` makes the collector, its buffer, and the scorer of the parity gate."""
+
+    def __init__(self, pipe: _ActorPipe, factory: Any, deadlines: SharedHandle):
+        rollout, folder = factory.config.rollout, factory.config.buffer.folder
+        # folder: where rollouts lie; None: in RAM
+        self.pipe, self.slots, self.folder = pipe, rollout.staleness + 1, Path(folder) if folder else None
+        # [groups, len(WATCHED)]
+        table = SharedMemory.attach(deadlines).arrays["deadlines",]
+        self.deadlines = StageDeadlines(table, WATCHED, rollout.watchdog_s)
+        self.collector, self.buffer, self.scorer = factory()
         self.device = self.collector.env.device
         for lane, collector in enumerate(self.collector.lanes):
             collector.stopwatch = self._watched_stopwatch(f"collector {lane}", lane)
         self.collector.stopwatch = self.stopwatch = self._watched_stopwatch("collector", 0)
         self.rollouts: SharedMemory | None = None
-        self.states = TensorSlots(start.staleness + 1, start.folder)
+        self.states = TensorSlots(self.slots, self.folder)
         self._closing, self._closed = threading.Lock(), False
         self.deadlines.leave(0, "make")
 
@@ -189,15 +190,14 @@ class _Actor:
             number += 1
 
     def _share(self, rollout: TensorDict, number: int) -> None:
-        slots = self.start.staleness + 1
         if self.rollouts is None:
             # [slots, T, N, ...]
-            shape = (slots, self.buffer.steps)
+            shape = (self.slots, self.buffer.steps)
             columns = {key: Column((*shape, *value.shape[1:]), value.dtype) for key, value in leaves(rollout)}
-            self.rollouts = SharedMemory.make(columns, self.start.folder)
+            self.rollouts = SharedMemory.make(columns, self.folder)
             self.rollouts.pin(self.device)
         for key, value in leaves(rollout):
-            self.rollouts.tensors[key][number % slots, : len(rollout)].copy_(value, non_blocking=True)
+            self.rollouts.tensors[key][number % self.slots, : len(rollout)].copy_(value, non_blocking=True)
         self.rollouts.finish_copies()
 
     def _report(self, number: int, parity: Parity | None, first: bool) -> Report:
@@ -227,12 +227,12 @@ def _serve(pipe: _ActorPipe) -> None:
     """Make the robots, answer calls, then collect until the learner hangs up; the last message is what went wrong."""
     actor = None
     try:
-        start = pipe.receive()
+        factory, deadlines = pipe.receive()
         exact_kernels()
-        torch.set_num_threads(start.threads)
-        seed_everything(start.factory.random_seed)
-        _go_first(start.factory.device)
-        actor = _Actor(pipe, start)
+        torch.set_num_threads(factory.config.threads or 1)
+        seed_everything(factory.random_seed)
+        _go_first(factory.device)
+        actor = _Actor(pipe, factory, deadlines)
         pipe.close_robots = actor.close
         pipe.send(actor.collector.env.spec)
         while not isinstance(message := pipe.receive(), Begin):
@@ -243,11 +243,8 @@ def _serve(pipe: _ActorPipe) -> None:
     except _HungUp:
         return
     except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is reported
-        mendable = isinstance(error, UserError)
-        what = str(error) if mendable else f"{type(error).__name__}: {error}"
-        what = " ".join([what, *getattr(error, "__notes__", ())])
-        stage = actor.failed_at() if actor else "make"
-        pipe.send(Failure(what, stage, None if mendable else traceback.format_exc()))
+        what, trace = error_report(error)
+        pipe.send(Failure(what, actor.failed_at() if actor else "make", trace))
         pipe.finish()
     finally:
         pipe.ending = True

@@ -13,14 +13,13 @@ from tensordict import TensorDict
 
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import BaseCollector, Span, Stopwatch
-from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Notice, Report, Start
-from sparring.collect.remote.weights import WeightsWriter
+from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Report, TensorSlots, WeightsWriter
 from sparring.contract import EnvSpec
 from sparring.errors import StageFailed, UserError
 from sparring.policies.policy import Policy
 from sparring.processes.child import Child
 from sparring.processes.heartbeat import FIRST_TIME, StageDeadlines
-from sparring.processes.shared_memory import Column, SharedMemory, TensorSlots
+from sparring.processes.memory import Column, SharedMemory
 
 if TYPE_CHECKING:
     from sparring.config.schema import Config
@@ -52,7 +51,7 @@ class ActorProcess:
     """The collecting process. Whatever ends it other than `close` is raised, as a StageFailed, by `receive`."""
 
     def __init__(self, factory: Any, config: "Config"):
-        rollout, folder = config.rollout, config.buffer.folder
+        rollout = config.rollout
         # kept until the other has attached it
         self._table = SharedMemory.make({("deadlines",): Column((rollout.groups, len(WATCHED)), np.dtype("float64"))})
         self.deadlines = StageDeadlines(self._table.arrays["deadlines",], WATCHED, rollout.watchdog_s)
@@ -62,8 +61,7 @@ class ActorProcess:
         # also runs when this is garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self.child.end, CLOSE_S)
         self._has_reported = False
-        path, threads = Path(folder) if folder else None, config.threads or 1
-        self.send(Start(factory, threads, rollout.staleness, rollout.watchdog_s, path, self._table.handle))
+        self.send((factory, self._table.handle))
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of a method of the actor's, before it collects."""
@@ -225,7 +223,7 @@ class RemoteCollector(BaseCollector):
         self._state = self._next_state
         with self.stopwatch.stage("publish", self.version):
             self._weights.write(self.version)
-        self.actor.send(Notice(self.version, self.allowed))
+        self.actor.send({"version": self.version, "staleness": self.allowed})
 
     def pace(self, ess: float) -> None:
         """Where the newest rollout was worth little, robots wait for newer weights from now on.
@@ -275,7 +273,7 @@ class RemoteCollector(BaseCollector):
         """The episodes that begin after the rollout that is being collected."""
         self._to_film = robots
         if self._weights is not None:
-            self.actor.send(Notice(films=robots))
+            self.actor.send({"films": robots})
 
     def drain_films(self) -> list[Film]:
         films, self._films = self._films, []

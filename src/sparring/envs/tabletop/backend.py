@@ -9,7 +9,7 @@ from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Picture, Step, drawn
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.arm import CONTROLS, HandMover
-from sparring.envs.tabletop.observe import HAND_SCALE, CameraObservations, StateObservations, padded
+from sparring.envs.tabletop.observe import HAND_SCALE, Observations, padded
 from sparring.envs.tabletop.randomize import Domain
 from sparring.envs.tabletop.scene import ARM_JOINTS, CONTROL_HZ, Mount
 from sparring.envs.tabletop.tasks.base import Situation, Task
@@ -39,8 +39,7 @@ class Tabletop:
             [scenes[k] for k in self._task], config.threads or usable_cores(), config.video_renderer, possible=scenes
         )
         self._domain = Domain(config.domain_randomization, self._world) if config.domain_randomization else None
-        self._cameras = CameraObservations(config, self._world)
-        self._state = StateObservations(config, self._world, len(self.mounts))
+        self._observations = Observations(config, self._world, len(self.mounts))
         self._hand_mover = HandMover(self.mounts)
         self._control = CONTROLS[config.control_mode](self._hand_mover, config.action_scale)
         self._recorded: list[int] = []
@@ -167,7 +166,7 @@ class Tabletop:
         actions = self._control.action_dim * len(self.mounts)
         action_dim = padded("env.pad_action", self.config.pad_action, actions)
         return EnvSpec(
-            observation={**self._state.spec(), **self._cameras.spec(), "task": ((), "int64")},
+            observation={**self._observations.spec, "task": ((), "int64")},
             action_dim=action_dim,
             action_padding=action_dim - actions,
             task_names=tuple(task.name for task in self._tasks for _ in task.instructions),
@@ -176,9 +175,9 @@ class Tabletop:
             reports_success=any(task.reports_success for task in self._tasks),
             control_hz=CONTROL_HZ,
             film_cameras=self._world.cameras,
-            hand_entries=self._state.hand_entries,
+            hand_entries=self._observations.hand_entries,
             hand_scale=HAND_SCALE,
-            object_entries=self._state.object_entries,
+            object_entries=self._observations.object_entries,
         )
 
     def _task_names(self) -> np.ndarray:
@@ -269,8 +268,7 @@ class Tabletop:
     def _observe(self, rows: np.ndarray) -> Arrays:
         goal, time_left = self._goal[rows], 1 - self._elapsed[rows] / self._limit[rows]
         arms = (self._command[rows], self._hands[rows], self._hand_axes[rows])
-        vectors = self._state.observe(rows, *arms, goal, time_left)
-        return {**vectors, **self._cameras.observe(rows, goal), "task": self._phrasing[rows].copy()}
+        return {**self._observations.observe(rows, *arms, goal, time_left), "task": self._phrasing[rows].copy()}
 
 
 def _embodiment(tasks: list[Task], cameras: tuple[str, ...]) -> tuple[Mount, ...]:

@@ -19,11 +19,13 @@ class Expert:
     largest step; with absolute actions, of delta_qpos' largest step, so that it is as many radians in both modes."""
 
     def __init__(self, env: Tabletop, noise: float | Real = 0.0, seed: int = 0):
-        if not (isinstance(noise, Real) and 0 <= noise < np.inf):
+        if not (isinstance(noise, Real) and 0 <= float(noise) < np.inf):
             raise UserError(f"Expert(noise={noise!r}): expected a number >= 0, a part of the largest step, e.g. 0.1")
         self._env, self._noise, self._seed = env, noise, seed
         self._mover = HandMover(env.mounts)
         self._low, self._high = self._mover.model.jnt_range[:ARM_JOINTS].T
+        self._absolute = env.config.control_mode == "qpos"
+        self._joint_step = JOINT_STEP * env.config.action_scale * (APPROACH if self._absolute else 1)
         tasks = env.robot_tasks()
         lost = {task.name for task in tasks if task.expert is None}
         if lost:
@@ -38,14 +40,13 @@ class Expert:
         step = np.zeros((self._env.num_envs, self._env.spec.action_dim - padding))
         for expert, rows in self._rows.items():
             step[rows] = self._steps(expert(Situation(*(values[rows] for values in now))), rows)
-        absolute = self._env.config.control_mode == "qpos"
         if self._noise:
             # [R A]: noise of 1 in parts of the largest step
             arm = [1 / APPROACH] * ARM_JOINTS + [1.0]
-            unit = np.tile(arm, len(self._env.mounts)) if absolute else np.ones(1)
+            unit = np.tile(arm, len(self._env.mounts)) if self._absolute else np.ones(1)
             step += self._noise * unit * _keyed_normal(self._seed, self._env.moments(), step.shape[1])
         action = np.clip(step, -1, 1)
-        if absolute:
+        if self._absolute:
             action = np.clip(self._targets(action), -1, 1)
         return np.pad(action, ((0, 0), (0, padding)))[:, None]
 
@@ -67,28 +68,24 @@ class Expert:
         elif mode == "delta_ee":
             steps = [move / (HAND_STEP * scale), turn / (TURN_STEP * scale)]
         else:
-            steps = [self._joint_steps(command, arm, move, turn, distance(point, pos)) / self._joint_step()]
+            steps = [self._joint_steps(command, arm, move, turn, distance(point, pos)) / self._joint_step]
         return np.concatenate([*steps, grip[:, None]], axis=1).reshape(len(rows), -1)
 
     def _joint_steps(self, command, arm, move: np.ndarray, turn: np.ndarray, away: np.ndarray) -> np.ndarray:
         """`[m, 6]` joint steps for hands that are `[m]` metres away."""
         joints = self._mover.turned(command, arm, np.concatenate([move, turn], axis=1))
-        fastest = self._joint_step()  # near the way-point slower, not in another direction
-        slowed = joints / np.maximum(np.abs(joints).max(axis=1, keepdims=True) / fastest, 1)
-        return np.where(away[:, None] > 0.06, np.clip(joints, -fastest, fastest), slowed)
+        # near the way-point slower, not in another direction
+        slowed = joints / np.maximum(np.abs(joints).max(axis=1, keepdims=True) / self._joint_step, 1)
+        return np.where(away[:, None] > 0.06, np.clip(joints, -self._joint_step, self._joint_step), slowed)
 
     def _targets(self, step: np.ndarray) -> np.ndarray:
         command, _ = self._env.arms()
         # [N, R A] -> [N, R, A]
         step = step.reshape(command.shape)
-        joints = command[..., :ARM_JOINTS] + step[..., :ARM_JOINTS] * self._joint_step()
+        joints = command[..., :ARM_JOINTS] + step[..., :ARM_JOINTS] * self._joint_step
         opening = command[..., -1:] + step[..., -1:] * FINGER_STEP * self._env.config.action_scale
         part = (joints - self._low) / (self._high - self._low)
         return 2 * np.concatenate([part, opening / FINGER_TRAVEL], axis=2).reshape(len(step), -1) - 1
-
-    def _joint_step(self) -> float:
-        config = self._env.config
-        return JOINT_STEP * config.action_scale * (APPROACH if config.control_mode == "qpos" else 1)
 
 
 def _keyed_normal(seed: int, moments: np.ndarray, size: int) -> np.ndarray:

@@ -10,8 +10,6 @@ from sparring.envs.tabletop.tasks.base import rotation_columns
 from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 
-Spec = dict[str, tuple[tuple[int, ...], str]]  # observation -> (shape, dtype)
-
 HAND_SCALE = 4.0
 # block -> (size, scale)
 _ARM_BLOCKS = {
@@ -56,23 +54,41 @@ def scales(objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = T
     return np.concatenate([np.full(size, scale) for size, scale in blocks.values()])
 
 
-class StateObservations:
+class Observations:
+    """What n robots observe, by the config; `spec`: observation -> (shape, dtype)."""
+
     def __init__(self, config: TabletopConfig, world: World, arms: int):
         self._config, self._world = config, world
-        counts = (world.num_objects, world.num_mechanisms, arms)
+        seen = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
+        blind = [key for key, value in seen.items() if value and not config.cameras]
+        if blind:
+            raise UserError(f"no camera to look through for {' and '.join(blind)}; set e.g. env.cameras=[head]")
+        if config.noise_screen and not world.has_screen:
+            raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
+        counts, size = (world.num_objects, world.num_mechanisms, arms), config.image_size
         self._robot_scale, self._world_scale = scales(*counts, world=False), scales(*counts, robot=False)
-        self._size = len(self._robot_scale) + (len(self._world_scale) if config.object_state == "state" else 0)
-        self._padding = padded("env.pad_state", config.pad_state, self._size) - self._size
-        hands = ("hand",) if arms == 1 else ("left_hand", "right_hand")
+        entries = len(self._robot_scale) + (len(self._world_scale) if config.object_state == "state" else 0)
+        length = padded("env.pad_state", config.pad_state, entries)
+        self._padding = length - entries
+        self.spec: dict[str, tuple[tuple[int, ...], str]] = {"state": ((length,), "float32")}
+        objects = []
+        if config.object_state == "privileged":
+            self.spec["privileged"] = ((len(self._world_scale),), "float32")
+            objects = [f"object{k}" for k in range(world.num_objects)]
+        hands = ["hand"] if arms == 1 else ["left_hand", "right_hand"]
         self.hand_entries = _entries(layout(arms=arms, world=False), hands)
-        objects = [f"object{k}" for k in range(world.num_objects if config.object_state == "privileged" else 0)]
         self.object_entries = _entries(layout(*counts, robot=False), objects)
-
-    def spec(self) -> Spec:
-        spec: Spec = {"state": ((self._size + self._padding,), "float32")}
-        if self._config.object_state == "privileged":
-            spec["privileged"] = ((len(self._world_scale),), "float32")
-        return spec
+        # kind of a view -> its name in observations, channels and type
+        kinds = {"rgb": ("image", 3, "uint8")}
+        kinds |= {"depth": ("depth", 1, "float32")} if config.depth else {}
+        kinds |= {"segmentation": ("segmentation", 1, "uint8")} if config.segmentation else {}
+        self._kinds, self._views = tuple(kinds), {}  # observation -> view
+        for kind, (name, channels, dtype) in kinds.items():
+            for camera in config.cameras:
+                self.spec[f"{name}/{camera}"] = ((channels, size, size), dtype)
+                self._views[f"{name}/{camera}"] = f"{kind}/{camera}"
+        if config.points:
+            self.spec["points"], self._views["points"] = ((config.points, 6), "float32"), "points"
 
     def observe(
         self, rows: np.ndarray, command: np.ndarray, hands: np.ndarray, axes: np.ndarray, goal: np.ndarray, time_left
@@ -81,15 +97,19 @@ class StateObservations:
         arms = [self._world.arms(rows), self._world.arms(rows, speeds=True), command, hands, axes]
         # [n, R, 29] -> [n, 29 R]
         robot = [np.concatenate(arms, axis=2).reshape(n, -1), time_left[:, None]]
-        state, privileged = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
-        if self._config.object_state != "hidden":
+        state, seen = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
+        config = self._config
+        if config.object_state != "hidden":
             blocks = [goal, (goal[:, None] - hands).reshape(n, -1), *self._object_blocks(rows, hands)]
             world = (np.concatenate(blocks, axis=1) * self._world_scale).astype(np.float32)
-            if self._config.object_state == "state":
+            if config.object_state == "state":
                 state = np.concatenate([state, world], axis=1)
             else:
-                privileged["privileged"] = world
-        return {"state": np.pad(state, ((0, 0), (0, self._padding))) if self._padding else state, **privileged}
+                seen["privileged"] = world
+        if config.cameras:
+            views = self._world.views(rows, goal, config.cameras, config.image_size, self._kinds, config.points)
+            seen |= {name: views[view] for name, view in self._views.items()}
+        return {"state": np.pad(state, ((0, 0), (0, self._padding))) if self._padding else state, **seen}
 
     def _object_blocks(self, rows: np.ndarray, hands: np.ndarray) -> list[np.ndarray]:
         """Of the objects `[n, (12 + 3 R) K]` and of the mechanisms `[n, 2 m]`, not yet scaled."""
@@ -112,35 +132,5 @@ def padded(key: str, wanted: int, size: int) -> int:
     return wanted or size
 
 
-def _entries(places: dict[str, slice], names: tuple[str, ...] | list[str]) -> tuple[int, ...]:
+def _entries(places: dict[str, slice], names: list[str]) -> tuple[int, ...]:
     return tuple(entry for name in names for entry in range(places[name].start, places[name].stop))
-
-
-class CameraObservations:
-    def __init__(self, config: TabletopConfig, world: World):
-        self._config, self._world = config, world
-        asked = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
-        blind = [key for key, value in asked.items() if value and not config.cameras]
-        if blind:
-            raise UserError(f"no camera to look through for {' and '.join(blind)}; set e.g. env.cameras=[head]")
-        if config.noise_screen and not world.has_screen:
-            raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
-        kinds = ["rgb", *(["depth"] if config.depth else []), *(["segmentation"] if config.segmentation else [])]
-        self._kinds = tuple(kinds)
-        shown = {kind: "image" if kind == "rgb" else kind for kind in kinds}
-        self._views = {f"{shown[kind]}/{name}": f"{kind}/{name}" for kind in kinds for name in config.cameras}
-        if config.points:
-            self._views["points"] = "points"
-
-    def spec(self) -> Spec:
-        size = self._config.image_size
-        kinds: Spec = {"image": ((3, size, size), "uint8"), "depth": ((1, size, size), "float32")}
-        kinds |= {"segmentation": ((1, size, size), "uint8"), "points": ((self._config.points, 6), "float32")}
-        return {name: kinds[name.split("/")[0]] for name in self._views}
-
-    def observe(self, rows: np.ndarray, goal: np.ndarray) -> Arrays:
-        config = self._config
-        if not config.cameras:
-            return {}
-        views = self._world.views(rows, goal, config.cameras, config.image_size, self._kinds, config.points)
-        return {name: views[view] for name, view in self._views.items()}

@@ -71,35 +71,34 @@ class Appearance(NamedTuple):
     def rows(self, index) -> "Appearance":
         return Appearance(*(field[index] for field in self))
 
-
-def random_appearance(
-    rng: np.random.Generator,
-    standard: Appearance,
-    switches: Collection[str],
-    keep: np.ndarray,
-    goal: np.ndarray,
-    floor: np.ndarray,
-    wrist: np.ndarray,
-) -> Appearance:
-    """One robot's row. Shapes in `keep [G]` stay recognisable; the `goal [G]` differs from all others in colour; `floor
-    [G]` counts as background too; `wrist [M]` cameras move less. Everything is always drawn, colours last, so that
-    switches are independent."""
-    sky = rng.uniform(0.15, 0.95, 3)
-    sun, strengths = _random_light(rng)
-    metres = np.where(wrist, 0.005, 0.02)[:, None]
-    radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
-    camera_pos = rng.uniform(-metres, metres, standard.camera_pos.shape)
-    camera_turn = rng.uniform(-radians, radians, standard.camera_turn.shape)
-    painted = _repaint(rng, standard.rgb, keep, goal)
-    repainted = (floor & ("background" in switches)) | ("appearance" in switches)
-    changes = {"rgb": np.where(repainted[:, None], painted, standard.rgb)}
-    if "background" in switches:
-        changes["background"] = sky
-    if "light" in switches:
-        changes |= {"sun": sun, "light": strengths}
-    if "camera_pose" in switches:
-        changes |= {"camera_pos": camera_pos, "camera_turn": camera_turn}
-    return standard._replace(**changes)
+    def randomized(
+        self,
+        rng: np.random.Generator,
+        switches: Collection[str],
+        keep: np.ndarray,
+        goal: np.ndarray,
+        floor: np.ndarray,
+        wrist: np.ndarray,
+    ) -> "Appearance":
+        """From one robot's standard row. Shapes in `keep [G]` stay recognisable; the `goal [G]` differs from all others
+        in colour; `floor [G]` counts as background too; `wrist [M]` cameras move less. Everything is always drawn,
+        colours last, so that switches are independent."""
+        sky = rng.uniform(0.15, 0.95, 3)
+        sun, strengths = _random_light(rng)
+        metres = np.where(wrist, 0.005, 0.02)[:, None]
+        radians = np.deg2rad(np.where(wrist, 1.0, 2.0))[:, None]
+        camera_pos = rng.uniform(-metres, metres, self.camera_pos.shape)
+        camera_turn = rng.uniform(-radians, radians, self.camera_turn.shape)
+        painted = _repaint(rng, self.rgb, keep, goal)
+        repainted = (floor & ("background" in switches)) | ("appearance" in switches)
+        changes = {"rgb": np.where(repainted[:, None], painted, self.rgb)}
+        if "background" in switches:
+            changes["background"] = sky
+        if "light" in switches:
+            changes |= {"sun": sun, "light": strengths}
+        if "camera_pose" in switches:
+            changes |= {"camera_pos": camera_pos, "camera_turn": camera_turn}
+        return self._replace(**changes)
 
 
 def rotations(turn: np.ndarray) -> np.ndarray:

@@ -64,6 +64,18 @@ class Part:
     options: str = ""
     sensors: str = ""
 
+    @classmethod
+    def free_body(cls, thing: "TableObject", inside: str) -> "Part":
+        """A free body that stands on the table; `inside` is its shapes and inner bodies. Elliptic cones and stiff
+        friction keep it from creeping out of the fingers. Its joint follows the arm's in qpos."""
+        return cls(
+            f"""
+    <body name="{thing.name}" pos="0 0 {thing.half[2]}">
+      <freejoint name="{thing.name}"/>{inside}
+    </body>""",
+            options='cone="elliptic" impratio="5"',
+        )
+
 
 class TableObject(Protocol):
     """A free body on the table, made of one shape or of many."""
@@ -107,19 +119,7 @@ class Solid:
             f'<geom type="box" pos="{spaced(pos)}" size="{spaced(half)}" mass="0.02" rgba="{_DARK}" {surface}/>'
             for pos, half in self.handles
         )
-        return free_body(self, solid + handles)
-
-
-def free_body(thing: TableObject, inside: str) -> Part:
-    """A free body that stands on the table; `inside` is its shapes and inner bodies. Elliptic cones and stiff friction
-    keep it from creeping out of the fingers. Its joint follows the arm's in qpos."""
-    return Part(
-        f"""
-    <body name="{thing.name}" pos="0 0 {thing.half[2]}">
-      <freejoint name="{thing.name}"/>{inside}
-    </body>""",
-        options='cone="elliptic" impratio="5"',
-    )
+        return Part.free_body(self, solid + handles)
 
 
 def spaced(values: tuple[float, ...]) -> str:

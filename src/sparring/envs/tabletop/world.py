@@ -4,7 +4,6 @@ batch."""
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +13,6 @@ from sparring.envs.tabletop.scene import ARM_JOINTS, FINGERS, SCREEN, SUBSTEPS, 
 from sparring.envs.tabletop.tasks.base import Start
 
 _ARM = ARM_JOINTS + FINGERS
-
-
-class Objects(NamedTuple):
-    # [n, K, 3] from the table's centre, [n, K, 4] (w, x, y, z), [n, K, 3]
-    pos: np.ndarray
-    quat: np.ndarray
-    velocity: np.ndarray
 
 
 class World:
@@ -44,14 +36,15 @@ class World:
         self.num_mechanisms = max(len(scene.mechanisms) for scene in (*kinds, *possible))
         self._arms = _ARM * len(kinds[0].arms)  # all robots have equally many arms
 
-    def objects(self, rows: np.ndarray) -> Objects:
+    def objects(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions `[n, K, 3]` from the table's centre, quaternions `[n, K, 4]` and velocities `[n, K, 3]`."""
         n, k = len(rows), self.num_objects
         poses, velocity = np.zeros((n, k, 7)), np.zeros((n, k, 3))
         for group, at, local in self._split(rows):
             mine = len(group.poses)
             poses[at, :mine] = group.physics.qpos(local)[:, group.poses]
             velocity[at, :mine] = group.physics.qvel(local)[:, group.velocities]
-        return Objects(poses[:, :, :3], poses[:, :, 3:], velocity)
+        return poses[:, :, :3], poses[:, :, 3:], velocity
 
     def mechanisms(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Joints of the objects: `[n, m]` parts of their travel, and of it per second; zero where a robot has fewer."""
@@ -71,13 +64,13 @@ class World:
         return arms.reshape(len(rows), -1, _ARM)
 
     def place(self, row: int, start: Start, clutter: np.ndarray) -> None:
-        group = self._groups[self._group[row]]
+        group, local = self._of(row)
         qpos = group.physics.model.qpos0.copy()
         qpos[: self._arms] = start.arm.ravel()
         qpos[group.poses] = start.objects
         qpos[group.clutter] = clutter
         qpos[group.mechanisms] = start.mechanisms * group.travel
-        group.physics.place(self._local[row], qpos)
+        group.physics.place(local, qpos)
 
     def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
         for group, at, local in self._split(rows):
@@ -90,10 +83,11 @@ class World:
         return out
 
     def set_friction(self, row: int, factor: float) -> None:
-        self._groups[self._group[row]].physics.set_friction(self._local[row], factor)
+        group, local = self._of(row)
+        group.physics.set_friction(local, factor)
 
     def set_appearance(self, row: int, rng: np.random.Generator, switches: Collection[str]) -> None:
-        group, local = self._groups[self._group[row]], self._local[row]
+        group, local = self._of(row)
         drawn = group.renderer().random_appearance(rng, switches)
         for all_rows, mine in zip(group.own_appearance(), drawn, strict=True):
             all_rows[local] = mine
@@ -118,8 +112,8 @@ class World:
         """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>", "segmentation/<camera>", "points"."""
         views: Arrays = {}
         for group, at, local in self._split(rows):
-            look = None if group.appearance is None else group.appearance.rows(local)
-            drawn = group.renderer().views(group.physics.qpos(local), goal[at], cameras, size, look, wants, points)
+            qpos, look = group.seen(local)
+            drawn = group.renderer().views(qpos, goal[at], cameras, size, look, wants, points)
             if len(local) == len(rows):
                 return drawn
             for name, pixels in drawn.items():
@@ -137,9 +131,9 @@ class World:
         return self._groups[0].video_renderer == "builtin"
 
     def picture(self, row: int, goal: np.ndarray) -> Picture:
-        group, local = self._groups[self._group[row]], self._local[[row]]
-        look = None if group.appearance is None else group.appearance.rows(local)
-        draw = partial(group.painter().picture, group.physics.qpos(local), goal, look)
+        group, local = self._of(row)
+        qpos, look = group.seen([local])
+        draw = partial(group.painter().picture, qpos, goal, look)
         return draw if self.draws_later else draw()
 
     def state(self) -> np.ndarray:
@@ -156,6 +150,9 @@ class World:
     def close(self) -> None:
         for group in self._groups:
             group.close()
+
+    def _of(self, row: int) -> tuple["_Group", int]:
+        return self._groups[self._group[row]], self._local[row]
 
     def _split(self, rows: np.ndarray) -> Iterator[tuple["_Group", np.ndarray | slice, np.ndarray]]:
         """(group, places in `rows`, rows of that group's physics) of each group that has any."""
@@ -203,6 +200,10 @@ class _Group:
 
             self._painter = MujocoRenderer(self.physics.model, self._scene.marker)
         return self._painter
+
+    def seen(self, rows) -> tuple:
+        """Joint positions and looks of robots, to draw them."""
+        return self.physics.qpos(rows), None if self.appearance is None else self.appearance.rows(rows)
 
     def own_appearance(self):
         if self.appearance is None:

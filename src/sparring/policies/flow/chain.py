@@ -5,8 +5,9 @@ follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is sco
 Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,33 +16,21 @@ from torch import nn
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import Normalizer
-from sparring.policies.actor_critic import EncodedPolicy
+from sparring.policies.actor_critic import LOG_SQRT_2PI, EncodedPolicy
 from sparring.policies.configs import OF_DENOISING_MDP, DenoisingConfig
-from sparring.policies.heads import LOG_SQRT_2PI
 from sparring.policies.policy import Loss, executed_mask
 
-# what `denoise` needs of the observations, a row per decision; a TensorDict has `features` [B, F]
-Prefix = torch.Tensor | TensorDict
+# what `denoise` needs of the observations, a row per decision: a Tensor, or a TensorDict with `features` [B, F]
+Prefix = Any
 Normal = tuple[torch.Tensor, torch.Tensor]  # mean and std of the next state, both broadcastable to [B, S, H, A]
 
 
-class _Network(Protocol):
-    def encode(self, td: TensorDict) -> tuple[torch.Tensor, Prefix]:
-        """Features for the critic, and what `denoise` reads: both of the observations of `td [B]` alone."""
-        ...
-
-    def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
-        """[B, H, A], [B] -> the velocity [B, H, A] in float32."""
-        ...
-
-
 class FlowChain(EncodedPolicy):
-    """Base of all policies that denoise. A subclass is a `_Network` and has a `critic`; `denoise` runs every step."""
+    """Base of all policies that denoise. A subclass has a `critic`, `encode`, and `denoise`, which runs every step."""
 
     reports_sampled = True  # with few denoising steps the ODE and the SDE are different policies
     trace_keys = [("trace", "states"), ("trace", "first")]
-    times: torch.Tensor
-    _step_weights: torch.Tensor
+    config: DenoisingConfig
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):
         """`noise_inputs`: numbers of a decision that learned noise depends on (`_noise_condition`)."""
@@ -54,7 +43,7 @@ class FlowChain(EncodedPolicy):
         self.sampling_steps, self.step_size = config.sampling_steps, 1.0 / config.sampling_steps
         steps, shape = self.sampling_steps, (self.horizon, self.action_dim)
         times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
-        self.register_buffer("times", times.float(), persistent=False)
+        self.times = nn.Buffer(times.float(), persistent=False)
         if _learns_noise(config):
             self.kernel: _FlowNoise | _FlowSDE = _FlowNoise(steps, config.noise_range, noise_inputs, *shape)
         else:
@@ -73,7 +62,7 @@ class FlowChain(EncodedPolicy):
             self.scored_steps = config.denoising_steps or self.sampling_steps
             # later steps count more: gamma_d^(S - 1 - k)
             powers = torch.arange(self.scored_steps - 1, -1, -1, dtype=torch.float64)
-            self.register_buffer("_step_weights", config.denoising_discount ** powers.float(), persistent=False)
+            self._step_weights = nn.Buffer(config.denoising_discount ** powers.float(), persistent=False)
         self.scores_all = self.scored_steps == self.sampling_steps
         # the start, one draw for each scored step, and what chooses the step
         self.start_size = self.horizon * self.action_dim
@@ -84,18 +73,20 @@ class FlowChain(EncodedPolicy):
     def step_weights(self) -> torch.Tensor | None:
         return self._step_weights if self.config.method == "denoising_mdp" else None
 
+    @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
-        return self.act_with(self, td)
+        """The actions are not clipped (the env clips them to what it accepts), and carry no autograd graph."""
+        return self._act_by(self.encode, self.denoise, td)
 
-    def act_with(self, network: _Network, td: TensorDict) -> TensorDict:
-        features, prefix = network.encode(td)
+    def _act_by(self, encode: Callable, denoise: Callable, td: TensorDict) -> TensorDict:
+        features, prefix = encode(td)
         noise = td.get("noise", None)
         if noise is None:
             x = self._start(td)
             for step in range(self.sampling_steps):
-                x = self._ode_step(x, self._velocity(network, step, x, prefix))
+                x = self._ode_step(x, denoise(x, self._time_of(step, x), prefix))
             return td.set("action", self._action_of(x))
-        x, trace = self._sample(network, prefix, noise)
+        x, trace = self._sample(denoise, prefix, noise)
         td.set("action", self._action_of(x)).set("value", self.value_of(features, td))
         return td.set("trace", TensorDict(trace, td.batch_size))
 
@@ -105,7 +96,7 @@ class FlowChain(EncodedPolicy):
             start = torch.full((len(td), self.start_size), 0.5, device=self.times.device)
         return torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
 
-    def _sample(self, network: _Network, prefix: Prefix, noise: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    def _sample(self, denoise: Callable, prefix: Prefix, noise: torch.Tensor) -> tuple[torch.Tensor, dict]:
         batch, condition = len(prefix), self._noise_condition(prefix)
         # [B, 1 + S, H, A]
         draws = torch.special.ndtri(noise[:, : self.draws]).view(batch, -1, self.horizon, self.action_dim)
@@ -117,11 +108,13 @@ class FlowChain(EncodedPolicy):
         states, x = torch.empty_like(draws), draws[:, 0]
         mean, std = torch.empty_like(draws[:, 1:]), torch.empty_like(draws[:, 1:])
         for step in range(self.sampling_steps):
-            velocity = self._velocity(network, step, x, prefix)
+            velocity = denoise(x, self._time_of(step, x), prefix)
             following = self._ode_step(x, velocity)
-            rows, place = self._scored_rows(step, first)
-            if rows is not None:
-                before = x[rows]
+            # which decisions are scored at this step, and as which of their S
+            rows = (first == step).nonzero()[:, 0] if self.draws_the_step else slice(None)
+            place = 0 if self.draws_the_step else step - (self.sampling_steps - self.scored_steps)
+            before = x[rows]
+            if place >= 0 and len(before):
                 here = torch.full((len(before), 1), step, device=x.device)
                 centre, spread = self.kernel(before[:, None], velocity[rows][:, None], here, condition[rows])
                 centre, spread = centre[:, 0], spread[:, 0].expand_as(before)
@@ -131,16 +124,8 @@ class FlowChain(EncodedPolicy):
         trace = {"states": states, "first": first, "mean": self._executable(mean)}
         return x, trace | ({"std": self._executable(std)} if self.kernel.learns_noise else {})
 
-    def _scored_rows(self, step: int, first: torch.Tensor) -> tuple[slice | torch.Tensor | None, int]:
-        """Which decisions are scored at this step (None: none), and as which of their S."""
-        if self.draws_the_step:
-            rows = (first == step).nonzero()[:, 0]
-            return (rows if len(rows) else None), 0
-        place = step - (self.sampling_steps - self.scored_steps)
-        return (slice(None) if place >= 0 else None), place
-
-    def _velocity(self, network: _Network, step: int, x: torch.Tensor, prefix: Prefix) -> torch.Tensor:
-        return network.denoise(x, self.times[step].expand(len(x)), prefix)
+    def _time_of(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        return self.times[step].expand(len(x))
 
     def _ode_step(self, x: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
         return torch.sub(x, velocity, alpha=self.step_size)
@@ -154,7 +139,7 @@ class FlowChain(EncodedPolicy):
     def complete(self, td: TensorDict) -> TensorDict:
         trace = td["trace"]
         steps = self._steps_from(trace["first"])
-        std = trace["std"] if self.kernel.learns_noise else self.kernel.std[steps][:, None, :, None]
+        std = self.kernel.std[steps][:, None, :, None] if isinstance(self.kernel, _FlowSDE) else trace["std"]
         terms = _Terms.of(trace["mean"], std, self._executable(trace["states"][:, 1:]))
         scores = {"log_prob": terms.per_position(self.config.reduction), "z2": terms.z2, "dims": terms.dims}
         completed = {"log_prob": self._reduced(terms.log_prob, td), "trace": TensorDict(scores, td.batch_size)}
@@ -205,9 +190,11 @@ class FlowChain(EncodedPolicy):
         return total / count if self.config.reduction == "mean" else total
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, Prefix]:
+        """Features for the critic, and what `denoise` reads: both of the observations of `td [B]` alone."""
         raise NotImplementedError
 
     def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
+        """[B, H, A], [B] -> the velocity [B, H, A] in float32."""
         raise NotImplementedError
 
     def value_of(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
@@ -217,8 +204,8 @@ class FlowChain(EncodedPolicy):
     def value(self, td: TensorDict) -> torch.Tensor:
         return self.value_of(self.encode(td)[0], td)
 
-    def normalizers(self) -> tuple[Normalizer | None, nn.Module | None, Normalizer | None]:
-        return self.encoder.normalizer, self.critic.privileged, self.actions
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        return super()._normalizers() | {"action": self.actions}
 
     def _noise_condition(self, prefix: Prefix) -> torch.Tensor:
         return prefix if isinstance(prefix, torch.Tensor) else prefix["features"]
@@ -255,10 +242,9 @@ class _FlowSDE(nn.Module):
         after = t - h
         # mu = a_hat (1 - (t - h)) + eps_hat (t - h - sigma^2 h / 2t) with a_hat = x - t v and eps_hat = x + (1 - t) v
         noise_share = after - sigma2 * h / (2.0 * t)
-        of_x = (1.0 - after) + noise_share
-        of_v = -t * (1.0 - after) + (1.0 - t) * noise_share
-        for name, values in (("of_x", of_x), ("of_v", of_v), ("std", (sigma2 * h).sqrt())):
-            self.register_buffer(name, values.float(), persistent=False)
+        self.of_x = nn.Buffer(((1.0 - after) + noise_share).float(), persistent=False)
+        self.of_v = nn.Buffer((-t * (1.0 - after) + (1.0 - t) * noise_share).float(), persistent=False)
+        self.std = nn.Buffer((sigma2 * h).sqrt().float(), persistent=False)
 
     def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
         # [B, S, H, A], the same, [B, S] -> [B, S, 1, 1]
@@ -276,9 +262,10 @@ class _FlowNoise(nn.Module):
         self.steps, self.size, self.shape = steps, 1.0 / steps, (horizon, action_dim)
         low, high = torch.tensor(bounds, dtype=torch.float64).log().tolist()
         self.middle, self.reach = (low + high) / 2, (high - low) / 2
-        self.net = nn.Sequential(nn.Linear(width + steps, 64), nn.SiLU(), nn.Linear(64, horizon * action_dim))
-        nn.init.zeros_(self.net[-1].weight)
-        nn.init.zeros_(self.net[-1].bias)
+        hidden, output = nn.Linear(width + steps, 64), nn.Linear(64, horizon * action_dim)
+        self.net = nn.Sequential(hidden, nn.SiLU(), output)
+        nn.init.zeros_(output.weight)
+        nn.init.zeros_(output.bias)
 
     def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
         # [B, W] -> [B, S, W + K] -> [B, S, H, A]
@@ -335,8 +322,9 @@ def _learns_noise(config: DenoisingConfig) -> bool:
 
 def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
     if spec.discrete_actions:
+        name = config.name  # type: ignore[attr-defined]  # the config of every policy has one
         raise UserError(
-            f"policy.name={config.name} draws continuous actions, but the env takes one of several; use actor_critic"
+            f"policy.name={name} draws continuous actions, but the env takes one of several; use actor_critic"
         )
     if config.horizon is not None and config.horizon < chunk:
         raise UserError(

@@ -14,7 +14,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.policies.configs import FlowConfig
 from sparring.policies.critic import Critic
-from sparring.policies.encoders import ObservationEncoder
+from sparring.policies.encoders import ObservationEncoder, self_attention
 from sparring.policies.flow.chain import FlowChain
 from sparring.policies.policy import Loss
 
@@ -22,6 +22,8 @@ _LONGEST_STRIDE = 0.2  # of the time from 0 to 1, in one step of the consistency
 
 
 class FlowPolicy(FlowChain):
+    config: FlowConfig
+
     def __init__(self, config: FlowConfig, spec: EnvSpec, chunk: int):
         if config.width % config.heads:
             raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
@@ -29,7 +31,8 @@ class FlowPolicy(FlowChain):
         self.encoder = ObservationEncoder(config, spec)
         self.condition = nn.Linear(self.encoder.size, config.width)
         self.velocity = _ActionTransformer(config, self.horizon, self.action_dim)
-        self.target = self.aim = None
+        self.target: _ActionTransformer | None = None
+        self.aim: nn.Parameter | None = None
         if config.consistency:
             self.target = copy.deepcopy(self.velocity).requires_grad_(False)
             # added to the condition where the velocity is to point at the end of the path, not along it
@@ -54,14 +57,18 @@ class FlowPolicy(FlowChain):
         points = self._points(td, generator)
         loss = points.mean((self.denoise(points.x, points.t, condition) - points.velocity).square())
         metrics = {"flow_matching": loss.detach()}
-        if self.target is not None:
-            velocity = self.denoise(points.x, points.t, condition + self.aim)
-            end = self._later_end(points.x, points.t, condition, generator)
+        if self.target is not None and self.aim is not None:
+            to_the_end = condition + self.aim
+            velocity = self.denoise(points.x, points.t, to_the_end)
+            end = self._later_end(self.target, points.x, points.t, condition, to_the_end, generator)
             aimed = (points.x - end) / points.t[:, None, None].clamp_min(1e-3)
             consistency = points.mean((velocity - aimed).square())
             loss = loss + self.config.consistency * consistency
             metrics["consistency"] = consistency.detach()
         return loss, metrics
+
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        return super()._normalizers() | {"observation/state": self.encoder.normalizer}
 
     def _encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
         with self._precision():
@@ -75,16 +82,16 @@ class FlowPolicy(FlowChain):
         return velocity.float()
 
     @torch.no_grad()
-    def _later_end(self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor, generator: torch.Generator):
+    def _later_end(self, target: nn.Module, x, t, condition, to_the_end, generator: torch.Generator) -> torch.Tensor:
         """Where the slow network gets from a point a little further along the path: this one must get there too."""
-        self.target.eval()
-        for slow, fast in zip(self.target.parameters(), self.velocity.parameters(), strict=True):
+        target.eval()
+        for slow, fast in zip(target.parameters(), self.velocity.parameters(), strict=True):
             slow.lerp_(fast, 1 - self.config.target_decay)
         uniform = torch.rand(len(t), generator=generator, device=generator.device).to(t.device)
         stride = torch.minimum(t, _LONGEST_STRIDE * uniform)
         later = t - stride
-        x = x - stride[:, None, None] * self._run(self.target, x, t, condition)
-        return x - later[:, None, None] * self._run(self.target, x, later, condition + self.aim)
+        x = x - stride[:, None, None] * self._run(target, x, t, condition)
+        return x - later[:, None, None] * self._run(target, x, later, to_the_end)
 
 
 class _ActionTransformer(nn.Module):
@@ -128,17 +135,9 @@ class _DiTBlock(nn.Module):
 
     def forward(self, tokens: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(condition).chunk(6, -1)
-        tokens = torch.addcmul(tokens, gate_1, self._attend(torch.addcmul(shift_1, self.norm(tokens), 1 + scale_1)))
+        projected = self.queries_keys_values(torch.addcmul(shift_1, self.norm(tokens), 1 + scale_1))
+        tokens = torch.addcmul(tokens, gate_1, self.attended(self_attention(projected, self.heads)))
         return torch.addcmul(tokens, gate_2, self.mlp(torch.addcmul(shift_2, self.norm(tokens), 1 + scale_2)))
-
-    def _attend(self, tokens: torch.Tensor) -> torch.Tensor:
-        # [B, H, 3W] -> [3, B, heads, H, W / heads]
-        split = self.queries_keys_values(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        queries, keys, values = split.unbind(0)
-        # in plain steps: chunks are short, and fused kernels round differently for other batch sizes
-        weights = (queries @ keys.transpose(-1, -2) * (keys.shape[-1] ** -0.5)).softmax(-1)
-        attended = weights @ values
-        return self.attended(attended.transpose(1, 2).flatten(2))
 
 
 class _TimeEmbedding(nn.Module):
@@ -147,7 +146,7 @@ class _TimeEmbedding(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         frequencies = torch.exp(torch.linspace(0, math.log(1000.0), width // 2))
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.frequencies = nn.Buffer(frequencies, persistent=False)
         self.mlp = nn.Sequential(nn.Linear(2 * (width // 2), width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ A action dims, W width.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,6 +162,9 @@ class Prefix(NamedTuple):
 class NativeModel(nn.Module):
     """Computes in autocast's precision where that is on, and otherwise in that of its weights."""
 
+    trunk: Sequence[GemmaLayer]
+    expert: Sequence[GemmaLayer]
+
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.sizes = sizes
@@ -169,10 +173,12 @@ class NativeModel(nn.Module):
         self.words = nn.Embedding(sizes.vocabulary, sizes.width)
         nn.init.normal_(self.words.weight, std=sizes.width**-0.5)  # unit size once it is scaled by sqrt(width)
         shape = (sizes.heads, sizes.kv_heads, sizes.head_dim)
-        self.trunk = nn.ModuleList(GemmaLayer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
+        trunk = nn.ModuleList(GemmaLayer(sizes.width, sizes.mlp, *shape) for _ in range(sizes.layers))
+        self.trunk = trunk  # type: ignore[assignment]
         self.trunk_norm = RMSNorm(sizes.width)
         width = sizes.expert_width
-        self.expert = nn.ModuleList(GemmaLayer(width, sizes.expert_mlp, *shape) for _ in range(sizes.layers))
+        expert = nn.ModuleList(GemmaLayer(width, sizes.expert_mlp, *shape) for _ in range(sizes.layers))
+        self.expert = expert  # type: ignore[assignment]
         self.expert_norm = RMSNorm(width)
         self.state_in = nn.Linear(sizes.max_state_dim, width)
         self.memory_in = nn.Linear(sizes.memory_size, width) if sizes.memory_size else None

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.nn import functional as F
 
-from sparring.contract import POLICY_MEMORY, EnvSpec
+from sparring.contract import POLICY_MEMORY, EnvSpec, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import DenoisingConfig
@@ -20,6 +20,7 @@ from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable
 from sparring.policies.lora import adapt
 from sparring.policies.native.checkpoint import SavedModel, read_model
 from sparring.policies.native.config import NativeVLAConfig, Sizes
+from sparring.policies.native.hopper.forward import Cache
 from sparring.policies.native.hopper.graphs import ActingGraphs
 from sparring.policies.native.model import Inputs, NativeModel, Prefix
 from sparring.policies.pi0 import ImagePreparation
@@ -30,6 +31,8 @@ _GRID = 4  # the memory keeps the colours of each image on a grid of so many fie
 
 class NativeVLA(FlowChain):
     """The network is `model`; the critic reads its features of images and words, and the memory, without gradients."""
+
+    config: NativeVLAConfig
 
     def __init__(self, config: NativeVLAConfig, spec: EnvSpec, chunk: int):
         saved = None if config.model_path is None else read_model(config.model_path)
@@ -65,28 +68,31 @@ class NativeVLA(FlowChain):
         self._graphs: ActingGraphs | None = None
         self._learned = False
 
+    @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
+        """The actions are not clipped (the env clips them to what it accepts), and carry no autograd graph."""
         graphs = self._acting_graphs(len(td))
         if graphs is None:
-            return self.act_with(self, td)
+            return super().act(td)
         if td.get("noise", None) is None:
             return td.set("action", self._action_of(graphs.sample(self.encoder(td), self._start(td))))
-        return self.act_with(_GraphNetwork(self.encoder, graphs), td)
+        # the graphs keep the last prefix themselves
+        encode, denoise = lambda td: _shared(graphs.prefix(self.encoder(td)), td), lambda x, t, _: graphs.velocity(x, t)
+        return self._act_by(encode, denoise, td)
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
         inputs = self.encoder(td)
         self._learned |= torch.is_grad_enabled()  # an update may follow a gradient
         with self._precision():
-            prefix = self.model.prefix(inputs)
-        return prefix.features, TensorDict(prefix._asdict(), td.batch_size, device=prefix.mask.device)
+            return _shared(self.model.prefix(inputs), td)
 
     def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: TensorDict) -> torch.Tensor:
         with self._precision():
             return self.model.velocity(x, t, Prefix(*(prefix[name] for name in Prefix._fields)))
 
     def value_of(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        features = features.detach()
-        return self.critic(torch.cat([features, self.encoder.memory(td)], -1) if self.memory_size else features, td)
+        features, memory = features.detach(), self.encoder.memory(td)
+        return self.critic(features if memory is None else torch.cat([features, memory], -1), td)
 
     def value(self, td: TensorDict) -> torch.Tensor:
         # the critic does not shape the network
@@ -96,6 +102,9 @@ class NativeVLA(FlowChain):
 
     def remember(self, td: TensorDict) -> torch.Tensor:
         return self.encoder.remember(td)
+
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        return super()._normalizers() | {"observation/state": self.encoder.normalizer}
 
     def _acting_graphs(self, robots: int) -> ActingGraphs | None:
         """Graphs with the present weights, if policy.fast wants them and they have room for so many robots."""
@@ -116,18 +125,10 @@ class NativeVLA(FlowChain):
         return self._graphs
 
 
-class _GraphNetwork:
-    """`encode` and `denoise` of a NativeVLA by CUDA graphs, which keep the last prefix themselves."""
-
-    def __init__(self, encoder: nn.Module, graphs: ActingGraphs):
-        self.encoder, self.graphs = encoder, graphs
-
-    def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
-        prefix = self.graphs.prefix(self.encoder(td))
-        return prefix.features, TensorDict(prefix._asdict(), td.batch_size, device=prefix.mask.device)
-
-    def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: TensorDict) -> torch.Tensor:
-        return self.graphs.velocity(x, t)
+def _shared(prefix: Prefix | Cache, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
+    """The features of decisions `td`, and all that their denoising steps share."""
+    assert prefix.features is not None
+    return prefix.features, TensorDict(prefix._asdict(), td.batch_size, device=prefix.mask.device)
 
 
 class _NativeInputs(nn.Module):
@@ -135,11 +136,12 @@ class _NativeInputs(nn.Module):
 
     def __init__(self, config: NativeVLAConfig, spec: EnvSpec, sizes: Sizes, saved: SavedModel | None):
         super().__init__()
-        shown = spec.observation
-        self.cameras = [("observation", *name.split("/")) for name in shown if name.startswith("image/")]
+        self.spec, shown = spec, spec.observation
+        self.cameras = [name for name in shown if name.startswith("image/")]
         self.image_size, self.memory_size = sizes.image_size, sizes.memory_size
-        self.prepare = None  # of a pi0: what its own image processor does
+        self.prepare: ImagePreparation | None = None  # of a pi0: what its own image processor does
         if saved is not None and saved.is_pi0:
+            assert config.model_path is not None
             self.prepare = ImagePreparation(Path(config.model_path).expanduser(), sizes.image_size)
         self.has_task = "task" in shown
         state_size = math.prod(shown["state"][0]) if "state" in shown else 0
@@ -152,7 +154,8 @@ class _NativeInputs(nn.Module):
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
         self.instructions = _token_table(config, spec.instructions, sizes.vocabulary, saved)
         others = ((STATE, self.has_state), (TASK, self.has_task), (POLICY_MEMORY, self.memory_size))
-        self.in_keys = [*self.cameras, *(key for key, is_read in others if is_read)]
+        self.in_keys = [("observation", *name.split("/")) for name in self.cameras]
+        self.in_keys += [key for key, is_read in others if is_read]
         seen = state_size + 3 * _GRID**2 * len(self.cameras)
         self.traces = _MemoryTraces(seen, self.memory_size) if self.memory_size else None
 
@@ -160,10 +163,11 @@ class _NativeInputs(nn.Module):
         batch, device = len(td), self.instructions.ids.device
         task = td[TASK] if self.has_task else torch.zeros(batch, dtype=torch.int64, device=device)
         state = self._state(td) if self.has_state else torch.zeros(batch, 1, device=device)
-        images = [(self.prepare or self._scaled)(td[camera]) for camera in self.cameras]
+        views = [(self.prepare or self._scaled)(view) for view in images_of(td, self.spec, self.cameras)]
         # [B, N, 3, S, S]
-        images = torch.stack(images, 1) if images else torch.zeros(batch, 0, 3, 1, 1, device=device)
-        return Inputs(images, *self.instructions(task), state, self.memory(td))
+        images = torch.stack(views, 1) if views else torch.zeros(batch, 0, 3, 1, 1, device=device)
+        tokens, text = self.instructions(task)
+        return Inputs(images, tokens, text, state, self.memory(td))
 
     def memory(self, td: TensorDict) -> torch.Tensor | None:
         """That of the decisions [B, M]; where nobody carries one, as at the first of an episode."""
@@ -175,8 +179,10 @@ class _NativeInputs(nn.Module):
     def remember(self, td: TensorDict) -> torch.Tensor:
         seen = [self._state(td)] if self.has_state else []
         # [B, 3, h, w] -> [B, 3 * G * G] in [-1, 1]
-        seen += [F.adaptive_avg_pool2d(td[camera].float(), _GRID).flatten(1) / 127.5 - 1.0 for camera in self.cameras]
+        views = images_of(td, self.spec, self.cameras)
+        seen += [F.adaptive_avg_pool2d(view.float(), _GRID).flatten(1) / 127.5 - 1.0 for view in views]
         memory = self.memory(td)
+        assert memory is not None and self.traces is not None
         return self.traces(memory, torch.cat([memory[:, :0], *seen], 1))
 
     def _state(self, td: TensorDict) -> torch.Tensor:
@@ -233,12 +239,11 @@ class _MemoryTraces(nn.Module):
     """A memory without weights: running means of observations over short and long spans of an episode.
 
     A decision is scored from its own row, so no gradient could reach what wrote the memory: it is fixed. Number 0 is a
-    clock, t
-    (t + 1) at decision t; each other one follows a random projection of the observations: their mean until that
-    is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of observations.
+    clock, t / (t + 1) at decision t; each other one follows a random projection of the observations: their mean until
+    that is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of
+    observations.
     """
 
-    rates: torch.Tensor
     longest_span = 100  # decisions over which the slowest trace averages; the fastest holds the last decision alone
 
     def __init__(self, inputs: int, size: int):
@@ -246,9 +251,9 @@ class _MemoryTraces(nn.Module):
         # [M - 1, D] of length 1, always the same: weights that have learned to read them load anywhere
         directions = np.random.default_rng(0).standard_normal((size - 1, inputs))
         directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-        self.register_buffer("directions", torch.from_numpy(directions).float(), persistent=False)
+        self.directions = nn.Buffer(torch.from_numpy(directions).float(), persistent=False)
         rates = 1 / np.geomspace(self.longest_span, 1, size - 1)
-        self.register_buffer("rates", torch.from_numpy(rates).float(), persistent=False)
+        self.rates = nn.Buffer(torch.from_numpy(rates).float(), persistent=False)
 
     @torch.no_grad()
     def forward(self, memory: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

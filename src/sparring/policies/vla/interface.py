@@ -9,11 +9,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import nn
 
-from sparring.contract import EnvSpec
+from sparring.contract import EnvSpec, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
+from sparring.policies.configs import VLAConfig
 from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
-from sparring.policies.vla.config import VLAConfig
 
 
 @runtime_checkable
@@ -39,26 +39,26 @@ class VLAObservations(nn.Module):
 
     def __init__(self, config: VLAConfig, spec: EnvSpec):
         super().__init__()
-        self.shown, self.instructions = spec.observation, spec.instructions
+        self.spec, self.shown, self.instructions = spec, spec.observation, spec.instructions
         # the model's key -> ours: a name, or a list of names to stack
         self.sources = _sources(config.observation_keys, spec)
         names = [name for source in self.sources.values() for name in _listed(source)]
         self.in_keys = [("observation", *name.split("/")) for name in dict.fromkeys(names)]
         self.as_float = config.images == "float"
-        self.normalizer = None
+        self.normalizer: RunningNormalizer | None = None
         if config.normalize_observations and "state" in names:
             self.normalizer = RunningNormalizer(math.prod(self.shown["state"][0]))
-        self.tokens = None  # None: the model reads text
+        self.tokens: TokenTable | None = None  # None: the model reads text
         if "task" in names and config.tokenizer != "text":
             self.tokens = _token_table(config, spec.instructions)
 
     def forward(self, td: TensorDict) -> TensorDict:
         seen = TensorDict({}, td.batch_size, device=td["observation"].device)
         for key, source in self.sources.items():
-            if source == "task" and self.tokens is None:
-                seen[key] = NonTensorStack(*(self.instructions[i] for i in td["observation", "task"].tolist()))
-            elif source == "task":
+            if source == "task" and self.tokens is not None:
                 seen[key], seen[f"{key}_mask"] = self.tokens(td["observation", "task"])
+            elif source == "task":
+                seen[key] = NonTensorStack(*(self.instructions[i] for i in td["observation", "task"].tolist()))
             elif isinstance(source, str):
                 seen[key] = self._one(td, source)
             else:
@@ -78,9 +78,10 @@ class VLAObservations(nn.Module):
         return TensorDict({"observation": observation}, [batch])
 
     def _one(self, td: TensorDict, name: str) -> torch.Tensor:
+        if name.startswith("image/"):
+            (image,) = images_of(td, self.spec, [name])
+            return image.float() / 255 if self.as_float else image
         value = td[("observation", *name.split("/"))]
-        if name.startswith("image/") and self.as_float:
-            return value.float() / 255
         return self.normalizer(value) if name == "state" and self.normalizer is not None else value
 
 
@@ -119,11 +120,12 @@ def _token_table(config: VLAConfig, instructions: tuple[str, ...]) -> TokenTable
     if config.tokenizer == BYTES:
         rows, padding = list(map(ByteTokenizer(), instructions)), 0
     else:
-        folder = config.tokenizer
+        folder: str | Path = config.tokenizer
         if folder == "checkpoint":
             if config.model_path is None:
                 raise UserError("policy.tokenizer=checkpoint, but policy.model_path is not given; give it, or a folder")
-            folder = config.model_path if Path(config.model_path).is_dir() else Path(config.model_path).parent
+            path = Path(config.model_path)
+            folder = path if path.is_dir() else path.parent
         tokenizer = load_tokenizer(folder, f"policy.tokenizer={config.tokenizer}")
         rows, padding = [tokenizer(text)["input_ids"] for text in instructions], tokenizer.pad_token_id or 0
     longest = max(map(len, rows))

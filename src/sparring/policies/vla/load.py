@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sparring.config.resolve import resolve
 from sparring.errors import UserError, describe_error
 from sparring.policies.weights import WeightsFit, match_names, match_parameters, read_json, read_weights, weights_file
-from sparring.processes.memory_errors import explain_oom, oom_message
+from sparring.processes.memory import explain_oom, oom_message
 
 # of a Hugging Face config.json, not for constructors
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -14,18 +15,17 @@ from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
-from sparring.normalize import Normalizer, fit_all
-from sparring.policies.configs import CriticConfig, DenoisingConfig
+from sparring.normalize import Normalizer
+from sparring.policies.configs import CriticConfig, DenoisingConfig, VLAConfig
 from sparring.policies.critic import Critic
 from sparring.policies.encoders import STATE
 from sparring.policies.flow.chain import FlowChain
 from sparring.policies.lora import adapt
-from sparring.policies.policy import Loss, Policy, Statistics
-from sparring.policies.vla.config import VLAConfig
+from sparring.policies.policy import Loss, Policy
 from sparring.policies.vla.interface import VLAObservations
 from sparring.policies.vla.load import DTYPES, import_model_class, load_vla_model, place
 from sparring.policies.weights import match_parameters
-from sparring.processes.memory_errors import oom_message
+from sparring.processes.memory import oom_message
 
 # settings that only one kind of model reads
 _OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)
@@ -44,6 +44,8 @@ def make_vla_policy(config: VLAConfig, spec: EnvSpec, chunk: int) -> Policy:
 class VLAPolicy(Policy):
     """Acts by the model's `forward` or `sample`, scores by its `evaluate_actions`, values by its `get_value`."""
 
+    model: Any  # a VLAModelInterface
+
     def __init__(self, config: VLAConfig, spec: EnvSpec, chunk: int):
         super().__init__()
         if _has_flow_head(import_model_class(config.model_class)):
@@ -60,10 +62,12 @@ class VLAPolicy(Policy):
         self.in_keys = self.observations.in_keys
 
     @property
-    def normalized_keys(self) -> list[tuple[str, ...]]:
+    def normalized_keys(self) -> list[tuple[str, ...]]:  # type: ignore[override]
         return [STATE] if self.observations.normalizer is not None else []
 
+    @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
+        """The actions are not clipped (the env clips them to what it accepts), and carry no autograd graph."""
         with _precision(self.model, self.config):
             seen, noise = self._observe(td), td.get("noise", None)
             if noise is None:
@@ -106,14 +110,6 @@ class VLAPolicy(Policy):
         loss = -(log_prob.view_as(counted) * counted).sum() / counted.sum().clamp_min(1)
         return loss, {"negative_log_prob": loss.detach()}
 
-    def fit_normalizers(self, statistics: Statistics, state: str, action: str) -> None:
-        normalizers = (self.observations.normalizer, None, self.actions)
-        fit_all(statistics, *(None if getattr(n, "fitted", False) else n for n in normalizers), state, action)
-
-    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        if self.observations.normalizer is not None:
-            self.observations.normalizer.update(td[STATE], sum_over_processes)
-
     def critic_parameters(self) -> list[nn.Parameter]:
         named = dict(self.model.named_parameters())
         return [named[name] for name in self.critic_names]
@@ -122,6 +118,13 @@ class VLAPolicy(Policy):
         super().train(mode)
         _eval_frozen(self.model)
         return self
+
+    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
+        if self.observations.normalizer is not None:
+            self.observations.normalizer.update(td[STATE], sum_over_processes)
+
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        return {"observation/state": self.observations.normalizer, "action": self.actions}
 
     def _observe(self, td: TensorDict) -> TensorDict:
         seen = self.observations(td)
@@ -191,6 +194,9 @@ class VLAPolicy(Policy):
 class _VLAFlowPolicy(FlowChain):
     """The model's `encode` once a decision, its `denoise` every step; the critic here reads its features."""
 
+    config: VLAConfig
+    model: Any  # with the methods of a flow head
+
     def __init__(self, config: VLAConfig, spec: EnvSpec, chunk: int):
         observations = VLAObservations(config, spec)
         model, _ = _load_model(config, spec, chunk, observations)
@@ -211,8 +217,8 @@ class _VLAFlowPolicy(FlowChain):
         with _precision(self.model, self.config):
             return self.model.denoise(x, t, prefix["prefix"]).float()
 
-    def normalizers(self) -> tuple[Normalizer | None, nn.Module | None, Normalizer | None]:
-        return self.observations.normalizer, self.critic.privileged, self.actions
+    def _normalizers(self) -> dict[str, nn.Module | None]:
+        return super()._normalizers() | {"observation/state": self.observations.normalizer}
 
     def train(self, mode: bool = True) -> "_VLAFlowPolicy":
         super().train(mode)
@@ -221,7 +227,7 @@ class _VLAFlowPolicy(FlowChain):
 
 
 @torch.no_grad()
-def _try_flow(model: nn.Module, config: VLAConfig, observations: VLAObservations, horizon: int, each: int) -> int:
+def _try_flow(model: Any, config: VLAConfig, observations: VLAObservations, horizon: int, each: int) -> int:
     """How many features it gives, found by asking; and that it denoises chunks of this shape."""
     name, x = type(model).__name__, torch.zeros(1, horizon, each)
     with _precision(model, config):
@@ -338,8 +344,9 @@ def _first_call(model: nn.Module, seen: TensorDict):
         shown = ", ".join(f"{key} {list(value.shape)}" for key, value in seen.items())
         raise UserError(
             f"{type(model).__name__} failed when it was shown {shown}: {type(error).__name__}: {error} "
-            f"({Path(own[-1].filename).name}, line {own[-1].lineno}); env.cameras, env.image_size, "
-            "policy.observation_keys and policy.tokenizer change what it is shown (docs/vla.md, 'What it is told')"
+            f"({Path(own[-1].filename).name}, line {own[-1].lineno}); policy.observation_keys, "
+            "policy.tokenizer and the env's cameras (env.name=tabletop: env.cameras, env.image_size) change what it is "
+            "shown (docs/vla.md, 'What it is told')"
         ) from error
 
 
@@ -362,7 +369,7 @@ class _Drawing:
         # a model without that keyword may draw even so
         return model(seen) if self.samples else _seeded(model, 0, lambda: model(seen))
 
-    def draw(self, model: nn.Module, seen: TensorDict, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draw(self, model: Any, seen: TensorDict, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.samples:
             drawn = model.sample(seen, noise)
             return drawn if isinstance(drawn, tuple) else (drawn, None)

@@ -2,7 +2,7 @@
 
 const live = document.body.dataset.mode === "live";
 const state = { version: 0, runs: {}, together: null };
-const SECONDS_BETWEEN = 2;
+const SECONDS_BETWEEN = 1;
 
 function take(news) {
   state.version = news.version;

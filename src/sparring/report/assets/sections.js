@@ -115,19 +115,38 @@ function groupOf(name) {
   return /^(success_rate|episode_reward|episode_length)$/.test(name) ? "rollout" : "train";
 }
 
+// what a figure of this run may be compared with: losses of PPO and of a world model have nothing in common
+function kindOf(run, part, name) {
+  const kinds = run.about?.kinds || {};
+  if (groupOf(name) === "world_model") return "";
+  if (/reward|return_|advantage/.test(name)) return kinds[part === "evaluations" ? "evaluation" : "reward"] || "";
+  return part === "metrics" && /loss|avg_acc|grad_norm/.test(name) ? kinds.loss || "" : "";
+}
+
+// runs that may share an axis, and what tells them apart where there are others
+function comparable(runs, part, name) {
+  const groups = new Map();
+  for (const run of runs.filter((run) => run[part]?.curves?.[name])) {
+    const kind = kindOf(run, part, name);
+    groups.set(kind, [...(groups.get(kind) || []), run]);
+  }
+  return groups.size > 1 ? [...groups] : [["", runs]];
+}
+
 function curvesSection(id, title, lead, runs, part, names, before = []) {
   const constant = [], nodes = [];
-  for (const name of names) {
-    const series = shown(runs).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter((one) => one?.y.some(known));
+  for (const name of names) for (const [kind, among] of comparable(runs, part, name)) {
+    const title = words(name) + (kind ? `, ${kind}` : "");
+    const series = shown(among).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter((one) => one?.y.some(known));
     const values = series.flatMap((one) => [least(one.low || one.y), most(one.high || one.y)]);
     const flat = series.some((one) => part === "metrics" || one.y.length > 1) && Math.min(...values) === Math.max(...values);
     if (flat) {
-      constant.push(html("span", {}, words(name) + " ", html("b", {}, number(values[0]))));
+      constant.push(html("span", {}, title + " ", html("b", {}, number(values[0]))));
       continue;
     }
-    if (part === "evaluations") series.push(...levels(runs, name.replace(/([^/]+)$/, "random_$1")));
+    if (part === "evaluations") series.push(...levels(among, name.replace(/([^/]+)$/, "random_$1")));
     const isShare = /(success_rate|_acc|accuracy)$/.test(name) && values.every((value) => value >= 0 && value <= 1);
-    const chart = drawing(`${part}:${name}`, () => new Curves(words(name), name, { isShare }));
+    const chart = drawing(`${part}:${name}:${kind}`, () => new Curves(title, name, { isShare }));
     chart.set(series);
     if (series.length) nodes.push(chart.node);
   }

@@ -2,7 +2,7 @@
 name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -78,6 +78,13 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
+class TabletopTask(Task):
+    name: str
+    joint_noise: float = field(kw_only=True)  # radians, each joint uniform around home
+    hold: int = field(default=5, kw_only=True)
+
+
+@dataclass(frozen=True)
 class Sector:
     """A part of a ring around an arm's base, on the table."""
 
@@ -150,13 +157,11 @@ def grasp(
 
 
 @dataclass(frozen=True)
-class Reach(Task):
+class Reach(TabletopTask):
     """Bring the hand to a point in the air and stay there."""
 
-    name: str
     low: tuple[float, float, float]  # opposite corners of the box of goals, metres
     high: tuple[float, float, float]
-    joint_noise: float  # radians, each joint uniform around home
     scene: Scene = Scene()
     instructions: tuple[str, ...] = (
         "move the hand to the green ball",
@@ -164,7 +169,6 @@ class Reach(Task):
         "touch the green ball with the gripper",
     )
     max_episode_steps: int = 50
-    hold: int = 5
     radius: float = 0.03
 
     def start(self, rng: np.random.Generator) -> Start:

@@ -11,7 +11,7 @@ from sparring.envs.tabletop.tasks.base import (
     Sector,
     Situation,
     Start,
-    Task,
+    TabletopTask,
     arm_near_home,
     distance,
     grasp,
@@ -51,14 +51,12 @@ class Area:
 
 
 @dataclass(frozen=True)
-class LiftTray(Task):
+class LiftTray(TabletopTask):
     """Take the tray by its two handles and hold it 8 cm or more above the table, level, the cube still on it."""
 
-    name: str
     tray: Area
     yaw: float  # degrees to either side; from 60 on the arms get into each other's way
     offset: float  # metres, along each side of the tray, that the cube stands off its middle
-    joint_noise: float
     scene: Scene = Scene((TRAY, _CUBE), marker=None, arms=DUAL)
     instructions: tuple[str, ...] = (
         "lift the tray with both hands",
@@ -67,16 +65,11 @@ class LiftTray(Task):
         "use both arms to lift the tray and keep it level",
     )
     max_episode_steps: int = 70
-    hold: int = 5
     height: float = 0.08
     reach: Sector = WIDE  # where each arm takes its handle, from its own base
 
     def start(self, rng: np.random.Generator) -> Start:
-        arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
-        while True:
-            centre, yaw = self.tray.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
-            if self.reaches(centre, yaw):
-                break
+        arms, centre, yaw = _arms_and_pose(rng, self, self.tray)
         across, along = _axes(yaw)
         cube = centre + np.sum(rng.uniform(-self.offset, self.offset, (2, 1)) * [across, along], axis=0)
         bottom = 2 * TRAY.half[2]
@@ -107,7 +100,7 @@ class LiftTray(Task):
     def expert(now: Situation) -> HandTarget:
         places = _handles(now)
         point, grip, held = grasp(now.hands, now.grips, places, _PRESSED)
-        both = held.all(axis=1, keepdims=True)
+        both = np.asarray(held.all(axis=1, keepdims=True))
         raised = places.copy()
         raised[..., 2] = np.minimum(places[..., 2].min(axis=1) + 0.04, now.goal[:, 2] + 0.03)[:, None]
         axes = _rotations(now.quats[:, 0])
@@ -131,15 +124,13 @@ class LiftTray(Task):
 
 
 @dataclass(frozen=True)
-class Handover(Task):
+class Handover(TabletopTask):
     """The left hand takes the bar near one end, the right hand the other end in the air, the left one lets go. Done
     when the right hand holds the bar, its middle 5 cm or more above where it lay, and the left hand is open and 6 cm or
     more away."""
 
-    name: str
     bar: Area
     yaw: float  # degrees to either side of y; 90 is any yaw
-    joint_noise: float
     scene: Scene = Scene((BAR,), marker=None, arms=DUAL)
     instructions: tuple[str, ...] = (
         "hand the yellow bar from the left hand to the right hand",
@@ -148,18 +139,14 @@ class Handover(Task):
         "pick up the yellow bar on the left and let the right arm take it",
     )
     max_episode_steps: int = 130
-    hold: int = 5
     height: float = 0.05
     clear: float = 0.06
     meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)  # where the bar's middle should be when it changes hands
     reach: Sector = WIDE  # where the left arm takes its end of the bar, from its own base
 
     def start(self, rng: np.random.Generator) -> Start:
-        arms = np.stack([arm_near_home(rng, self.joint_noise, mount=mount) for mount in DUAL])
-        while True:
-            centre, yaw = self.bar.draw(rng), np.deg2rad(rng.uniform(-self.yaw, self.yaw))
-            if self.reaches(centre, yaw):
-                return Start(arms, np.array(self.meeting), standing(centre, BAR.half[2], yaw)[None])
+        arms, centre, yaw = _arms_and_pose(rng, self, self.bar)
+        return Start(arms, np.array(self.meeting), standing(centre, BAR.half[2], yaw)[None])
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         along, from_bar = _beside_bar(now)
@@ -226,6 +213,15 @@ class Handover(Task):
         on_table = (np.abs(ends) < [0.48, 0.53]).all()
         takes = replace(self.reach, base=DUAL[LEFT].base).holds(centre + BAR_GRIP * along)
         return bool(on_table and takes and from_left > _FOOT + BAR.half[0] and from_right > _OUT_OF_REACH)
+
+
+def _arms_and_pose(rng: np.random.Generator, task: LiftTray | Handover, area: Area):
+    """Both arms near home, and where in the area a thing stands within their reach: its centre and its yaw."""
+    arms = np.stack([arm_near_home(rng, task.joint_noise, mount=mount) for mount in DUAL])
+    while True:
+        centre, yaw = area.draw(rng), np.deg2rad(rng.uniform(-task.yaw, task.yaw))
+        if task.reaches(centre, yaw):
+            return arms, centre, yaw
 
 
 def _beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparring.envs.tabletop.scene import SCENERY, SCREEN, Part, Scene, Solid, TableObject
-from sparring.envs.tabletop.tasks.base import WIDE, Situation, Start, Task, arm_near_home, standing
+from sparring.envs.tabletop.tasks.base import WIDE, Situation, Start, TabletopTask, arm_near_home, standing
 
 # one of each shape; not red, blue or green, which the tasks speak of
 TOYS = (
@@ -78,11 +78,9 @@ _STAND = Part(f"""
 
 
 @dataclass(frozen=True)
-class Explore(Task):
+class Explore(TabletopTask):
     """Never rewarded and never done. The screen shows noise when env.noise_screen asks for it."""
 
-    name: str
-    joint_noise: float
     scene: Scene = Scene(TOYS, marker=None, scenery=(_STAND,))
     instructions: tuple[str, ...] = (
         "look around and play with the things on the table",
@@ -91,7 +89,6 @@ class Explore(Task):
         "do whatever is interesting",
     )
     max_episode_steps: int = 100
-    hold: int = 5
     reports_success: bool = False
 
     def start(self, rng: np.random.Generator) -> Start:

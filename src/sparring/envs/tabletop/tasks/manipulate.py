@@ -1,6 +1,8 @@
 """Tasks with cubes: push one, lift it, put it on something."""
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from sparring.envs.tabletop.tasks.base import (
     Sector,
     Situation,
     Start,
-    Task,
+    TabletopTask,
     arm_near_home,
     distance,
     grasp,
@@ -26,15 +28,13 @@ _PRESSED = 0.012  # metres: a cube keeps the fingers further open than this
 
 
 @dataclass(frozen=True)
-class Push(Task):
+class Push(TabletopTask):
     """Push the cube onto a disc on the table and leave it there. The gripper starts closed."""
 
-    name: str
     cube: Sector
     goal: Sector
     travel: tuple[float, float]  # metres from the cube's start to the disc
     yaw: float  # degrees to either side; a cube looks the same every 90 degrees, so 45 is any yaw
-    joint_noise: float
     scene: Scene = Scene((_RED_CUBE,), Marker("disc", 0.05, GREEN))
     instructions: tuple[str, ...] = (
         "push the red cube onto the green disc",
@@ -43,13 +43,12 @@ class Push(Task):
         "shove the cube over to the green disc",
     )
     max_episode_steps: int = 60
-    hold: int = 5
     radius: float = 0.04
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise, opening=0.0)
         while True:
-            cube, goal = _two_points(rng, self.cube, self.goal, self.travel)
+            cube, goal = _points_apart(rng, (self.cube, self.goal), *self.travel)
             # the arm reaches behind the cube
             if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
                 break
@@ -93,13 +92,11 @@ class Push(Task):
 
 
 @dataclass(frozen=True)
-class Lift(Task):
+class Lift(TabletopTask):
     """Grasp the first cube and hold it 6 cm or more above where it stood, whatever stands beside it."""
 
-    name: str
     cube: Sector
     yaw: float
-    joint_noise: float
     scene: Scene = Scene((_RED_CUBE,), marker=None)
     instructions: tuple[str, ...] = (
         "lift the red cube",
@@ -108,7 +105,6 @@ class Lift(Task):
         "take the cube off the table",
     )
     max_episode_steps: int = 50
-    hold: int = 5
     height: float = 0.06
     # where the scene's other objects stand, and metres between them all: the open fingers fit in
     others: tuple[Sector, ...] = ()
@@ -116,7 +112,7 @@ class Lift(Task):
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
-        points = _points_apart(rng, (self.cube, *self.others), self.apart)
+        points = _points_apart(rng, (self.cube, *self.others), self.apart, np.inf)
         cubes = np.stack([resting(_RED_CUBE, point, rng, self.yaw) for point in points])
         return Start(arm, cubes[0, :3] + [0.0, 0.0, self.height + 0.02], cubes)
 
@@ -152,28 +148,25 @@ class Lift(Task):
         others = [other for other in cubes if other != colour]
         scene = Scene((COLOURS[colour], *(COLOURS[other] for other in others)), marker=None)
         where = tuple(cubes[other] for other in others)
-        return cls(name, cubes[colour], yaw, noise, scene, instructions, others=where)
+        return cls(name, cubes[colour], yaw, scene, instructions, others=where, joint_noise=noise)
 
 
 @dataclass(frozen=True)
-class PutOn(Task):
+class _PutOn(TabletopTask):
     """Grasp the cube, put it on the second object, let go and draw back."""
 
-    name: str
-    scene: Scene
-    instructions: tuple[str, ...]
     cube: Sector
     support: Sector
     apart: tuple[float, float]  # metres between the two at the start
     yaw: float
-    joint_noise: float
+    scene: Scene
+    instructions: tuple[str, ...]
     tolerance: float  # metres that the cube may lie off the middle
     max_episode_steps: int = 80
-    hold: int = 5
 
     def start(self, rng: np.random.Generator) -> Start:
         arm = arm_near_home(rng, self.joint_noise)
-        cube, support = _two_points(rng, self.cube, self.support, self.apart)
+        cube, support = _points_apart(rng, (self.cube, self.support), *self.apart)
         below = resting(self.scene.objects[1], support, rng, self.yaw)
         objects = np.stack([resting(_RED_CUBE, cube, rng, self.yaw), below])
         return Start(arm, _resting_place(objects[None, :, :3], self.scene)[0], objects)
@@ -214,31 +207,29 @@ class PutOn(Task):
         below = f"{low:.2f}..{high:.2f} m from the cube"
         return {"cube": str(self.cube), "yaw": yaw_range(self.yaw), self.scene.objects[1].name: below}
 
-    @classmethod
-    def place(
-        cls, name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float
-    ) -> "PutOn":
-        instructions = (
-            "put the red cube on the blue plate",
-            "place the red cube onto the blue plate",
-            "pick up the red block and set it down on the plate",
-            "move the cube to the blue plate and let go",
-        )
-        scene = Scene((_RED_CUBE, _BLUE_PLATE), marker=None)
-        return cls(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.03)
 
-    @classmethod
-    def stack(
-        cls, name: str, cube: Sector, support: Sector, apart: tuple[float, float], yaw: float, noise: float
-    ) -> "PutOn":
-        instructions = (
-            "stack the red cube on the blue cube",
-            "put the red cube on top of the blue one",
-            "build a tower: red on blue",
-            "place the red block onto the blue block",
-        )
-        scene = Scene((_RED_CUBE, _BLUE_CUBE), marker=None)
-        return cls(name, scene, instructions, cube, support, apart, yaw, noise, tolerance=0.02)
+PLACE = partial(
+    _PutOn,
+    scene=Scene((_RED_CUBE, _BLUE_PLATE), marker=None),
+    instructions=(
+        "put the red cube on the blue plate",
+        "place the red cube onto the blue plate",
+        "pick up the red block and set it down on the plate",
+        "move the cube to the blue plate and let go",
+    ),
+    tolerance=0.03,
+)
+STACK = partial(
+    _PutOn,
+    scene=Scene((_RED_CUBE, _BLUE_CUBE), marker=None),
+    instructions=(
+        "stack the red cube on the blue cube",
+        "put the red cube on top of the blue one",
+        "build a tower: red on blue",
+        "place the red block onto the blue block",
+    ),
+    tolerance=0.02,
+)
 
 
 def _face(quat: np.ndarray) -> np.ndarray:
@@ -246,18 +237,11 @@ def _face(quat: np.ndarray) -> np.ndarray:
     return (yaw + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
 
-def _two_points(rng: np.random.Generator, one: Sector, other: Sector, apart: tuple[float, float]) -> np.ndarray:
-    while True:
-        points = np.stack([one.draw(rng), other.draw(rng)])
-        if apart[0] <= np.hypot(*(points[1] - points[0])) <= apart[1]:
-            return points
-
-
-def _points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], apart: float) -> np.ndarray:
+def _points_apart(rng: np.random.Generator, sectors: tuple[Sector, ...], low: float, high: float) -> np.ndarray:
+    """A point in each sector, and so many metres between them all."""
     while True:
         points = np.stack([sector.draw(rng) for sector in sectors])
-        gaps = np.linalg.norm(points[:, None] - points, axis=-1) + np.diag(np.full(len(points), np.inf))
-        if gaps.min() >= apart:
+        if all(low <= np.hypot(*(other - one)) <= high for one, other in combinations(points, 2)):
             return points
 
 

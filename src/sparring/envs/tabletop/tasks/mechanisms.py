@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, free_body, spaced
+from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, spaced
 from sparring.envs.tabletop.tasks.base import (
     HandTarget,
     Sector,
     Situation,
     Start,
-    Task,
+    TabletopTask,
     arm_near_home,
     distance,
     grasp,
@@ -51,20 +51,18 @@ class _PushButton:
         {OBJECT}/>
       <geom type="cylinder" size="{_CAP_RADIUS + 0.006} 0.003" pos="0 0 {z}" mass="0" rgba="{_RIM}" contype="0"
         conaffinity="0"/>"""
-        return free_body(self, box + cap)
+        return Part.free_body(self, box + cap)
 
 
 _BUTTON = _PushButton()
 
 
 @dataclass(frozen=True)
-class Button(Task):
+class Button(TabletopTask):
     """Press the cap down by 8 mm or more and hold it there. The gripper starts closed."""
 
-    name: str
     place: Sector
     yaw: float  # degrees to either side; the box looks the same every 90 degrees, so 45 is any yaw
-    joint_noise: float
     scene: Scene = Scene((_BUTTON,), marker=None)
     instructions: tuple[str, ...] = (
         "press the yellow button",
@@ -73,7 +71,6 @@ class Button(Task):
         "put the closed hand on the button and press",
     )
     max_episode_steps: int = 50
-    hold: int = 5
     depth: float = 0.008
 
     def start(self, rng: np.random.Generator) -> Start:
@@ -134,7 +131,7 @@ class _Cabinet:
             + _panel(_BLUE, (0, -side, 0), (x, _WALL, lid - _WALL))
             + _panel(_BLUE, (_WALL - x, 0, 0), (_WALL, side - _WALL, lid - _WALL))
         )
-        return free_body(self, carcass + self._drawer())
+        return Part.free_body(self, carcass + self._drawer())
 
     def _drawer(self) -> str:
         x, y, z = self.half
@@ -169,13 +166,11 @@ _CABINET = _Cabinet()
 
 
 @dataclass(frozen=True)
-class Drawer(Task):
-    name: str
+class Drawer(TabletopTask):
     knob: Sector  # where the middle of the knob's path is
     # degrees: where the front looks (0 away from the robot, -90 to its right), and up to how far to either side of that
     front: float
     spread: float
-    joint_noise: float
     scene: Scene = Scene((_CABINET,), marker=None)
     instructions: tuple[str, ...] = (
         "open the drawer",
@@ -184,7 +179,6 @@ class Drawer(Task):
         "open the small blue cabinet",
     )
     max_episode_steps: int = 70
-    hold: int = 5
     opening: float = 0.07
 
     def start(self, rng: np.random.Generator) -> Start:

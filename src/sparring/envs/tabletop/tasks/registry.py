@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from sparring.envs.tabletop.tasks.base import WIDE, Reach, Sector, Task
 from sparring.envs.tabletop.tasks.dual import Area, Handover, LiftTray
 from sparring.envs.tabletop.tasks.explore import Explore
-from sparring.envs.tabletop.tasks.manipulate import COLOURS, REACHABLE, Lift, Push, PutOn
+from sparring.envs.tabletop.tasks.manipulate import COLOURS, PLACE, REACHABLE, STACK, Lift, Push
 from sparring.envs.tabletop.tasks.mechanisms import Button, Drawer
 from sparring.errors import UserError
 
@@ -32,12 +32,12 @@ TASKS: dict[str, Task] = {
             for colour in COLOURS
             for d, (cubes, yaw, noise) in enumerate([(_ROW, 0, 0.02), (_ANY[_WIDER], 20, 0.05), (_ANY[WIDE], 45, 0.05)])
         ),
-        PutOn.place("place_d0", _NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, noise=0.02),
-        PutOn.place("place_d1", _WIDER, _WIDER, apart=(0.12, 0.25), yaw=20, noise=0.05),
-        PutOn.place("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, noise=0.05),
-        PutOn.stack("stack_d0", _NARROW, Sector(0.38, 0.44, 5), apart=(0.09, 0.20), yaw=0, noise=0.02),
-        PutOn.stack("stack_d1", _WIDER, _WIDER, apart=(0.10, 0.25), yaw=20, noise=0.05),
-        PutOn.stack("stack_d2", WIDE, WIDE, apart=(0.10, 0.30), yaw=45, noise=0.05),
+        PLACE("place_d0", _NARROW, Sector(0.38, 0.44, 5), apart=(0.10, 0.20), yaw=0, joint_noise=0.02),
+        PLACE("place_d1", _WIDER, _WIDER, apart=(0.12, 0.25), yaw=20, joint_noise=0.05),
+        PLACE("place_d2", WIDE, WIDE, apart=(0.12, 0.30), yaw=45, joint_noise=0.05),
+        STACK("stack_d0", _NARROW, Sector(0.38, 0.44, 5), apart=(0.09, 0.20), yaw=0, joint_noise=0.02),
+        STACK("stack_d1", _WIDER, _WIDER, apart=(0.10, 0.25), yaw=20, joint_noise=0.05),
+        STACK("stack_d2", WIDE, WIDE, apart=(0.10, 0.30), yaw=45, joint_noise=0.05),
         Drawer("drawer_d0", _NARROW, front=-90, spread=5, joint_noise=0.02),
         Drawer("drawer_d1", _WIDER, front=-90, spread=35, joint_noise=0.05),
         Drawer("drawer_d2", REACHABLE, front=0, spread=180, joint_noise=0.05),
@@ -68,3 +68,19 @@ def describe() -> list[tuple[str, str, str]]:
         (task.name, task.instructions[0], ", ".join(f"{key} {value}" for key, value in task.describe().items()))
         for task in TASKS.values()
     ]
+
+
+def register() -> None:
+    """Make the tasks known to gymnasium, which imports the envs themselves when one is made."""
+    import gymnasium
+
+    for task in TASKS:
+        env_id = f"sparring/{task}"
+        if env_id not in gymnasium.registry:
+            # no max_episode_steps: the env truncates its own episodes
+            gymnasium.register(
+                env_id,
+                "sparring.envs.registered:TabletopGym",
+                vector_entry_point="sparring.envs.registered:TabletopVectorGym",
+                kwargs={"id_task": task},
+            )

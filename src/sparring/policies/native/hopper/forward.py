@@ -6,7 +6,7 @@ State and memory are tokens of each denoising step: a pass of their own would co
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,11 +54,11 @@ def _has_hopper(weight: torch.Tensor) -> bool:
 
 
 class HopperForward:
-    """What `NativeModel.prefix` and `velocity` do. Shapes as in launch.py."""
+    """What `NativeModel.prefix` and `velocity` do. Shapes as in kernels.py."""
 
     def __init__(self, model: NativeModel, room: int, compile_it: Callable):
         """`room`: the most tokens of a step (state, memory, a chunk). `compile_it(function)` makes it fast."""
-        from sparring.policies.native.hopper.launch import Kernels
+        from sparring.policies.native.hopper.kernels import Kernels
 
         self.model, self.room = model, room
         self._begin, self._pool = compile_it(self._begin), compile_it(model.pool)  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ class HopperForward:
         widths = (sizes.width, sizes.mlp, sizes.expert_width, sizes.expert_mlp)
         whole = all(width % 64 == 0 for width in widths) and sizes.head_dim in (32, 64, 128, 256)
         layers = (*model.trunk, *model.expert)
-        products = [product for layer in layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        products: list[Any] = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         products += [block.up for block in model.vision.blocks]
         plain = all(type(product) is nn.Linear for product in products) and type(model.vision.patches) is nn.Conv2d
         return whole and plain and _has_hopper(model.words.weight)
@@ -91,9 +91,9 @@ class HopperForward:
         mask = F.pad(seen, (0, room), value=True)
         for number, layer in enumerate(trunk):
             cache = _LayerCache(keys[:, number], values[:, number], 0, mask, 0, turns)
-            q = self._project(layer, x, cache)  # type: ignore[arg-type]
+            q = self._project(layer, x, cache)
             if features or number < len(trunk) - 1:
-                x = self._finish(layer, x, self._attend(q, x.shape[1], cache))  # type: ignore[arg-type]
+                x = self._finish(layer, x, self._attend(q, x.shape[1], cache))
         return Cache(keys, values, mask, self._pool(x, seen) if features else None, states, cos, sin)
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -106,7 +106,7 @@ class HopperForward:
         layer_of = self._few if x.shape[0] * x.shape[1] <= FEW else self._many
         for number, layer in enumerate(self.model.expert):
             around = _LayerCache(cache.keys[:, number], cache.values[:, number], at, cache.mask, states, turns)
-            x = layer_of(layer, x, around)  # type: ignore[arg-type]
+            x = layer_of(layer, x, around)
         return self._emit(x[:, states:], dims)
 
     def _begin(self, inputs: Inputs):
@@ -176,7 +176,7 @@ def _full_rows(rows: int, width: int, units: int) -> int:
     return whole if 0 < rows - whole <= rows // 16 else rows
 
 
-def _see_patches(vision: nn.Module, images: torch.Tensor, dtype: torch.dtype, gelu_product: Callable) -> torch.Tensor:
+def _see_patches(vision: Any, images: torch.Tensor, dtype: torch.dtype, gelu_product: Callable) -> torch.Tensor:
     """`vision(images, dtype)`; `gelu_product(x, weight, bias)` is a product with the activation after it."""
     x = _embed_patches(vision, images.to(dtype)) + vision.places.to(dtype)
     for block in vision.blocks:
@@ -185,7 +185,7 @@ def _see_patches(vision: nn.Module, images: torch.Tensor, dtype: torch.dtype, ge
     return vision.norm(x)
 
 
-def _embed_patches(vision: nn.Module, images: torch.Tensor) -> torch.Tensor:
+def _embed_patches(vision: Any, images: torch.Tensor) -> torch.Tensor:
     """`vision.patches` of images [N, 3, S, S] as a product, [N, P, W]: a convolution takes ten times as long."""
     size = vision.patches.kernel_size[0]
     count = images.shape[-1] // size
@@ -194,4 +194,4 @@ def _embed_patches(vision: nn.Module, images: torch.Tensor) -> torch.Tensor:
     cut = cut.flatten(3).flatten(1, 2)
     room = -cut.shape[-1] % _PATCH_MULTIPLE
     weight, bias = F.pad(vision.patches.weight.flatten(1), (0, room)), vision.patches.bias
-    return F.linear(F.pad(cut, (0, room)), weight, bias)  # type: ignore[arg-type]
+    return F.linear(F.pad(cut, (0, room)), weight, bias)

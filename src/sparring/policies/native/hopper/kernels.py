@@ -1,14 +1,169 @@
-"""Triton kernels for acting on Hopper GPUs; launch.py says what each does, to which shapes.
+"""Triton kernels for acting on Hopper GPUs, and their launches (`Kernels`): how their work is cut into tiles.
 
 With few tokens, weights and launches are the bound: our products fuse turns, sums and the activation. With many, the
-GPU's library multiplies, and kernels here do only what lies between its products. Letters: as in launch.py, M = B * T.
+GPU's library multiplies, and kernels here do only what lies between its products.
+Letters: B rows, T tokens, M = B * T, K and N width before and after a product, C tokens of the cache, d numbers of a
+head, R = T times the heads that share keys.
 """
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+# how each kernel cuts its work, for up to so many tokens (M) of a step; measured on an H200
+TILES = {
+    64: {
+        "project": {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+        "attend": {"BLOCK_M": 16, "BLOCK_N": 128, "SPLITS": 5, "num_warps": 8, "num_stages": 2},
+        "out": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "SPLITS": 4, "num_warps": 4, "num_stages": 4},
+        "gate": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+        "down": {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "SPLITS": 4, "num_warps": 4, "num_stages": 4},
+    },
+    math.inf: {
+        "project": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
+        "attend": {"BLOCK_M": 64, "BLOCK_N": 32, "SPLITS": 2, "num_warps": 4, "num_stages": 2},
+        "out": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "SPLITS": 2, "num_warps": 4, "num_stages": 4},
+        "gate": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+        "down": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "SPLITS": 2, "num_warps": 4, "num_stages": 4},
+    },
+}
+_GATED = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 16, "num_warps": 8, "num_stages": 4}
+_COUNTERS = 1 << 16  # tiles of a product that several programs may share
+_OVERLAP = 64  # for up to so many tokens a kernel starts while the one before it ends
 _EPSILON = tl.constexpr(1e-6)
 _NOTHING = tl.constexpr(-1e30)
+
+
+@torch.library.custom_op("sparring::gelu_product", mutates_args=())
+def _gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """gelu(x [N, P, K] @ weight.T + bias) by the library; one piece for the compiler: the activation stays fused."""
+    return torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True).view(*x.shape[:2], -1)
+
+
+@_gelu_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:2], len(weight))
+
+
+class Kernels:
+    """On one device. A layer of few tokens takes project, attend, add, gate; one of many turn, weigh, gated."""
+
+    def __init__(self, device: torch.device):
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)  # zero before and after each kernel
+        self.gelu_product = _gelu_product
+
+    def norm(self, x, scale) -> torch.Tensor:
+        out, width = torch.empty_like(x), x.shape[2]
+        rows = x.numel() // width
+        _normed[(rows,)](x, scale, out, width, BLOCK=triton.next_power_of_2(width), **_overlap(x, rows))
+        return out
+
+    def project(self, x, weight, turns, q, keys, values, at: int) -> None:
+        """Queries, keys and values of tokens x [B, T, K], turned, where they belong: q [B, T, heads, d], and the cache
+        [B, kv heads, C, d] from token `at` on. Turns: cos and sin [B, at least T, d/2]."""
+        batch, tokens, width = x.shape
+        heads, size = q.shape[2:]
+        shared, room = keys.shape[1:3]
+        tile = _tile("project", x, batch * tokens, N=size // 2, K=width)
+        grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), (heads + 2 * shared) * (size // 2 // tile["BLOCK_N"]))
+        _project[grid](
+            x, weight, *turns, q, keys, values, batch * tokens, tokens, at, room, keys.stride(0) // size,
+            turns[0].shape[1],
+            K=width, HEADS=heads, KV=shared, D=size, **tile,
+        )  # fmt: skip
+
+    def attend(self, q, keys, values, seen, states: int, at: int) -> torch.Tensor:
+        """Queries [B, T, heads, d] over the cache's `at` tokens that are `seen` [B, C], and the T after them:
+        [B, T, heads * d]. The first `states` of the T see only the cache and each other."""
+        batch, tokens, heads, size = q.shape
+        shared, room = keys.shape[1:3]
+        tile = _tile("attend", q, batch * tokens)
+        splits, out = tile["SPLITS"], torch.empty_like(q)
+        parts, sums = (q.new_empty((splits, batch * tokens * heads, n), dtype=torch.float32) for n in (size, 2))
+        grid = (triton.cdiv(tokens * (heads // shared), tile["BLOCK_M"]), splits, batch * shared)
+        _attend[grid](
+            q, keys, values, seen, out, parts, sums, self.counters, tokens, states, at, room, keys.stride(0) // size,
+            size**-0.5,
+            HEADS=heads, KV=shared, D=size, BLOCKS=triton.cdiv(at + tokens, tile["BLOCK_N"] * splits), **tile,
+        )  # fmt: skip
+        return out.flatten(2)
+
+    def gate(self, x, weight) -> torch.Tensor:
+        """[B, T, K] -> [B, T, N], by weight [2 N, K]."""
+        batch, tokens, width = x.shape
+        wide = len(weight) // 2
+        tile = _tile("gate", x, batch * tokens, N=wide, K=width)
+        out = x.new_empty(batch, tokens, wide)
+        grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), wide // tile["BLOCK_N"])
+        _gate[grid](x, weight, out, batch * tokens, K=width, N=wide, **tile)
+        return out
+
+    def add(self, name: str, x, y, weight) -> torch.Tensor:
+        """x [B, T, N] + y [B, T, K] @ weight.T; `name` of the tile: out or down."""
+        rows, (wide, width) = x.shape[0] * x.shape[1], weight.shape
+        tile = _tile(name, x, rows, N=wide, K=width)
+        splits, out = tile["SPLITS"], torch.empty_like(x)
+        parts = x.new_empty((splits, rows, wide) if splits > 1 else 1, dtype=torch.float32)
+        grid = (triton.cdiv(rows, tile["BLOCK_M"]), wide // tile["BLOCK_N"], splits)
+        _add[grid](x, y, weight, out, parts, self.counters, rows, K=width, N=wide, **tile)
+        return out
+
+    def turn(self, qkv, turns, heads: int, keys, values, at: int) -> torch.Tensor:
+        """What `project` does after its product, which is [B, T, (heads + 2 kv heads) * d]; queries as
+        [B, kv heads, R, d], as if heads that share keys were more queries."""
+        batch, tokens = qkv.shape[:2]
+        shared, room, size = keys.shape[1:]
+        q = qkv.new_empty(batch, shared, tokens * (heads // shared), size)
+        _turn[(batch * tokens,)](
+            qkv, *turns, q, keys, values, tokens, at, room, keys.stride(0) // size, turns[0].shape[1],
+            HEADS=heads, KV=shared, D=size, BLOCK=triton.next_power_of_2(heads + 2 * shared), num_warps=4,
+        )  # fmt: skip
+        return q
+
+    def weigh(self, scores, seen, tokens: int, states: int, at: int, scale: float) -> None:
+        """Scores [B * kv heads, R, L] of T tokens become weights that sum to 1, in place. Who is seen: as `attend`.
+        L is at least `at` + T; what lies beyond gets 0."""
+        count, rows, width = scores.shape
+        block = triton.next_power_of_2(width)
+        # [1 or more rows, L] at once
+        several = max(4096 // block, 1)
+        _weigh[(triton.cdiv(rows, several), count)](
+            scores, seen, rows, width, at + tokens, states, at, seen.shape[1], scale,
+            KV=count // len(seen), GROUP=rows // tokens, BLOCK_M=several, BLOCK_N=block, num_warps=4,
+        )  # fmt: skip
+
+    def gated(self, x, weight) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        wide = len(weight) // 2
+        tile = _GATED | {"BLOCK_N": math.gcd(wide, _GATED["BLOCK_N"]), "BLOCK_K": math.gcd(width, _GATED["BLOCK_K"])}
+        rows, columns, inner = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+        out = x.new_empty(batch * tokens, wide)
+        _gated[(triton.cdiv(batch * tokens, rows) * (wide // columns),)](
+            TensorDescriptor.from_tensor(x.view(batch * tokens, width), [rows, inner]),
+            TensorDescriptor.from_tensor(weight, [columns, inner]),
+            TensorDescriptor.from_tensor(out, [rows, columns]),
+            batch * tokens, K=width, N=wide, **tile,
+        )  # fmt: skip
+        return out.view(batch, tokens, wide)
+
+
+def _tile(name: str, x, rows: int, N: int = 0, K: int = 0) -> dict:
+    """How a kernel is launched. Tiles are narrower where the sizes are no multiples."""
+    tile = next(tiles for most, tiles in TILES.items() if rows <= most)[name] | _overlap(x, rows)
+    if K:
+        if K % (16 * tile.get("SPLITS", 1)):
+            tile["SPLITS"] = 1
+        tile["BLOCK_N"] = math.gcd(N, tile["BLOCK_N"])
+        tile["BLOCK_K"] = math.gcd(K // tile.get("SPLITS", 1), tile["BLOCK_K"])
+    return tile
+
+
+def _overlap(x, rows: int) -> dict:
+    early = rows <= _OVERLAP and x.is_cuda
+    return {"EARLY": early, "launch_pdl": early} if early else {"EARLY": False}
 
 
 @triton.jit
@@ -20,7 +175,7 @@ def _wait(EARLY: tl.constexpr):
 
 
 @triton.jit
-def normed(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _normed(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     _wait(EARLY)
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     value = tl.load(x + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -45,7 +200,7 @@ def _twice(x, weight, rows, M, first, second, K: tl.constexpr, BLOCK_K: tl.const
 
 
 @triton.jit
-def project(
+def _project(
     x, weight, cos, sin, q, keys, values, M, T, at, C, stride, turns,
     K: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -87,7 +242,7 @@ def _open(gate, up, kind: tl.constexpr):
 
 
 @triton.jit
-def gate(
+def _gate(
     x, weight, out, M,
     K: tl.constexpr, N: tl.constexpr,
     EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -102,7 +257,7 @@ def gate(
 
 
 @triton.jit
-def gated(
+def _gated(
     x, weight, out, M,
     K: tl.constexpr, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
@@ -135,7 +290,7 @@ def _last(counter, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def add(
+def _add(
     x, y, weight, out, parts, counters, M,
     K: tl.constexpr, N: tl.constexpr,
     SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -168,7 +323,7 @@ def add(
 
 
 @triton.jit
-def attend(
+def _attend(
     q, keys, values, seen, out, parts, sums, counters, T, states, at, C, stride, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     BLOCKS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -229,7 +384,7 @@ def attend(
 
 
 @triton.jit
-def turn(
+def _turn(
     qkv, cos, sin, q, keys, values, T, at, C, stride, turns,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +414,7 @@ def turn(
 
 
 @triton.jit
-def weigh(
+def _weigh(
     scores, seen, rows, width, length, states, at, C, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

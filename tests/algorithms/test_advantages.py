@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from sparring.algorithms.returns import _chunk_rewards, gae, missing_level
+from sparring.algorithms.advantages import _chunk_rewards, gae, missing_level
 
 GAMMA, LAMBDA = 0.5, 0.5
 

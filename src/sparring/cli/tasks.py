@@ -1,14 +1,26 @@
-"""`sparring demos`."""
+"""`sparring check`, `tasks` and `demos`: what can be trained on, and demonstrations of the built-in tasks."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from sparring.cli.arguments import OPTIONS, count, flag_settings, positive
+from sparring.envs import ENVS
 from sparring.errors import UserError
+from sparring.policies import POLICIES
 
 
 def add(commands) -> None:
+    check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **OPTIONS)
+    name = "gym:<id>, sparring/<task>, your.module:Class; none: all"
+    check.add_argument("name", nargs="?", metavar="NAME", help=name)
+    offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *(f"sparring/{task}" for task in _task_names())]}
+    check.set_defaults(command=_check, takes_overrides=True, offered=offered)
+    tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
+    tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
+    tasks.set_defaults(command=_tasks)
     demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **OPTIONS)
     what = "task(s) to record, or a dataset to look into"
     demos.add_argument("what", metavar="TASK | show PATH", nargs="+", help=what)
@@ -27,17 +39,17 @@ def add(commands) -> None:
     demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
     demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
     offered = {
-        "what": _tasks_and_show,
+        "what": lambda: ["show", *_task_names()],
         "cameras": ["head", "wrist", "left_wrist", "right_wrist"],
         "control_mode": ["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"],
     }
     demos.set_defaults(command=_demos, takes_overrides=True, offered=offered)
 
 
-def _tasks_and_show() -> list[str]:
+def _task_names() -> list[str]:
     from sparring.envs.tabletop.tasks.registry import TASKS
 
-    return ["show", *TASKS]
+    return list(TASKS)
 
 
 def _number(text: str) -> float:
@@ -47,11 +59,31 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number, got '{text}'") from None
 
 
+def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from sparring.evaluation.check import check
+
+    return check(arguments.name, overrides)
+
+
+def _tasks(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from sparring.envs.tabletop.tasks.registry import describe
+    from sparring.evaluation.files import terminal_width, text_table
+
+    if arguments.sheet:
+        from sparring.demos.show import task_rows
+        from sparring.record.overlay import contact_sheet, write_png
+
+        print(write_png(Path(arguments.sheet), contact_sheet(task_rows())))
+    else:
+        print(text_table([("task", "goal", "ranges"), *describe()], False, terminal_width(), spare=(2, 1)))
+    return 0
+
+
 def _demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.what[0] == "show":
         return _show_demos(arguments, overrides)
     from sparring.config.text import parse_overrides
-    from sparring.demos.plan import Plan, demo_config, demo_folder
+    from sparring.demos.plan import Plan
     from sparring.demos.record import record
 
     if arguments.sheet:
@@ -60,10 +92,10 @@ def _demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("how many episodes? give --episodes N")
     keys = {name: f"env.{name}" for name in ("cameras", "image_size", "control_mode")} | {"seed": "seed"}
     settings = parse_overrides(overrides) + flag_settings(arguments, keys)
-    config = demo_config(arguments.what, arguments.config, settings)
-    limit, kept = config.rollout.max_episode_steps, arguments.keep_failures
-    plan = Plan(config.env, limit, config.seed, arguments.noise, kept, arguments.pixel_format)
-    output = Path(arguments.output) if arguments.output else demo_folder(arguments.what)
+    noise, keep_failures, pixel_format = arguments.noise, arguments.keep_failures, arguments.pixel_format
+    plan = Plan.of(arguments.what, arguments.config, settings, noise, keep_failures, pixel_format)
+    base = Path(os.environ.get("OUTPUT_BASE", "outputs"))
+    output = Path(arguments.output or base / "demos" / "_".join(arguments.what))
     try:
         recorded = record(plan, arguments.episodes, output, arguments.workers)
     except KeyboardInterrupt:

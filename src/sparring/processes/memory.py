@@ -1,15 +1,19 @@
-"""Memory that processes share: arrays or tensors by key in one mapped file. Imports torch only where tensors are."""
+"""Memory of this machine: large tensors, memory that processes share, and errors that say what to do where it runs out.
+
+torch is imported where tensors are only: workers of envs share arrays, and do without it.
+"""
 
 import errno
 import fcntl
 import logging
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparring.errors import UserError
+from sparring.errors import OutOfMemory, UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +37,21 @@ _ALIGNMENT = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _PREFIX, _SUFFIX = "sparring-shared-", ".bin"
-_WHAT, _INSTEAD = "what is shared with the collecting process", "another buffer.folder"
-# bytes: from this size on, tensors of a message go through shared memory
-LARGE = 1 << 16
+# as torch writes them in its errors
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+# the CPU's allocator, on Linux and elsewhere, has no error of its own; nor do CUDA's libraries
+_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_CUDA = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def free_ram() -> int:
+    """Bytes, with what the system would give up, such as its cache of files; where it does not say, all there is."""
+    try:
+        (available,) = re.findall(r"^MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available) * 1024
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,13 @@ class SharedMemory:
             self.bytes = np.frombuffer(mmap.mmap(opened.fileno(), nbytes), np.uint8)
 
     @classmethod
-    def make(cls, columns: Mapping[Key, Column], folder: Path | None = None, what=_WHAT, instead=_INSTEAD):
+    def make(
+        cls,
+        columns: Mapping[Key, Column],
+        folder: Path | None = None,
+        what: str = "what is shared with the collecting process",
+        instead: str = "another buffer.folder",
+    ) -> "SharedMemory":
         """In a file in `folder`; None: in RAM. Where there is no room, it says for `what`, and what to do `instead`."""
         descriptor, file = _make_file(folder or _memory_folder(), _layout(columns)[1], what, instead)
         memory = cls(SharedHandle(file, dict(columns)))
@@ -98,7 +121,9 @@ class SharedMemory:
     def tensors(self) -> dict[Key, "torch.Tensor"]:
         import torch
 
-        return self._views(torch.from_numpy(self.bytes))
+        # usable everywhere, wherever they are asked for first
+        with torch.inference_mode(False):
+            return self._views(torch.from_numpy(self.bytes))
 
     def _views(self, memory: Any) -> dict[Key, Any]:
         views = {}
@@ -158,7 +183,7 @@ def _make_file(folder: Path, nbytes: int, what: str, instead: str) -> tuple[int,
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     free = shutil.disk_usage(folder).free
-    no_room = f"{what} needs {gigabytes(nbytes)}, but {folder} has {gigabytes(free)} free; choose {instead}"
+    no_room = f"{what} needs {_size(nbytes)}, but {folder} has {_size(free)} free; choose {instead}"
     if nbytes > free:
         raise UserError(no_room)
     while True:
@@ -200,69 +225,88 @@ def _sweep(folder: Path) -> None:
                 os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class _InSlot:
-    """In a message, where a tensor was that lies in shared memory."""
+@contextmanager
+def explain_oom(doing: str, policy: "nn.Module | None" = None, rows: int = 0, setting: str = "") -> Iterator[None]:
+    """Around what is done for `rows` decisions at once, of which `setting` says how many there are; 0: for none.
 
-    key: Key
-
-
-class TensorSlots:
-    """Large tensors of messages, which go through shared memory: over a pipe 20 MB take as long as several decisions.
-
-    There are as many `slots` as messages under way: the next message is written over the first. The first message
-    decides which tensors have a place; what does not fit later on stays in its message.
+    `policy`: whose `config`, where it has one, says what else could be set.
     """
-
-    def __init__(self, slots: int, folder: Path | None):
-        self.slots, self.folder, self.begun = slots, folder, False
-        self.shared: SharedMemory | None = None
-
-    def take_out(self, content: Any, number: int) -> Any:
-        """What is left of the message of this number, to be sent otherwise."""
-        import torch
-
-        large: dict[Key, torch.Tensor] = {}
-
-        def collect(key: Key, part: Any) -> None:
-            if isinstance(part, torch.Tensor) and part.nbytes >= LARGE:
-                large[key] = part
-
-        _map(content, collect)
-        if not self.begun and large:
-            columns = {key: Column((self.slots, *tensor.shape), tensor.dtype) for key, tensor in large.items()}
-            self.shared = SharedMemory.make(columns, self.folder)
-        self.begun = True
-        known = self.shared.handle.columns if self.shared else {}
-        fitting = {key for key, t in large.items() if known.get(key) == Column((self.slots, *t.shape), t.dtype)}
-        for key in fitting:
-            self.shared.tensors[key][number % self.slots].copy_(large[key])
-        return _map(content, lambda key, part: _InSlot(key) if key in fitting else part)
-
-    @staticmethod
-    def put_back(content: Any, shared: SharedMemory | None, number: int) -> Any:
-        """The whole message of this number, of which nothing lies in shared memory any more."""
-
-        def restored(_: Key, part: Any) -> Any:
-            if not isinstance(part, _InSlot):
-                return part
-            slots = shared.tensors[part.key]
-            return slots[number % len(slots)].clone()
-
-        return _map(content, restored)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        message = oom_message(error)
+        if message is None:
+            raise
+        raise OutOfMemory(_explanation(doing, policy, rows, setting, message)) from error
 
 
-def _map(content: Any, function: Callable[[Key, Any], Any], key: Key = ()) -> Any:
-    """The same dicts and lists with function(where, part) for each part of them that is neither."""
-    if isinstance(content, dict):
-        return {name: _map(part, function, (*key, str(name))) for name, part in content.items()}
-    if isinstance(content, list):
-        return [_map(part, function, (*key, str(place))) for place, part in enumerate(content)]
-    return function(key, content)
+def oom_message(error: BaseException) -> str | None:
+    """The message of the error that memory ran out with, if that is behind an error.
+
+    Compilers wrap it; and a CUDA graph that is being recorded fails once more, without a reason.
+    """
+    import torch
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError) or any(words in str(seen) for words in _CPU + _CUDA):
+            return str(seen)
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
-def gigabytes(nbytes: int) -> str:
-    """'1.3 GB', '52 MB', '1.2 kB': two digits, as people say it."""
-    unit, size = next((pair for pair in (("GB", 1e9), ("MB", 1e6)) if nbytes >= pair[1] / 2), ("kB", 1e3))
-    value = nbytes / size
-    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+def _explanation(doing: str, policy: "nn.Module | None", rows: int, setting: str, message: str) -> str:
+    asked, free = _bytes(rf"allocate {_SIZE}", message), _bytes(rf"{_SIZE} is free", message)
+    used = _bytes(rf"{_SIZE} is allocated by PyTorch", message)
+    parameters = list(policy.parameters()) if policy is not None else []
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    ways = []
+    if rows >= 2:
+        fits = rows // 2
+        if asked and free is not None and used is not None:
+            # what decisions take grows with their number; at least what was asked for last did not fit
+            activations = max(used - weights, 0)
+            fits = max(1, min(fits, int(rows * (activations + free) / (activations + asked))))
+        ways.append(f"{setting}={fits} or less ({rows} decisions at once were too many)")
+    ways += _ways_of_policy(getattr(policy, "config", None), parameters, rows)
+    if free is None and any(words in message for words in _CPU):
+        free = free_ram()
+    what = f"out of memory while {doing}: {_size(asked)} more were asked for"
+    what += f" and {_size(free)} were free" if free is not None else ""
+    what += f"; the weights take {_size(weights)}" if weights else ""
+    return f"{what}. {'Set ' + '; or '.join(ways) if ways else 'Take a smaller model, or a machine with more memory'}"
+
+
+def _ways_of_policy(config: Any, parameters: list["nn.Parameter"], rows: int) -> list[str]:
+    """What its section of the config could say instead."""
+    learning = sum(p.numel() for p in parameters if p.requires_grad)
+    wide = sum(p.numel() for p in parameters if p.is_floating_point() and p.element_size() == 4 and not p.requires_grad)
+    ways, gains = [], []
+    if getattr(config, "precision", None) == "fp32":
+        gains += ["about half of what decisions take"] if rows else []
+    # pretrained models keep frozen weights in bf16, by a setting of its own or along with `precision`
+    pretrained = hasattr(config, "lora_r")
+    dtype = getattr(config, "dtype", getattr(config, "precision", None))
+    gains += [f"{_size(2 * wide)} less of frozen weights"] if pretrained and dtype == "fp32" and wide else []
+    if gains:
+        names = [name for name in ("precision", "dtype") if getattr(config, name, None) == "fp32"]
+        settings = " ".join(f"policy.{name}=bf16" for name in names)
+        ways.append(f"{settings} (RL then needs parity_tolerance=0.05), {' and '.join(gains)}")
+    if pretrained and not config.lora_r and learning:
+        # a gradient, and two moments of Adam
+        ways.append(f"policy.lora_r=8 or policy.frozen, up to {_size(12 * learning)} less for learning")
+    return ways
+
+
+def _bytes(pattern: str, message: str) -> int | None:
+    found = re.search(pattern, message)
+    return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "some bytes"
+    unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if count >= _UNITS[u]), "bytes")
+    number = count / _UNITS[unit]
+    # 1e+03 is no size
+    return f"{number:.{4 if number >= 999.5 else 3}g} {unit}"

@@ -1,0 +1,86 @@
+"""Pictures as policies take them: of any size, and refused in a sentence where they are not what was said."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from sparring.config.schema import load_config
+from sparring.contract import ContractError, EnvSpec
+from sparring.policies.policy import make_policy
+
+SHAPES = {"image/head": (3, 40, 56), "image/wrist": (3, 64, 48), "image/side": (3, 40, 56)}
+SPEC = EnvSpec({name: (shape, "uint8") for name, shape in SHAPES.items()} | {"state": ((5,), "float32")}, 2)
+NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1, "memory_size": 7}
+POLICIES = {
+    "actor_critic": {"name": "actor_critic", "channels": [4, 4], "image_features": 8},
+    "keypoints": {"name": "actor_critic", "channels": [4, 4], "image_features": 8, "image_encoder": "keypoints"},
+    "flow": {"name": "flow", "channels": [4, 4], "image_features": 8, "width": 32},
+    "native_vla": NATIVE,
+}
+
+
+def policy_of(name):
+    torch.manual_seed(0)
+    return make_policy(load_config({"policy": POLICIES[name]}, inherit=False).policy, SPEC, 1).eval()
+
+
+def seen(batch=2):
+    generator = torch.Generator().manual_seed(0)
+    images = {
+        name.partition("/")[2]: torch.randint(0, 256, (batch, *shape), dtype=torch.uint8, generator=generator)
+        for name, shape in SHAPES.items()
+    }
+    return TensorDict({"observation": {"image": images, "state": torch.zeros(batch, 5)}}, [batch])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_cameras_may_differ_in_size_and_each_is_seen(name):
+    policy = policy_of(name)
+
+    @torch.no_grad()
+    def features(td):
+        return policy.encode(td)[0] if hasattr(policy, "encode") else policy.encoder(td)
+
+    with torch.no_grad():
+        assert policy.act(seen())["action"].shape == (2, policy.chunk, 2)
+        if policy.memory_size:
+            assert policy.remember(seen()).shape == (2, policy.memory_size)
+    before = features(seen())
+    for camera in ("head", "wrist", "side"):
+        other = seen()
+        other["observation", "image", camera] = 255 - other["observation", "image", camera]
+        assert (features(other) - before).abs().max() > 1e-5
+
+
+MISTAKES = {
+    "a range of 0 to 1": (
+        lambda image: image / 255,
+        "observation/image/head is float32 [2, 3, 40, 56] with values of 0 to 1, expected uint8 [B, 3, 40, 56] with "
+        "values of 0 to 255; convert it: (image * 255).round().byte()",
+    ),
+    "floats to 255": (lambda image: image.float(), "; convert it: image.round().byte()"),
+    "channels last": (
+        lambda image: image.movedim(1, -1),
+        "is uint8 [2, 40, 56, 3], expected uint8 [B, 3, 40, 56] with values of 0 to 255; put the channels first: "
+        "image.movedim(-1, -3)",
+    ),
+    "both": (lambda image: image.movedim(1, -1) / 255, "image.movedim(-1, -3), and convert it: (image * 255)"),
+    "another size": (lambda image: image[..., ::2], "[2, 3, 40, 28], expected uint8 [B, 3, 40, 56] with values of 0"),
+    "no colours": (lambda image: image[:, 0], "is uint8 [2, 40, 56], expected"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_other_pictures_are_refused_in_a_sentence(name, mistake):
+    change, said = MISTAKES[mistake]
+    td = seen()
+    td["observation", "image", "head"] = change(td["observation", "image", "head"])
+    with pytest.raises(ContractError) as caught:
+        policy_of(name).act(td)
+    assert said in str(caught.value) and str(caught.value).startswith("observation/image/head is ")
+
+
+def test_a_missing_picture_is_refused_by_name():
+    with pytest.raises(ContractError, match=r"observation/image/wrist is missing; expected uint8 \[B, 3, 64, 48\]"):
+        policy_of("flow").act(seen().exclude(("observation", "image", "wrist")))
