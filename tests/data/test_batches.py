@@ -162,11 +162,13 @@ def test_seeds_and_numbers_do_not_coincide():
 
 
 def test_close_ends_the_thread():
+    # builders of other tests in this process may not have ended theirs
+    others = set(threading.enumerate())
     builder = BatchBuilder(Numbers(), 3)
     next(builder)
-    before = [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    started = set(threading.enumerate()) - others
     builder.close()
-    assert before and not any(thread.is_alive() for thread in before)
+    assert started and not any(thread.is_alive() for thread in started)
     with pytest.raises(RuntimeError, match="after shutdown"):
         next(builder)
 
