@@ -261,8 +261,8 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
 def test_rewards_of_the_originals_mean_what_they_meant_there(tmp_path, text, expected, phase):
     file = in_file(tmp_path, f"student:\n  {text}\n", "theirs.yaml")
     written, notes = import_config(file, phase)
-    # weights of student are read in student alone
-    expected = expected if phase == "student" else (1.0, 1.0)
+    # weights of student are read in student alone; phase 3 there pays for predictions that fail, and nothing else
+    expected = expected if phase == "student" else (0.0, 1.0)
     for path in (file, in_file(tmp_path, written, "ours.yaml")):
         rewards = load_config(path, start(phase), phase).rewards
         weights = {name: getattr(rewards, name) for name in TERMS}
@@ -270,7 +270,9 @@ def test_rewards_of_the_originals_mean_what_they_meant_there(tmp_path, text, exp
         assert rewards.divergence == "original" and not any(weights.values())
     _, told = schema.configure([*read_settings(file), *start(phase), Setting("phase", phase, "here")], inherit=False)
     for lines in (notes, told):
-        assert any(line.startswith(f"{phase} is rewarded as in the originals: rewards.name=original") for line in lines)
+        (line,) = [line for line in lines if line.startswith(f"{phase} is rewarded as in the originals: ")]
+        assert "rewards.name=original" in line and "other than there, a term is normalised" in line
+        assert line in notes and f"# {line}.\n" in written
 
 
 def test_rewards_that_are_chosen_stay_as_they_are_chosen(tmp_path):

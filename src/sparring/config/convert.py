@@ -40,8 +40,8 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
 
     names = {key: s.written for key, s in settings.items() if s.written and s.written != key}
     notes = [f"read as: {', '.join(f'{theirs} -> {key}' for key, theirs in names.items())}"] if names else []
-    for each in phases:
-        notes += rename(kept, SCHEMA, each).notes_on_rewards()
+    on_rewards = [note for each in phases for note in rename(kept, SCHEMA, each).notes_on_rewards()]
+    notes += on_rewards
     # in the order of the file; what it says to leave out is left out
     comments = sorted(
         ((s, why.removesuffix("; leave it out")) for s, why in comments), key=lambda each: each[0].line or 0
@@ -50,6 +50,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     also = f" and each of its phases: {', '.join(CHAIN)}" if phase == "all" else ""
     text = f"# From {Path(file).name}, by `sparring config import`. For `sparring train {phase}`{also}.\n"
     values = SCHEMA.nested(settings)
+    text += "".join(f"# {note}.\n" for note in on_rewards)
     text += to_yaml(values, {key: f"was {theirs}" for key, theirs in names.items()}) if values else ""
     text += f"# Not settings here; each with its line in {Path(file).name}, and why:\n" if comments else ""
     for setting, why in comments:

@@ -208,7 +208,8 @@ class Renamed:
             return []
         given = ", ".join(f"{setting.key}={value_text(setting.value)}" for setting in self.implied)
         others = "rewards that are not named have the weights of rewards=original"
-        return [f"{self.phase} is rewarded as in the originals: {given}; {others}"]
+        differs = "other than there, a term is normalised by its running mean and deviation before its weight counts"
+        return [f"{self.phase} is rewarded as in the originals: {given}; {others}; {differs}"]
 
 
 def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> Renamed:
@@ -278,7 +279,8 @@ def why_not(key: str, value: Any) -> str | None:
 
 def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting]:
     """What a config of the originals (not a command line with a key of theirs) means for the rewards: their set and
-    formula. Where it weighs some of their terms for this phase, the others are 0."""
+    formula. Where it weighs some of their terms for this phase, the others are 0; without, phase 3 is paid for wrong
+    predictions alone."""
     source = next((s.source for s in settings if s.source != "command line" and _is_of_a_phase_there(s.key)), None)
     given = {setting.key for setting in renamed.settings}
     if renamed.phase not in ("student", "adversarial") or source is None or "rewards.name" in given:
@@ -286,6 +288,8 @@ def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting
     implied: dict[str, Any] = {"rewards.name": "original"}
     if any(key in given for key in _ORIGINAL_TERMS):
         implied |= {key: 0.0 for key in _ORIGINAL_TERMS if key not in given}
+    elif renamed.phase == "adversarial":
+        implied["rewards.memory_divergence"] = 0.0
     return [Setting(key, value, f"{source}, as in the originals") for key, value in implied.items()]
 
 
