@@ -105,6 +105,16 @@ def test_the_world_model_warms_up_alone_then_both_learn(runs, tmp_path):
     closed(run)
 
 
+def test_the_rollout_that_fits_normalisers_is_recorded_as_well(runs, tmp_path):
+    given = [f"adversarial.teacher={runs}/teacher_rl", *SMALL, *SPARRING, *EXPLORER, "adversarial.warmup_steps=0"]
+    run = Run(config_of("adversarial", tmp_path, *given, "adversarial.held_out=0"), quiet=True)
+    run.phase.step(0.0)
+    # an episode is 8 steps, a rollout 4 decisions of 2 steps
+    assert run.phase.explorer.algorithm.warmups == 1 and run.phase.progress.env_steps == 2 * 2 * 8
+    assert len(run.phase.replay.store) == run.phase.progress.episodes == 4
+    closed(run)
+
+
 def test_explorer_updates_per_iter(runs, tmp_path):
     given = [
         "adversarial.explorer_updates_per_iter=3",

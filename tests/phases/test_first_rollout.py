@@ -41,6 +41,22 @@ def test_the_first_update_learns_with_fitted_normalisers_and_the_steps_count(tmp
     run.phase.env.close()
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    [{"mode": "async", "staleness": 0}, {"mode": "async"}, {"groups": 2}, {"n_episodes_per_batch": 4}],
+    ids=["async in turns", "async", "groups", "whole episodes"],
+)
+def test_so_it_is_however_rollouts_are_collected(tmp_path, rollout):
+    run = Run(config_in(tmp_path, rollout=SMALL["rollout"] | rollout), quiet=True)
+    seen = watched(run)
+    run.phase.step(0.0)
+    (fitted,), once = seen, run.phase.progress.env_steps / 2
+    # by episodes the two rollouts differ in length
+    assert fitted > 8 and (fitted == once or "n_episodes_per_batch" in rollout and run.phase.progress.episodes == 8)
+    assert (run.phase.algorithm.updates, run.phase.algorithm.version) == (1, 2)
+    run.phase.env.close()
+
+
 def test_fresh_decisions_are_not_taken_for_stale_ones(tmp_path):
     run = small(tmp_path)
     for _ in range(2):

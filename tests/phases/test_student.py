@@ -68,6 +68,21 @@ def test_another_kind_of_policy_is_not_given_the_usual_ones_settings(teacher, tm
     assert load_config(None, settings).policy.name == "flow"
 
 
+def test_the_rollout_that_fits_normalisers_is_judged_as_well(teacher, tmp_path):
+    """Else the world model's memory of an episode would begin in its middle."""
+    phase = run_of(teacher, tmp_path, "rollout.steps=4").phase
+    judge, first = phase.rewards, []
+    enter = judge.memory.enter
+    judge.memory.enter = lambda td: first.append(td["is_first"].all()) or enter(td)
+    phase.step(0.0)
+    # two rollouts of 4 decisions of 2 robots, in time order; an episode has 6 decisions
+    assert phase.algorithm.warmups == 1 and float(judge.normalizer.count) == 16
+    assert [bool(begins) for begins in first] == [True, *[False] * 5, True, False]
+    phase.step(0.1)
+    assert len(first) == 12
+    phase.env.close()
+
+
 def test_the_explorer_reads_the_wrist_camera_only_and_the_world_model_both(teacher, tmp_path):
     phase = run_of(teacher, tmp_path).phase
     assert phase.policy.in_keys == [("observation", "image", "wrist"), ("observation", "state")]

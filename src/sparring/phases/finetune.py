@@ -138,7 +138,11 @@ class Finetune(Phase):
         """Fit the policy's normalisers to a first rollout: fitted after an update, they would undo a part of it."""
         with fail_together(self.distributed):
             self.collect()
+        # what judges and records rollouts must see all of them: its memories and episodes go on in the next one
+        self.learning = True
+        self.pay()
         self.algorithm.warm_up(self.buffer.rollout())
+        self.learning = False
         self.collector.weights_changed()
 
     def pay(self) -> dict[str, float]:
