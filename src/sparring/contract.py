@@ -126,8 +126,9 @@ def _image_mistake(picture: torch.Tensor, shape: tuple[int, ...], name: str) -> 
     elif given != shape:
         advice.append("resize it to what the policy was made for")
     if kind != "uint8":
-        whole = picture.is_floating_point() and float(picture.max() if picture.numel() else 0) > 1
-        advice.append("convert it: image.round().byte()" if whole else "convert it: (image * 255).round().byte()")
+        scaled = picture.is_floating_point() and float(picture.max() if picture.numel() else 0) <= 1
+        whole = "image.round().byte()" if picture.is_floating_point() else "image.byte()"
+        advice.append(f"convert it: {'(image * 255).round().byte()' if scaled else whole}")
     expected = f"expected uint8 [B, {', '.join(map(str, shape))}] with values of 0 to 255"
     return f"{name} is {kind} {list(picture.shape)}{range_}, {expected}; {', and '.join(advice)}"
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import gymnasium
 import mujoco
@@ -121,6 +122,8 @@ class HasNoOpenGL(Counter):
 
     def render(self):
         HasNoOpenGL.tries += 1
+        # as MuJoCo's window library
+        warnings.warn_explicit("no display", RuntimeWarning, "glfw/__init__.py", 1, "glfw")
         raise mujoco.FatalError("no OpenGL")
 
 

@@ -276,7 +276,7 @@ def test_env_that_cannot_draw_goes_on_without_pictures():
     assert env.no_picture(0) == "pygame is not installed"
 
 
-def test_an_env_is_drawn_no_more_where_there_is_no_opengl():
+def test_an_env_is_drawn_no_more_where_there_is_no_opengl(recwarn):
     gym_doubles = importlib.import_module(DOUBLES)
     env = backend("HasNoOpenGL", num_envs=2)
     env.reset(EpisodeSeeds(0))
@@ -286,6 +286,8 @@ def test_an_env_is_drawn_no_more_where_there_is_no_opengl():
         assert batch.step(chunks(2)).frames == {} if batch is env else batch.reset(EpisodeSeeds(0))
         assert batch.render(0) is None and "(no OpenGL); install OpenGL's EGL or OSMesa" in batch.no_picture(0)
     assert gym_doubles.HasNoOpenGL.tries == 1
+    # it is said once, by us
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_an_env_whose_render_fails_goes_on_and_tells():

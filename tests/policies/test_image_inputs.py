@@ -59,6 +59,7 @@ MISTAKES = {
         "values of 0 to 255; convert it: (image * 255).round().byte()",
     ),
     "floats to 255": (lambda image: image.float(), "; convert it: image.round().byte()"),
+    "whole numbers": (lambda image: image.long(), "; convert it: image.byte()"),
     "channels last": (
         lambda image: image.movedim(1, -1),
         "is uint8 [2, 40, 56, 3], expected uint8 [B, 3, 40, 56] with values of 0 to 255; put the channels first: "

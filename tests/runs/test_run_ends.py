@@ -34,7 +34,8 @@ def test_a_run_whose_env_cannot_draw_says_so_once(tmp_path):
     evaluation = {"episodes": 2, "every": 1}
     run = Run(config_in(tmp_path, env={"name": "gym_doubles:HasNoOpenGL"}, rollout=rollout, evaluation=evaluation))
     run.run()
-    # two updates, an evaluation after each
+    # two updates, an evaluation after each; the first one is told of before it takes its time
+    assert (run.folder / "train.log").read_text().count("evaluating it on 2 held-out episodes") == 1
     assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 2
     assert (run.folder / "train.log").read_text().count("no video: MuJoCo cannot draw gym_doubles:HasNoOpenGL") == 1
 
@@ -141,7 +142,7 @@ def test_two_runs_of_a_process_keep_their_logs_apart(tmp_path):
     two.run()
     one.evaluate()
     said = [(tmp_path / name / "train.log").read_text() for name in ("one", "two")]
-    assert [text.count("held-out episodes") for text in said] == [1, 0]
+    assert [text.count("held-out episodes:") for text in said] == [1, 0]
     for name in ("one", "two"):
         (file,) = (tmp_path / name / "logs/training").iterdir()
         assert [line.partition("update ")[2][0] for line in file.read_text().splitlines()] == ["1", "2"]

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import warnings
 from typing import Any
 
 import gymnasium
@@ -156,6 +157,8 @@ class GymRobot:
         # while recording, `frames` holds one [H, W, 3] picture per step of the latest chunk
         self.recording = False
         self.frames: list[Picture] = []
+        # MuJoCo's window library warns of each thing it lacks; `no_picture` says it once
+        warnings.filterwarnings("ignore", module="glfw")
         self.no_picture: str | None = None  # why there is no picture; None while there may be one
         if self.env.render_mode != "rgb_array":
             mode = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"

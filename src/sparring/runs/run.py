@@ -389,6 +389,8 @@ class _Evaluator:
         phase, config, recorder = run.phase, run.config, run.recorder
         model, device = cast(Any, phase.evaluated_model), run.distributed.device
         evaluation: EvaluationResult
+        if self.newest[0] < 0:
+            log.info("evaluating it on %s held-out episodes (evaluation.episodes)", config.evaluation.episodes)
         if phase.evaluation == "world_model":
             evaluation = WorldModelEvaluation.run(config, model, device)
         elif phase.evaluation == "exploration":
