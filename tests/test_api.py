@@ -178,7 +178,7 @@ def test_the_buffer_vla_is_the_asynchronous_mode_unless_a_mode_is_given(tmp_path
     assert ring.train(64) and isinstance(ring.run.phase.buffer, VLABuffer)
 
 
-def test_what_the_collecting_process_cannot_make_again_is_refused(caplog):
+def test_what_the_collecting_process_cannot_make_again_is_refused():
     from doubles import LinearPolicy, counting_env
 
     config = load_config(SMALL)
@@ -191,9 +191,9 @@ def test_what_the_collecting_process_cannot_make_again_is_refused(caplog):
     mine = type("Mine", (PPO,), {"__module__": "__main__"})
     with pytest.raises(UserError, match="algorithm '__main__:Mine' is defined in the script .*move the class"):
         small_trainer(config, algorithm=mine, mode="async")
-    # only implied: in turns, and it says why
-    assert Trainer(policy, env, algorithm, buffer_type="vla").settings["rollout"]["mode"] == "sync"
-    assert "buffer_type='vla' collects and learns in turns here: mode='async' makes a second policy" in caplog.text
+    with pytest.raises(UserError, match="^buffer_type='vla' \\(mode='async'\\) makes .* or use mode='sync'"):
+        Trainer(policy, env, algorithm, buffer_type="vla")
+    assert Trainer(policy, env, algorithm, buffer_type="vla", mode="sync").settings["rollout"]["mode"] == "sync"
 
 
 def test_grpo_without_groups_and_both_kinds_of_batches_are_told():

@@ -15,7 +15,6 @@ Robots act while the policy learns, in a process of their own (docs/async.md):
 trainer = Trainer(policy, env, PPO(config.ppo, policy), mode="async")
 """
 
-import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,15 +34,13 @@ from sparring.runs.fits import load_weights
 from sparring.runs.run import Run
 from sparring.world_models.world_model import WorldModel, make_world_model
 
-_log = logging.getLogger(__name__)
-
 
 class Trainer:
     """An env, a policy and an algorithm, put into THE loop. Without `output` nothing is written to disk.
 
     mode="sync" collects and learns in turns, mode="async" at the same time: a second process makes an env and a policy
     from the configs of those given, which make_env and make_policy must have made, and gets the policy's weights.
-    buffer_type="vla" alone means both the ring of the newest decisions and mode="async", where that is possible.
+    buffer_type="vla" alone means both the ring of the newest decisions and mode="async".
     """
 
     def __init__(
@@ -65,10 +62,11 @@ class Trainer:
 
         `mode`: sync or async; null: async for buffer_type="vla". `staleness` (async): updates a rollout may be behind.
         """
-        if mode is None:
-            mode = _mode_of(buffer_type, policy, env, algorithm, staleness)
-        elif mode == "async":
-            _check_async(policy, env, algorithm, staleness)
+        # in the document that the buffer "vla" comes from, it is the asynchronous mode
+        asked = f"{mode=}" if mode else f"{buffer_type=} (mode='async')"
+        mode = mode or ("async" if buffer_type == "vla" else "sync")
+        if mode == "async":
+            _check_async(asked, policy, env, algorithm, staleness)
         if buffer_size is None and episodes_per_batch is None:
             buffer_size = 2048
         self.policy, self.env, self.algorithm = policy, env, algorithm
@@ -161,30 +159,18 @@ def _section(thing) -> dict:
     return {} if config is None else config.model_dump()
 
 
-def _mode_of(buffer_type: str, policy: Policy, env: Env, algorithm: Any, staleness: int) -> str:
-    """In the document that the buffer "vla" comes from, it is the asynchronous mode."""
-    if buffer_type != "vla":
-        return "sync"
-    try:
-        _check_async(policy, env, algorithm, staleness)
-    except UserError as error:
-        _log.warning("buffer_type='vla' collects and learns in turns here: %s", error)
-        return "sync"
-    return "async"
-
-
-def _check_async(policy: Policy, env: Env, algorithm: Any, staleness: int) -> None:
+def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness: int) -> None:
     """Refuses parts that the collecting process cannot make again, or whose stale decisions cannot be learned from."""
     # others than make_env's, such as an ImaginedEnv, may have the config of the env that they stand for
     configs = {"env": env.config if type(env) is Env else None, "policy": getattr(policy, "config", None)}
     if configs["env"] is None:
         raise UserError(
-            "mode='async' makes a second env in another process, from the config of the first, and this "
+            f"{asked} makes a second env in another process, from the config of the first, and this "
             f"{type(env).__name__} was not made from one; make it with make_env, or use mode='sync'"
         )
     if configs["policy"] is None:
         raise UserError(
-            "mode='async' makes a second policy in another process, from the config of the first, and this "
+            f"{asked} makes a second policy in another process, from the config of the first, and this "
             f"{type(policy).__name__} has none; make it with make_policy (a class of your own keeps its config as "
             "self.config), or use mode='sync'"
         )
@@ -193,7 +179,7 @@ def _check_async(policy: Policy, env: Env, algorithm: Any, staleness: int) -> No
     for name, found in classes.items():
         if found.startswith("__main__:"):
             raise UserError(
-                f"mode='async': the {name} '{found}' is defined in the script or notebook itself, which the collecting "
+                f"{asked}: the {name} '{found}' is defined in the script or notebook itself, which the collecting "
                 "process cannot import; move the class to a module, or use mode='sync'"
             )
     if staleness and isinstance(algorithm, Algorithm):
