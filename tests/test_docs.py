@@ -29,6 +29,10 @@ TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "imitat
 TINY += ["teacher.gradient_steps=2", "adversarial.wm_updates_per_iter=2", "adversarial.warmup_steps=0", "env.threads=1"]
 
 
+# a word of commands -> the package that they need, which the tests' extras leave out
+NEEDS = {"LunarLander": "Box2D", "CarRacing": "Box2D", "HalfCheetah": "imageio", "_robotics": "gymnasium_robotics"}
+
+
 def documented_commands() -> list[str]:
     """Lines of bash blocks that begin with `sparring`, from every page, each once."""
     found = {}
@@ -101,6 +105,9 @@ def trained(tmp_path_factory):
 def run_small(command: str, capsys) -> None:
     """In the folder of `trained`, at a size that takes no time."""
     words = shlex.split(command)[1:]
+    for word, package in NEEDS.items():
+        if word in command and not find_spec(package):
+            pytest.skip(f"no {package}")
     if words[0] == "watch":  # it would not end; test_watch.py serves
         assert _build_parser().parse_args(words).runs
         return

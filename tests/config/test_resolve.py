@@ -213,5 +213,5 @@ def test_gymnasium_envs_of_ones_own_by_class_function_or_registered_id(module):
     said = sentence(load_config, {"env": {"name": "gym:no_such_module:Mine-v0"}})
     assert said == (
         "env.name = 'gym:no_such_module:Mine-v0' (from Python): env 'gym:no_such_module:Mine-v0': "
-        "no module 'no_such_module'; is it in this folder or on PYTHONPATH?"
+        "no module 'no_such_module'; is it in this folder or on PYTHONPATH? Else: pip install no-such-module"
     )

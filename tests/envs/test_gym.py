@@ -267,13 +267,15 @@ def test_recorded_envs_give_a_picture_per_executed_step():
 def test_env_that_cannot_draw_goes_on_without_pictures():
     robot = GymRobot(GymConfig(name=f"{DOUBLES}:CannotDraw"))
     robot.reset(0)
-    assert robot.render() is None and robot.no_picture == "pygame is not installed"
+    assert robot.render() is None and robot.no_picture.startswith(
+        'pygame is not installed; pip install "sparring[gym]" brings'
+    )
 
     env = backend("CannotDraw")
     env.reset(EpisodeSeeds(0))
     env.record([0])
     assert env.step(chunks()).frames == {} and env.render(0) is None
-    assert env.no_picture(0) == "pygame is not installed"
+    assert env.no_picture(0).startswith("pygame is not installed; pip")
 
 
 def test_an_env_is_drawn_no_more_where_there_is_no_opengl(recwarn):

@@ -33,13 +33,14 @@ def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: s
     return resolve(name or section.name, known, kind)(section, *runtime)
 
 
-def import_module(name: str, asked_by: str) -> ModuleType:
+def import_module(name: str, asked_by: str, or_else: str = "") -> ModuleType:
+    """`or_else`: what to do about a missing module beside looking where it is."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         hint = f"'{name}' itself needs '{error.name}', which is not installed"
         if f"{name}.".startswith(f"{error.name}."):
-            hint = "is it in this folder or on PYTHONPATH?"
+            hint = f"is it in this folder or on PYTHONPATH?{or_else and f' Else: {or_else}'}"
         raise UserError(f"{asked_by}: no module '{error.name}'; {hint}") from None
     except Exception as error:
         raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error

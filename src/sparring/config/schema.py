@@ -217,7 +217,7 @@ def _check_gym_id(name: str) -> None:
 
     module, _, env_id = name.rpartition(":")
     if module:
-        import_module(module, f"env 'gym:{name}'")
+        import_module(module, f"env 'gym:{name}'", f"pip install {module.partition('.')[0].replace('_', '-')}")
     if any(env_id == spec.name for spec in gymnasium.registry.values()):
         return
     try:

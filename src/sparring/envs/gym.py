@@ -18,6 +18,7 @@ from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError, describe_error
 
+_INSTALL = 'pip install "sparring[gym]" brings what gymnasium\'s own envs need'
 # env.name -> why MuJoCo cannot draw in this process: a second try would end the process with no exception to catch
 _NO_OPENGL: dict[str, str] = {}
 
@@ -210,7 +211,7 @@ class GymRobot:
             picture = self.env.render()
             return None if picture is None else np.array(picture, np.uint8)  # the env may reuse its buffer
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-            self.no_picture = str(error)
+            self.no_picture = f"{error}; {_INSTALL}"
         except Exception as error:  # drawing is optional, whatever goes wrong in it
             self.no_picture = f"render() of {self._name} failed: {describe_error(error)}"
             if type(error).__module__ == "mujoco":
@@ -265,7 +266,8 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
             creator = getattr(importlib.import_module(source), name)
             env = creator(**{**_render_kwargs(creator), **config.kwargs})
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
-        hint = '; install what it needs, e.g. pip install "gymnasium[mujoco]"' if isinstance(error, ImportError) else ""
+        lacks = isinstance(error, ImportError | gymnasium.error.DependencyNotInstalled)
+        hint = f"; {_INSTALL}" if lacks else ""
         made = f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}"
         raise UserError(f"{made}: {error}{hint}") from error
     if not isinstance(env, gymnasium.Env):
