@@ -98,7 +98,8 @@ def trained(tmp_path_factory):
     words = ["train", "imitate", f"imitate.demos={folder}/outputs/demos/lift_d0", *TINY, "training.iterations=1"]
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
     assert main([*words, "--output", str(folder / "outputs/imitate_rl")]) == 0
-    (folder / "outputs/flow").symlink_to("imitate_rl")
+    for name in ("flow", "from_state"):
+        (folder / "outputs" / name).symlink_to("imitate_rl")
     return folder
 
 

@@ -128,7 +128,7 @@ def _hidden(run: dict, camera: str) -> dict:
 
 def summary(runs: dict[str, dict]) -> str:
     rows = [("model", "seed", "CPU min", "camera", "changed", "ceiling", "k=1", "5", "10", "20", "wrong action")]
-    rows[0] += ("hidden (pixels)",)
+    rows[0] += ("hidden (pixels)", "whole", "objects", "tokens (copy)")
     lines = []
     for run in runs.values():
         figures = run["figures"]
@@ -138,12 +138,21 @@ def summary(runs: dict[str, dict]) -> str:
             gap = _short(figures["shuffled_actions"]["changed_mse_ratio_gap"][camera])
             hidden = _hidden(run, camera)
             start = run["problem"], run["seed"], f"{run['cpu_seconds'] / 60:.1f}", camera
-            rows.append((*start, *ratios, *ahead, gap, f"{_short(hidden['prediction'], 5)} ({hidden['pixels']})"))
+            covered = f"{_short(hidden['prediction'], 5)} ({hidden['pixels']})"
+            rows.append((*start, *ratios, *ahead, gap, covered, *_beside_copying(figures, found)))
         if run["problem"] == "memory":
             judged = verdict(run, runs.get(f"no_memory/{run['seed']}"))
             said = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in judged.items())
             lines.append(f"seed {run['seed']}: {said}")
     return "\n".join([report.table(rows), *lines])
+
+
+def _beside_copying(figures: dict, found: dict) -> tuple[str, str, str]:
+    """Squared error as a ratio to copying's: of whole frames, of pixels of objects. Tokens that are right, of all."""
+    psnr, objects, tokens = found["psnr"], found.get("object_mse"), figures["tokens"]
+    whole = 10 ** ((psnr["copy"] - psnr["prediction"]) / 10)
+    of_objects = objects["prediction"] / objects["copy"] if objects else None
+    return _short(whole), _short(of_objects), f"{tokens['accuracy']:.3f} ({tokens['accuracy_copy']:.3f})"
 
 
 def _short(number: float | None, digits: int = 3) -> str:

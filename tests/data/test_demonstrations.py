@@ -307,14 +307,20 @@ def test_one_number_an_action(tmp_path):
 # ---- what is refused
 
 
+WITH = "; it was recorded with env."
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"cameras": ["head", "left_wrist"]}, "cameras: expected head, left_wrist, found head, wrist"),
-        ({"state_dim": 32}, "entries of observation.state: expected 32, found 30"),
-        ({"action_dim": 4}, "entries of an action: expected 4, found 7"),
+        (
+            {"cameras": ["head", "left_wrist"]},
+            "cameras: expected head, left_wrist, found head, wrist; env.cameras=[head,wrist] fits",
+        ),
+        ({"state_dim": 32}, f"entries of observation.state: expected 32, found 30{WITH}task=[push_d0]"),
+        ({"action_dim": 4}, f"entries of an action: expected 4, found 7{WITH}control_mode=delta_qpos"),
         ({"fps": 30}, "frames/s: expected 30, found 25"),
-        ({"control_mode": "qpos"}, "control mode: expected qpos, found delta_qpos"),
+        ({"control_mode": "qpos"}, f"control mode: expected qpos, found delta_qpos{WITH}control_mode=delta_qpos"),
     ],
     ids=lambda value: "",
 )

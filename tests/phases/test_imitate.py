@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +127,27 @@ def test_pictures_are_scaled_to_the_size_of_each_camera_of_the_env(tmp_path):
     spec = replace(env.spec, observation=env.spec.observation | {k: (s, "uint8") for k, s in shapes.items()})
     images = drawn(ActionChunks([open_dataset(tmp_path / "two", config, spec)], 1, spec), 5)["observation", "image"]
     assert {f"image/{camera}": tuple(images[camera].shape[1:]) for camera in ("head", "wrist")} == shapes
+
+
+@pytest.mark.parametrize("padding", [0, 60])
+def test_object_poses_recorded_apart_complete_the_state_as_the_env_would(folder, tmp_path, padding):
+    """The same episodes, recorded with all in the state, say what is right."""
+    config = TabletopConfig(**ENV | {"object_state": "state"})
+    record(Plan(config, max_episode_steps=LENGTH, keep_failures=True), 4, tmp_path / "whole", quiet=True)
+    whole = Demonstrations(tmp_path / "whole")
+    config = config.model_copy(update={"pad_state": padding})
+    env = make_env(config, 1)
+    env.close()
+    demos = open_dataset(folder / "state", config, env.spec)
+    np.testing.assert_array_equal(demos.numbers("observation.state"), whole.numbers("observation.state"))
+    assert demos.state_dim == 51 and set(demos.episode(0)["observation"].keys()) == {"state", "task"}
+    found, right = (each.statistics["observation/state"] for each in (demos, whole))
+    np.testing.assert_allclose(found["mean"], right["mean"], rtol=1e-5, atol=1e-6)
+    batch = drawn(ActionChunks([demos], 1, env.spec))
+    assert batch["observation"].keys() == {"state", "task"}
+    np.testing.assert_array_equal(
+        batch["observation", "state"][:, :51], whole.numbers("observation.state")[batch["step"]]
+    )
 
 
 def test_instructions_are_matched_by_their_words(folder):
@@ -380,6 +402,33 @@ def test_pretrained_normalisers_that_no_demonstrations_fitted_are_fitted(folder,
     assert torch.equal(again.action_normalizer.scale, phase.model.action_normalizer.scale)
 
 
+@pytest.mark.parametrize(("demos", "seconds", "long"), [("state", 0.25, "50 s"), ("seen", 3.0, "10 min")])
+def test_it_says_what_it_imitates_from_and_soon_how_long_that_takes(
+    folder, tmp_path, monkeypatch, demos, seconds, long
+):
+    """Four updates of 50 gradient steps that take so many seconds, but for the first one, which takes 100."""
+    more = {"env": SEEN if demos == "seen" else ENV, "imitate": {"steps_per_update": 50}}
+    phase, seen = watched(folder / demos, tmp_path, **more)
+    loss, now, told = phase.policy.imitation_loss, [1.0], []
+
+    def slow(*arguments):
+        now[0] += seconds if seen else 100.0
+        return loss(*arguments)
+
+    phase.policy.imitation_loss = slow
+    monkeypatch.setattr("sparring.phases.imitate.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("sparring.phases.imitate.log.info", lambda text, *more: told.append((len(seen), text % more)))
+    for update in range(2):
+        phase.step(update / 4)
+    shown = "images (1 camera, 36 px) and state" if demos == "seen" else "state"
+    assert phase.learns_from.endswith(f"of {folder / demos}, from {shown}")
+    # after a second of gradient steps, once
+    after = 2 if demos == "seen" else 5
+    said = [f"imitating from {shown}: about {long} for 4 updates on this machine"]
+    said += ["without images, from the poses of objects: env.object_state=state env.cameras=[]"] * (demos == "seen")
+    assert told == [(after, text) for text in said]
+
+
 def test_without_a_limit_it_makes_20_updates(folder, tmp_path):
     config = load_config(settings(folder / "state", tmp_path, training={}))
     run = Run(config, folder=False, quiet=True)
@@ -456,10 +505,17 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["env.cameras=[head]"], "cameras: expected head, found none"),
-        (["env.object_state=state"], "entries of observation.state: expected 51, found 30"),
-        (["env.control_mode=delta_ee"], "entries of an action: expected"),
-        (["env.control_mode=qpos"], "control mode: expected qpos, found delta_ee_pos"),
+        (["env.cameras=[head]"], "cameras: expected head, found none; env.cameras=[] fits"),
+        (["env.control_mode=delta_ee"], "found 4; it was recorded with env.control_mode=delta_ee_pos\ncontrol mode:"),
+        (["env.control_mode=qpos"], "expected qpos, found delta_ee_pos; it was recorded with env.control_mode="),
+        (
+            ["env.task=stack_d0"],
+            "observation.privileged: expected 36 entries, found 21; it was recorded with env.task=[",
+        ),
+        (
+            ["env.task=stack_d0", "env.object_state=state"],
+            "observation.state: expected 66, found 51; it was recorded with env.task=[push_d0]",
+        ),
         (["env.task=lift_d0"], "which the env never asks for"),
         (["imitate.demos=nowhere"], "nowhere"),
         (["imitate.demos=[]"], "expected the folder(s) of demonstrations"),
@@ -476,9 +532,27 @@ def test_refused(folder, tmp_path, capsys, change, said):
 
 
 @pytest.mark.parametrize(
+    ("recorded", "asked", "said"),
+    [
+        ("hidden", "state", "observation.state: expected 51, found 30; it was recorded with env.object_state=hidden"),
+        ("state", "hidden", "observation.state: expected 30, found 51; it was recorded with env.object_state=state"),
+        ("hidden", "privileged", "expected 21 entries, found none; it was recorded with env.object_state=hidden"),
+    ],
+)
+def test_objects_that_are_not_recorded_are_refused_with_the_setting_that_fits(tmp_path, recorded, asked, said):
+    plan = Plan(TabletopConfig(**ENV | {"object_state": recorded}), max_episode_steps=2, keep_failures=True)
+    record(plan, 1, tmp_path / "demos", quiet=True)
+    config = load_config(settings(tmp_path / "demos", tmp_path / "run", env=ENV | {"object_state": asked}))
+    with pytest.raises(UserError, match=said):
+        Run(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("recorded", "asked", "told", "said"),
     [
-        ("privileged", "state", True, "env.object_state: expected state, found privileged"),
+        ("hidden", "state", True, "env.object_state: expected state, found hidden"),
+        ("privileged", "state", True, None),
         ("state", "hidden", True, "env.object_state: expected hidden, found state\nentries of observation.state"),
         ("state", "hidden", False, "entries of observation.state: expected 30 or fewer, found 51"),
         ("privileged", "hidden", True, None),
@@ -506,6 +580,20 @@ def test_a_policy_that_cannot_imitate_is_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="ActorCritic cannot imitate"):
         Run(load_config(settings(folder / "state", tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_state_policy_imitates_what_was_recorded_by_default_and_is_fine_tuned(folder, tmp_path, capsys):
+    out, tuned = tmp_path / "run", tmp_path / "tuned"
+    short = ["training.iterations=1", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.episodes=2"]
+    words = ["train", "imitate", f"imitate.demos={folder / 'seen'}", "env.object_state=state", "env.cameras=[]", *short]
+    assert main([*words, "env.threads=1", "imitate.steps_per_update=2", "--output", str(out)]) == 0
+    err = capsys.readouterr().err
+    assert "2 demonstrations (14 steps)" in err and ", from state; seed" in err and "images" not in err
+    spec = json.loads((checkpoints(out)[-1] / "spec.json").read_text())["observation"]
+    assert spec.keys() == {"state", "task"} and spec["state"][0] == [51]
+    words = ["train", "finetune", f"pretrained={out}", *short, "rollout.steps=8", "ppo.mini_batch_size=8"]
+    assert main([*words, "env.threads=1", "--output", str(tuned)]) == 0
+    assert "starts from the weights of" in capsys.readouterr().err
 
 
 def test_from_the_command_line_the_env_is_the_demonstrations(folder, tmp_path, capsys):

@@ -10,11 +10,13 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from sparring.config.text import value_text
 from sparring.contract import EnvSpec
 from sparring.data import lerobot, video
 from sparring.data.buffer import check_whole
@@ -33,6 +35,8 @@ class Demonstrations:
     `state_dim`, `action_dim`, `fps` and `control_mode` are what the reader expects; None: whatever it is.
     `points`: so many of each cloud are read; None: all. They come in the order of farthest-point sampling, so the first
     ones are what env.points of that many shows.
+    `object_state`, as in the env: with "state" the poses of objects belong to `observation.state`, also where they were
+    recorded apart, as `observation.privileged`.
     """
 
     def __init__(
@@ -46,12 +50,20 @@ class Demonstrations:
         fps: float | None = None,
         control_mode: str | None = None,
         points: int | None = None,
+        object_state: str | None = None,
         cache: bool = False,
     ):
         if image_size is not None and not isinstance(image_size, Mapping):
             check_whole("image_size", image_size)
         self.dataset = read_dataset(path)
         self.path = self.dataset.path
+        columns, names = self.dataset.columns, _VECTORS[:2]
+        if joined := object_state == "state" and all(name in columns for name in names):
+            # as the env does: [F, S] and [F, W] -> [F, S + W]
+            parts = [columns.pop(name).reshape(len(columns["index"]), -1) for name in names]
+            columns["observation.state"] = np.concatenate(parts, axis=1)
+            # of the parts; worked out again when they are asked for
+            self.dataset.statistics.update(dict.fromkeys(names, {}))
         self.fps = self.dataset.info["fps"]
         self.control_mode = self.dataset.extras.get("control_mode")
         self.instructions = self.dataset.instructions
@@ -61,7 +73,9 @@ class Demonstrations:
         # "head" -> "observation.images.head"
         self._features = {key.removeprefix("observation.").removeprefix("images."): key for key in self.dataset.clips}
         recorded = self.dataset.columns[POINTS].shape[1] if POINTS in self.dataset.columns else 0
-        self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded)
+        # a whole state is what was asked for
+        asked = None if joined else object_state
+        self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded, asked)
         self.points = recorded if points is None else points
         self.cameras = tuple(self._features if cameras is None else cameras)
         for camera in self.cameras:
@@ -148,6 +162,11 @@ class Demonstrations:
             found[feature.replace(".", "/")] = lerobot.number_statistics(values) | given
         return found
 
+    def recorded_with(self, key: str, asked: Any = None) -> str:
+        """The setting of the env that fits, for an error; "" where it is as `asked`, or the dataset does not say."""
+        then = self.dataset.extras.get("env", {}).get(key, asked)
+        return "" if then == asked else f"; it was recorded with env.{key}={value_text(then)}"
+
     def _check_camera(self, camera: str) -> None:
         if camera not in self.cameras:
             raise DatasetError(f"'{self.path}' was opened with cameras {list(self.cameras)}; there is no '{camera}'")
@@ -157,22 +176,26 @@ class Demonstrations:
             raise IndexError(f"episode {episode} of {len(self)}")
         return slice(int(self.starts[episode]), int(self.starts[episode + 1]))
 
-    def _expect(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded) -> None:
+    def _expect(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded, object_state) -> None:
         """All that is not as expected, at once."""
         mistakes = []
+        # objects that are there as was asked for are those of another task
+        about = (object_state and self.recorded_with("object_state", object_state)) or self.recorded_with("task")
+        controlled = self.recorded_with("control_mode", control_mode)
         pictures = [key for key, feature in self.dataset.info["features"].items() if feature["dtype"] == "image"]
         missing = [camera for camera in cameras or () if camera not in self._features]
         if missing:
             there = ", ".join(self._features) or ("pictures in its parquet files only" if pictures else "none")
-            mistakes.append(f"cameras: expected {', '.join(cameras)}, found {there}")
-        for name, expected, found in (
-            ("entries of observation.state", state_dim, self.state_dim),
-            ("entries of an action", action_dim, self.action_dim),
-            ("frames/s", fps, self.fps),
-            ("control mode", control_mode, self.control_mode or "none said"),
+            fix = f"env.cameras=[{','.join(self._features)}]"
+            mistakes.append(f"cameras: expected {', '.join(cameras)}, found {there}; {fix} fits")
+        for name, expected, found, fix in (
+            ("entries of observation.state", state_dim, self.state_dim, about),
+            ("entries of an action", action_dim, self.action_dim, controlled),
+            ("frames/s", fps, self.fps, ""),
+            ("control mode", control_mode, self.control_mode or "none said", controlled),
         ):
             if expected is not None and expected != found:
-                mistakes.append(f"{name}: expected {expected}, found {found}")
+                mistakes.append(f"{name}: expected {expected}, found {found}{fix}")
         if points and points > recorded:
             mistakes.append(f"points a step: expected {points}, found {recorded or 'none'}")
         if mistakes:
@@ -329,8 +352,13 @@ class ActionChunks:
                 found = demos.numbers(f"observation.{name}").reshape(demos.steps, -1).shape[1] if recorded else 0
                 # a state may be padded
                 if not found or found > math.prod(shape) or (name != "state" and found < math.prod(shape)):
-                    mistakes.append(f"observation.{name}: expected {math.prod(shape)} entries, found {found or 'none'}")
-            other = [name for name in spec.observation if name.partition("/")[0] in ("depth", "segmentation")]
-            mistakes += [f"observation/{name}: the env shows it, and datasets do not hold it" for name in other]
+                    said = f"observation.{name}: expected {math.prod(shape)} entries, found {found or 'none'}"
+                    # others are those of another task
+                    key = {"privileged": "object_state", "points": "points"}.get(name, "task") if not found else "task"
+                    mistakes.append(said + demos.recorded_with(key))
+            for name in spec.observation:
+                if (kind := name.partition("/")[0]) in ("depth", "segmentation"):
+                    fix = f"set env.{kind}=false"
+                    mistakes.append(f"observation/{name}: the env shows it, and datasets do not hold it; {fix}")
             if mistakes:
                 raise DatasetError("\n".join([f"'{demos.path}' does not hold what the env shows:", *mistakes]))

@@ -1,6 +1,7 @@
 """`imitate`: behaviour cloning. Draw demonstrated chunks, learn to do the same, repeat."""
 
 import copy
+import logging
 import math
 import time
 from collections import defaultdict
@@ -24,6 +25,7 @@ from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory import explain_oom
 
+log = logging.getLogger(__name__)
 # demonstrated steps in a forward pass that computes memories
 _AT_ONCE = 1024
 MAX_GRAD_NORM = 1.0
@@ -36,8 +38,16 @@ class Imitate(Phase):
     model: Policy
 
     def __init__(
-        self, config: ImitateConfig, env: Env, policy: Policy, chunks: ActionChunks, distributed: Distributed, seed: int
+        self,
+        config: ImitateConfig,
+        env: Env,
+        policy: Policy,
+        chunks: ActionChunks,
+        distributed: Distributed,
+        seed: int,
+        updates: int = default_limit[1],
     ):
+        """`updates`: of the whole run, to tell how long it takes."""
         if type(policy).imitation_loss is Policy.imitation_loss:
             raise UserError(f"{type(policy).__name__} cannot imitate: it has no imitation_loss()")
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
@@ -56,6 +66,9 @@ class Imitate(Phase):
         self._memory: torch.Tensor | None = None
         self.gradient_steps = 0
         self.progress = Progress()
+        self.updates = updates
+        # when this process had made its first gradient step, and gradient steps since then; None: it was told how long
+        self._pace: tuple[float, int] | None = (0.0, -1)
 
     @classmethod
     def from_config(cls, config: Config, distributed: Distributed) -> "Imitate":
@@ -64,12 +77,23 @@ class Imitate(Phase):
         demonstrations = [_open(folder, config.env, env.spec) for folder in config.imitate.demos]
         _check_padded_states(demonstrations, config.env)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
-        return cls(config.imitate, env, policy, chunks, distributed, config.seed)
+        updates = config.training.iterations or cls.default_limit[1]
+        return cls(config.imitate, env, policy, chunks, distributed, config.seed, updates)
 
     @property
     def learns_from(self) -> str:
         folders = ", ".join(map(_described, self.chunks.demonstrations))
-        return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}"
+        return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}, from {self._seen}"
+
+    @property
+    def _seen(self) -> str:
+        """What a decision is made from, for people to read."""
+        shapes = [shape for name, (shape, _) in self.env.spec.observation.items() if name.startswith("image/")]
+        # [3, 64, 64] -> 64, [3, 48, 64] -> 48x64; each once
+        sizes = " and ".join(dict.fromkeys("x".join(map(str, dict.fromkeys(shape[1:]))) for shape in shapes))
+        images = f"images ({len(shapes)} camera{'s'[: len(shapes) > 1]}, {sizes} px)" if shapes else ""
+        seen = [images, *(name for name in ("state", "points") if name in self.env.spec.observation)]
+        return " and ".join(filter(None, seen))
 
     def step(self, fraction: float) -> dict[str, float]:
         started = time.perf_counter()
@@ -79,15 +103,34 @@ class Imitate(Phase):
         self.optimizer.set_lr(lr)
         self.policy.train()
         sums: dict[str, torch.Tensor | float] = defaultdict(float)
-        for _ in range(self.config.steps_per_update):
+        for number in range(self.config.steps_per_update):
             with explain_oom("imitating", self.policy, self.config.batch_size, "imitate.batch_size"):
                 numbers = self._gradient_step()
             for name, value in numbers.items():
                 sums[name] += value
+            if self._pace is not None:
+                self._say_how_long(number + 1, numbers["loss"])
         self.policy.eval()
         self.progress.updates += 1
         means = {name: float(value) / self.config.steps_per_update for name, value in sums.items()}
         return self.distributed.mean(means) | {"lr": lr, "update_seconds": time.perf_counter() - started}
+
+    def _say_how_long(self, made: int, loss: torch.Tensor) -> None:
+        """Once, after a second of gradient steps, not counting the first, or at the end of an update. `made`: of it."""
+        assert self._pace is not None
+        float(loss)  # a GPU is done with the step only now
+        self._pace = since, steps = self._pace[0] or time.perf_counter(), self._pace[1] + 1
+        seconds, each = time.perf_counter() - since, self.config.steps_per_update
+        if not steps or (seconds < 1 and made < each):
+            return
+        self._pace = None
+        left = self.updates - self.progress.updates
+        total = max(seconds / steps * (left * each - made) + seconds, 1)
+        long = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
+        log.info("imitating from %s: about %s for %s updates on this machine", self._seen, long, left)
+        demos = self.chunks.demonstrations if "images" in self._seen else []
+        if any("observation.privileged" in each.dataset.columns for each in demos):
+            log.info("without images, from the poses of objects: env.object_state=state env.cameras=[]")
 
     def state_dict(self) -> dict:
         state = {
@@ -200,6 +243,7 @@ def _open(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
         action_dim=spec.action_dim - spec.action_padding,
         fps=spec.control_hz,
         control_mode=getattr(env_config, "control_mode", None),
+        object_state=getattr(env_config, "object_state", None),
         cache=True,
     )
 
@@ -224,8 +268,9 @@ def _check_padded_states(demonstrations: list[Demonstrations], env_config: Secti
     for demos in demonstrations:
         mistakes = []
         recorded = demos.dataset.extras.get("env", {}).get("object_state", shown)
-        # whether critics or nobody are told of objects beside it, a state is the same
-        if recorded != shown and "state" in (recorded, shown):
+        # whether critics or nobody are told of objects beside it, a state is the same; what was told completes it
+        fits = recorded == shown or "state" not in (recorded, shown) or (recorded, shown) == ("privileged", "state")
+        if not fits:
             mistakes.append(f"env.object_state: expected {shown}, found {recorded}")
         if demos.state_dim > entries:
             mistakes.append(f"entries of observation.state: expected {entries} or fewer, found {demos.state_dim}")
