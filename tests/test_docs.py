@@ -30,8 +30,9 @@ TINY += ["teacher.gradient_steps=2", "adversarial.wm_updates_per_iter=2", "adver
 
 
 def documented_commands() -> list[str]:
-    """Lines of bash blocks that begin with `sparring`, from every page, each once."""
-    found = {}
+    """Lines that begin with `sparring` in bash blocks of every page, and what quickstart.sh trains, each once."""
+    trains = re.findall(r"^sparring train .*", (ROOT / "quickstart.sh").read_text(), re.M)
+    found = {line.removesuffix(' "$@"'): "quickstart.sh" for line in trains}
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
             for line in block.splitlines():
