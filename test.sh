@@ -31,4 +31,5 @@ mypy
 say "pytest"
 # with its assertions rewritten, each module of tests is compiled once and not in each process
 unset PYTHONDONTWRITEBYTECODE
-python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadscope "${fast[@]}" "$@"
+# the odd spelling: bash 3.2, which macOS has, takes an empty array for an unset one
+python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadscope ${fast[@]+"${fast[@]}"} "$@"

@@ -34,8 +34,9 @@ NEEDS = {"LunarLander": "Box2D", "CarRacing": "Box2D", "HalfCheetah": "imageio",
 
 
 def documented_commands() -> list[str]:
-    """Lines of bash blocks that begin with `sparring`, from every page, each once."""
-    found = {}
+    """Lines that begin with `sparring` in bash blocks of every page, and what quickstart.sh trains, each once."""
+    trains = re.findall(r"^sparring train .*", (ROOT / "quickstart.sh").read_text(), re.M)
+    found = {line.removesuffix(' "$@"'): "quickstart.sh" for line in trains}
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
             for line in block.splitlines():

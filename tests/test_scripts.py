@@ -1,23 +1,31 @@
 """The shell scripts parse, and setting up fails with a reason. Nothing is installed here."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted(ROOT.glob("*.sh")), ROOT / ".ci" / "run"]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PIP = "-m pip install --quiet --disable-pip-version-check -c constraints.txt"
+TORCH_FROM = f"{PIP} --no-deps --index-url"
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with setup_env.sh, what it reads, and a `bin` whose stubs come first in PATH."""
+    """A folder with setup_env.sh, what it reads, and a `bin` whose stubs come first in PATH: Linux without a driver."""
     for name in ("setup_env.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
+    stub(tmp_path, "nvidia-smi", "exit 9")
+    stub(tmp_path, "uname", "echo Linux")
+    free_disk(tmp_path, 9000)
     return tmp_path
 
 
@@ -28,18 +36,26 @@ def stub(folder, name, body):
     return path
 
 
+def free_disk(folder, mb):
+    stub(folder, "df", f'echo "Filesystem 1M-blocks Used Available"; echo "disk 90000 8000 {mb} 89% /"')
+
+
 def python_stub(folder, name, version, then=""):
-    """Answers --version and the version test like a Python of that version; `then` handles the rest."""
+    """Answers --version and the version test like a Python of that version; `then` handles the rest.
+
+    What it asks of the network is kept in asked.log; only the URL in ANSWERS answers, after SLOW seconds.
+    """
     major, minor = version.split(".")[:2]
     new_enough = 0 if (int(major), int(minor)) >= (3, 11) else 1
     body = f'if [ "$1" = --version ]; then echo "Python {version}"; exit 0; fi\n'
+    body += 'case "$2" in *urllib*) echo "$3" >> asked.log; sleep ${SLOW:-0}; [ "$3" = "$ANSWERS" ]; exit;; esac\n'
     body += f'if [ "$1" = -c ]; then exit {new_enough}; fi\n{then}'
     return stub(folder, name, body)
 
 
 def set_up(folder, extras="", **environment):
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VENV")}
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VENV", "TORCH_INDEX", "ANSWERS")}
     script = f'set -euo pipefail; . ./setup_env.sh; set_up "{extras}"; echo "active: $VIRTUAL_ENV"'
     return subprocess.run(
         ["bash", "-c", script], cwd=folder, env=clean | {"PATH": path} | environment, capture_output=True, text=True
@@ -95,12 +111,19 @@ def test_a_missing_venv_module(checkout):
     assert not (checkout / ".venv" / ".installed").exists()
 
 
-def test_too_little_disk(checkout):
+@pytest.mark.parametrize(("driver", "build", "needed"), [(False, "default", 3000), (True, "CUDA", 9000)])
+def test_too_little_disk(checkout, driver, build, needed):
     python = python_stub(checkout, "python3.12", "3.12.1", then="exit 9")
-    stub(checkout, "df", 'echo "Filesystem 1M-blocks Used Available"; echo "disk 9000 8000 1000 89% /"')
+    stub(checkout, "nvidia-smi", f"exit {0 if driver else 9}")
+    free_disk(checkout, needed - 1)
     result = set_up(checkout, PYTHON=str(python))
     assert result.returncode == 1
-    assert result.stderr.strip() == ("error: only 1000 MB free on this disk; the virtual environment needs 3000 MB")
+    assert result.stderr.strip() == (
+        f"error: only {needed - 1} MB free on this disk; the virtual environment with the {build} build of torch "
+        f"needs {needed} MB"
+    )
+    free_disk(checkout, needed)
+    assert "==> making a virtual environment" in set_up(checkout, PYTHON=str(python)).stdout
 
 
 def fake_python(checkout):
@@ -110,24 +133,86 @@ def fake_python(checkout):
         'printf \'#!/bin/sh\\necho "$@" >> pip.log\\nexit ${PIP_FAILS:-0}\\n\' > "$3/bin/python"\n'
         'chmod +x "$3/bin/python"; echo "VIRTUAL_ENV=$3" > "$3/bin/activate"'
     )
-    stub(checkout, "df", 'echo "Filesystem 1M-blocks Used Available"; echo "disk 9000 0 9000 0% /"')
     return str(python_stub(checkout, "python3.12", "3.12.1", then))
+
+
+def lines(file):
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_a_driver_means_the_cuda_build_of_the_default_index(checkout):
+    stub(checkout, "nvidia-smi", '[ "$1" = -L ] && echo "GPU 0: one"')
+    result = set_up(checkout, PYTHON=fake_python(checkout), ANSWERS=f"{CPU_INDEX}/torch/")
+    assert "with the CUDA build of torch" in result.stdout
+    assert lines(checkout / "pip.log") == [f"{PIP} -e ."] and not lines(checkout / "asked.log")
+
+
+def test_without_a_driver_torch_comes_from_pytorchs_cpu_index(checkout):
+    result = set_up(checkout, extras="[dev]", PYTHON=fake_python(checkout), ANSWERS=f"{CPU_INDEX}/torch/")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "with the CPU build of torch" in result.stdout and "does not answer" not in result.stdout
+    assert lines(checkout / "pip.log") == [f"{TORCH_FROM} {CPU_INDEX} torch", f"{PIP} -e .[dev]"]
+
+
+@pytest.mark.parametrize("slow", ["0", "30"])
+def test_an_index_that_does_not_answer_soon_is_done_without(checkout, slow):
+    free_disk(checkout, 3000)
+    started = time.monotonic()
+    result = set_up(checkout, PYTHON=fake_python(checkout), SLOW=slow)
+    assert result.returncode == 0 and time.monotonic() - started < 15
+    assert (
+        f"==> {CPU_INDEX} does not answer: torch comes from pip's default index, which may add several GB of CUDA"
+        in result.stdout
+    )
+    assert lines(checkout / "asked.log") == [f"{CPU_INDEX}/torch/"]
+    assert lines(checkout / "pip.log") == [f"{PIP} -e ."]
+
+
+def test_macos_has_one_build(checkout):
+    stub(checkout, "uname", "echo Darwin")
+    set_up(checkout, PYTHON=fake_python(checkout), ANSWERS=f"{CPU_INDEX}/torch/")
+    assert lines(checkout / "pip.log") == [f"{PIP} -e ."] and not lines(checkout / "asked.log")
+
+
+@pytest.mark.parametrize(
+    ("index", "build", "calls"),
+    [
+        ("default", "default", [f"{PIP} -e ."]),
+        ("https://here/whl/cpu", "CPU", [f"{TORCH_FROM} https://here/whl/cpu torch", f"{PIP} -e ."]),
+        ("https://here/whl/cu126", "CUDA", [f"{TORCH_FROM} https://here/whl/cu126 torch", f"{PIP} -e ."]),
+    ],
+)
+def test_an_index_that_was_given_is_taken_unasked(checkout, index, build, calls):
+    stub(checkout, "nvidia-smi", "exit 0")
+    result = set_up(checkout, PYTHON=fake_python(checkout), TORCH_INDEX=index)
+    assert f"with the {build} build of torch" in result.stdout
+    assert lines(checkout / "pip.log") == calls and not lines(checkout / "asked.log")
+
+
+def test_an_index_without_this_torch(checkout):
+    result = set_up(checkout, PYTHON=fake_python(checkout), TORCH_INDEX="https://here", PIP_FAILS="1")
+    assert result.returncode == 1
+    assert result.stderr.strip() == (
+        "error: pip could not install torch from https://here (see above); "
+        "TORCH_INDEX=default takes pip's default index"
+    )
+    assert len(lines(checkout / "pip.log")) == 1 and not (checkout / ".venv" / ".installed").exists()
 
 
 def test_it_installs_once_and_again_only_when_something_changed(checkout):
     python = fake_python(checkout)
 
     def calls():
-        return (checkout / "pip.log").read_text().splitlines()
+        return lines(checkout / "pip.log")
 
     first = set_up(checkout, PYTHON=python)
     assert (first.returncode, first.stderr) == (0, "")
     assert first.stdout.splitlines()[-1] == "active: .venv"
-    assert calls() == ["-m pip install --quiet --disable-pip-version-check -c constraints.txt -e ."]
+    assert calls() == [f"{PIP} -e ."]
     again = set_up(checkout, PYTHON=python)
     assert "==> using the virtual environment in .venv" in again.stdout and len(calls()) == 1
     set_up(checkout, extras="[dev]", PYTHON=python)
-    assert calls()[1:] == ["-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]"]
+    assert calls()[1:] == [f"{PIP} -e .[dev]"]
     with (checkout / "constraints.txt").open("a") as file:
         file.write("# changed\n")
     set_up(checkout, extras="[dev]", PYTHON=python)
@@ -147,3 +232,52 @@ def test_this_interpreter_is_found(checkout):
     environment = os.environ | {"PYTHON": sys.executable}
     result = subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == sys.executable
+
+
+def test_a_release_is_the_version_everywhere(tmp_path):
+    """And a tag that names another one is refused before anything is built."""
+    text = (ROOT / "src/sparring/__init__.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.M)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    result = subprocess.run(["bash", ROOT / "release.sh", "v9.9.9"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.strip() == (
+        f"error: the tag is v9.9.9, but src/sparring/__init__.py has version {version}; expected v{version}"
+    )
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    assert './release.sh "$GITHUB_REF_NAME"' in workflow and 'tags: ["v*"]' in workflow
+
+
+def test_the_image_copies_what_is_there_and_not_ignored():
+    """And installs as the scripts do, from the same index."""
+    text = (ROOT / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for name in line.split()}
+    allowed = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.M))
+    assert copied == allowed and {"src", "setup_env.sh", "pyproject.toml", "constraints.txt"} <= copied
+    assert all((ROOT / name).exists() for name in copied)
+    assert f"ARG TORCH_INDEX={CPU_INDEX}\n" in text and "set_up" in text
+
+
+def test_the_quickstart_lifts_predicts_and_leaves_a_page(checkout):
+    """What it runs, with a `sparring` that only writes down its words; tests/test_docs.py runs the real one."""
+    shutil.copy(ROOT / "quickstart.sh", checkout)
+    stub(checkout, "sparring", 'echo "$@" >> sparring.log')
+    stub(checkout, "xdg-open", "echo opened >> sparring.log")
+    environment = os.environ | {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "DISPLAY": ":0"}
+    environment |= {"PYTHON": fake_python(checkout)}
+    command = ["bash", "quickstart.sh", "seed=1"]
+    result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    lift, world_model, page = (
+        "outputs/quickstart/lift_d0",
+        "outputs/quickstart/world_model",
+        "outputs/quickstart/report.html",
+    )
+    # no browser is opened where nobody looks on
+    assert lines(checkout / "sparring.log") == [
+        f"train finetune --config configs/lift_d0.yaml training.total_timesteps=150000 --output {lift} seed=1",
+        f"train teacher --config configs/quickstart.yaml --output {world_model}",
+        f"report {lift} {world_model} --output {page}",
+    ]
+    assert f"==> done: look at {page}" in result.stdout
+    assert "  sparring train all --config configs/quickstart.yaml --output " in result.stdout
