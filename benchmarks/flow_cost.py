@@ -55,10 +55,9 @@ def head(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
     flat = td[0]
     with torch.no_grad():
         _, about = policy.encode(flat)
-    states, first = flat["trace", "states"], flat["trace", "first"]
 
     def turn() -> None:
-        _, _, terms = policy._score(about, states, first)
+        _, _, terms = policy._score(about, flat["trace"])
         terms.log_prob.sum().backward()
 
     return turn

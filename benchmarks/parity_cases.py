@@ -27,6 +27,7 @@ METHODS = {
     "flow_noise": {"method": "flow_noise"},
     "mdp_sde": {"method": "denoising_mdp", "denoising_steps": 2},
     "mdp_noise": {"method": "denoising_mdp", "kernel": "noise"},
+    "fpo": {"method": "fpo"},
 }
 DIMS, STATE, POINTS, REPLAY = 3, 5, 12, 256
 # networks that take no time
@@ -117,7 +118,8 @@ class RedrawsNoise(FlowPolicy):
         noise = torch.rand(len(td), self.noise_size, device=about.device).clamp(1e-6, 1 - 1e-6)
         _, trace = self._sample(self.denoise, about.detach(), noise)
         td = td.clone()
-        td["trace", "states"], td["trace", "first"] = trace["states"].detach(), trace["first"]
+        for key in self.trace_keys:
+            td[key] = trace[key[1]].detach()
         return super().evaluate(td)
 
 
@@ -125,8 +127,10 @@ class ShiftsTheGrid(FlowPolicy):
     """Scores at the middles of the denoising steps."""
 
     def evaluate(self, td):
-        times = self.times.clone()
+        times, td = self.times.clone(), td.clone()
         self.times -= 0.5 * self.step_size
+        if self.is_fpo:
+            td["trace", "times"] -= 0.5 * self.step_size
         scored = super().evaluate(td)
         self.times.copy_(times)
         return scored

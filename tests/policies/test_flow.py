@@ -114,6 +114,35 @@ def test_log_prob_is_that_of_the_chain_by_torch_distributions():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_ratio_of_fpo_is_by_how_much_the_flow_matching_loss_fell(reduction):
+    policy, buffer = rollout_of(num_envs=2, method="fpo", loss_samples=3, reduction=reduction)
+    flat = buffer.get()
+    states, times, executed = flat["trace", "states"], flat["trace", "times"], flat["next", "executed"]
+
+    @torch.no_grad()
+    def loss():
+        _, about = policy._encode(flat)
+        total = torch.zeros(len(flat), dtype=torch.float64)
+        for i in range(3):
+            noise, action, t = states[:, i], states[:, 3], times[:, i, None, None]
+            v = policy.velocity(t * noise + (1 - t) * action, times[:, i], about)
+            # [B, H]
+            squares = (v - (noise - action)).square().sum(-1).double()
+            total += (squares * (torch.arange(4) < executed[:, None])).sum(-1) / 3
+        return total / (executed * DIMS) if reduction == "mean" else total
+
+    before = loss()
+    nn.init.normal_(policy.velocity.output.weight, std=0.2)
+    log_ratio = policy.evaluate(flat)["log_prob"] - flat["log_prob"]
+    torch.testing.assert_close(log_ratio, before - loss(), rtol=1e-4, atol=1e-5)
+    assert log_ratio.abs().min() > 1e-3
+    # the action is the end of the ODE from the first draw, in the env's numbers; noises and times are all different
+    torch.testing.assert_close(policy._action_of(states[:, 3]), flat["action"])
+    assert 0 < times.min() < 0.1 and 0.9 < times.max() < 1 and len(times.unique()) == times.numel()
+    assert abs(states[:, :3].mean()) < 0.1 and abs(states[:, :3].std() - 1) < 0.1
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_counted_padding_shows_in_the_score(reduction):
     policy, buffer = rollout_of(MUTANTS["padding counted"], seen={"padding": 2}, reduction=reduction)
     parity = gate(policy, buffer)
@@ -163,8 +192,8 @@ def test_the_entropy_is_that_of_all_scored_steps(method):
     flat = buffer.get()
     entropy = policy.evaluate(flat)["entropy"]
     _, about = policy._encode(flat)
-    _, std = policy._replay(about, flat["trace", "states"][:, :-1], policy._steps_from(flat["trace", "first"]))
-    terms = torch.distributions.Normal(0.0, std).entropy().sum((1, 3))
+    _, std, _ = policy._score(about, flat["trace"])
+    terms = torch.distributions.Normal(0.0, std).entropy().sum((2, 3))
     mask = torch.arange(4) < flat["next", "executed"][:, None]
     torch.testing.assert_close(entropy, (terms * mask).sum(-1), rtol=1e-5, atol=1e-4)
     entropy.sum().backward()
@@ -269,6 +298,9 @@ def test_what_it_cannot_do_is_said():
         ({"denoising_steps": 2}, "denoising_steps=2: only policy.method=denoising_mdp reads it, not flow_sde"),
         ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: only policy.method=denoising_mdp reads it"),
         ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
+        ({"loss_samples": 4}, "loss_samples=4: only policy.method=fpo reads it, not flow_sde"),
+        ({"method": "fpo", "noise_level": 0.3}, "noise_level: policy.method=fpo adds no noise"),
+        ({"method": "fpo", "noise_range": (0.1, 0.2)}, "noise_range: policy.method=fpo adds no noise"),
         ({"width": 30, "heads": 4}, "width=30 cannot be split"),
         ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
         (

@@ -119,8 +119,8 @@ class OffPolicy:
             return
         raise UserError(
             f"{section}.correction={self.config.correction}: {type(policy).__name__} scores only some of its "
-            "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are), and a "
-            "ratio of such scores is not that of two policies: what older weights decided cannot be corrected. Set "
+            "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are) or none "
+            "(fpo), and a ratio of such scores is not that of two policies: stale decisions cannot be corrected. Set "
             f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {section}.correction=none. "
             "In a loop of your own, set collector.version=algorithm.version, or fresh data looks stale"
         )

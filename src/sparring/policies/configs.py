@@ -8,9 +8,9 @@ from pydantic import Field, field_validator
 from sparring.config.section import Section
 
 PositiveInt = Annotated[int, Field(gt=0)]
-# settings of a flow policy that no other method reads
-OF_DENOISING_MDP = ("kernel", "denoising_steps", "denoising_discount")
-OF_A_METHOD = (*OF_DENOISING_MDP, "noise_level", "noise_range")  # settings that only some methods read
+# settings of a flow policy that one method reads, and all that only some methods read
+OF_ONE_METHOD = {"denoising_mdp": ("kernel", "denoising_steps", "denoising_discount"), "fpo": ("loss_samples",)}
+OF_A_METHOD = (*OF_ONE_METHOD["denoising_mdp"], *OF_ONE_METHOD["fpo"], "noise_level", "noise_range")
 
 
 class LoraConfig(Section):
@@ -92,9 +92,10 @@ class DenoisingConfig(Section):
         None, gt=0, description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps"
     )
     sampling_steps: int = Field(4, gt=0, description="denoising steps of a decision, in training and evaluation alike")
-    method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp"] = Field(
+    method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp", "fpo"] = Field(
         "flow_sde",
-        description="how noise is drawn and scored in RL; flow_sde_one_step: one drawn step, K times cheaper",
+        description="how noise is drawn and scored in RL; flow_sde_one_step: one drawn step, K times cheaper; "
+        "fpo: only the start is random, and the flow-matching loss is the score",
     )
     noise_level: float = Field(0.5, gt=0, description="eta where noise is not learned: how much a denoising step adds")
     noise_range: tuple[float, float] = Field(
@@ -106,6 +107,9 @@ class DenoisingConfig(Section):
     )
     denoising_discount: float = Field(
         0.99, gt=0, le=1, description="of denoising_mdp: advantage per step before the last"
+    )
+    loss_samples: int = Field(
+        8, gt=0, description="of fpo: times and noises of a decision at which the flow-matching loss is taken"
     )
     reduction: Literal["sum", "mean"] = Field(
         "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"

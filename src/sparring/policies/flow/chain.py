@@ -2,6 +2,7 @@
 
 Time runs from 1 (noise) to 0 (action) in K steps of h = 1/K; the network predicts the velocity v = eps - a. A step
 follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is scored. Densities are normalised actions'.
+In FPO every step follows the ODE, and the flow-matching loss of the action at S drawn points stands for a log-prob.
 Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims.
 """
 
@@ -17,7 +18,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import Normalizer
 from sparring.policies.actor_critic import LOG_SQRT_2PI, EncodedPolicy
-from sparring.policies.configs import OF_DENOISING_MDP, DenoisingConfig
+from sparring.policies.configs import OF_ONE_METHOD, DenoisingConfig
 from sparring.policies.policy import Loss, executed_mask
 
 # what `denoise` needs of the observations, a row per decision: a Tensor, or a TensorDict with `features` [B, F]
@@ -29,7 +30,6 @@ class FlowChain(EncodedPolicy):
     """Base of all policies that denoise. A subclass has a `critic`, `encode`, and `denoise`, which runs every step."""
 
     reports_sampled = True  # with few denoising steps the ODE and the SDE are different policies
-    trace_keys = [("trace", "states"), ("trace", "first")]
     config: DenoisingConfig
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):
@@ -44,8 +44,13 @@ class FlowChain(EncodedPolicy):
         steps, shape = self.sampling_steps, (self.horizon, self.action_dim)
         times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
         self.times = nn.Buffer(times.float(), persistent=False)
-        if _learns_noise(config):
-            self.kernel: _FlowNoise | _FlowSDE = _FlowNoise(steps, config.noise_range, noise_inputs, *shape)
+        self.is_fpo = config.method == "fpo"
+        self.trace_keys = [("trace", "states"), ("trace", "times" if self.is_fpo else "first")]
+        self.kernel: _FlowNoise | _FlowSDE | _FlowMatching
+        if self.is_fpo:
+            self.kernel = _FlowMatching(config.loss_samples, config.reduction)
+        elif _learns_noise(config):
+            self.kernel = _FlowNoise(steps, config.noise_range, noise_inputs, *shape)
         else:
             self.kernel = _FlowSDE(steps, config.noise_level)
         self.learns_entropy = self.kernel.learns_noise
@@ -58,16 +63,18 @@ class FlowChain(EncodedPolicy):
         self.draws_the_step = config.method == "flow_sde_one_step"
         if self.draws_the_step:
             self.scored_steps = 1
+        elif self.is_fpo:
+            self.scored_steps = config.loss_samples
         elif config.method == "denoising_mdp":
             self.scored_steps = config.denoising_steps or self.sampling_steps
             # later steps count more: gamma_d^(S - 1 - k)
             powers = torch.arange(self.scored_steps - 1, -1, -1, dtype=torch.float64)
             self._step_weights = nn.Buffer(config.denoising_discount ** powers.float(), persistent=False)
-        self.scores_all = self.scored_steps == self.sampling_steps
-        # the start, one draw for each scored step, and what chooses the step
+        self.scores_all = self.scored_steps == self.sampling_steps and not self.is_fpo
+        # the start, one draw for each scored step, and what chooses the step or the times
         self.start_size = self.horizon * self.action_dim
         self.draws = (1 + self.scored_steps) * self.start_size
-        self.noise_size = self.draws + int(self.draws_the_step)
+        self.noise_size = self.draws + (self.scored_steps if self.is_fpo else int(self.draws_the_step))
 
     @property
     def step_weights(self) -> torch.Tensor | None:
@@ -82,10 +89,7 @@ class FlowChain(EncodedPolicy):
         features, prefix = encode(td)
         noise = td.get("noise", None)
         if noise is None:
-            x = self._start(td)
-            for step in range(self.sampling_steps):
-                x = self._ode_step(x, denoise(x, self._time_of(step, x), prefix))
-            return td.set("action", self._action_of(x))
+            return td.set("action", self._action_of(self._follow_ode(denoise, prefix, self._start(td))))
         x, trace = self._sample(denoise, prefix, noise)
         td.set("action", self._action_of(x)).set("value", self.value_of(features, td))
         return td.set("trace", TensorDict(trace, td.batch_size))
@@ -96,10 +100,17 @@ class FlowChain(EncodedPolicy):
             start = torch.full((len(td), self.start_size), 0.5, device=self.times.device)
         return torch.special.ndtri(start).view(-1, self.horizon, self.action_dim)
 
+    def _follow_ode(self, denoise: Callable, prefix: Prefix, x: torch.Tensor) -> torch.Tensor:
+        for step in range(self.sampling_steps):
+            x = self._ode_step(x, denoise(x, self._time_of(step, x), prefix))
+        return x
+
     def _sample(self, denoise: Callable, prefix: Prefix, noise: torch.Tensor) -> tuple[torch.Tensor, dict]:
         batch, condition = len(prefix), self._noise_condition(prefix)
         # [B, 1 + S, H, A]
         draws = torch.special.ndtri(noise[:, : self.draws]).view(batch, -1, self.horizon, self.action_dim)
+        if self.is_fpo:
+            return self._sample_points(denoise, prefix, draws, times=noise[:, self.draws :])
         # [B]: the first of the S scored steps
         if self.draws_the_step:
             first = (noise[:, self.draws] * self.sampling_steps).long().clamp_max(self.sampling_steps - 1)
@@ -124,6 +135,24 @@ class FlowChain(EncodedPolicy):
         trace = {"states": states, "first": first, "mean": self._executable(mean)}
         return x, trace | ({"std": self._executable(std)} if self.kernel.learns_noise else {})
 
+    def _sample_points(self, denoise: Callable, prefix: Prefix, draws: torch.Tensor, times: torch.Tensor):
+        """The action by the ODE, and what the velocity is at points between it and other noises."""
+        x = self._follow_ode(denoise, prefix, draws[:, 0])
+        # S noises, and the action as the last state
+        trace = {"states": torch.cat([draws[:, 1:], x[:, None]], 1), "times": times}
+        points, _ = self._transitions(trace)
+        # one call per point: acting graphs keep the prefix of B decisions, and reuse their output
+        velocity = [denoise(points[:, i], times[:, i], prefix).clone() for i in range(self.scored_steps)]
+        return x, trace | {"mean": self._executable(torch.stack(velocity, 1))}
+
+    def _transitions(self, trace) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the velocity is taken of, and what the kernel's normals score; both [B, S, H, A]."""
+        states = trace["states"]
+        if not self.is_fpo:
+            return states[:, :-1], states[:, 1:]
+        noise, action, t = states[:, :-1], states[:, -1:], trace["times"][..., None, None]
+        return t * noise + (1 - t) * action, noise - action
+
     def _time_of(self, step: int, x: torch.Tensor) -> torch.Tensor:
         return self.times[step].expand(len(x))
 
@@ -138,16 +167,18 @@ class FlowChain(EncodedPolicy):
 
     def complete(self, td: TensorDict) -> TensorDict:
         trace = td["trace"]
-        steps = self._steps_from(trace["first"])
-        std = self.kernel.std[steps][:, None, :, None] if isinstance(self.kernel, _FlowSDE) else trace["std"]
-        terms = _Terms.of(trace["mean"], std, self._executable(trace["states"][:, 1:]))
+        if isinstance(self.kernel, _FlowSDE):
+            std: torch.Tensor = self.kernel.std[self._steps_from(trace["first"])][:, None, :, None]
+        else:
+            std = self.kernel.std if isinstance(self.kernel, _FlowMatching) else trace["std"]
+        terms = _Terms.of(trace["mean"], std, self._executable(self._transitions(trace)[1]))
         scores = {"log_prob": terms.per_position(self.config.reduction), "z2": terms.z2, "dims": terms.dims}
         completed = {"log_prob": self._reduced(terms.log_prob, td), "trace": TensorDict(scores, td.batch_size)}
         return TensorDict(completed, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
         features, prefix = self.encode(td)
-        mean, std, terms = self._score(prefix, td["trace", "states"], td["trace", "first"])
+        mean, std, terms = self._score(prefix, td["trace"])
         scored = {
             "log_prob": self._reduced(terms.log_prob, td),
             "entropy": self._reduced(terms.entropy, td, over_steps=True).float(),
@@ -158,19 +189,18 @@ class FlowChain(EncodedPolicy):
             scored["trace"] = TensorDict(trace, td.batch_size)
         return TensorDict(scored, td.batch_size)
 
-    def _score(self, prefix: Prefix, states: torch.Tensor, first: torch.Tensor):
-        """The normals [B, C, S, A] that `states` [B, S + 1, H, A] were drawn from, and how likely they are."""
-        mean, std = self._replay(prefix, states[:, :-1], self._steps_from(first))
-        mean, std = self._executable(mean), self._executable(std.expand_as(mean))
-        return mean, std, _Terms.of(mean, std, self._executable(states[:, 1:]))
-
-    def _replay(self, prefix: Prefix, before: torch.Tensor, steps: torch.Tensor) -> Normal:
-        """The normals [B, S, H, A] of the states after `before`; all steps in one pass of the network."""
-        scored = steps.shape[1]
-        each = prefix if scored == 1 else prefix.repeat_interleave(scored, 0)
+    def _score(self, prefix: Prefix, trace: TensorDict):
+        """The normals [B, C, S, A] of what was drawn, and how likely it is; all steps in one pass of the network."""
+        before, after = self._transitions(trace)
+        # [B, S]
+        steps = torch.zeros_like(trace["times"], dtype=torch.long) if self.is_fpo else self._steps_from(trace["first"])
+        times = trace["times"] if self.is_fpo else self.times[steps]
+        each = prefix if self.scored_steps == 1 else prefix.repeat_interleave(self.scored_steps, 0)
         # [B, S, H, A] -> [B*S, H, A] -> [B, S, H, A]
-        velocity = self.denoise(before.flatten(0, 1), self.times[steps].flatten(), each)
-        return self.kernel(before, velocity.view_as(before), steps, self._noise_condition(prefix))
+        velocity = self.denoise(before.flatten(0, 1), times.flatten(), each).view_as(before)
+        mean, std = self.kernel(before, velocity, steps, self._noise_condition(prefix))
+        mean, std = self._executable(mean), self._executable(std.expand_as(mean))
+        return mean, std, _Terms.of(mean, std, self._executable(after))
 
     def _steps_from(self, first: torch.Tensor) -> torch.Tensor:
         # [B] -> [B, S]
@@ -275,6 +305,24 @@ class _FlowNoise(nn.Module):
         return torch.sub(x, velocity, alpha=self.size), log_std.exp().unflatten(-1, self.shape)
 
 
+class _FlowMatching(nn.Module):
+    """FPO: the log of a ratio is how much the flow-matching loss fell, `mean_i |v_old - u_i|^2 - |v - u_i|^2`.
+
+    That is a difference of log-probs of u_i = eps_i - a under normals around v with variance S/2 (1/2 where dims and
+    points are averaged anyway), so that everything else is as with the other kernels.
+    """
+
+    learns_noise = False
+
+    def __init__(self, samples: int, reduction: str):
+        super().__init__()
+        std = torch.tensor(0.5 if reduction == "mean" else 0.5 * samples).sqrt()
+        self.std = nn.Buffer(std, persistent=False)
+
+    def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
+        return velocity, self.std
+
+
 @dataclass
 class _Terms:
     """How likely the states of a decision are: one number per position and scored step, summed over dims; [B, C, S]."""
@@ -332,16 +380,20 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
         )
     defaults = {name: field.default for name, field in DenoisingConfig.model_fields.items()}
     is_mdp = config.method == "denoising_mdp"
-    unread = [] if is_mdp else [name for name in OF_DENOISING_MDP if getattr(config, name) != defaults[name]]
-    if unread:
-        given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
-        raise UserError(
-            f"{given}: only policy.method=denoising_mdp reads it, not {config.method}; leave it out, or set that method"
-        )
+    for method, names in OF_ONE_METHOD.items():
+        unread = [] if method == config.method else [name for name in names if getattr(config, name) != defaults[name]]
+        if unread:
+            given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
+            raise UserError(
+                f"{given}: only policy.method={method} reads it, not {config.method}; leave it out, or set that method"
+            )
     low, high = config.noise_range
     if not 0 < low < high:
         raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
     read, other = ("noise_range", "noise_level") if _learns_noise(config) else ("noise_level", "noise_range")
+    for name in ("noise_level", "noise_range") if config.method == "fpo" else ():
+        if getattr(config, name) != defaults[name]:
+            raise UserError(f"policy.{name}: policy.method=fpo adds no noise to denoising steps; leave it out")
     value, default = getattr(config, other), defaults[other]
     if value != default:
         value, default = (list(each) if isinstance(each, tuple) else each for each in (value, default))
