@@ -83,7 +83,7 @@ def _timed(run, most: int | None = None) -> dict:
     began = time.perf_counter()
     ends, spans, rows, shown = [], [], [], []
     # every turn of every stage, to the end
-    run.phase.told_in_full = PROBLEM.steps
+    run.phase.detailed_updates = PROBLEM.steps
     while run.fraction < 1 and (most is None or len(rows) < most):
         rows.append(run.phase.step(run.fraction))
         torch.cuda.synchronize()

@@ -12,6 +12,7 @@ from sparring import GRPO, PPO, Trainer, load_config, load_policy, make_env, mak
 from sparring.collect.remote.learner import RemoteCollector, RemoteEnv
 from sparring.data.buffer import VLABuffer
 from sparring.errors import UserError
+from sparring.policies.actor_critic import ActorCritic
 from sparring.runs.run import Run
 
 SMALL = {
@@ -191,6 +192,9 @@ def test_what_the_collecting_process_cannot_make_again_is_refused():
     mine = type("Mine", (PPO,), {"__module__": "__main__"})
     with pytest.raises(UserError, match="algorithm '__main__:Mine' is defined in the script .*move the class"):
         small_trainer(config, algorithm=mine, mode="async")
+    own = type("Own", (ActorCritic,), {"__module__": "mine"})(config.policy, env.spec, 1)
+    with pytest.raises(UserError, match="its config, 'actor_critic', which is not the class .* to 'mine:Own'"):
+        Trainer(own, env, PPO(config.ppo, own), mode="async")
     with pytest.raises(UserError, match="^buffer_type='vla' \\(mode='async'\\) makes .* or use mode='sync'"):
         Trainer(policy, env, algorithm, buffer_type="vla")
     assert Trainer(policy, env, algorithm, buffer_type="vla", mode="sync").settings["rollout"]["mode"] == "sync"

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from sparring.algorithms.grpo import GRPO
 from sparring.algorithms.ppo import PPO, Algorithm
+from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
 from sparring.config.text import read_settings
 from sparring.envs.env import Env, make_env
@@ -28,6 +29,7 @@ from sparring.evaluation.play import Evaluation, evaluate
 from sparring.phases.build import build_env
 from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
+from sparring.policies import POLICIES
 from sparring.policies.policy import Policy, make_policy
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
 from sparring.runs.fits import load_weights
@@ -182,6 +184,14 @@ def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness
                 f"{asked}: the {name} '{found}' is defined in the script or notebook itself, which the collecting "
                 "process cannot import; move the class to a module, or use mode='sync'"
             )
+    made = resolve(classes["policy"], POLICIES, "policy")
+    # what names no class is a function that chooses one of ours
+    if type(policy) is not made if isinstance(made, type) else not type(policy).__module__.startswith("sparring."):
+        name = f"{type(policy).__module__}:{type(policy).__qualname__}"
+        raise UserError(
+            f"{asked} would make a policy by the name of its config, '{classes['policy']}', which is not the class of "
+            f"this one; set policy.name to '{name}' in its config, or use mode='sync'"
+        )
     if staleness and isinstance(algorithm, Algorithm):
         algorithm.off_policy.check_correctable()
 

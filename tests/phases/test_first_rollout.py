@@ -7,7 +7,7 @@ import torch
 from doubles import LinearPolicy
 from small_runs import SMALL, config_in
 
-from sparring.algorithms.scoring import Decisions
+from sparring.algorithms.scoring import Decisions, Parity, ParityError
 from sparring.runs.run import Run
 
 
@@ -54,6 +54,47 @@ def test_so_it_is_however_rollouts_are_collected(tmp_path, rollout):
     # by episodes the two rollouts differ in length
     assert fitted > 8 and (fitted == once or "n_episodes_per_batch" in rollout and run.phase.progress.episodes == 8)
     assert (run.phase.algorithm.updates, run.phase.algorithm.version) == (1, 2)
+    run.phase.env.close()
+
+
+def test_the_gate_judges_what_the_collecting_process_measured_of_the_first_rollout(tmp_path):
+    run = Run(config_in(tmp_path, rollout=SMALL["rollout"] | {"mode": "async"}), quiet=True)
+    collector, collect = run.phase.collector, run.phase.collector.collect
+
+    def collect_wrongly(buffer):
+        collect(buffer)
+        collector.parity = Parity(drift=1.0)
+
+    collector.collect = collect_wrongly
+    with pytest.raises(ParityError, match="drift 1 >"):
+        run.phase.step(0.0)
+    assert run.phase.algorithm.version == 0
+    run.phase.env.close()
+
+
+def test_stale_values_of_the_first_update_are_raised_with_the_critic(tmp_path):
+    """V-trace reads both the values that were stored and those of the present critic."""
+    ppo = SMALL.get("ppo", {}) | {"normalize_value": True, "correction": "vtrace", "gamma": 0.97}
+    run = Run(config_in(tmp_path, ppo=ppo, rollout=SMALL["rollout"] | {"mode": "async"}), quiet=True)
+    algorithm, judged = run.phase.algorithm, []
+    estimate = algorithm._with_advantages
+
+    def look(rollout):
+        judged.append((rollout["value"].mean().item(), rollout["proximal_value"].mean().item(), algorithm.level))
+        return estimate(rollout)
+
+    algorithm._with_advantages = look
+    run.phase.step(0.0)
+    (stored, proximal, level), *_ = judged
+    assert level > 1 and abs(stored - level) < 0.5 and abs(proximal - level) < 0.5
+    run.phase.env.close()
+
+
+def test_an_algorithm_that_learned_before_takes_fresh_decisions_for_fresh(tmp_path):
+    run = small(tmp_path)
+    run.phase.step(0.0)
+    again = type(run.phase).of(run.config, run.phase.env, run.phase.policy, run.phase.algorithm, run.phase.distributed)
+    assert "staleness_max" not in again.step(0.0) and again.collector.version == run.phase.algorithm.version == 3
     run.phase.env.close()
 
 

@@ -20,6 +20,7 @@ from sparring.processes.distributed import Distributed
 from sparring.rewards.added_rewards import AddedRewards
 from sparring.rewards.configs import RewardsConfig
 from sparring.rewards.terms import RewardTerm
+from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
 ALONE = Distributed("cpu")
@@ -146,6 +147,21 @@ def test_rewards_that_are_not_numbers_end_training():
     buffer, rewards = rollout_and_rewards(terms=own(nan_after_a_while=1.0))
     with pytest.raises(UserError, match="nan_after_a_while returned NaN or infinity"):
         rewards.write_rewards(buffer)
+
+
+def test_what_was_learned_before_a_term_fails_is_saved(tmp_path):
+    run = Run(config_in(tmp_path, rewards=own(two=1.0), training={"iterations": 9}), quiet=True)
+    step = run.phase.step
+
+    def step_until_the_third(fraction):
+        if run.phase.progress.updates == 2:
+            run.phase.rewards.terms[f"{__name__}:two"].function = no_tensor
+        return step(fraction)
+
+    run.phase.step = step_until_the_third
+    with pytest.raises(UserError, match="two returned float, expected a tensor"):
+        run.run()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Algorithm:
 
     def load_state_dict(self, state: dict) -> None:
         self.step.load_state_dict(state["optimizer"])
-        self.updates, self.warmups = state["updates"], state["warmups"]
+        self.updates, self.warmups = state["updates"], state.get("warmups", 0)
         self.scorer.load_reference(state["reference"])
 
     def minibatches(
@@ -163,10 +163,10 @@ class PPO(Algorithm):
         clip = config.clip_ratio * schedule(config.clip_schedule, progress)
 
         self.scorer.freeze_reference()
-        # age, and log-probs and values by the present weights
-        stale = self.off_policy.annotate(rollout, self.version)
         if self.critic is not None:
             self._shift_values(rollout, self.critic)
+        # age, and log-probs and values by the present weights
+        stale = self.off_policy.annotate(rollout, self.version)
         rollout = self._with_advantages(rollout)
         # [T, N] -> [T*N]
         decisions = Decisions(rollout.flatten(0, 1))
@@ -205,7 +205,8 @@ class PPO(Algorithm):
             critic.shift_by(self.level)
         if self.level and (self.updates == 0 or self.off_policy.expected):
             # what it judged before it was raised, which also comes later where robots are ahead
-            missing = self.level * (rollout.get("age", 0) >= self.updates)
+            stamped = rollout.get("version", None)
+            missing = self.level * (self.updates == 0 if stamped is None else stamped <= self.warmups)
             rollout["value"] = rollout["value"] + missing
             rollout["next", "value"] = rollout["next", "value"] + missing
 

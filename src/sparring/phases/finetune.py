@@ -45,6 +45,9 @@ class Finetune(Phase):
         self.env, self.algorithm, self.distributed = env, algorithm, distributed
         self.buffer, self.rewards = buffer, rewards
         self.collector = collector or Collector(env, policy, seed=0)
+        if isinstance(algorithm, Algorithm):
+            # it may have learned before
+            self.collector.version = algorithm.version
         self.stopwatch = Stopwatch("learner")
         self.spans: list[Span] = []
         self.learning = False
@@ -112,8 +115,8 @@ class Finetune(Phase):
             self._warm_up()
         with fail_together(self.distributed):
             stages = self.collect()
-        # rewards learn, too
-        self.learning = True
+        # rewards learn, too, but for those that are only added
+        self.learning = not isinstance(self.rewards, AddedRewards)
         collected = self.pay() | {"collect_seconds": time.perf_counter() - started} | stages
         # chunks and episodes may end early, in some processes more than in others
         self.progress.env_steps += sum(self.distributed.gather_objects([self.collector.env_steps - steps_before]))
@@ -122,6 +125,7 @@ class Finetune(Phase):
         collected = self.episode_metrics(episodes) | collected
         if not learns:
             return collected
+        self.learning = True
         started = time.perf_counter()
         metrics = self.learn(fraction)
         self.collector.weights_changed()
@@ -138,6 +142,7 @@ class Finetune(Phase):
         """Fit the policy's normalisers to a first rollout: fitted after an update, they would undo a part of it."""
         with fail_together(self.distributed):
             self.collect()
+        self._check_remote_parity()
         # what judges and records rollouts must see all of them: its memories and episodes go on in the next one
         self.learning = True
         self.pay()
