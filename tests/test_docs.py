@@ -95,6 +95,8 @@ def trained(tmp_path_factory):
     for colour in ("red", "blue", "green"):
         demos = ["demos", f"pick_{colour}_d0", "--episodes", "2", "env.threads=1", "env.control_mode=delta_ee_pos"]
         assert main([*demos, "--output", str(folder / f"outputs/demos/pick_{colour}_d0")]) == 0
+    demos = ["demos", "lift_d0", "--episodes", "2", "env.threads=1", "env.control_mode=delta_ee_pos"]
+    assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0_ee")]) == 0
     # and what came of imitating them
     words = ["train", "imitate", f"imitate.demos={folder}/outputs/demos/lift_d0", *TINY, "training.iterations=1"]
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]

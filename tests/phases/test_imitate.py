@@ -519,7 +519,10 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
         (["env.task=lift_d0"], "which the env never asks for"),
         (["imitate.demos=nowhere"], "nowhere"),
         (["imitate.demos=[]"], "expected the folder(s) of demonstrations"),
-        (["training.total_timesteps=5"], "no robot acts in imitate"),
+        (
+            ["training.total_timesteps=5"],
+            "no robot acts in imitate; say how long with training.iterations, and training.total_timesteps=null",
+        ),
         (["env.task=lift_d7"], "lift_d7"),
     ],
 )

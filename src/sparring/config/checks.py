@@ -27,7 +27,10 @@ def problems_of(config: "Config", to_run: bool = True) -> Problems:
     if phase == "imitate":
         for key in ("total_timesteps", "num_episodes"):
             if getattr(config.training, key):
-                yield f"training.{key}", "no robot acts in imitate; say how long with training.iterations"
+                yield (
+                    f"training.{key}",
+                    f"no robot acts in imitate; say how long with training.iterations, and training.{key}=null",
+                )
     else:
         yield from _rollout(config)
         yield from _async(config)
