@@ -11,11 +11,13 @@ from sparring.algorithms import ppo as ppo_module
 from sparring.algorithms.configs import PPOConfig
 from sparring.algorithms.gradient_step import schedule
 from sparring.algorithms.ppo import PPO, LossTerms, ppo_loss
+from sparring.algorithms.scoring import Decisions
 from sparring.collect.collector import Collector
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig
+from sparring.processes.distributed import Distributed
 
 
 def batch(advantage, ratio, value=0.0, target=0.0, old_value=0.0):
@@ -203,3 +205,47 @@ def test_images_are_learned_from():
         assert rollout["observation", "image", "head"].dtype == torch.uint8
         learner.update(rollout)
     assert rollout["next", "reward"].mean() > 0.9
+
+
+class OneOfTwo(Distributed):
+    """One of two processes; `held`: of each, how many decisions, and whether they count."""
+
+    def __init__(self, rank: int, held: list[tuple[int, bool]]):
+        super().__init__("cpu")
+        self.rank, self.held = rank, held
+
+    def gather_objects(self, values: list) -> list:
+        assert values == [self.held[self.rank]]
+        return self.held
+
+
+@pytest.mark.parametrize("counts", [(True, True), (True, False)])
+def test_each_decision_counts_alike_in_whichever_process_it_is(counts):
+    values = [torch.tensor([1.0, 2, 3, 4, 5, 6, 7]), torch.tensor([10.0, 20, 30])]
+    held = [(len(each), counted) for each, counted in zip(values, counts, strict=True)]
+    spec = Env(IdentityBackend(1), "cpu").spec
+    shares = []
+    for rank, (each, counted) in enumerate(held):
+        policy = ActorCritic(ActorCriticConfig(hidden=[4]), spec, 1)
+        algorithm = PPO(PPOConfig(mini_batch_size=4), policy, OneOfTwo(rank, held))
+        seen = {"observation": {"state": torch.zeros(each, 1)}, "action": torch.zeros(each, 1, 1), "trace": {}}
+        flat = TensorDict(seen | {"number": values[rank]}, [each])
+        minibatches = algorithm.minibatches(Decisions(flat), ["number"], 1, [], counted)
+        shares.append([(batch["number"], weight) for batch, weight in minibatches])
+    # of each minibatch the processes average their weighted means
+    for (one, weight), (other, other_weight) in zip(*shares, strict=True):
+        averaged = (weight * one.mean() + other_weight * other.mean()) / 2
+        together = torch.cat([one, other]) if counts[1] else one
+        assert float(averaged) == pytest.approx(float(together.mean()))
+    assert [len(one) for one, _ in shares[0]] == [4, 3] and [len(one) for one, _ in shares[1]] == [2, 1]
+
+
+def test_the_gradient_of_a_minibatch_is_weighed():
+    policy = ActorCritic(ActorCriticConfig(hidden=[4]), Env(IdentityBackend(1), "cpu").spec, 1)
+    step, batch = PPO(PPOConfig(), policy).step, TensorDict({"state": torch.ones(2, 1)}, [2])
+    step.scale_lr(0.0)
+    norms = []
+    for weight in (1.0, 0.25):
+        step.backward(batch, lambda batch: (sum(p.square().sum() for p in policy.parameters()), None), None)
+        norms.append(float(step.apply(None, weight)))
+    assert norms[1] == pytest.approx(0.25 * norms[0])

@@ -172,6 +172,17 @@ def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
     assert alone.returncode == 2 and "use --gpus 2" in alone.stderr and "Traceback" not in alone.stderr
 
 
+@pytest.mark.usefixtures("fresh")
+def test_a_dry_run_of_several_processes_is_told_once_and_warns():
+    command = [sys.executable, "-m", "sparring", "train", "finetune", "--dry-run", "rollout", "--gpus", "2"]
+    command += ["--envs", "2", "rollout.steps=4", "env.threads=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("dry run of 'finetune'") == 1 and done.stderr.count("nothing is written") == 1
+    assert done.stdout.startswith("--gpus 2, but no GPU is visible here: 2 processes share the CPU")
+
+
 def test_stopped_processes_save_and_leave_together(tmp_path):
     """Ctrl-C reaches all of them, as in a terminal; then `kill` reaches the launcher alone."""
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]

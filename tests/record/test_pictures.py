@@ -15,6 +15,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
 from sparring.phases.replay import Prediction
+from sparring.record import videos as videos_module
 from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.recorder import Recorder
 from sparring.record.videos import VideoWriter, _by_camera, _film_scene, _prediction_scene, _write_video
@@ -268,6 +269,20 @@ def test_a_recorder_waits_for_its_films_also_when_something_fails(tmp_path):
         recorder.videos.rollouts([film_of()], Progress(1, 1, 1), SPEC)
         raise ZeroDivisionError
     assert (tmp_path / "videos" / "rollout_000001_4.mp4").exists()
+
+
+def test_a_film_is_told_of_when_it_is_there_to_be_looked_at(tmp_path, monkeypatch):
+    told = []
+
+    def look(message, *arguments):
+        told.append((message % arguments, arguments[0].exists() and len(read_video(arguments[0])[1])))
+
+    monkeypatch.setattr(videos_module.log, "info", look)
+    videos = VideoWriter(tmp_path)
+    videos.rollouts([film_of()], Progress(1, 1, 1), SPEC)
+    videos.finish()
+    ((said, frames),) = told
+    assert said == f"to look at: {tmp_path / 'videos' / 'rollout_000001_4.mp4'}" and frames >= 4
 
 
 def test_what_rerun_reads_is_what_was_filmed(tmp_path):

@@ -71,8 +71,12 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         from sparring.runs.dry_run import dry_run
 
-        print("dry run: this may take a minute; nothing is written", file=sys.stderr)
-        print(dry_run(config, only_rollout=arguments.dry_run == "rollout"))
+        is_main = os.environ.get("RANK", "0") == "0"
+        if is_main:
+            print("dry run: this may take a minute; nothing is written", file=sys.stderr)
+        found = dry_run(config, only_rollout=arguments.dry_run == "rollout")
+        if is_main:
+            print(found)
         return 0
     from sparring.runs.run import Run
     from sparring.runs.summary import AnyEvaluation, summary

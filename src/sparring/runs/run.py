@@ -125,16 +125,21 @@ class Run:
         for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
             if isinstance(threads, int) and threads > usable_cores():
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
-        processes, on = self.distributed.world_size, self.distributed.device.type
-        if processes > 1 and on == "cpu" and config.device == "auto" and self.distributed.is_main:
-            log.warning(
-                "--gpus %s, but no GPU is visible here: %s processes share the CPU; nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant",
-                processes,
-                processes,
-            )
+        if self.lacks_gpus and self.distributed.is_main:
+            log.warning("%s", self.lacks_gpus)
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self.made)
+
+    @property
+    def lacks_gpus(self) -> str | None:
+        """A warning where `--gpus N` found none."""
+        processes, on = self.distributed.world_size, self.distributed.device.type
+        if processes == 1 or on != "cpu" or self.config.device != "auto":
+            return None
+        return (
+            f"--gpus {processes}, but no GPU is visible here: {processes} processes share the CPU; nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant"
+        )
 
     def run(self) -> bool:
         """Train to the end. False: interrupted; then a checkpoint is saved, and a message says how to go on."""
