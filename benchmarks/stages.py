@@ -30,6 +30,8 @@ class Problem:
     demonstrations: int
     steps: int
     evaluate_every: int = 250_000
+    # settings of RL that differ from the recipe's
+    finetuning: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Stages:
         every = self.problem.evaluate_every
         fixed = [f"pretrained={self.folder / 'imitate'}", f"output={self.folder / 'finetune'}"]
         fixed.append(f"training.total_timesteps={self.problem.steps}")
-        run = Run(self.load(self.finetuning, fixed, ("imitate.",)), quiet=True)
+        run = Run(self.load(self.finetuning, [*fixed, *self.problem.finetuning], ("imitate.",)), quiet=True)
         progress, deadline = run.phase.progress, time.time() + 60 * self.minutes
         while run.fraction < 1 and time.time() < deadline:
             started = time.perf_counter()
