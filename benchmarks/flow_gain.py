@@ -6,11 +6,13 @@
 
 One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
 PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
-problems; a problem only says which env, how many demonstrations and how many steps. `stack_d0_fpo` is `stack_d0` by FPO
-(`policy.method=fpo`), whose ratio needs smaller steps. With the recipe's (`ppo.policy_lr` 1e-4, `ppo.clip_ratio` 0.1) seed
-100, imitated at 99 %, fell to 77 % within 96,000 steps; 3e-5 and 0.05 were the second try, on seed 101. The ODE policy (greedy) and the SDE
+problems; a problem only says which env, how many demonstrations and how many steps. The ODE policy (greedy) and the SDE
 policy (sampled, what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time
 does not count as training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
+
+`stack_d0_fpo` is `stack_d0` by FPO (`policy.method=fpo`), which needs smaller steps. With the recipe's `ppo.policy_lr`
+1e-4 and `ppo.clip_ratio` 0.1, seed 100, imitated at 99 %, fell to 77 % within 96,000 steps; 3e-5 and 0.05 were the
+second try, on seed 101.
 """
 
 import stages
