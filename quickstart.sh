@@ -10,7 +10,7 @@ set_up ""
 say "1 of 3: the built-in arm learns to lift a cube (about a minute; Ctrl-C saves, running this again goes on)"
 sparring train finetune --config configs/lift_d0.yaml training.total_timesteps=150000 --output outputs/quickstart/lift_d0 "$@"
 
-say "2 of 3: a world model learns what its two cameras will see next (about WM minutes; Ctrl-C as above)"
+say "2 of 3: a world model learns what its two cameras will see next (about two minutes; Ctrl-C as above)"
 sparring train teacher --config configs/quickstart.yaml --output outputs/quickstart/world_model
 
 say "3 of 3: a page of both: success beside random actions, videos, and pictures foretold (left) beside true ones (right)"

@@ -53,7 +53,7 @@ install_into() { # install_into PYTHON VENV WHAT...: makes the virtual environme
   shift 2
   choose_torch "$python"
   if [ "$build" = CUDA ]; then
-    needed_mb=9000 size="some minutes: 3 GB to download, 7 GB on the disk"
+    needed_mb=9000 size="some minutes: 3 GB to download, 5.3 GB on the disk"
   fi
   free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
   [ "${free_mb:-0}" -ge "$needed_mb" ] \

@@ -1,4 +1,4 @@
-"""The built-in task is learned, in seconds, by the defaults that the quickstart uses."""
+"""The built-in task is learned, in seconds, by the defaults."""
 
 from sparring.config.schema import load_config
 from sparring.runs.run import Run
