@@ -70,7 +70,8 @@ class Algorithm:
 
     def load_state_dict(self, state: dict) -> None:
         self.step.load_state_dict(state["optimizer"])
-        self.updates, self.warmups = state["updates"], state["warmups"]
+        # runs of before had none
+        self.updates, self.warmups = state["updates"], state.get("warmups", 0)
         self.scorer.load_reference(state["reference"])
 
     def minibatches(
