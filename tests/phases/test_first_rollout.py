@@ -141,6 +141,16 @@ def test_a_resumed_run_does_not_fit_anew(tmp_path):
     resumed.phase.env.close()
 
 
+def test_a_run_of_before_goes_on_without_one(tmp_path):
+    run = small(tmp_path)
+    run.phase.step(0.0)
+    state = run.phase.algorithm.state_dict()
+    del state["warmups"]
+    run.phase.algorithm.load_state_dict(state)
+    assert run.phase.algorithm.version == 1 and not run.phase.policy.wants_statistics
+    run.phase.env.close()
+
+
 def test_the_statistics_move_less_after_the_first_update_than_without_it(tmp_path):
     run = small(tmp_path)
     phase = run.phase

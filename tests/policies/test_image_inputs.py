@@ -52,6 +52,16 @@ def test_cameras_may_differ_in_size_and_each_is_seen(name):
         assert (features(other) - before).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_so_they_may_in_imitation(name):
+    policy, td = policy_of(name), seen()
+    td["action"] = torch.zeros(2, policy.horizon, 2)
+    td["valid"] = torch.ones(2, policy.horizon, dtype=torch.bool)
+    loss, _ = policy.imitation_loss(td, torch.Generator().manual_seed(0))
+    loss.backward()
+    assert loss.isfinite() and any(weight.grad is not None for weight in policy.parameters())
+
+
 MISTAKES = {
     "a range of 0 to 1": (
         lambda image: image / 255,
