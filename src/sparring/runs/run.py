@@ -52,7 +52,9 @@ class Run:
         torch.set_num_threads(config.threads or 1)
         seed_everything(config.seed + self.distributed.rank)
         self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
-        if not config.threads and not _is_small(self.phase):
+        # without images, networks are so small that more threads mostly wait for each other and for the simulator's
+        spec, acts_on = self.phase.env.spec, self.phase.env.device.type
+        if not config.threads and (acts_on != "cpu" or any(name.startswith("image/") for name in spec.observation)):
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
@@ -102,11 +104,8 @@ class Run:
 
     def _share_of(self, limits: dict[str, int]) -> float:
         progress = self.phase.progress
-        made = {
-            "total_timesteps": progress.env_steps,
-            "num_episodes": progress.episodes,
-            "iterations": progress.updates,
-        }
+        made = {"total_timesteps": progress.env_steps, "num_episodes": progress.episodes}
+        made["iterations"] = progress.updates
         return min(1.0, max(made[name] / limit for name, limit in limits.items()))
 
     @property
@@ -127,12 +126,9 @@ class Run:
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
         processes, on = self.distributed.world_size, self.distributed.device.type
         if processes > 1 and on == "cpu" and config.device == "auto" and self.distributed.is_main:
-            log.warning(
-                "--gpus %s, but no GPU is visible here: %s processes share the CPU; nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant",
-                processes,
-                processes,
-            )
+            asked = f"--gpus {processes}, but no GPU is visible here: {processes} processes share the CPU"
+            hint = "nvidia-smi and CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant"
+            log.warning("%s; %s", asked, hint)
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self.made)
 
@@ -412,8 +408,3 @@ class _Evaluator:
 def _in_words(limits: dict[str, int]) -> str:
     units = {"total_timesteps": "env steps", "num_episodes": "episodes", "iterations": "updates"}
     return " or ".join(f"{limit:,} {units[name]}" for name, limit in limits.items())
-
-
-def _is_small(phase: Phase) -> bool:
-    """Without images, networks are so small that more threads mostly wait for each other and for the simulator's."""
-    return phase.env.device.type == "cpu" and not any(name.startswith("image/") for name in phase.env.spec.observation)
