@@ -42,8 +42,8 @@ def import_module(name: str, asked_by: str, or_else: str = "") -> ModuleType:
     except ModuleNotFoundError as error:
         hint = f"'{name}' itself needs '{error.name}', which is not installed"
         if f"{name}.".startswith(f"{error.name}."):
-            near = _nearest_module(str(error.name))
-            hint = f"is it in this folder or on PYTHONPATH?{near}{or_else and f' Else: {or_else}'}"
+            more = f" Else: {or_else}" if or_else else _nearest_module(str(error.name))
+            hint = f"is it in this folder or on PYTHONPATH?{more}"
         raise UserError(f"{asked_by}: no module '{error.name}'; {hint}") from None
     except Exception as error:
         raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error

@@ -56,6 +56,12 @@ class WeightsFit:
         missing = sorted(name for name in info["missing_keys"] if not (new and name.startswith(new)))
         return cls(tuple(missing), tuple(sorted(info["unexpected_keys"])), reshaped)
 
+    @staticmethod
+    def some(names: Sequence[str]) -> str:
+        """The first of them, and how many more there are."""
+        more = len(names) - _MOST_IN_SENTENCE
+        return ", ".join(names[:_MOST_IN_SENTENCE]) + (f" and {more} more" if more > 0 else "")
+
     @property
     def exact(self) -> bool:
         return not (self.missing or self.unexpected or self.reshaped)
@@ -65,7 +71,7 @@ class WeightsFit:
         """The first names of each kind: '2 missing: a, b; 1 of another shape: c [2] instead of [3]'."""
         reshaped = [f"{name} {list(given)} instead of {list(here)}" for name, given, here in self.reshaped]
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": tuple(reshaped)}
-        return "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in kinds.items() if names)
+        return "; ".join(f"{len(names)} {kind}: {self.some(names)}" for kind, names in kinds.items() if names)
 
     def __str__(self) -> str:
         reshaped = [f"{name}: {list(given)} in it, {list(here)} in the model" for name, given, here in self.reshaped]
@@ -79,12 +85,6 @@ class WeightsFit:
             lines += [f"{len(names)} {kind}:", *(f"  {line}" for line in listed)] if names else []
             lines += [f"  and {len(names) - _MOST_LINES} more"] if len(names) > _MOST_LINES else []
         return "\n".join(lines)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = len(names) - _MOST_IN_SENTENCE
-    return ", ".join(names[:_MOST_IN_SENTENCE]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_strictly(model: nn.Module, weights: Weights, source: str, new: tuple[str, ...] = ()) -> None:

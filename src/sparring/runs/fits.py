@@ -13,7 +13,7 @@ from sparring.config.text import flatten, saved_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
-from sparring.policies.weights import WeightsFit, some_of
+from sparring.policies.weights import WeightsFit
 from sparring.runs.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -173,4 +173,4 @@ def load_weights(
         raise CheckpointError(f"'{file}' does not fit this model: {fit.sentence}. {trained_with}")
     model.load_state_dict(given, strict=False)
     new = [key for key in expected if absent and key.startswith(absent)]
-    return f"{len(given)} tensors, all that there are" + (f"; new: {some_of(new)}" if new else "")
+    return f"{len(given)} tensors, all that there are" + (f"; new: {WeightsFit.some(new)}" if new else "")
