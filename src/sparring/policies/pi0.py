@@ -140,7 +140,8 @@ def _completed(config: PI0PolicyConfig, spec: EnvSpec, chunk: int, known) -> PI0
         why = f"the checkpoint plans chunks of {known.chunk_size} steps; leave it out"
         raise UserError(f"policy.horizon={config.horizon}: {why}")
     if chunk > known.chunk_size:
-        raise UserError(f"rollout.action_steps={chunk} is more than the {known.chunk_size} steps the checkpoint plans")
+        most = f"the {known.chunk_size} steps that the checkpoint plans"
+        raise UserError(f"rollout.action_steps={chunk} is more than {most}")
     state = math.prod(spec.observation["state"][0]) if "state" in spec.observation else 0
     dims = spec.action_dim - spec.action_padding
     for what, has, most in (("state", state, known.max_state_dim), ("action", dims, known.max_action_dim)):
@@ -165,7 +166,8 @@ def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_to
     vocabulary = vlm.text_config.vocab_size
     largest = max(token for row in rows for token in row)
     if largest >= vocabulary:
-        raise UserError(f"policy.tokenizer gives token {largest}, its own vocabulary has {vocabulary}; use its own")
+        has = f"the checkpoint's vocabulary has {vocabulary}"
+        raise UserError(f"policy.tokenizer gives token {largest}, {has}; use its own")
     return TokenTable([[vlm.image_token_id] * image_tokens + row for row in rows])
 
 

@@ -128,7 +128,8 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         wrong = {name: size for name, size in given.items() if size != getattr(saved, name)}
         if wrong:
             listed = ", ".join(f"policy.{name}={size} (there {getattr(saved, name)})" for name, size in wrong.items())
-            raise UserError(f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; omit it")
+            advice = "leave it out"
+            raise UserError(f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; {advice}")
         if saved.memory_size not in (0, self.memory_size):
             raise UserError(
                 f"policy.memory_size={self.memory_size}, but the weights in policy.model_path={self.model_path} read "
