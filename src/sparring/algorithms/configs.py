@@ -20,7 +20,9 @@ class AlgorithmConfig(Section):
     max_grad_norm: float = Field(0.5, gt=0, description="gradients are scaled down to this norm")
     target_kl: float | None = Field(None, gt=0, description="ends an update's epochs past this KL; null: off")
     adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the policy as the run began; 0: not worked out")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the KL to the policy as it was when the run began; 0: not even worked out"
+    )
     parity_tolerance: float = Field(
         1e-4, gt=0, description="largest drift between acting and scoring, in sigmas, before training is refused"
     )
@@ -45,7 +47,9 @@ class PPOConfig(AlgorithmConfig):
     c_bar: float = Field(1.0, gt=0, description="of vtrace: most that what follows a stale decision counts for it")
     clip_ratio: float = Field(0.2, gt=0, lt=1, description="how far the probability ratio may leave 1")
     clip_schedule: Literal["constant", "linear"] = Field("constant", description="linear: clip_ratio falls to 0")
-    dual_clip: float | None = Field(None, gt=1, description="most that a bad decision's ratio counts; null: no limit")
+    dual_clip: float | None = Field(
+        None, gt=1, description="most that a bad decision's ratio counts, however likely it became; null: off"
+    )
     ppo_epochs: int = Field(5, gt=0, description="passes over a rollout")
     critic_lr: float | None = Field(None, gt=0, description="learning rate of the critic; null: policy_lr")
     critic_warmup_updates: int = Field(0, ge=0, description="first updates in which the critic alone learns")
@@ -54,7 +58,9 @@ class PPOConfig(AlgorithmConfig):
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_loss_coef: float = Field(0.5, ge=0, description="weight of the critic's loss")
     value_clip: float | None = Field(None, gt=0, description="clips the critic's change per update; null: off")
-    normalize_value: bool = Field(False, description="begin at the returns' level, and learn in units of their spread")
+    normalize_value: bool = Field(
+        False, description="the critic begins at the returns' level and learns in units of their spread"
+    )
     normalize_advantage: bool = Field(True, description="advantages of a minibatch get mean 0 and std 1")
 
     @field_validator("proximal")

@@ -25,19 +25,34 @@ class RolloutConfig(Section):
     mode: Literal["sync", "async"] = Field(
         "sync", description="sync: collect and learn in turns; async: at the same time, in two processes"
     )
-    staleness: int = Field(1, ge=0, le=100, description="updates a rollout may be behind (async); 0: bit for bit sync")
+    staleness: int = Field(
+        1, ge=0, le=100, description="updates that a rollout may be behind (async); 0: as sync, bit for bit"
+    )
     least_ess: float = Field(
-        0.5, ge=0, lt=1, description="where stale rollouts are worth less than this share, robots wait for weights"
+        0.5,
+        ge=0,
+        lt=1,
+        description="where stale rollouts are worth less than this share of their decisions, robots wait for weights",
     )
     groups: int = Field(1, gt=0, description="robots in so many groups: while one simulates, another is decided for")
-    watchdog_s: float = Field(60.0, gt=0, description="seconds without a sign of life of a process that end a run")
-    render_episodes: int = Field(2, ge=0, description="films of training episodes (at checkpoints) and of evaluations")
+    watchdog_s: float = Field(
+        60.0, gt=0, description="seconds without a sign of life of the collecting process, or a rank, that end a run"
+    )
+    render_episodes: int = Field(
+        2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"
+    )
 
 
 class BufferConfig(Section):
     """Where rollouts are kept."""
 
-    type: Literal["standard", "vla"] = Field("standard", description="one rollout, used once; vla: a ring of decisions")
-    size: int | None = Field(None, gt=0, description="decisions of all a process's envs; null: rollout.steps x n_envs")
-    memory_limit_gb: float | None = Field(None, gt=0, description="larger rings lie in a file; null: half of free RAM")
+    type: Literal["standard", "vla"] = Field(
+        "standard", description="standard: one rollout, used once; vla: a ring of the newest decisions"
+    )
+    size: int | None = Field(
+        None, gt=0, description="decisions over all envs of a process; null: rollout.steps x rollout.n_envs"
+    )
+    memory_limit_gb: float | None = Field(
+        None, gt=0, description="a ring larger than this lies in a file; null: half of the free RAM"
+    )
     folder: str | None = Field(None, description="where that file lies; null: the run folder")

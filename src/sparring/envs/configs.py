@@ -45,7 +45,9 @@ class TabletopConfig(Section):
     """The built-in robot arm on a table."""
 
     name: str = Field("tabletop", description="which env: tabletop, gym:<gymnasium id>, or your.module:Class")
-    task: TaskList = Field(("reach_d0",), description="task and reset distribution; several are dealt out over envs")
+    task: TaskList = Field(
+        ("reach_d0",), description="task and reset distribution; several are dealt out over the envs"
+    )
     cameras: Annotated[
         tuple[Literal["head", "wrist", "left_wrist", "right_wrist"], ...],
         BeforeValidator(_listed),
@@ -58,8 +60,12 @@ class TabletopConfig(Section):
     object_state: Literal["state", "privileged", "hidden"] = Field(
         "state", description="goal and object poses: in observation/state, for critics only, or shown to nobody"
     )
-    pad_state: int = Field(0, ge=0, le=4096, description="observation/state is padded with 0 to this; 0: not at all")
-    pad_action: int = Field(0, ge=0, le=256, description="entries of an action, the last ones ignored; 0: no padding")
+    pad_state: int = Field(
+        0, ge=0, le=4096, description="observation/state is padded with zeros to this; 0: not at all"
+    )
+    pad_action: int = Field(
+        0, ge=0, le=256, description="actions have so many entries, the last ignored; 0: no padding"
+    )
     control_mode: Literal["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"] = Field(
         "delta_qpos",
         description="what an action means: joint steps, hand steps (pointing down), hand steps and turns, or joints",

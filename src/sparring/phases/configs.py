@@ -17,8 +17,12 @@ _Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 class TeacherConfig(Section):
     """A world model learns to predict what robots that act at random will see."""
 
-    coloured: float = Field(0.5, ge=0, le=1, description="share of the robots whose random actions change slowly")
-    correlation: float = Field(0.95, ge=0, lt=1, description="of a slow action with the one before; 0: as of others")
+    coloured: float = Field(
+        0.5, ge=0, le=1, description="share of the robots whose random actions change slowly; the others' do not"
+    )
+    correlation: float = Field(
+        0.95, ge=0, lt=1, description="of a slow action with the one a step before; 0: none, as of the other robots"
+    )
     gradient_steps: int = Field(250, gt=0, description="of an update, after rollout.steps decisions of each robot")
     batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
     learning_rate: float = Field(3e-3, gt=0, description="at the start; falls to 0 over the run")
@@ -39,10 +43,15 @@ class ImitateConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="how it falls to 0")
     weight_decay: float = Field(1e-4, ge=0, description="how fast weights that nothing asks for shrink (AdamW)")
     steps_per_update: int = Field(100, gt=0, description="gradient steps of an update, after which metrics are written")
-    normalization: Normalization = Field("min_max", description="how a policy scales actions; quantile: 1 % to 99 %")
+    normalization: Normalization = Field(
+        "min_max", description="what scales the actions, where the policy does; quantile: 1 % to 99 %"
+    )
     state_normalization: Normalization = Field("mean_std", description="the same of the state")
     ema: float | None = Field(
-        None, gt=0, lt=1, description="decay of averaged weights, then those saved and evaluated, e.g. 0.999; null: off"
+        None,
+        gt=0,
+        lt=1,
+        description="decay of averaged weights, then what is saved and evaluated, e.g. 0.999; null: off",
     )
     image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
 
@@ -58,10 +67,16 @@ class AdversarialConfig(Section):
     """World model and explorer train each other: one learns to foretell what the other finds to surprise it."""
 
     teacher: str | None = Field(None, description="run folder of `sparring train teacher`, with its episodes")
-    student: str | None = Field(None, description="run or checkpoint of `sparring train student`; null: a new explorer")
+    student: str | None = Field(
+        None, description="run folder or checkpoint of `sparring train student`; null: a new explorer"
+    )
     wm_updates_per_iter: int = Field(100, gt=0, description="gradient steps of the world model in an update")
-    explorer_updates_per_iter: int = Field(1, gt=0, description="explorer updates in an update, each from a rollout")
-    warmup_steps: int = Field(200, ge=0, description="first gradient steps, in which the world model alone learns")
+    explorer_updates_per_iter: int = Field(
+        1, gt=0, description="rollouts in an update, and updates of the explorer, one from each"
+    )
+    warmup_steps: int = Field(
+        200, ge=0, description="first gradient steps, in which the world model alone learns while the explorer acts"
+    )
     learning_rate: float = Field(
         1e-3, gt=0, description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr"
     )
@@ -121,6 +136,6 @@ class LoggingConfig(Section):
         0.01,
         ge=0,
         le=1,
-        description="share of a run's time that videos may take; evaluations are filmed anyway; 1: all",
+        description="share of a run's time that making videos may take; evaluations are filmed anyway; 1: no limit",
     )
     rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")

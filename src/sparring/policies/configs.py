@@ -18,7 +18,9 @@ class LoraConfig(Section):
 
     lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: none, all weights learn")
     lora_alpha: float = Field(16.0, gt=0, description="adapters count lora_alpha / lora_r times")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="before the adapters; of policies in imitation only")
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="before the adapters; of a policy while it imitates, never in RL"
+    )
     lora_targets: tuple[str, ...] = Field(
         (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
     )
@@ -47,13 +49,17 @@ class EncoderConfig(Section):
     point_frame: Literal["world", "gripper"] = Field(
         "world", description="where points are told from; gripper: from the hand's position (from each, with two arms)"
     )
-    language_features: int = Field(0, ge=0, description="features of the instruction, read by bytes; 0: it is not told")
+    language_features: int = Field(
+        0, ge=0, description="features of the instruction, read byte by byte; 0: the policy is not told it"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
     normalize_observations: bool = Field(
         True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="of encoder and actor; densities are fp32 or finer")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of encoder and actor; densities are always fp32 or finer"
+    )
 
 
 class CriticConfig(Section):
@@ -74,13 +80,17 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
     bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
-    normalize_actions: bool = Field(False, description="gaussian, gsde: think in actions scaled as demonstrations are")
+    normalize_actions: bool = Field(
+        False, description="gaussian, gsde: think in actions that are scaled as the demonstrations' are"
+    )
 
 
 class DenoisingConfig(Section):
     """How a policy that denoises draws its chunks, and scores them; part of the section of every such policy."""
 
-    horizon: int | None = Field(None, gt=0, description="steps that are planned; null: those of rollout.action_steps")
+    horizon: int | None = Field(
+        None, gt=0, description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps"
+    )
     sampling_steps: int = Field(4, gt=0, description="denoising steps of a decision, in training and evaluation alike")
     method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp", "fpo"] = Field(
         "flow_sde",
@@ -88,13 +98,19 @@ class DenoisingConfig(Section):
         "fpo: only the start is random, and the flow-matching loss is the score",
     )
     noise_level: float = Field(0.5, gt=0, description="eta where noise is not learned: how much a denoising step adds")
-    noise_range: tuple[float, float] = Field((0.08, 0.16), description="least and most deviation of learned noise")
+    noise_range: tuple[float, float] = Field(
+        (0.08, 0.16), description="least and most standard deviation where noise is learned"
+    )
     kernel: Literal["sde", "noise"] = Field("sde", description="of denoising_mdp: the noise of flow_sde or flow_noise")
     denoising_steps: int | None = Field(
         None, gt=0, description="of denoising_mdp: the last so many steps are random and scored; null: all"
     )
-    denoising_discount: float = Field(0.99, gt=0, le=1, description="of denoising_mdp: advantage per earlier step")
-    loss_samples: int = Field(8, gt=0, description="of fpo: times and noises of a decision's flow-matching loss")
+    denoising_discount: float = Field(
+        0.99, gt=0, le=1, description="of denoising_mdp: advantage per step before the last"
+    )
+    loss_samples: int = Field(
+        8, gt=0, description="of fpo: times and noises of a decision at which the flow-matching loss is taken"
+    )
     reduction: Literal["sum", "mean"] = Field(
         "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"
     )
@@ -118,7 +134,9 @@ class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """pi0 through transformers: a vision-language model, and an action expert that denoises chunks by flow matching."""
 
     name: str = Field("pi0", description="which policy: actor_critic, flow, pi0, or your.module:Class")
-    model_path: str | None = Field(None, description="a pi0 checkpoint, by transformers' save_pretrained; is needed")
+    model_path: str | None = Field(
+        None, description="folder with a pi0 checkpoint, as transformers' save_pretrained writes it; is needed"
+    )
     tokenizer: str | None = Field(
         None, description="folder with a tokenizer; null: the checkpoint's own; bytes: byte by byte, for a fresh model"
     )
@@ -165,7 +183,9 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     draws: Literal["rows", "batch"] = Field(
         "rows", description="a model without sample(): robots draw one by one, or together (fast, but less repeatable)"
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the model's arithmetic; scores: fp32 or finer")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of the model's arithmetic; scores are fp32 or finer"
+    )
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="frozen weights are kept in; those that learn are fp32")
     device_map: dict = Field({}, description="pattern of frozen modules: device they stay on, e.g. {vision: cpu}")
     frozen: tuple[str, ...] = Field((), description="patterns of names of weights that do not learn, e.g. [vision]")
@@ -179,6 +199,7 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         for ours in keys.values():
             names = ours if isinstance(ours, (list, tuple)) else [ours]
             if ours is not None and not (names and all(isinstance(name, str) for name in names)):
-                example = "{rgb: [image/head, image/wrist], proprio: state}"
-                raise ValueError(f"expected names of observations, e.g. {example}")
+                raise ValueError(
+                    "expected names of observations, e.g. {rgb: [image/head, image/wrist], proprio: state}"
+                )
         return keys

@@ -34,14 +34,18 @@ class TokenWorldModelConfig(LoraConfig):
     layers: int | None = Field(None, gt=0, description="of each member's transformer; null: the preset's")
     heads: int | None = Field(None, gt=0, description="attention heads; null: the preset's")
     members: int | None = Field(None, gt=0, description="separate transformers of the ensemble; null: the preset's")
-    memory_channels: int | None = Field(None, gt=0, description="numbers remembered of a patch; null: the preset's")
+    memory_channels: int | None = Field(
+        None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
+    )
     trunk: str | None = Field(
         None,
         validate_default=True,
         description="folder of a native VLA or of transformers' pi0, whose transformer takes the place of the block "
         "that all members share; null: a block of its own; lora_* is for this one",
     )
-    remembers: bool = Field(True, description="false: every decision meets an empty memory: what is memory worth?")
+    remembers: bool = Field(
+        True, description="false: every decision is met with an empty memory, to see what a memory is worth"
+    )
     language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
     camera_dropout: float = Field(
         0.25, ge=0, lt=1, description="share of windows in which the cameras of dropped_cameras are not seen"
