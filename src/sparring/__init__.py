@@ -11,28 +11,20 @@ __version__ = "0.1.0"
 
 
 def lazy_names(package: str, homes: dict[str, str]):
-    """`__getattr__` and `__dir__` of a package whose names are loaded when first used; `homes`: name -> module."""
+    """`__getattr__` and `__dir__` of a package whose names are loaded when first used; `homes`: name -> its module."""
 
     def load(name: str):
         if name not in homes:
             raise AttributeError(f"module '{package}' has no attribute '{name}'; it offers {', '.join(homes)}")
-        return getattr(importlib.import_module(homes[name]), name)
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
     return load, lambda: sorted({*vars(sys.modules[package]), *homes})
 
 
-_WHERE = {
-    "Trainer": "sparring.api",
-    "load_policy": "sparring.api",
-    "load_config": "sparring.config.schema",
-    "make_env": "sparring.envs.env",
-    "make_policy": "sparring.policies.policy",
-    "VLAModelInterface": "sparring.policies.vla.interface",
-    "VLAPolicy": "sparring.policies.vla.policy",
-    "load_vla_model": "sparring.policies.vla.load",
-    "PPO": "sparring.algorithms.ppo",
-    "GRPO": "sparring.algorithms.grpo",
-}
+_WHERE = {"Trainer": "api", "load_policy": "api", "load_config": "config.schema", "make_env": "envs.env"}
+_WHERE |= {"make_policy": "policies.policy", "VLAModelInterface": "policies.vla.interface"}
+_WHERE |= {"VLAPolicy": "policies.vla.policy", "load_vla_model": "policies.vla.load"}
+_WHERE |= {"PPO": "algorithms.ppo", "GRPO": "algorithms.grpo"}
 __all__ = list(_WHERE)
 __getattr__, __dir__ = lazy_names("sparring", _WHERE)
 

@@ -26,7 +26,7 @@ from sparring.config.text import read_settings
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.evaluation.play import Evaluation, evaluate
-from sparring.phases.build import build_env
+from sparring.phases.build import build_env, refuse_of_script
 from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
 from sparring.policies import POLICIES
@@ -75,24 +75,13 @@ class Trainer:
         if batch_size is not None:
             algorithm.config = algorithm.config.model_copy(update={"mini_batch_size": batch_size})
         self.quiet = quiet
-        self.settings = {
-            "seed": seed,
-            "device": str(env.device),
-            "output": None if output is None else str(output),
-            "buffer": {"size": buffer_size, "type": buffer_type},
-            "rollout": {
-                "n_envs": env.num_envs,
-                "action_steps": policy.chunk,
-                "max_episode_steps": env.spec.max_episode_steps or None,
-                "n_episodes_per_batch": episodes_per_batch,
-                "group_size": env.group_size,
-                "mode": mode,
-                "staleness": staleness,
-            },
-            "env": _section(env),
-            "policy": _section(policy),
-            **_named(algorithm),
-        }
+        rollout: dict[str, Any] = {"n_envs": env.num_envs, "action_steps": policy.chunk, "group_size": env.group_size}
+        rollout |= {"max_episode_steps": env.spec.max_episode_steps or None, "mode": mode, "staleness": staleness}
+        rollout["n_episodes_per_batch"] = episodes_per_batch
+        self.settings: dict[str, Any] = {"seed": seed, "device": str(env.device)}
+        self.settings["output"] = None if output is None else str(output)
+        self.settings |= {"buffer": {"size": buffer_size, "type": buffer_type}, "rollout": rollout}
+        self.settings |= {"env": _section(env), "policy": _section(policy)} | _named(algorithm)
         if output is not None and not all(self.settings[name] for name in ("env", "policy")):
             raise UserError("output=... saves a run by its config: make env and policy with make_env and make_policy")
         self.algorithm.seed = seed
@@ -166,10 +155,8 @@ def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness
     # others than make_env's, such as an ImaginedEnv, may have the config of the env that they stand for
     configs = {"env": env.config if type(env) is Env else None, "policy": getattr(policy, "config", None)}
     if configs["env"] is None:
-        raise UserError(
-            f"{asked} makes a second env in another process, from the config of the first, and this "
-            f"{type(env).__name__} was not made from one; make it with make_env, or use mode='sync'"
-        )
+        why = f"this {type(env).__name__} was not made from one; make it with make_env, or use mode='sync'"
+        raise UserError(f"{asked} makes a second env in another process, from the config of the first, and {why}")
     if configs["policy"] is None:
         raise UserError(
             f"{asked} makes a second policy in another process, from the config of the first, and this "
@@ -179,19 +166,14 @@ def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness
     classes = {name: str(getattr(config, "name", "")) for name, config in configs.items()}
     classes["algorithm"] = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
     for name, found in classes.items():
-        if found.startswith("__main__:"):
-            raise UserError(
-                f"{asked}: the {name} '{found}' is defined in the script or notebook itself, which the collecting "
-                "process cannot import; move the class to a module, or use mode='sync'"
-            )
+        refuse_of_script(found, f"{asked}: the {name} '{found}'", "mode='sync'")
     made = resolve(classes["policy"], POLICIES, "policy")
     # what names no class is a function that chooses one of ours
     if type(policy) is not made if isinstance(made, type) else not type(policy).__module__.startswith("sparring."):
         name = f"{type(policy).__module__}:{type(policy).__qualname__}"
-        raise UserError(
-            f"{asked} would make a policy by the name of its config, '{classes['policy']}', which is not the class of "
-            f"this one; set policy.name to '{name}' in its config, or use mode='sync'"
-        )
+        other = f"'{classes['policy']}', which is not the class of this one"
+        advice = f"set policy.name to '{name}' in its config, or use mode='sync'"
+        raise UserError(f"{asked} would make a policy by the name of its config, {other}; {advice}")
     if staleness and isinstance(algorithm, Algorithm):
         algorithm.off_policy.check_correctable()
 

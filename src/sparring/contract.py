@@ -48,14 +48,8 @@ if TYPE_CHECKING:
 
 _SCORES = ("float32", "float64")  # a ratio is the exponential of a small difference of large log-probs
 POLICY_MEMORY = ("memory", "policy")  # where what a policy remembers enters a decision
-STEP_KEYS = {
-    ("next", "reward"): "float32",
-    ("next", "executed"): "int64",
-    ("next", "terminated"): "bool",
-    ("next", "truncated"): "bool",
-    ("next", "success"): "bool",
-    "is_first": "bool",
-}
+STEP_KEYS: dict[str | tuple[str, str], str] = {("next", "reward"): "float32", ("next", "executed"): "int64"}
+STEP_KEYS |= {("next", name): "bool" for name in ("terminated", "truncated", "success")} | {"is_first": "bool"}
 
 
 @dataclass(frozen=True)

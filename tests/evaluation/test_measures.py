@@ -101,7 +101,7 @@ def test_hidden_objects_were_seen_before_and_are_not_now():
 
 
 def test_covered_objects_come_back_where_they_were():
-    places, here = _CoveredObjects(2, 1, 3), torch.tensor([False, True])
+    places, here = _CoveredObjects((2, 1, 3)), torch.tensor([False, True])
     # object 3, object 4 and the robot: nothing was there before
     assert not places.pixels(segmentation(3, 4, 2), segmentation(3, 3, 3), here).any()
     # the robot stands in front of both; 3 comes back where it was, and 4 shows in another place

@@ -188,12 +188,8 @@ class OffPolicy:
         past = (weight > _cap(config)).double()
         sums = torch.stack([torch.ones_like(weight), weight, past, used, used.square()]).sum(1)
         number, total, masked, effective, squares = distributed.sum(sums).tolist()
-        return ages | {
-            "ess": effective**2 / (number * squares) if squares else 0.0,
-            "weight_mean": total / number,
-            "weight_max": distributed.max(float(weight.max())),
-            "weight_masked": masked / number,
-        }
+        ages |= {"ess": effective**2 / (number * squares) if squares else 0.0, "weight_mean": total / number}
+        return ages | {"weight_max": distributed.max(float(weight.max())), "weight_masked": masked / number}
 
 
 def ratio_and_weight(

@@ -90,10 +90,8 @@ class _Groups(NamedTuple):
 def _compare_groups(rollout: TensorDict, eps: float) -> _Groups:
     """`A_i = (R_i - mean_g) / (std_g + eps)`, R the undiscounted reward of an episode, g those that began alike."""
     if rollout.get("group", None) is None:
-        raise UserError(
-            "GRPO compares whole episodes that began alike, and this rollout does not say which did; "
-            "set rollout.n_episodes_per_batch and rollout.group_size"
-        )
+        why = "this rollout does not say which did; set rollout.n_episodes_per_batch and rollout.group_size"
+        raise UserError(f"GRPO compares whole episodes that began alike, and {why}")
     valid = rollout["valid"]
     # numbers of the episodes that count, from 0; which [V] decisions are theirs
     _, episode = rollout["episode"][valid].unique(return_inverse=True)
@@ -123,9 +121,8 @@ def grpo_loss(
 ) -> tuple[Tensor, LossTerms]:
     """The loss of a minibatch [B], and its terms. `scored`: evaluate() of it."""
     log_ratio, weight, counted = ratio_and_weight(config, batch, scored)
-    loss = clipped_policy_loss(
-        log_ratio, batch["advantage"], config.clip_low, config.clip_high, step_weights, weight=counted
-    )
+    low, high = config.clip_low, config.clip_high
+    loss = clipped_policy_loss(log_ratio, batch["advantage"], low, high, step_weights, weight=counted)
     scalars = {"policy_loss": loss, "entropy": scored["entropy"].mean()}
     if config.kl_coef:
         scalars["reference_kl"] = LossTerms.reference_kl(batch, scored)

@@ -71,7 +71,8 @@ class Algorithm:
     def load_state_dict(self, state: dict) -> None:
         self.step.load_state_dict(state["optimizer"])
         self.updates, self.warmups = state["updates"], state.get("warmups", 0)
-        self.scorer.load_reference(state["reference"])
+        if state["reference"] is not None:
+            self.scorer.load_reference(state["reference"])
 
     def minibatches(
         self, decisions: Decisions, keys: list, epochs: int, terms: list["LossTerms"], counted: bool = True
@@ -140,12 +141,13 @@ class PPO(Algorithm):
                 "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
             )
         if config.critic_warmup_updates and not policy.critic_parameters():
-            raise UserError(
-                f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {name} does not say "
-                "which parameters are its critic's; override critic_parameters()"
-            )
+            why = f"{name} does not say which parameters are its critic's; override critic_parameters()"
+            raise UserError(f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {why}")
         # that of normalize_value, and how much was added to all its values: a resumed run collects anew what it judged
-        self.critic, self.level = _critic_of(policy) if config.normalize_value else None, 0.0
+        self.critic, self.level = getattr(policy, "critic", None) if config.normalize_value else None, 0.0
+        if config.normalize_value and not isinstance(self.critic, Critic):
+            own = "judges by something of its own, not by a `critic` that is a sparring.policies.critic.Critic"
+            raise UserError(f"ppo.normalize_value=true: {name} {own}; leave it out")
         actor, critic = policy.actor_parameters(), policy.critic_parameters()
         # GRPO, which may have had it before, lets the critic rest
         for parameter in critic:
@@ -191,11 +193,13 @@ class PPO(Algorithm):
         off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
         decisions.update_normalizers(policy, distributed)
         self.updates += 1
-        means = LossTerms.means(terms, clip, clip) | {"explained_variance": _explained_variance(decisions)}
+        means, spread = LossTerms.means(terms, clip, clip), decisions["return"].var()
+        missed = (decisions["return"] - decisions["value"]).var()
+        means["explained_variance"] = float(1 - missed / spread) if spread > 0 else 0.0
         if decisions.flat.get("valid", None) is not None:
             means["valid_fraction"] = len(decisions) / len(decisions.flat)
-        spread = decisions.spread("advantage", distributed) | decisions.spread("return", distributed)
-        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
+        spreads = decisions.spread("advantage", distributed) | decisions.spread("return", distributed)
+        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spreads | off_policy
         return distributed.mean(means) | metrics
 
     def _shift_values(self, rollout: TensorDict, critic: Critic) -> None:
@@ -226,16 +230,6 @@ class PPO(Algorithm):
         return rollout
 
 
-def _critic_of(policy: Policy) -> Critic:
-    critic = getattr(policy, "critic", None)
-    if isinstance(critic, Critic):
-        return critic
-    raise UserError(
-        f"ppo.normalize_value=true: {type(policy).__name__} judges by something of its own, not by a `critic` "
-        "that is a sparring.policies.critic.Critic; leave it out"
-    )
-
-
 @dataclass
 class LossTerms:
     """Of one minibatch, detached and left on the device: reading a number there would make the CPU wait."""
@@ -257,9 +251,7 @@ class LossTerms:
         (first, _), *others = parts
         if not others:
             return first
-        scalars: dict[str, Any] = {
-            name: sum(part.scalars[name] * share for part, share in parts) for name in first.scalars
-        }
+        scalars: dict = {name: sum(part.scalars[name] * share for part, share in parts) for name in first.scalars}
         weights = [part.weight for part, _ in parts if part.weight is not None]
         log_ratio = torch.cat([part.log_ratio for part, _ in parts])
         return LossTerms(scalars, log_ratio, torch.cat(weights) if weights else None)
@@ -295,9 +287,8 @@ def ppo_loss(
 ) -> tuple[Tensor, LossTerms]:
     """The loss of a minibatch [B], and its terms. `scored`: evaluate() of it; `unit`: of values, in the loss."""
     log_ratio, weight, counted = ratio_and_weight(config, batch, scored)
-    policy_loss = clipped_policy_loss(
-        log_ratio, batch["advantage"], clip, clip, step_weights, config.dual_clip, counted
-    )
+    advantage, dual_clip = batch["advantage"], config.dual_clip
+    policy_loss = clipped_policy_loss(log_ratio, advantage, clip, clip, step_weights, dual_clip, counted)
     value_loss = _value_loss(config.value_clip, batch, scored["value"])
     entropy = scored["entropy"].mean()
     loss = torch.add(policy_loss, value_loss, alpha=config.value_loss_coef / unit**2)
@@ -347,10 +338,3 @@ def _value_loss(value_clip: float | None, batch: TensorDict, value: Tensor) -> T
     before = batch["value"] if batch.get("proximal_value", None) is None else batch["proximal_value"]
     clipped = before + (value - before).clamp(-value_clip, value_clip)
     return torch.max((value - batch["return"]).square(), (clipped - batch["return"]).square()).mean()
-
-
-def _explained_variance(decisions: Decisions) -> float:
-    """1: the critic predicted every return; 0: no better than their mean."""
-    returns, values = decisions["return"], decisions["value"]
-    spread = returns.var()
-    return float(1 - (returns - values).var() / spread) if spread > 0 else 0.0

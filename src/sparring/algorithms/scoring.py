@@ -174,11 +174,8 @@ class Scorer:
 
     def parity(self, decisions: Decisions) -> Parity:
         """Of decisions that the present weights took."""
-        acted, averaged = (
-            decisions.flat.select("trace", "log_prob", ("next", "executed")),
-            self.policy.averages_log_prob,
-        )
-        parts = self.parts(self.policy, decisions, "scoring")
+        acted = decisions.flat.select("trace", "log_prob", ("next", "executed"))
+        parts, averaged = self.parts(self.policy, decisions, "scoring"), self.policy.averages_log_prob
         return Parity.worst([measure_parity(acted[index], scored, averaged) for index, scored in parts])
 
     def replay(self, rollout: TensorDict, version: int) -> Parity:
@@ -219,10 +216,9 @@ class Scorer:
         shared = {name for name, weight in self.policy.named_parameters() if not weight.requires_grad}
         return {name: weight for name, weight in self.reference.state_dict().items() if name not in shared}
 
-    def load_reference(self, state: dict[str, Tensor] | None) -> None:
-        if state is not None:
-            self.reference = self._frozen_policy()
-            self.reference.load_state_dict(self.policy.state_dict() | state)
+    def load_reference(self, state: dict[str, Tensor]) -> None:
+        self.reference = self._frozen_policy()
+        self.reference.load_state_dict(self.policy.state_dict() | state)
 
     def memory(self, doing: str, decisions: int = 0) -> AbstractContextManager[None]:
         """A context that says what to set where memory runs out."""

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -18,15 +18,10 @@ _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.01}
 _WARMUP_STEPS = 50
 
 
-class _HasLearningRate(Protocol):
-    @property
-    def learning_rate(self) -> float: ...
-
-
 class WorldModelLearner:
     """`config.learning_rate`, of whichever phase it learns in, falls to 0 as `fraction` goes to 1."""
 
-    def __init__(self, config: _HasLearningRate, model: WorldModel, distributed: Distributed):
+    def __init__(self, config: Any, model: WorldModel, distributed: Distributed):
         self.config, self.model, self.distributed = config, model, distributed
         self.gradient_steps = 0
         self._learn_with_fresh_optimizer()

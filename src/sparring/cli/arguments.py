@@ -77,7 +77,6 @@ def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> "list[Se
 def flag_settings(arguments: argparse.Namespace, keys: dict[str, str]) -> "list[Setting]":
     from sparring.config.text import Setting
 
-    given = {flag: getattr(arguments, flag, None) for flag in keys}
-    return [
-        Setting(keys[flag], value, f"--{flag.replace('_', '-')}") for flag, value in given.items() if value is not None
-    ]
+    values = {flag: getattr(arguments, flag, None) for flag in keys}
+    given = {flag: value for flag, value in values.items() if value is not None}
+    return [Setting(keys[flag], value, f"--{flag.replace('_', '-')}") for flag, value in given.items()]

@@ -164,20 +164,15 @@ def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     unrated = [f"'{p.run}'" for p in prunings if p.removed and not p.rated]
     if arguments.yes and arguments.keep_best and unrated:
-        raise UserError(
-            f"{', '.join(unrated)}: no evaluation tells which checkpoints are best; give --keep-best 0 to keep "
-            "the last only (--keep-last L), or leave out --yes to be asked"
-        )
-    if not arguments.yes and not _agreed(total):
-        print("nothing was removed")
-        return 0
+        advice = "give --keep-best 0 to keep the last only (--keep-last L), or leave out --yes to be asked"
+        raise UserError(f"{', '.join(unrated)}: no evaluation tells which checkpoints are best; {advice}")
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise UserError("nobody is here to be asked; give --yes to remove them, or --dry-run to only look")
+        if input(f"remove {total} checkpoints for good? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return 0
     for pruning in prunings:
         pruning.carry_out()
     print(f"freed {_size(bytes_freed)}")
     return 0
-
-
-def _agreed(total: int) -> bool:
-    if not sys.stdin.isatty():
-        raise UserError("nobody is here to be asked; give --yes to remove them, or --dry-run to only look")
-    return input(f"remove {total} checkpoints for good? [y/N] ").strip().lower() in ("y", "yes")

@@ -113,9 +113,7 @@ def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("--world-model is about world models, --exploration about policies; give one of them")
     of_a_policy = arguments.stochastic or arguments.both or arguments.videos
     if (arguments.world_model or arguments.exploration) and of_a_policy:
-        raise UserError(
-            "--stochastic, --both and --videos go with neither --world-model nor --exploration; leave them out"
-        )
+        raise UserError("--stochastic, --both and --videos go with neither --world-model nor --exploration; omit them")
     kind: Any = "eval_world_model" if arguments.world_model else "eval_exploration" if arguments.exploration else "eval"
     greedy, both, against = not arguments.stochastic, arguments.both, arguments.against
     evaluate_checkpoint(arguments.path, settings, kind, path, greedy, both, arguments.videos, against)

@@ -171,14 +171,11 @@ class Camera:
         robots, last = list(self.reels), self.env.last
         # not every env shows a state, and not every policy appraises what it sees when it acts
         state, value = td["observation"].get("state", None), td.get("value", None)
-        decision = _Decision(
-            {robot: place for place, robot in enumerate(robots)},
-            last.reward[robots],
-            last.executed[robots],
-            _array(td["action"])[robots],
-            np.zeros((len(robots), 0), np.float32) if state is None else _array(state.flatten(1))[robots],
-            np.full(len(robots), np.nan) if value is None else _array(value)[robots],
-        )
+        places = {robot: place for place, robot in enumerate(robots)}
+        states = np.zeros((len(robots), 0), np.float32) if state is None else _array(state.flatten(1))[robots]
+        values = np.full(len(robots), np.nan) if value is None else _array(value)[robots]
+        did = (last.reward[robots], last.executed[robots], _array(td["action"])[robots])
+        decision = _Decision(places, *did, states, values)
         if value is None:
             self.unvalued.append((self.clock - 1, decision))
         return decision

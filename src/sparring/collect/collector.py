@@ -21,7 +21,7 @@ from sparring.contract import (
     check_observation,
     check_step,
 )
-from sparring.data.buffer import Buffer
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.noise import keyed_uniform
@@ -83,7 +83,9 @@ _EVAL_NOISE = 1 << 40
 
 
 @torch.no_grad()
-def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: int, check: bool) -> torch.Tensor:
+def complete_rollout(
+    policy: Policy, buffer: RolloutBuffer, root: TensorDict, version: int, check: bool
+) -> torch.Tensor:
     """Log-probs, values, `next/value`, by the weights that acted, whose `version` every row carries.
 
     `root`: where the next rollout starts. Returns the values `[T, N]`.
@@ -102,7 +104,7 @@ def complete_rollout(policy: Policy, buffer: Buffer, root: TensorDict, version: 
     return rollout["value"]
 
 
-def _next_values(policy: Policy, buffer: Buffer, rollout: TensorDict, root: TensorDict) -> torch.Tensor:
+def _next_values(policy: Policy, buffer: RolloutBuffer, rollout: TensorDict, root: TensorDict) -> torch.Tensor:
     """V of the true next observation: the following row's, except where the episode or the rollout ended."""
     following = torch.empty_like(rollout["value"])
     following[:-1] = rollout["value"][1:]
@@ -134,7 +136,7 @@ class BaseCollector:
     def lanes(self) -> list["Collector"]:
         return []
 
-    def collect(self, buffer: Buffer) -> None:
+    def collect(self, buffer: RolloutBuffer) -> None:
         """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
 
     def weights_changed(self) -> None:
@@ -205,10 +207,8 @@ class Collector(BaseCollector):
         self.seed, self.split, self.episodes_each = seed, split, episodes
         self.noise_name, self.noise_size = ("start", policy.start_size) if greedy else ("noise", policy.noise_size)
         if not greedy and not self.noise_size:
-            raise UserError(
-                f"{type(policy).__name__}.noise_size is 0, so it could only ever act by its mode; set it to how many "
-                "uniform numbers a decision takes, and draw the action from td['noise']"
-            )
+            advice = "set it to how many uniform numbers a decision takes, and draw the action from td['noise']"
+            raise UserError(f"{type(policy).__name__}.noise_size is 0, so it could only ever act by its mode; {advice}")
         self.version = self.env_steps = 0
         # decisions so far, the clock of the noise; rollouts by episodes so far, each of which has seeds of its own
         self.decision = self.batches = 0
@@ -240,7 +240,7 @@ class Collector(BaseCollector):
         with self._acting(self.env.num_envs):
             return self.simulate(self.infer(self.noise(1)[0]))
 
-    def collect(self, buffer: Buffer) -> None:
+    def collect(self, buffer: RolloutBuffer) -> None:
         with self._acting(self.env.num_envs), self.stopwatch.stage("collect", self.version):
             buffer.start()
             ended = None
@@ -266,7 +266,7 @@ class Collector(BaseCollector):
     def forget_robots(self) -> None:
         self.root = None
 
-    def _play_episodes(self, buffer: Buffer) -> np.ndarray:
+    def _play_episodes(self, buffer: RolloutBuffer) -> np.ndarray:
         """`[T, N]`: how many episodes each robot had ended before each decision.
 
         A robot that has played its own goes on until all have: a batch is stepped as a whole.

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import BaseCollector, Collector, Span, Stopwatch, complete_rollout
 from sparring.contract import EnvSpec
-from sparring.data.buffer import Buffer
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 
 
@@ -71,7 +71,7 @@ class GroupedCollector(BaseCollector):
     def env_steps(self) -> int:
         return sum(collector.env_steps for collector in self.collectors)
 
-    def collect(self, buffer: Buffer) -> None:
+    def collect(self, buffer: RolloutBuffer) -> None:
         with self._acting(self.collectors[0].env.num_envs), self.stopwatch.stage("collect", self.version):
             buffer.start()
             with torch.inference_mode():
@@ -88,7 +88,7 @@ class GroupedCollector(BaseCollector):
         for thread, collector in zip(self.threads, self.collectors, strict=True):
             thread.submit(collector.forget_robots).result()
 
-    def _act(self, buffer: Buffer) -> None:
+    def _act(self, buffer: RolloutBuffer) -> None:
         for thread, collector in zip(self.threads, self.collectors, strict=True):
             if collector.root is None:
                 thread.submit(collector.start).result()

@@ -8,4 +8,4 @@ if TYPE_CHECKING:
     from sparring.config.section import Section
 
 __all__ = ["Section"]
-__getattr__, __dir__ = lazy_names("sparring.config", {"Section": "sparring.config.section"})
+__getattr__, __dir__ = lazy_names("sparring.config", {"Section": "section"})

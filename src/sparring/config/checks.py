@@ -55,10 +55,8 @@ def problems_of(config: "Config", to_run: bool = True) -> Problems:
         yield f"{phase}.{key}", expected
 
 
-_TEACHER = (
-    "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl; train one with "
-    "`sparring train teacher`"
-)
+_TEACHER = "expected the run folder of a teacher, e.g. --teacher_checkpoint outputs/teacher_rl"
+_TEACHER += "; train one with `sparring train teacher`"
 _DEMOS = "expected the folder(s) of demonstrations to imitate; record some with `sparring demos TASK --episodes N`"
 # phase -> the key of its section that it cannot do without, and what is expected there
 _STARTS_FROM = {"imitate": ("demos", _DEMOS), "student": ("teacher", _TEACHER), "adversarial": ("teacher", _TEACHER)}

@@ -43,9 +43,8 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     on_rewards = [note for each in phases for note in rename(kept, SCHEMA, each).notes_on_rewards()]
     notes += on_rewards
     # in the order of the file; what it says to leave out is left out
-    comments = sorted(
-        ((s, why.removesuffix("; leave it out")) for s, why in comments), key=lambda each: each[0].line or 0
-    )
+    comments = [(s, why.removesuffix("; leave it out")) for s, why in comments]
+    comments.sort(key=lambda each: each[0].line or 0)
     notes += [f"{setting.key} (from {setting.where}) is a comment now: {why}" for setting, why in comments]
     also = f" and each of its phases: {', '.join(CHAIN)}" if phase == "all" else ""
     text = f"# From {Path(file).name}, by `sparring config import`. For `sparring train {phase}`{also}.\n"

@@ -17,19 +17,11 @@ _PLAYGROUND = {
     "env.object_state": "hidden",  # what a camera does not show must be remembered, not read from the state
     "rollout.action_steps": 4,  # a decision lasts 160 ms: long enough for something to change
 }
-_EXPLORER = _PLAYGROUND | {
-    "rollout.steps": 50,  # two episodes of each robot
-    "policy.distribution": "gsde",  # noise that lasts for an episode
-    "policy.sde_sample_freq": 25,
-    "policy.init_std": 0.3,
-    "ppo.gamma": 0.99,
-    "ppo.policy_lr": 5e-4,
-    "ppo.critic_lr": 1e-3,
-    "ppo.value_loss_coef": 0.02,  # more of it saturates the shared encoder
-    "ppo.mini_batch_size": 200,
-    "ppo.ppo_epochs": 4,
-    "ppo.target_kl": 0.05,
-}
+# two episodes of each robot, and noise that lasts for an episode
+_EXPLORER = _PLAYGROUND | {"rollout.steps": 50, "policy.distribution": "gsde", "policy.sde_sample_freq": 25}
+_EXPLORER |= {"policy.init_std": 0.3, "ppo.gamma": 0.99, "ppo.policy_lr": 5e-4, "ppo.critic_lr": 1e-3}
+_EXPLORER |= {"ppo.mini_batch_size": 200, "ppo.ppo_epochs": 4, "ppo.target_kl": 0.05}
+_EXPLORER["ppo.value_loss_coef"] = 0.02  # more of it saturates the shared encoder
 # phase -> dotted key -> value, above the defaults of the sections; those of `env` are for the built-in arm
 PHASE_DEFAULTS = {
     "teacher": _PLAYGROUND | {"rollout.steps": 25, "training.log_every": 5, "training.save_every": 20},

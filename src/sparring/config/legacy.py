@@ -153,31 +153,22 @@ logging.entity logging.tags logging.id logging.group logging.resume: \
 W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder keeps its id; leave it out
 """
 _BY_PHASE = "the phase decides what learns and who acts; leave it out"
-WITHOUT_MEANING = {
-    key: reason for keys, reason in (line.split(": ", 1) for line in _REASONS.splitlines()) for key in keys.split()
-} | {
-    f"{phase}.{key}": _BY_PHASE
-    for phase in CHAIN
-    for key in ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
-}
+_OF_A_PHASE = ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
+_EXPLAINED = [line.split(": ", 1) for line in _REASONS.splitlines()]
+WITHOUT_MEANING = {key: reason for keys, reason in _EXPLAINED for key in keys.split()}
+WITHOUT_MEANING |= {f"{phase}.{key}": _BY_PHASE for phase in CHAIN for key in _OF_A_PHASE}
 # keys without a meaning that ask for what is so anyway; with any other value they are refused
-SO_ANYWAY = {
-    "model.lora.bias": "none",
-    "model.lora.task_type": "CAUSAL_LM",
-    **dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False),
-    **dict.fromkeys(["logging.use_wandb", "logging.use_swanlab"], False),
-    **{f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")},
-    **{f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")},
-    **dict.fromkeys(["training.memory_backprop", "trainer.headless", "trainer.enable_eval"], True),
-    "training.n_pred_img_steps": 1,
-    "training.action_bounds.low": -1,
-    "training.action_bounds.high": 1,
-    "teacher.exploration_type": "random",
-    "student.exploration_type": "policy",
-    **{f"{phase}.train_world_model": phase != "student" for phase in CHAIN},
-    **{f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN},
-    **dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp"),
-}
+SO_ANYWAY: dict[str, Any] = {"model.lora.bias": "none", "model.lora.task_type": "CAUSAL_LM"}
+SO_ANYWAY |= dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False)
+SO_ANYWAY |= dict.fromkeys(["logging.use_wandb", "logging.use_swanlab"], False)
+SO_ANYWAY |= {f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")}
+SO_ANYWAY |= {f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")}
+SO_ANYWAY |= dict.fromkeys(["training.memory_backprop", "trainer.headless", "trainer.enable_eval"], True)
+SO_ANYWAY |= {"training.n_pred_img_steps": 1, "training.action_bounds.low": -1, "training.action_bounds.high": 1}
+SO_ANYWAY |= {"teacher.exploration_type": "random", "student.exploration_type": "policy"}
+SO_ANYWAY |= {f"{phase}.train_world_model": phase != "student" for phase in CHAIN}
+SO_ANYWAY |= {f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN}
+SO_ANYWAY |= dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp")
 
 
 @dataclass(frozen=True)
@@ -281,7 +272,9 @@ def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting
     """What a config of the originals (not a command line with a key of theirs) means for the rewards: their set and
     formula. Where it weighs some of their terms for this phase, the others are 0; without, phase 3 is paid for wrong
     predictions alone."""
-    source = next((s.source for s in settings if s.source != "command line" and _is_of_a_phase_there(s.key)), None)
+    # keys that only configs of the originals with teacher, student and adversarial have
+    theirs = [s for s in settings if s.key.startswith(_PHASED) and (s.key in ALIASES or _reason(s.key))]
+    source = next((s.source for s in theirs if s.source != "command line"), None)
     given = {setting.key for setting in renamed.settings}
     if renamed.phase not in ("student", "adversarial") or source is None or "rewards.name" in given:
         return []
@@ -291,11 +284,6 @@ def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting
     elif renamed.phase == "adversarial":
         implied["rewards.memory_divergence"] = 0.0
     return [Setting(key, value, f"{source}, as in the originals") for key, value in implied.items()]
-
-
-def _is_of_a_phase_there(key: str) -> bool:
-    """Whether only configs of the originals with teacher, student and adversarial have this key."""
-    return key.startswith(_PHASED) and (key in ALIASES or bool(_reason(key)))
 
 
 def _without_meaning(setting: Setting) -> str | None:

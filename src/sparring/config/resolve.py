@@ -3,6 +3,8 @@
 import difflib
 import importlib
 import inspect
+import pkgutil
+import sys
 import typing
 from collections.abc import Iterable
 from types import ModuleType
@@ -40,7 +42,8 @@ def import_module(name: str, asked_by: str, or_else: str = "") -> ModuleType:
     except ModuleNotFoundError as error:
         hint = f"'{name}' itself needs '{error.name}', which is not installed"
         if f"{name}.".startswith(f"{error.name}."):
-            hint = f"is it in this folder or on PYTHONPATH?{or_else and f' Else: {or_else}'}"
+            more = f" Else: {or_else}" if or_else else _nearest_module(str(error.name))
+            hint = f"is it in this folder or on PYTHONPATH?{more}"
         raise UserError(f"{asked_by}: no module '{error.name}'; {hint}") from None
     except Exception as error:
         raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error
@@ -65,6 +68,13 @@ def config_class(cls: Any, kind: str) -> type[Section]:
         example = "e.g. class MyConfig(Section)"
         raise UserError(f"{where}: its config {section} must be a sparring.config.Section, {example}")
     return section
+
+
+def _nearest_module(name: str) -> str:
+    package, _, last = name.rpartition(".")
+    places = getattr(sys.modules[package], "__path__", []) if package else None
+    near = difflib.get_close_matches(last, [module.name for module in pkgutil.iter_modules(places)], n=1)
+    return f" (nearest: {name.removesuffix(last)}{near[0]})" if near else ""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -168,16 +168,11 @@ def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
 # section -> name -> its config class; none of them imports torch
 _CLASSES: dict[str, dict[str, type[Section]]] = {
     "env": {"tabletop": TabletopConfig},
-    "policy": {
-        "actor_critic": ActorCriticConfig,
-        "flow": FlowConfig,
-        "vla": VLAConfig,
-        "native_vla": NativeVLAConfig,
-        "pi0": PI0PolicyConfig,
-    },
+    "policy": {"actor_critic": ActorCriticConfig, "flow": FlowConfig, "vla": VLAConfig},
     "world_model": {"token": TokenWorldModelConfig},
     "rewards": {"default": RewardsConfig, "original": OriginalRewardsConfig},
 }
+_CLASSES["policy"] |= {"native_vla": NativeVLAConfig, "pi0": PI0PolicyConfig}
 
 
 def _env_class(name: Any) -> type[Section]:

@@ -51,14 +51,12 @@ class _Dumper(yaml.SafeDumper):
 
 # with a colon: rewards.my.module:term
 _KEY = r"[A-Za-z_][\w.:]*"
+_FLOAT = r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan"
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    "float": (
-        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan",
-        list("-+.0123456789"),
-    ),
+    "float": (_FLOAT, list("-+.0123456789")),
 }
 for _tag, (_pattern, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):

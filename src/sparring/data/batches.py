@@ -1,35 +1,29 @@
 """BatchBuilder: batches for any consumer from any store, ready on its device before it asks."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 
-class Samples(Protocol):
-    """A store to draw from at random."""
-
-    def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict: ...
-
-
 class BatchBuilder:
     """An iterator over batches, made `prefetch` ahead by a thread of its own.
 
-    From a store with `sample`, batch k is drawn with a generator that is a function of (seed, k), for ever. Of anything
-    else that can be iterated the items are the batches; its `state_dict`, if any, is saved as of the last batch handed
-    out. A resumed builder goes on with the same batches, as long as the store holds the same; a store that is written
-    to is read up to `prefetch` batches early. After an error a store is asked for the same batch again; an iterator has
-    ended with its error, which is raised again.
+    From a store with `sample(batch_size, generator)`, batch k is drawn with a generator that is a function of (seed,
+    k), for ever. Of anything else that can be iterated the items are the batches; its `state_dict`, if any, is saved as
+    of the last batch handed out. A resumed builder goes on with the same batches, as long as the store holds the same;
+    a store that is written to is read up to `prefetch` batches early. After an error a store is asked for the same
+    batch again; an iterator has ended with its error, which is raised again.
     """
 
     def __init__(
         self,
-        source: Samples | Iterable[TensorDict],
+        source: Any,
         batch_size: int | None = None,
         seed: int = 0,
         device: str | torch.device = "cpu",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,6 @@ from sparring.processes.memory import free_ram
 log = logging.getLogger(__name__)
 
 Key = tuple[str, ...]
-
-
-class Buffer(Protocol):
-    """What collectors write and algorithms read: the newest rollout of N envs, see RolloutBuffer."""
-
-    steps: int  # decisions of a rollout, at most
-
-    def start(self) -> None: ...
-    def add(self, td: TensorDict) -> None: ...
-    def close(self, td: TensorDict) -> None: ...
-    def set(self, key: Key | str, value: torch.Tensor) -> None: ...
-    def rollout(self) -> TensorDict: ...
-    def finals(self) -> tuple[torch.Tensor, TensorDict] | None: ...
-    @property
-    def last(self) -> TensorDict: ...
-    def bytes(self) -> int: ...
 
 
 class RolloutBuffer:
@@ -196,9 +180,8 @@ class RolloutBuffer:
 
     def _check_readable(self) -> None:
         if not (self.is_full() or self._closed):
-            raise RuntimeError(
-                f"the rollout holds {self._count} of {self.steps} decisions; add() the rest first, or close() it"
-            )
+            held = f"{self._count} of {self.steps} decisions"
+            raise RuntimeError(f"the rollout holds {held}; add() the rest first, or close() it")
 
     def _check_next_known(self) -> None:
         if not self._closed:

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.errors import UserError
-from sparring.processes.files import flush
+from sparring.processes.files import write_whole
 
 META = "meta.json"
 _FORMAT = 1
@@ -95,11 +95,7 @@ class EpisodeLayout:
 
     def save(self, folder: Path) -> None:
         content = {"format": _FORMAT, "columns": [asdict(column) for column in self.columns]}
-        partial = folder / f".partial-{META}"
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        flush(partial)
-        partial.replace(folder / META)
-        flush(folder)
+        write_whole(folder / META, json.dumps(content, indent=1) + "\n", sync=True)
 
     @classmethod
     def load(cls, folder: Path) -> "EpisodeLayout | None":
@@ -110,14 +106,11 @@ class EpisodeLayout:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"'{folder / META}' cannot be read ({error}); copy it again, or from another store of the same columns"
-            ) from None
+            advice = "copy it again, or from another store of the same columns"
+            raise UserError(f"'{folder / META}' cannot be read ({error}); {advice}") from None
         if kind != _FORMAT:
-            raise UserError(
-                f"'{folder}' holds episodes of format {kind}, but this version reads format {_FORMAT}; "
-                "read them with the version that wrote them"
-            )
+            why = f"but this version reads format {_FORMAT}; read them with the version that wrote them"
+            raise UserError(f"'{folder}' holds episodes of format {kind}, {why}")
         return cls(EpisodeColumn(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
 
 

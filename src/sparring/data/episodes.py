@@ -219,9 +219,8 @@ class EpisodeStore:
 
     def _fitting_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> EpisodeLayout:
         """That of the store, or a new one where there is no episode yet."""
-        layout = EpisodeLayout(
-            EpisodeColumn(name, first.dtype.name, first.shape[1:]) for name, (first, *_) in rows.items()
-        )
+        columns = (EpisodeColumn(name, first.dtype.name, first.shape[1:]) for name, (first, *_) in rows.items())
+        layout = EpisodeLayout(columns)
         if len(self):
             assert self.layout is not None
             if layout.columns != self.layout.columns:
@@ -269,10 +268,8 @@ def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
     if not isinstance(episode, TensorDictBase):
         raise UserError(f"an episode is a TensorDict [T], got {type(episode).__name__}")
     if episode.batch_dims != 1:
-        raise UserError(
-            f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; append each env's episodes by "
-            "themselves, or give transitions [N] to an EpisodeRecorder"
-        )
+        advice = "append each env's episodes by themselves, or give transitions [N] to an EpisodeRecorder"
+        raise UserError(f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; {advice}")
     (steps,) = episode.batch_size
     if not steps:
         raise UserError("an episode without a step cannot be stored")
@@ -291,10 +288,8 @@ def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
             if not np.array_equal(values[1:], following[:-1]):
                 if values.dtype.kind == "f" and np.isnan(values).any():
                     raise UserError(f"{name} holds NaN, which cannot be stored; mend the env, or leave the episode out")
-                raise UserError(
-                    f"{name}: row t+1 is not row t of next/{name}, so these are not the steps of one episode in time "
-                    "order; append each episode by itself"
-                )
+                why = "so these are not the steps of one episode in time order; append each episode by itself"
+                raise UserError(f"{name}: row t+1 is not row t of next/{name}, {why}")
             rows[name].append(following[-1:])
     return steps, rows
 

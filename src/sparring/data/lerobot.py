@@ -90,9 +90,8 @@ def _read_info(path: Path) -> dict[str, Any]:
     if not (path / "meta/info.json").exists():
         if (path / RECORDING).is_dir():
             raise DatasetError(f"'{path}' is still being recorded; run the command that records it again to finish it")
-        raise DatasetError(
-            f"'{path}' has no meta/info.json: it is no LeRobotDataset; `sparring demos TASK --episodes N` records one"
-        )
+        advice = "it is no LeRobotDataset; `sparring demos TASK --episodes N` records one"
+        raise DatasetError(f"'{path}' has no meta/info.json: {advice}")
     info = _read_json(path / "meta/info.json")
     missing = [key for key in ("codebase_version", "fps", "features", "data_path", "total_frames") if key not in info]
     if missing:
@@ -134,14 +133,11 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
 
 
 def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) -> dict[str, list[tuple[Path, float]]]:
-    clips = {}
+    clips, template = {}, info["video_path"]
     for feature in _video_features(info):
         where = (episodes[f"videos/{feature}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp"))
         clips[feature] = [
-            (
-                path / info["video_path"].format(video_key=feature, chunk_index=int(chunk), file_index=int(file)),
-                float(at),
-            )
+            (path / template.format(video_key=feature, chunk_index=int(chunk), file_index=int(file)), float(at))
             for chunk, file, at in zip(*where, strict=True)
         ]
     return clips
@@ -165,17 +161,13 @@ def _read_instructions(path: Path) -> tuple[str, ...]:
 def _check_frames(dataset: _Dataset) -> None:
     """The rows are those that the episodes speak of, in time order, and hold numbers."""
     path, columns, frames = dataset.path, dataset.columns, int(dataset.lengths.sum())
-    found = len(columns["index"])
-    if not found == frames == dataset.info["total_frames"]:
-        raise DatasetError(
-            f"'{path}' has {found} rows of data, but its episodes have {frames} frames and meta/info.json says "
-            f"{dataset.info['total_frames']}; files are missing or of another recording"
-        )
+    found, said, why = len(columns["index"]), dataset.info["total_frames"], "files are missing or of another recording"
+    if not found == frames == said:
+        but = f"its episodes have {frames} frames and meta/info.json says {said}"
+        raise DatasetError(f"'{path}' has {found} rows of data, but {but}; {why}")
     if (said := dataset.info.get("total_episodes", len(dataset.lengths))) != len(dataset.lengths):
-        raise DatasetError(
-            f"'{path}' lists {len(dataset.lengths)} episodes in meta/episodes, but meta/info.json says {said}; "
-            "files are missing or of another recording"
-        )
+        listed = f"{len(dataset.lengths)} episodes in meta/episodes"
+        raise DatasetError(f"'{path}' lists {listed}, but meta/info.json says {said}; {why}")
     episode = np.repeat(np.arange(len(dataset.lengths)), dataset.lengths)
     within = np.arange(frames) - np.repeat(np.cumsum(dataset.lengths) - dataset.lengths, dataset.lengths)
     if not (np.array_equal(columns["episode_index"], episode) and np.array_equal(columns["frame_index"], within)):
@@ -183,10 +175,8 @@ def _check_frames(dataset: _Dataset) -> None:
     for name, values in columns.items():
         bad = np.flatnonzero(~np.isfinite(values.reshape(frames, -1)).all(axis=1))
         if len(bad):
-            raise DatasetError(
-                f"'{path}': {name} holds NaN or infinity in {len(bad)} of {frames} frames, "
-                f"first in episode {episode[bad[0]]}, frame {within[bad[0]]}; record these episodes again"
-            )
+            first = f"first in episode {episode[bad[0]]}, frame {within[bad[0]]}; record these episodes again"
+            raise DatasetError(f"'{path}': {name} holds NaN or infinity in {len(bad)} of {frames} frames, {first}")
     fps, tasks = dataset.info["fps"], columns["task_index"]
     late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
     if late > 0.5 / fps:
@@ -256,12 +246,7 @@ def number_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
     """Of rows `[F, D]` or numbers `[F]`: `[D]` each, or `[1]`; `count` is `[1]`."""
     values = values.reshape(len(values), -1).astype(np.float64)
     quantiles = np.quantile(values, list(_QUANTILES.values()), axis=0)
-    found = {
-        "min": values.min(axis=0),
-        "max": values.max(axis=0),
-        "mean": values.mean(axis=0),
-        "std": values.std(axis=0),
-    }
+    found = {name: getattr(values, name)(axis=0) for name in ("min", "max", "mean", "std")}
     return found | {"count": np.array([len(values)])} | dict(zip(_QUANTILES, quantiles, strict=True))
 
 
@@ -288,11 +273,7 @@ def picture_statistics(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]
     total = below[:, -1:]
     mean = counts @ levels / total[:, 0]
     square = counts @ levels**2 / total[:, 0]
-    values = {
-        "min": levels[np.argmax(counts > 0, axis=1)],
-        "max": levels[255 - np.argmax(counts[:, ::-1] > 0, axis=1)],
-        "mean": mean,
-        "std": np.sqrt(np.maximum(square - mean**2, 0)),
-        **{name: levels[np.argmax(below >= part * total, axis=1)] for name, part in _QUANTILES.items()},
-    }
+    least, most = levels[np.argmax(counts > 0, axis=1)], levels[255 - np.argmax(counts[:, ::-1] > 0, axis=1)]
+    values = {"min": least, "max": most, "mean": mean, "std": np.sqrt(np.maximum(square - mean**2, 0))}
+    values |= {name: levels[np.argmax(below >= part * total, axis=1)] for name, part in _QUANTILES.items()}
     return {"count": np.array([frames])} | {name: value.reshape(3, 1, 1) for name, value in values.items()}

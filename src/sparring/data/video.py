@@ -64,10 +64,8 @@ def decode(path: Path, start: float, count: int, fps: float, height: int, width:
     frames = np.frombuffer(raw, np.uint8)
     if len(frames) != count * height * width * 3:
         seen = len(frames) // (height * width * 3)
-        raise UserError(
-            f"'{path}' has only {seen} of the {count} frames from {start:.2f} s on; "
-            "it is cut off or of another dataset: copy it again"
-        )
+        advice = "it is cut off or of another dataset: copy it again"
+        raise UserError(f"'{path}' has only {seen} of the {count} frames from {start:.2f} s on; {advice}")
     return frames.reshape(count, height, width, 3)
 
 

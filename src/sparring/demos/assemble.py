@@ -4,7 +4,6 @@ meta/info.json is written last, in one stroke: without it a folder is no dataset
 """
 
 import json
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from sparring.demos.plan import Plan, entry_names
 from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.errors import UserError
-from sparring.processes.files import flush
+from sparring.processes.files import flush, write_whole
 
 # LeRobot keeps the time within a video in float32: beyond 1000 s it could no longer tell frames to a tenth of a ms
 _FRAMES_PER_FILE = 20_000
@@ -109,28 +108,16 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
     _write_tasks(output / "meta/tasks.parquet", instructions)
     write_json(output / "meta/stats.json", _statistics(columns, pixels, slice(0, len(kept)), slice(None)))
     # what LeRobot has no place for, of each episode
-    extras = {
-        "episodes_tried": int(kept[-1].number("number")) + 1,
-        "episode_numbers": [int(episode.number("number")) for episode in kept],
-        "episode_seeds": [int(episode.number("seed")) for episode in kept],
-        "episode_tasks": [env.spec.task_names[episode.number("task")] for episode in kept],
-    }
+    extras: dict[str, Any] = {"episodes_tried": int(kept[-1].number("number")) + 1}
+    extras |= {f"episode_{n}s": [int(episode.number(n)) for episode in kept] for n in ("number", "seed")}
+    extras["episode_tasks"] = [env.spec.task_names[episode.number("task")] for episode in kept]
     write_json(output / "meta/sparring.json", plan.settings() | extras)
-    info = {
-        "codebase_version": "v3.0",
-        "robot_type": "sparring_arm" if len(env.mounts) == 1 else "sparring_two_arms",
-        "total_episodes": len(kept),
-        "total_frames": len(columns["index"]),
-        "total_tasks": len(instructions),
-        "chunks_size": _FILES_PER_CHUNK,
-        "data_files_size_in_mb": 100,
-        "video_files_size_in_mb": 200,
-        "fps": fps,
-        "splits": {"train": f"0:{len(kept)}"},
-        "data_path": _DATA,
-        "video_path": _VIDEO if cameras else None,
-        "features": _features(env, columns, plan, fps),
-    }
+    robot = "sparring_arm" if len(env.mounts) == 1 else "sparring_two_arms"
+    info: dict[str, Any] = {"codebase_version": "v3.0", "robot_type": robot, "total_episodes": len(kept)}
+    info |= {"total_frames": len(columns["index"]), "total_tasks": len(instructions)}
+    info |= {"chunks_size": _FILES_PER_CHUNK, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
+    info |= {"fps": fps, "splits": {"train": f"0:{len(kept)}"}, "data_path": _DATA}
+    info |= {"video_path": _VIDEO if cameras else None, "features": _features(env, columns, plan, fps)}
     env.close()
     for name in PARTS:
         if (output / name).exists():
@@ -163,10 +150,8 @@ def _join(path: Path, episodes: list[_Episode], camera: str, folder: Path) -> No
     for episode, clip in zip(episodes, clips, strict=True):
         whole = video.count(clip)
         if whole != episode.length:
-            raise UserError(
-                f"'{clip}' is damaged: {whole} of its {episode.length} frames can be read; delete the folder "
-                f"'{clip.parent}' and run the same command again, which records it anew"
-            )
+            advice = f"delete the folder '{clip.parent}' and run the same command again, which records it anew"
+            raise UserError(f"'{clip}' is damaged: {whole} of its {episode.length} frames can be read; {advice}")
     raise UserError(f"'{path}' was not written whole; is the disk full? run the same command again")
 
 
@@ -181,17 +166,12 @@ def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
         return np.concatenate([episode.block.numbers[name][episode.rows] for episode in kept])
 
     observed = [name for name in ("state", "privileged", "points") if name in kept[0].block.numbers]
-    return {f"observation.{name}": recorded(name) for name in observed} | {
-        "action": recorded("action"),
-        "next.reward": recorded("reward"),
-        "next.done": done,
-        "next.success": done & np.repeat([episode.number("success") for episode in kept], lengths),
-        "timestamp": (within / fps).astype(np.float32),
-        "frame_index": within,
-        "episode_index": np.repeat(np.arange(len(kept)), lengths),
-        "index": np.arange(frames),
-        "task_index": np.repeat(tasks, lengths),
-    }
+    columns = {f"observation.{name}": recorded(name) for name in observed}
+    columns |= {"action": recorded("action"), "next.reward": recorded("reward"), "next.done": done}
+    columns["next.success"] = done & np.repeat([episode.number("success") for episode in kept], lengths)
+    columns |= {"timestamp": (within / fps).astype(np.float32), "frame_index": within}
+    columns |= {"episode_index": np.repeat(np.arange(len(kept)), lengths), "index": np.arange(frames)}
+    return columns | {"task_index": np.repeat(tasks, lengths)}
 
 
 def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
@@ -283,8 +263,4 @@ def _write_tasks(path: Path, instructions: list[str]) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=2))
-    flush(partial)
-    os.replace(partial, path)
-    flush(path.parent)
+    write_whole(path, json.dumps(values, indent=2), sync=True)

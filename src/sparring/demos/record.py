@@ -180,13 +180,9 @@ class _BlockRecorder:
         seeds = EpisodeSeeds(self._plan.seed, first_env=number * self._plan.robots, total_envs=self._plan.robots)
         tracks, lengths, success = self._play(seeds)
         kept = np.flatnonzero(success | self._plan.keep_failures)
-        numbers = {
-            "number": seeds.first_env + kept,
-            "seed": np.array([seeds(int(row), 0) for row in kept], np.int64),
-            "task": tracks["task"][0, kept],
-            "success": success[kept],
-            "length": lengths[kept],
-        }
+        numbers = {"number": seeds.first_env + kept, "task": tracks["task"][0, kept]}
+        numbers |= {"success": success[kept], "length": lengths[kept]}
+        numbers["seed"] = np.array([seeds(int(row), 0) for row in kept], np.int64)
         for name in (*self._vectors, "action", "reward"):
             parts = [tracks[name][: lengths[row], row] for row in kept]
             # an empty first part tells shape and type where nothing is kept

@@ -121,9 +121,8 @@ class _ActionMap:
         index = np.rint(action[:, 0])
         valid = (index >= 0) & (index < self.discrete)
         if np.count_nonzero(valid) != valid.size:
-            raise UserError(
-                f"action {action[~valid][0, 0]} of {self.env_name} is not an index in 0..{self.discrete - 1}"
-            )
+            wrong = action[~valid][0, 0]
+            raise UserError(f"action {wrong} of {self.env_name} is not an index in 0..{self.discrete - 1}")
         index = index.astype(self.space.dtype)  # `Discrete.contains` is faster on these
         return index + self.space.start if self.space.start else index
 
@@ -191,9 +190,8 @@ class GymRobot:
                 self.frames.append(picture)
             if terminated or truncated:
                 break
-        success = (
-            (terminated or truncated) and self._success_return is not None and self._return >= self._success_return
-        )
+        enough, over = self._success_return, terminated or truncated
+        success = over and enough is not None and self._return >= enough
         for key in ("is_success", "success") if info else ():
             if key in info:
                 self.reports_success, success = True, bool(info[key])

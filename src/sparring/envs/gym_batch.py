@@ -79,10 +79,8 @@ class StepArrays:
         """C of an action `[N, C, A]` that needs other arrays than these; 0: it fits."""
         shape, (robots, chunk, dims) = np.shape(action), self.action.shape
         if len(shape) != 3 or shape[0] != robots or shape[1] < 1 or shape[2] != dims:
-            raise UserError(
-                f"an action of shape {shape}; expected [{robots}, C, {dims}]: envs, steps of the chunk (at least 1), "
-                "action dims"
-            )
+            expected = f"expected [{robots}, C, {dims}]: envs, steps of the chunk (at least 1), action dims"
+            raise UserError(f"an action of shape {shape}; {expected}")
         return 0 if shape[1] == chunk else shape[1]
 
     def observed(self) -> Arrays:
@@ -208,10 +206,9 @@ class GymBatch:
         if np.count_nonzero(finite) == finite.size:
             return
         wrong = int(np.argwhere(~finite)[0][0])
-        raise UserError(
-            f"the {what} of env {self.envs[rows[wrong]]} ({self.name}) holds NaN or inf: {values[wrong]}; its "
-            "simulation has diverged or it divides by zero: have the env end such episodes"
-        )
+        env, found = self.envs[rows[wrong]], values[wrong]
+        why = "its simulation has diverged or it divides by zero: have the env end such episodes"
+        raise UserError(f"the {what} of env {env} ({self.name}) holds NaN or inf: {found}; {why}")
 
 
 def _below(state: Arrays, prefix: str) -> Arrays:

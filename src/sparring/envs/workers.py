@@ -33,10 +33,9 @@ class ProcessBackend:
         if sys.platform == "win32":
             raise UserError("env.vectorize=process needs Linux or macOS; use env.vectorize=serial")
         if config.name.startswith("__main__:"):
-            raise UserError(
-                f"env.name={config.name!r} is defined in the script or notebook itself, which a worker process cannot "
-                "import; move the class to a module, or use env.vectorize=serial"
-            )
+            advice = "move the class to a module, or use env.vectorize=serial"
+            what = "is defined in the script or notebook itself, which a worker process cannot import"
+            raise UserError(f"env.name={config.name!r} {what}; {advice}")
         self.num_envs = num_envs
         self._pool = _WorkerPool(_slices(num_envs, config.workers or usable_cores()))
         self._finalizer = weakref.finalize(self, self._pool.close)

@@ -231,10 +231,8 @@ def _measured(a: list[Episode], b: list[Episode], spec: EnvSpec) -> list[_Measur
 
 def _refuse_too_few(episodes: int) -> None:
     if episodes < FEWEST:
-        raise UserError(
-            f"{episodes} episode(s) to tell from are too few to know what is chance; give {FEWEST} or more: "
-            "--episodes N"
-        )
+        advice = f"give {FEWEST} or more: --episodes N"
+        raise UserError(f"{episodes} episode(s) to tell from are too few to know what is chance; {advice}")
 
 
 def _refuse_other_episodes(a: Config, b: Config) -> None:

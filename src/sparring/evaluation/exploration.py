@@ -87,9 +87,7 @@ def compare_with_random(policy: Policy, env: Env, episodes: int, seed: int, chun
 def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> _Exploration:
     """On exactly `episodes` episodes: in more of them, every policy gets further."""
     if "state" not in env.spec.observation:
-        raise UserError(
-            "exploration is measured in observation/state, which this env does not show; choose another env"
-        )
+        raise UserError("exploration is measured in observation/state, which this env does not show; take another env")
     counts = _Counts(env)
     for td, robots, _ in held_out_decisions(Collector(env, policy, seed, split="eval", chunk=chunk), episodes):
         counts.add(td[robots], robots)  # type: ignore[call-overload]
@@ -111,12 +109,10 @@ class _Counts:
         state = td["next", "observation", "state"].numpy(force=True)
         self.decisions += len(robots)
         self.contacts += int(np.asarray(self.env.last.contact)[robots].sum())
-        if self.env.spec.object_entries:
+        if entries := self.env.spec.object_entries:
+            both = (td["observation"], td["next", "observation"])
             # [n, objects, 3]
-            before, after = (
-                self._voxels(seen["privileged"].numpy(force=True), self.env.spec.object_entries)
-                for seen in (td["observation"], td["next", "observation"])
-            )
+            before, after = (self._voxels(seen["privileged"].numpy(force=True), entries) for seen in both)
             is_first = td["is_first"].numpy(force=True)
             self.began[robots[is_first]] = before[is_first]
             moved = (after != self.began[robots]).any(-1)
@@ -132,14 +128,10 @@ class _Counts:
         self.episode[self.env.last.ended] += 1
 
     def result(self, episodes: int) -> _Exploration:
-        return _Exploration(
-            self.decisions,
-            self.contacts / self.decisions,
-            len(set().union(*self.places.values())),
-            sum(map(len, self.places.values())) / episodes,
-            len(self.moved_to) if self.env.spec.object_entries else None,
-            float(np.mean([_entropy(counter) for counter in self.bins])),
-        )
+        places, entropy = self.places.values(), float(np.mean([_entropy(counter) for counter in self.bins]))
+        voxels, each = len(set().union(*places)), sum(map(len, places)) / episodes
+        moved = len(self.moved_to) if self.env.spec.object_entries else None
+        return _Exploration(self.decisions, self.contacts / self.decisions, voxels, each, moved, entropy)
 
     def _voxels(self, vectors: np.ndarray, entries: tuple[int, ...]) -> np.ndarray:
         """Positions among the entries of `[n, S]` -> `[n, positions, 3]`; no positions where the env shows none."""

@@ -44,21 +44,18 @@ class ObjectMasks:
         episodes, device = len(segmentation), segmentation.device
         self.any_camera = _SeenObjects(episodes, device)
         self.each_camera = {camera: _SeenObjects(episodes, device) for camera, _ in segmentation.items()}
-        self.places = {
-            c: _CoveredObjects(episodes, ids.shape[-2], ids.shape[-1], device) for c, ids in segmentation.items()
-        }
+        self.places = {c: _CoveredObjects((episodes, *ids.shape[-2:]), device) for c, ids in segmentation.items()}
 
     def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame, for the episodes in `rows` `[E]`.
         covered: behind the robot where this camera last saw it; hidden: in no camera now; returning: not in this one.
         """
+        seen_by = self.each_camera.items()
         return {
             "object": {camera: _is_object(after[camera]) for camera in self.each_camera},
             "covered_object": {c: places.pixels(now[c], after[c], rows) for c, places in self.places.items()},
             "hidden_object": self.hidden(now, after, rows),
-            "returning_object": {
-                c: seen.hidden({c: now[c]}, {c: after[c]}, rows)[c] for c, seen in self.each_camera.items()
-            },
+            "returning_object": {c: seen.hidden({c: now[c]}, {c: after[c]}, rows)[c] for c, seen in seen_by},
         }
 
     def hidden(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -83,17 +80,15 @@ class _SeenObjects:
         self.ever[rows] = ever | visible
         # [n, 256]
         hidden = ever & ~visible
-        pixels = {
-            camera: hidden.gather(1, ids.flatten(1).long()).view(ids[:, 0].shape) for camera, ids in after.items()
-        }
-        return {camera: pixels[camera] & _is_object(ids) for camera, ids in after.items()}
+        of_hidden = {c: hidden.gather(1, ids.flatten(1).long()).view(ids[:, 0].shape) for c, ids in after.items()}
+        return {camera: of_hidden[camera] & _is_object(ids) for camera, ids in after.items()}
 
 
 class _CoveredObjects:
     """Pixels of a fixed camera where the robot moves out of the way of the object that was last seen there."""
 
-    def __init__(self, episodes: int, height: int, width: int, device: torch.device | str | None = "cpu"):
-        self.last = torch.zeros(episodes, height, width, dtype=torch.uint8, device=device)
+    def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = "cpu"):
+        self.last = torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def pixels(self, now: torch.Tensor, after: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         last = torch.where(_is_object(now), now[:, 0].to(torch.uint8), self.last[rows])

@@ -54,7 +54,8 @@ def evaluate_checkpoint(
     elif kind == "eval_exploration":
         result, how = ExplorationEvaluation.run(config, load_policy(checkpoint, device), device), "sampled actions"
     else:
-        result = played = Evaluation.run(config, load_policy(checkpoint, device), device, greedy, videos, both)
+        policy, shown = load_policy(checkpoint, device), {"greedy": greedy, "films": videos, "both": both}
+        result = played = Evaluation.run(config, policy, device, **shown)
         both = "policy, sampled" in played.scores
         how = "greedy and sampled actions" if both else "greedy actions" if greedy else "sampled actions"
     changed_text = " ".join(f"{key}={value_text(value)}" for key, value in changed.items())
@@ -82,9 +83,8 @@ def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) 
     before, now = flatten(trained.dump()), flatten(config.dump())
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
     if changed:
-        raise UserError(
-            f"{', '.join(changed)}: cannot be changed after training; an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
-        )
+        takes = f"an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
+        raise UserError(f"{', '.join(changed)}: cannot be changed after training; {takes}")
     if is_policy and config.phase == "teacher":
         raise UserError(f"'{path}' holds a world model, not a policy; give --world-model")
     _refuse_other_env(checkpoint, config)

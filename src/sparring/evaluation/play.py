@@ -122,19 +122,12 @@ class Evaluation(EvaluationResult):
     no_films: str | None = None  # why there are none although some were asked for
 
     @classmethod
-    def run(
-        cls,
-        config: Config,
-        policy: Policy,
-        device: Device,
-        greedy: bool = True,
-        films: int = 0,
-        both: bool = False,
-    ) -> "Evaluation":
+    def run(cls, config: Config, policy: Policy, device: Device, **shown: Any) -> "Evaluation":
+        """`shown`: greedy, films and both, as of `evaluate`."""
         env = held_out_env(config, device)
-        chunk, baseline = config.rollout.action_steps, config.evaluation.baseline
+        chunk, shown["baseline"] = config.rollout.action_steps, config.evaluation.baseline
         try:
-            return evaluate(policy, env, config.evaluation.episodes, config.seed, chunk, greedy, baseline, films, both)
+            return evaluate(policy, env, config.evaluation.episodes, config.seed, chunk, **shown)
         finally:
             env.close()
 

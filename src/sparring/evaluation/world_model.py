@@ -78,21 +78,15 @@ def _measure(model: WorldModel, episodes: TensorDict) -> dict:
         psnr = {c: {who: tally.psnr(f"{c}/{who}/open_{k}") for who in _PAIR} for c in model.cameras}
         open_loop[str(k)] = {c: {"psnr": psnr[c], "mse_ratio": tally.ratio(c, f"open_{k}")} for c in model.cameras}
     ratios = {c: [tally.ratio(c, "changed_mse", who) for who in ("shuffled", "prediction")] for c in model.cameras}
-    return {
-        "transitions": int(episodes["mask"].sum()),
-        "tokens": {name: tally.mean(name) for name in (*_TOKENS, "cross_entropy")},
-        "cameras": {camera: _camera_figures(tally, camera) for camera in model.cameras},
-        "open_loop": open_loop,
-        # by how much a prediction from another robot's action is worse
-        "shuffled_actions": {
-            "cross_entropy_gap": _gap(tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy")),
-            "changed_mse_ratio_gap": {camera: _gap(*pair) for camera, pair in ratios.items()},
-        },
-        "half_blind": {
-            "without": list(model.dispensable),
-            "cameras": {camera: tally.pixels(camera, "half_blind") for camera in _kept_cameras(model)},
-        },
-    }
+    figures: dict = {"transitions": int(episodes["mask"].sum())}
+    figures["tokens"] = {name: tally.mean(name) for name in (*_TOKENS, "cross_entropy")}
+    figures["cameras"] = {camera: _camera_figures(tally, camera) for camera in model.cameras}
+    # by how much a prediction from another robot's action is worse
+    gap = _gap(tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy"))
+    gaps = {"cross_entropy_gap": gap, "changed_mse_ratio_gap": {c: _gap(*pair) for c, pair in ratios.items()}}
+    hidden = {camera: tally.pixels(camera, "half_blind") for camera in _kept_cameras(model)}
+    half_blind = {"without": list(model.dispensable), "cameras": hidden}
+    return figures | {"open_loop": open_loop, "shuffled_actions": gaps, "half_blind": half_blind}
 
 
 def _predictions(
@@ -190,14 +184,12 @@ def _kept_cameras(model: WorldModel) -> list[str]:
 
 def _camera_figures(tally: _Tally, camera: str) -> dict:
     psnr = {who: tally.psnr(f"{camera}/{who}/mse") for who in (*_PAIR, "ceiling")}
-    return {
-        "changed_share": tally.mean(f"{camera}/changed"),
-        "changed_mse_ratio": tally.ratio(camera, "changed_mse"),
-        "changed_mse_ratio_ceiling": tally.ratio(camera, "changed_mse", "ceiling"),
-        "psnr": psnr,
-        "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in psnr},
-        "skill": _skill(**psnr),
-    } | {f"{kind}_mse": tally.pixels(camera, f"{kind}_mse") for kind in OBJECTS}
+    figures: dict = {"changed_share": tally.mean(f"{camera}/changed")}
+    figures["changed_mse_ratio"] = tally.ratio(camera, "changed_mse")
+    figures["changed_mse_ratio_ceiling"] = tally.ratio(camera, "changed_mse", "ceiling")
+    figures |= {"psnr": psnr, "ssim": {who: tally.mean(f"{camera}/{who}/ssim") for who in psnr}}
+    figures["skill"] = _skill(**psnr)
+    return figures | {f"{kind}_mse": tally.pixels(camera, f"{kind}_mse") for kind in OBJECTS}
 
 
 def _skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:

@@ -12,14 +12,8 @@ PHASES = {
 }
 # what `sparring train all` runs, in this order
 CHAIN = ("teacher", "student", "adversarial")
-ALIASES = {
-    "phase1": "teacher",
-    "wm": "teacher",
-    "phase2": "student",
-    "explorer": "student",
-    "phase3": "adversarial",
-    "adv": "adversarial",
-}
+ALIASES = {"phase1": "teacher", "wm": "teacher", "phase2": "student", "explorer": "student"}
+ALIASES |= {"phase3": "adversarial", "adv": "adversarial"}
 
 
 def unknown_phase(name: Any, *more: str) -> str:

@@ -137,11 +137,8 @@ class Adversarial(Phase):
         return self.replay.predict_newest(self.world_model, rate)
 
     def state_dict(self) -> dict:
-        return {
-            "progress": asdict(self.progress),
-            "explorer": self.explorer.state_dict(),
-            "learner": self.learner.state_dict(),
-        }
+        state = {"progress": asdict(self.progress), "explorer": self.explorer.state_dict()}
+        return state | {"learner": self.learner.state_dict()}
 
     def process_state(self) -> dict:
         return self.replay.state_dict() | {"explorer": self.explorer.process_state()}

@@ -15,7 +15,7 @@ from sparring.collect.groups import GroupedCollector, GroupedEnv
 from sparring.collect.remote.learner import ReceivedRollout, RemoteCollector, RemoteEnv
 from sparring.config.resolve import build, resolve
 from sparring.config.schema import Config
-from sparring.data.buffer import Buffer, RolloutBuffer, VLABuffer
+from sparring.data.buffer import RolloutBuffer, VLABuffer
 from sparring.data.episodes import EpisodeStore
 from sparring.envs.env import Env, make_training_env
 from sparring.errors import UserError
@@ -28,33 +28,25 @@ from sparring.world_models.world_model import WorldModel, make_world_model
 
 
 @dataclass(frozen=True)
-class _RankInfo:
-    """Which of the processes of a run; it can be sent to another process, `Distributed` cannot."""
+class _ActorFactory:
+    """Sent to the collecting process of `rollout.mode=async`, and called there: it builds all that acts.
 
+    It stands for `Distributed`, which cannot be sent, where an env is made.
+    """
+
+    config: Config
     device: torch.device
     rank: int
     world_size: int
 
-
-@dataclass(frozen=True)
-class _ActorFactory:
-    """Sent to the collecting process of `rollout.mode=async`, and called there: it builds all that acts."""
-
-    config: Config
-    rank_info: _RankInfo
-
-    @property
-    def device(self) -> torch.device:
-        return self.rank_info.device
-
     @property
     def random_seed(self) -> int:
-        return self.config.seed + self.rank_info.rank
+        return self.config.seed + self.rank
 
-    def __call__(self) -> tuple[Collector | GroupedCollector, Buffer, Scorer | None]:
+    def __call__(self) -> tuple[Collector | GroupedCollector, RolloutBuffer, Scorer | None]:
         """With what scores rollouts again before they are stale, for algorithms that have the parity gate."""
         config = self.config
-        env = _build_local_env(config, self.rank_info)
+        env = _build_local_env(config, self)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, self.device).eval()
         collector, buffer = _build_local_collector(config, env, policy)
         algorithm = resolve(config.algorithm, ALGORITHMS, "algorithm")
@@ -72,42 +64,37 @@ def build_env(
         return _build_local_env(config, distributed)
     names = {"env.name": config.env.name, "policy.name": config.policy.name, "algorithm": config.algorithm}
     for key, name in names.items():
-        if name.startswith("__main__:"):
-            raise UserError(
-                f"{key}={name!r} is defined in the script or notebook itself, which the collecting process cannot "
-                "import; move the class to a module, or use rollout.mode=sync"
-            )
-    rank_info = _RankInfo(device or distributed.device, distributed.rank, distributed.world_size)
-    return RemoteEnv(_ActorFactory(config, rank_info), config)
+        refuse_of_script(name, f"{key}={name!r}", "rollout.mode=sync")
+    device = device or distributed.device
+    return RemoteEnv(_ActorFactory(config, device, distributed.rank, distributed.world_size), config)
 
 
-def _build_local_env(config: Config, distributed: Distributed | _RankInfo) -> Env | GroupedEnv:
+def refuse_of_script(name: str, shown: str, instead: str) -> None:
+    if name.startswith("__main__:"):
+        what = "is defined in the script or notebook itself, which the collecting process cannot import"
+        raise UserError(f"{shown} {what}; move the class to a module, or use {instead}")
+
+
+def _build_local_env(config: Config, distributed: Distributed | _ActorFactory) -> Env | GroupedEnv:
     rollout = config.rollout
-    process = cast(Distributed, distributed)  # of which it needs what a _RankInfo has
+    process = cast(Distributed, distributed)  # of which it needs what an _ActorFactory has
     if rollout.groups > 1:
         return GroupedEnv([make_training_env(config, process, group) for group in range(rollout.groups)])
     env = make_training_env(config, process)
     return _build_imagined_env(config, env, distributed) if rollout.imagined else env
 
 
-def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _RankInfo) -> ImaginedEnv:
+def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _ActorFactory) -> ImaginedEnv:
     """As many robots as in `env`, which is closed, in the imagination of the world model of `rollout.imagined`.
 
     Episodes begin somewhere in those that the world model learned from.
     """
     path, rollout = cast(str, config.rollout.imagined), config.rollout
     model = load_teacher(path, "rollout.imagined", config, env).to(distributed.device).requires_grad_(False).eval()
-    imagined = ImaginedEnv(
-        model,
-        env.spec,
-        StoredStarts(model, open_episodes(path, "rollout.imagined", env)),
-        env.num_envs,
-        rollout.imagined_decisions,
-        device=env.device,
-        first_env=env.first_env,
-        total_envs=env.total_envs,
-        group_size=env.group_size,
-    )
+    starts = StoredStarts(model, open_episodes(path, "rollout.imagined", env))
+    robots = {"first_env": env.first_env, "total_envs": env.total_envs, "group_size": env.group_size}
+    decisions = rollout.imagined_decisions
+    imagined = ImaginedEnv(model, env.spec, starts, env.num_envs, decisions, device=env.device, **robots)
     # of the true env, in which evaluations are made
     imagined.config = env.config
     env.close()
@@ -132,7 +119,7 @@ def build_collector(config: Config, env: Env | GroupedEnv | RemoteEnv, policy: P
 
 def _build_local_collector(
     config: Config, env: Env | GroupedEnv, policy: Policy
-) -> tuple[Collector | GroupedCollector, Buffer]:
+) -> tuple[Collector | GroupedCollector, RolloutBuffer]:
     rollout = config.rollout
     # decisions of a rollout, at most; episodes of each robot in it, where it goes by episodes
     steps, episodes = config.rollout_steps, None
@@ -157,10 +144,8 @@ def _build_buffer(config: Config, steps: int) -> RolloutBuffer:
 
 def _episode_decisions(config: Config, env: Env | GroupedEnv) -> int:
     if not env.spec.max_episode_steps:
-        raise UserError(
-            "rollout.n_episodes_per_batch: this env does not say how long its episodes may last; "
-            "set rollout.max_episode_steps"
-        )
+        advice = "set rollout.max_episode_steps"
+        raise UserError(f"rollout.n_episodes_per_batch: this env does not say how long its episodes may last; {advice}")
     return -(-env.spec.max_episode_steps // config.rollout.action_steps)
 
 
@@ -188,16 +173,12 @@ def open_episodes(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
     theirs = load_spec(checkpoint).instructions
     if theirs != env.spec.instructions:
         shown = [", ".join(repr(text) for text in texts[:3]) for texts in (theirs, env.spec.instructions)]
-        raise UserError(
-            f"{key}={path}: its episodes are of other tasks: {shown[0]}, here {shown[1]}; leave out env.task (it comes "
-            "with the world model), or train a world model on this task"
-        )
+        advice = "leave out env.task (it comes with the world model), or train a world model on this task"
+        raise UserError(f"{key}={path}: its episodes are of other tasks: {shown[0]}, here {shown[1]}; {advice}")
     found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
     if not found:
-        raise UserError(
-            f"{key}={path}: there is no folder 'episodes' with it, of what it learned from; give the run folder that "
-            "the world model was trained in"
-        )
+        advice = "give the run folder that the world model was trained in"
+        raise UserError(f"{key}={path}: there is no folder 'episodes' with it, of what it learned from; {advice}")
     own = found[0].with_name(f"episodes-{rank}")
     store = EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
     if not len(store):

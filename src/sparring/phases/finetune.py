@@ -11,7 +11,7 @@ from sparring.collect.collector import Collector, Span, Stopwatch
 from sparring.config.schema import Config
 from sparring.config.section import Section
 from sparring.contract import EnvSpec
-from sparring.data.buffer import Buffer
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.phases.build import build_algorithm, build_collector, build_env
 from sparring.phases.phase import Phase, Progress
@@ -35,7 +35,7 @@ class Finetune(Phase):
         env: Env,
         policy: Policy,
         algorithm,
-        buffer: Buffer,
+        buffer: RolloutBuffer,
         distributed: Distributed,
         collector=None,
         rewards: RewardModel | AddedRewards | None = None,

@@ -57,9 +57,8 @@ class Imitate(Phase):
             self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
             # demonstrations teach a critic nothing, and weight decay must not change it
             groups = [{"params": policy.actor_parameters(), "lr": config.learning_rate}]
-            self.optimizer = GradientStep(
-                groups, distributed, MAX_GRAD_NORM, torch.optim.AdamW, weight_decay=config.weight_decay
-            )
+            adamw, decay = torch.optim.AdamW, config.weight_decay
+            self.optimizer = GradientStep(groups, distributed, MAX_GRAD_NORM, adamw, weight_decay=decay)
         # each process draws its own
         self.batches = BatchBuilder(chunks, config.batch_size, seed * 1009 + distributed.rank, distributed.device)
         # [F, M]: of each demonstrated step, worked out when first needed
@@ -133,11 +132,8 @@ class Imitate(Phase):
             log.info("without images, from the poses of objects: env.object_state=state env.cameras=[]")
 
     def state_dict(self) -> dict:
-        state = {
-            "progress": asdict(self.progress),
-            "gradient_steps": self.gradient_steps,
-            "optimizer": self.optimizer.state_dict(),
-        }
+        state: dict = {"progress": asdict(self.progress), "optimizer": self.optimizer.state_dict()}
+        state["gradient_steps"] = self.gradient_steps
         if self.model is not self.policy:
             # cloned: parameters are views of one vector, which would be saved whole with each of them
             state["policy"] = {name: tensor.detach().clone() for name, tensor in self.policy.state_dict().items()}
@@ -235,26 +231,18 @@ def _open(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
     cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
     # envs of others may say neither how they are controlled nor that they pad
     padded = getattr(env_config, "pad_state", 0)
-    return Demonstrations(
-        folder,
-        cameras=cameras,
-        image_size={camera: spec.observation[f"image/{camera}"][0][-2:] for camera in cameras},  # type: ignore[misc]
-        state_dim=math.prod(spec.observation["state"][0]) if "state" in spec.observation and not padded else None,
-        action_dim=spec.action_dim - spec.action_padding,
-        fps=spec.control_hz,
-        control_mode=getattr(env_config, "control_mode", None),
-        object_state=getattr(env_config, "object_state", None),
-        cache=True,
-    )
+    expected: dict = {"action_dim": spec.action_dim - spec.action_padding, "fps": spec.control_hz}
+    if "state" in spec.observation and not padded:
+        expected["state_dim"] = math.prod(spec.observation["state"][0])
+    expected |= {name: getattr(env_config, name, None) for name in ("control_mode", "object_state")}
+    sizes: dict = {camera: spec.observation[f"image/{camera}"][0][-2:] for camera in cameras}
+    return Demonstrations(folder, cameras, sizes, cache=True, **expected)
 
 
 def _described(demos: Demonstrations) -> str:
     """Its folder; and what its pictures are scaled to, which are not what the env will show then."""
-    scaled = {
-        f"{before[0]}x{before[1]} to {now[0]}x{now[1]} pixels"
-        for before, now in zip(demos.recorded_shapes.values(), demos.image_shapes.values(), strict=True)
-        if before != now
-    }
+    shapes = zip(demos.recorded_shapes.values(), demos.image_shapes.values(), strict=True)
+    scaled = {f"{before[0]}x{before[1]} to {now[0]}x{now[1]} pixels" for before, now in shapes if before != now}
     return f"{demos.path}" + (f", its pictures scaled from {', '.join(sorted(scaled))}" if scaled else "")
 
 

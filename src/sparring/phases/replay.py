@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.data.batches import BatchBuilder, Samples
+from sparring.data.batches import BatchBuilder
 from sparring.data.episodes import EpisodeRecorder, EpisodeStore
-from sparring.data.windows import SequentialWindows
+from sparring.data.windows import MixedWindows, SequentialWindows, ShuffledWindows
 from sparring.envs.env import Env
 from sparring.phases.configs import AdversarialConfig, TeacherConfig
 from sparring.processes.distributed import Distributed
@@ -26,6 +26,7 @@ from sparring.world_models.world_model import MemoryStateManager, WorldModel
 
 # episodes; no multiple of a usual number of robots or tasks
 _SHIFT = 47
+Windows = SequentialWindows | ShuffledWindows | MixedWindows
 # the colour of a prediction that is not finite; no scene has it
 FAILED = (255, 0, 255)
 
@@ -37,9 +38,7 @@ class Replay:
     loss writes into it) enters the next one; windows drawn at random are independent.
     """
 
-    def __init__(
-        self, windows: Samples | SequentialWindows, batch_size: int, memory_size: int, seed: int, device: torch.device
-    ):
+    def __init__(self, windows: Windows, batch_size: int, memory_size: int, seed: int, device: torch.device):
         source, drawn = (_Passes(windows), None) if isinstance(windows, SequentialWindows) else (windows, batch_size)
         self.builder = BatchBuilder(source, drawn, seed, device)
         self.memory = MemoryStateManager(batch_size, memory_size, device=device) if drawn is None else None
@@ -109,7 +108,7 @@ class EpisodeReplay:
         seed: int,
         env: Env,
         distributed: Distributed,
-        windows: Callable[[EpisodeStore, int], Samples | SequentialWindows],
+        windows: Callable[[EpisodeStore, int], Windows],
         memory_size: int,
         source: str,
         exclude: Sequence[str] = (),

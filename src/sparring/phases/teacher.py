@@ -36,15 +36,11 @@ class Teacher(Phase):
             raise UserError("teacher learns from whole episodes, and these have no end; set rollout.max_episode_steps")
         # it predicts without dropout, from the first update on
         self.env, self.model, self.distributed = env, model.eval(), distributed
-        self.config, self.decisions, self.bptt_length = (
-            config.teacher,
-            config.rollout_steps,
-            config.training.bptt_length,
-        )
+        self.config, self.decisions = config.teacher, config.rollout_steps
+        self.bptt_length = config.training.bptt_length
         self.learner = WorldModelLearner(config.teacher, model, distributed)
-        coloured = ColouredNoise.share_of(
-            env.num_envs, self.config.coloured, env.first_env, len(set(env.spec.task_names))
-        )
+        tasks = len(set(env.spec.task_names))
+        coloured = ColouredNoise.share_of(env.num_envs, self.config.coloured, env.first_env, tasks)
         chunk, correlation = config.rollout.action_steps, coloured * self.config.correlation
         self.explorer = ColouredNoise(env.spec, chunk, correlation).to(env.device)
         self.collector = Collector(env, self.explorer, config.seed, chunk=chunk)
@@ -105,12 +101,9 @@ class Teacher(Phase):
         return {"progress": asdict(self.progress), "learner": self.learner.state_dict()}
 
     def process_state(self) -> dict:
-        return self.replay.state_dict() | {
-            "collector": self.collector.state_dict(),
-            "explorer": dict(self.explorer.state_dict()),
-            "memory": self.memory.state_dict(),
-            "foretold": self.accuracies.cpu(),
-        }
+        own: dict = {"collector": self.collector.state_dict(), "explorer": dict(self.explorer.state_dict())}
+        own |= {"memory": self.memory.state_dict(), "foretold": self.accuracies.cpu()}
+        return self.replay.state_dict() | own
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
         self.progress = Progress(**state["progress"])

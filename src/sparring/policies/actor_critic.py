@@ -15,7 +15,7 @@ from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
-from sparring.normalize import Normalizer, RunningNormalizer
+from sparring.normalize import Normalizer
 from sparring.policies.configs import ActorCriticConfig
 from sparring.policies.critic import PRIVILEGED, Critic
 from sparring.policies.encoders import STATE, ObservationEncoder, mlp
@@ -34,11 +34,6 @@ class EncodedPolicy(Policy):
     @property
     def normalized_keys(self) -> list[tuple[str, ...]]:  # type: ignore[override]
         return [key for key in self.in_keys if key in (STATE, PRIVILEGED)]
-
-    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        for name, normalizer in self._normalizers().items():
-            if isinstance(normalizer, RunningNormalizer):
-                normalizer.update(td[tuple(name.split("/"))], sum_over_processes)
 
     def critic_parameters(self) -> list[nn.Parameter]:
         return list(self.critic.parameters())
@@ -101,22 +96,15 @@ class ActorCritic(EncodedPolicy):
         score = self.head.score((td["trace", "mean"], log_std), self._scored(td["action"]))
         value = td.get("value", None)
         trace = {"log_prob": score.log_prob, "z2": score.z2, "dims": torch.full_like(score.z2, score.dims)}
-        completed = {
-            "log_prob": self._executed_sum(score.log_prob, td),
-            "value": self.value(td) if value is None else value,
-            "trace": TensorDict(trace, td.batch_size),
-        }
-        return TensorDict(completed, td.batch_size)
+        completed = {"value": self.value(td) if value is None else value, "trace": TensorDict(trace, td.batch_size)}
+        return TensorDict(completed | {"log_prob": self._executed_sum(score.log_prob, td)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
         features, latent = self._encode(td)
         parameters = mean, log_std = self.head.parameters_of(latent)
         score = self.head.score(parameters, self._scored(td["action"]))
-        scored = {
-            "log_prob": self._executed_sum(score.log_prob, td),
-            "entropy": self._executed_sum(score.entropy, td),
-            "value": self.critic(features, td),
-        }
+        log_prob, entropy = (self._executed_sum(part, td) for part in (score.log_prob, score.entropy))
+        scored = {"log_prob": log_prob, "entropy": entropy, "value": self.critic(features, td)}
         if td.get("trace", None) is not None:
             std = torch.ones_like(mean) if log_std is None else log_std.exp().expand_as(mean)
             trace = {"mean": mean, "std": std, "z2": score.z2, "dims": torch.full_like(score.z2, score.dims)}

@@ -51,10 +51,8 @@ class ObservationEncoder(nn.Module):
         self.language = None
         if config.language_features:
             if "task" not in shown:
-                raise UserError(
-                    f"policy.language_features={config.language_features}, but this env gives no instructions "
-                    "(observation/task); set it to 0"
-                )
+                why = "but this env gives no instructions (observation/task); set it to 0"
+                raise UserError(f"policy.language_features={config.language_features}, {why}")
             self.language = InstructionEncoder(spec.instructions, config.language_features)
         state_size = math.prod(shown["state"][0]) if "state" in shown else 0
         self.has_state = bool(state_size)
@@ -74,10 +72,8 @@ class ObservationEncoder(nn.Module):
         self.in_keys = [("observation", *name.split("/")) for names, _ in parts for name in names]
         self.size = sum(size for names, size in parts if names)
         if not self.in_keys:
-            raise UserError(
-                f"the policy reads nothing of what the env shows ({', '.join(shown)}); set policy.use_images=true, or "
-                "let the env show a state or points"
-            )
+            advice = "set policy.use_images=true, or let the env show a state or points"
+            raise UserError(f"the policy reads nothing of what the env shows ({', '.join(shown)}); {advice}")
 
     def forward(self, td: TensorDict) -> torch.Tensor:
         state = td[STATE] if self.has_state else None
@@ -167,9 +163,8 @@ class _KeypointEncoder(nn.Module):
         self.features = features
         shapes = ((5, 2), (3, 2), (3, 1))  # finer than a flat CNN needs: a point is only as precise as the map
         # without the last ReLU: the map is a log-probability and may be negative
-        self.cameras = nn.ModuleList(
-            nn.Sequential(*_convolutions(3, image_size, channels, shapes, 2, "")[:-1]) for _ in range(cameras)
-        )
+        layers = (_convolutions(3, image_size, channels, shapes, 2, "")[:-1] for _ in range(cameras))
+        self.cameras = nn.ModuleList(nn.Sequential(*of_camera) for of_camera in layers)
         with torch.no_grad():
             rows, columns = self.cameras[0](torch.zeros(1, 3, *image_size)).shape[-2:]
         # where each place of the last map is, in -1..1: [places, 2]
@@ -228,10 +223,8 @@ class InstructionEncoder(nn.Module):
         super().__init__()
         longest = max((text.encode() for text in instructions), key=len)
         if len(longest) > _LONGEST_TEXT:
-            raise UserError(
-                f"the instruction {longest.decode()[:40]!r}... has {len(longest)} bytes, at most {_LONGEST_TEXT} can "
-                "be read; shorten it, or set policy.language_features=0"
-            )
+            why = f"at most {_LONGEST_TEXT} can be read; shorten it, or set policy.language_features=0"
+            raise UserError(f"the instruction {longest.decode()[:40]!r}... has {len(longest)} bytes, {why}")
         # [I, L] each
         texts = TokenTable([ByteTokenizer()(text) for text in instructions])
         self.table = nn.Buffer(texts.ids, persistent=False)

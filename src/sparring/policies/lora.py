@@ -35,13 +35,9 @@ def adapt(
         whole = _whole_parts(module, config.modules_to_save, f"{section}.modules_to_save")
         whole = _outermost([*whole, *_whole_parts(module, critic_parts, f"{section}.critic_parts")])
         targets = _targets(module, config.lora_targets, whole, section)
-        adapters = _peft().LoraConfig(
-            r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
-            # exact names: the end of a name would select other layers too
-            target_modules="|".join(re.escape(name) for name in targets),
-        )
+        sizes = {"r": config.lora_r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+        # exact names: the end of a name would select other layers too
+        adapters = _peft().LoraConfig(**sizes, target_modules="|".join(re.escape(name) for name in targets))
         _inject(module, adapters, whole)
     elif unread := config.set_without_rank(dict(config)):
         value = getattr(config, unread[0])
@@ -89,10 +85,8 @@ def load_adapters(module: nn.Module, folder: str | Path) -> None:
     expected = _learned(module)
     fit = WeightsFit.of(expected, given)
     if not fit.exact:
-        raise UserError(
-            f"the adapters in '{folder}' do not fit: {fit.sentence}; use the model, lora_r, lora_targets and "
-            "modules_to_save they were made with"
-        )
+        advice = "use the model, lora_r, lora_targets and modules_to_save they were made with"
+        raise UserError(f"the adapters in '{folder}' do not fit: {fit.sentence}; {advice}")
     with torch.no_grad():
         # of two weights that share their memory, a file may have one alone
         for key, tensor in given.items():

@@ -73,27 +73,19 @@ class PI0Policy(FlowChain):
         with self._precision():
             seen = torch.ones(images.shape[:2], dtype=torch.bool, device=images.device)
             embedded = self.model.model.embed_prefix(tokens, images, seen)
-            read = self.model.model.vlm(
-                inputs_embeds=embedded,
-                attention_mask=mask,
-                position_ids=mask.cumsum(-1) - 1,
-                # all of it is prefix: every token attends to every other
-                token_type_ids=torch.zeros_like(mask),
-                use_cache=True,
-            )
+            # all of it is prefix: every token attends to every other
+            masks = {"attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
+            places = mask.cumsum(-1) - 1
+            read = self.model.model.vlm(inputs_embeds=embedded, position_ids=places, use_cache=True, **masks)
         counted = mask[..., None].float()
         features = (read.last_hidden_state.detach().float() * counted).sum(1) / counted.sum(1)
         # [B, max_state_dim], zero where there is no such entry
         state = td[STATE] if self.state_size else features[:, :0]
         state = state if self.normalizer is None else self.normalizer(state)
         layers = read.past_key_values.layers
-        prefix = {
-            "keys": torch.stack([layer.keys for layer in layers], 1),
-            "values": torch.stack([layer.values for layer in layers], 1),
-            "mask": mask,
-            "state": nn.functional.pad(state.float(), (0, self.model.config.max_state_dim - self.state_size)),
-            "features": features,
-        }
+        prefix = {name: torch.stack([getattr(layer, name) for layer in layers], 1) for name in ("keys", "values")}
+        state = nn.functional.pad(state.float(), (0, self.model.config.max_state_dim - self.state_size))
+        prefix |= {"mask": mask, "state": state, "features": features}
         return features, TensorDict(prefix, [len(features)], device=features.device)
 
     def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: TensorDict) -> torch.Tensor:
@@ -103,13 +95,8 @@ class PI0Policy(FlowChain):
             cache.update(keys, values, layer)
         padding = self.model.config.max_action_dim - self.action_dim
         with self._precision():
-            velocity = self.model(
-                state=prefix["state"],
-                noise=nn.functional.pad(x, (0, padding)),
-                timestep=t,
-                attention_mask=prefix["mask"],
-                past_key_values=cache,
-            ).logits
+            known = {"state": prefix["state"], "attention_mask": prefix["mask"], "past_key_values": cache}
+            velocity = self.model(noise=nn.functional.pad(x, (0, padding)), timestep=t, **known).logits
         return velocity[..., : self.action_dim].float()
 
     def _normalizers(self) -> dict[str, nn.Module | None]:
@@ -118,10 +105,8 @@ class PI0Policy(FlowChain):
     def _choose_what_learns(self) -> None:
         config, model = self.config, self.model
         if config.lora_r and config.frozen:
-            raise UserError(
-                f"policy.frozen={list(config.frozen)} is not read with policy.lora_r: all but adapters and "
-                "policy.modules_to_save is frozen then; choose with policy.lora_targets"
-            )
+            why = "all but adapters and policy.modules_to_save is frozen then; choose with policy.lora_targets"
+            raise UserError(f"policy.frozen={list(config.frozen)} is not read with policy.lora_r: {why}")
         frozen = set(match_names((name for name, _ in model.named_parameters()), config.frozen, "policy.frozen"))
         adapt(model, config)
         # no velocity depends on these; weight decay alone would move them, and with them the critic's features
@@ -139,10 +124,8 @@ class PI0Policy(FlowChain):
 def _cameras(config: PI0PolicyConfig, spec: EnvSpec) -> list[str]:
     shown = [name for name in spec.observation if name.startswith("image/")]
     if not shown:
-        raise UserError(
-            "policy.name=pi0 looks at images, but this env shows none; it must observe image/<name> "
-            "(env.name=tabletop: env.cameras=[head])"
-        )
+        advice = "it must observe image/<name> (env.name=tabletop: env.cameras=[head])"
+        raise UserError(f"policy.name=pi0 looks at images, but this env shows none; {advice}")
     wanted = [f"image/{name.removeprefix('image/')}" for name in config.cameras] or shown
     unknown = [name.removeprefix("image/") for name in wanted if name not in shown]
     if unknown:
@@ -154,22 +137,18 @@ def _cameras(config: PI0PolicyConfig, spec: EnvSpec) -> list[str]:
 def _completed(config: PI0PolicyConfig, spec: EnvSpec, chunk: int, known) -> PI0PolicyConfig:
     """With the checkpoint's numbers where none are given; refuses what does not fit them."""
     if config.horizon not in (None, known.chunk_size):
-        raise UserError(
-            f"policy.horizon={config.horizon}: the checkpoint plans chunks of {known.chunk_size} steps; leave it out"
-        )
+        why = f"the checkpoint plans chunks of {known.chunk_size} steps; leave it out"
+        raise UserError(f"policy.horizon={config.horizon}: {why}")
     if chunk > known.chunk_size:
-        raise UserError(
-            f"rollout.action_steps={chunk} is more than the {known.chunk_size} steps that the checkpoint plans"
-        )
+        most = f"the {known.chunk_size} steps that the checkpoint plans"
+        raise UserError(f"rollout.action_steps={chunk} is more than {most}")
     state = math.prod(spec.observation["state"][0]) if "state" in spec.observation else 0
     dims = spec.action_dim - spec.action_padding
     for what, has, most in (("state", state, known.max_state_dim), ("action", dims, known.max_action_dim)):
         if has > most:
             hint = "env.object_state=hidden leaves out where goal and objects are; or " if what == "state" else ""
-            raise UserError(
-                f"this env's {what} has {has} numbers, the checkpoint takes {most} at most (max_{what}_dim); {hint}use "
-                "another env or checkpoint"
-            )
+            takes = f"the checkpoint takes {most} at most (max_{what}_dim)"
+            raise UserError(f"this env's {what} has {has} numbers, {takes}; {hint}use another env or checkpoint")
     steps = config.sampling_steps or known.num_inference_steps
     return config.model_copy(update={"horizon": known.chunk_size, "sampling_steps": steps})
 
@@ -187,9 +166,8 @@ def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_to
     vocabulary = vlm.text_config.vocab_size
     largest = max(token for row in rows for token in row)
     if largest >= vocabulary:
-        raise UserError(
-            f"policy.tokenizer gives token {largest}, the checkpoint's vocabulary has {vocabulary}; use its own"
-        )
+        has = f"the checkpoint's vocabulary has {vocabulary}"
+        raise UserError(f"policy.tokenizer gives token {largest}, {has}; use its own")
     return TokenTable([[vlm.image_token_id] * image_tokens + row for row in rows])
 
 
@@ -233,10 +211,8 @@ def _checkpoint_folder(path: str | Path | None, key: str = "policy.model_path") 
     folder = Path(path).expanduser()
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"{key}={path}: there is no config.json in such a folder; download the checkpoint first "
-            "(nothing is downloaded here), and give its folder"
-        )
+        advice = "download the checkpoint first (nothing is downloaded here), and give its folder"
+        raise UserError(f"{key}={path}: there is no config.json in such a folder; {advice}")
     kind = read_json(file).get("model_type")
     if kind != "pi0":
         raise UserError(f"{key}={path}: config.json says model_type={kind!r}, expected 'pi0'")
@@ -257,10 +233,8 @@ class ImagePreparation(nn.Module):
         self.keeps_proportions = "height" not in shape
         height, width = (shape.get(side) or shape.get(f"max_{side}", size) for side in ("height", "width"))
         if (height, width) != (size, size):
-            raise UserError(
-                f"'{folder}': its image processor makes images of {height}x{width}, its vision model reads "
-                f"{size}x{size}"
-            )
+            reads = f"its vision model reads {size}x{size}"
+            raise UserError(f"'{folder}': its image processor makes images of {height}x{width}, {reads}")
         resample = settings.get("resample", 3)
         if resample not in tuple(_RESAMPLING):
             raise UserError(f"'{folder}': its image processor has resample={resample}; expected 2 or 3")

@@ -88,6 +88,9 @@ class Policy(nn.Module):
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
         """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""
+        for name, normalizer in self._normalizers().items():
+            if isinstance(normalizer, RunningNormalizer):
+                normalizer.update(td[tuple(name.split("/"))], sum_over_processes)
 
     @property
     def wants_statistics(self) -> bool:

@@ -6,7 +6,7 @@ import heapq
 import json
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -29,7 +29,7 @@ _IN_FOLDER += ("pytorch_model.bin.index.json", "model.pt", "model.pth")
 _INSIDE = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPED = ("module.", "_orig_mod.")  # what wrappers put before every name
 # names of each kind of mistake that are listed: one per line, in a sentence; and candidates for the nearest name
-_MOST_LINES, _MOST_IN_SENTENCE, _CANDIDATES = 20, 5, 8
+_MOST_LINES, _MOST_IN_SENTENCE, _CANDIDATES = 20, 6, 8
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,8 @@ class WeightsFit:
         # weights that two names share are often saved under one of them
         given = {expected[name].data_ptr() for name in weights if name in expected and expected[name].numel()}
         missing = [n for n, x in expected.items() if n not in weights and not (x.numel() and x.data_ptr() in given)]
-        reshaped = [
-            (name, tuple(weights[name].shape), tuple(tensor.shape))
-            for name, tensor in expected.items()
-            if name in weights and weights[name].shape != tensor.shape
-        ]
+        unlike = [n for n, x in expected.items() if n in weights and weights[n].shape != x.shape]
+        reshaped = [(name, tuple(weights[name].shape), tuple(expected[name].shape)) for name in unlike]
         missing = [name for name in missing if not name.startswith(new)] if new else missing
         return cls(tuple(missing), tuple(name for name in weights if name not in expected), tuple(reshaped))
 
@@ -59,6 +56,12 @@ class WeightsFit:
         missing = sorted(name for name in info["missing_keys"] if not (new and name.startswith(new)))
         return cls(tuple(missing), tuple(sorted(info["unexpected_keys"])), reshaped)
 
+    @staticmethod
+    def some(names: Sequence[str]) -> str:
+        """The first of them, and how many more there are."""
+        more = len(names) - _MOST_IN_SENTENCE
+        return ", ".join(names[:_MOST_IN_SENTENCE]) + (f" and {more} more" if more > 0 else "")
+
     @property
     def exact(self) -> bool:
         return not (self.missing or self.unexpected or self.reshaped)
@@ -67,8 +70,8 @@ class WeightsFit:
     def sentence(self) -> str:
         """The first names of each kind: '2 missing: a, b; 1 of another shape: c [2] instead of [3]'."""
         reshaped = [f"{name} {list(given)} instead of {list(here)}" for name, given, here in self.reshaped]
-        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": reshaped}
-        return "; ".join(f"{len(n)} {kind}: {', '.join(n[:_MOST_IN_SENTENCE])}" for kind, n in kinds.items() if n)
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": tuple(reshaped)}
+        return "; ".join(f"{len(names)} {kind}: {self.some(names)}" for kind, names in kinds.items() if names)
 
     def __str__(self) -> str:
         reshaped = [f"{name}: {list(given)} in it, {list(here)} in the model" for name, given, here in self.reshaped]
@@ -203,9 +206,8 @@ def _read_shards(index: Path) -> Weights:
         raise UserError(f"'{index}': names files outside its folder ({outside[0]!r}); shards must lie next to it")
     absent = [name for name in shards if not (index.parent / name).is_file()]
     if absent:
-        raise UserError(
-            f"'{index}': {len(absent)} of {len(shards)} shards are missing: {', '.join(absent)}; fetch them"
-        )
+        missing = ", ".join(absent)
+        raise UserError(f"'{index}': {len(absent)} of {len(shards)} shards are missing: {missing}; fetch them")
     weights: Weights = {}
     for name in shards:
         weights |= _read(index.parent / name)
@@ -224,9 +226,8 @@ def _read_pickled(file: Path) -> Weights:
             raise UserError(f"'{file}' cannot be read: it is damaged, or no torch checkpoint; fetch it again") from None
         safe = file.with_suffix(".safetensors")
         convert = (
-            "import torch; from safetensors.torch import save_file; "
-            f"m = torch.load('{file}', map_location='cpu', weights_only=False); "
-            "m = m.state_dict() if hasattr(m, 'state_dict') else m; "
+            f"import torch; from safetensors.torch import save_file; m = torch.load('{file}', map_location='cpu', "
+            "weights_only=False); m = m.state_dict() if hasattr(m, 'state_dict') else m; "
             f"save_file({{k: v.clone().contiguous() for k, v in m.items()}}, '{safe}')"
         )
         raise UserError(
@@ -235,19 +236,16 @@ def _read_pickled(file: Path) -> Weights:
             f"policy.model_path={safe}"
         ) from None
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise UserError(
-            f"'{file}' cannot be read as a torch checkpoint ({_first_line(error)}); fetch it again"
-        ) from None
+        why = _first_line(error)
+        raise UserError(f"'{file}' cannot be read as a torch checkpoint ({why}); fetch it again") from None
     inside = loaded
     for name in _INSIDE:
         if isinstance(inside, dict) and isinstance(inside.get(name), dict):
             inside = inside[name]
     if not isinstance(inside, dict) or not inside or not all(isinstance(x, torch.Tensor) for x in inside.values()):
         holds = ", ".join(map(str, list(inside)[:8])) if isinstance(inside, dict) else f"a {type(inside).__name__}"
-        raise UserError(
-            f"'{file}': holds {holds or 'nothing'}; expected names with tensors, at its top or under "
-            f"{', '.join(_INSIDE)}"
-        )
+        expected = f"names with tensors, at its top or under {', '.join(_INSIDE)}"
+        raise UserError(f"'{file}': holds {holds or 'nothing'}; expected {expected}")
     return inside
 
 

@@ -168,10 +168,8 @@ def _accelerator(device: str):
     name = pick_device(device)
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ":" in name:
-        raise UserError(
-            f"device={device} names one GPU and {processes} processes run; choose GPUs by setting "
-            "CUDA_VISIBLE_DEVICES, with device=cuda"
-        )
+        advice = "choose GPUs by setting CUDA_VISIBLE_DEVICES, with device=cuda"
+        raise UserError(f"device={device} names one GPU and {processes} processes run; {advice}")
     if name == "cuda" and processes > gpus:
         raise UserError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
     # the others wait while the main process evaluates and saves
@@ -210,12 +208,9 @@ def random_state(device: torch.device) -> dict:
     """In tensors and plain values, so that reading it back never runs code."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(tuple, np.random.get_state())
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
+    numpy = [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached]
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"python": [version, list(numbers), gauss], "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_random_state(state: dict, device: torch.device) -> None:

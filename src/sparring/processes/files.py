@@ -24,6 +24,17 @@ def flush(path: Path, tree: bool = False) -> None:
             os.close(descriptor)
 
 
+def write_whole(path: Path, text: str, sync: bool = False) -> None:
+    """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    if sync:
+        flush(partial)
+    partial.replace(path)
+    if sync:
+        flush(path.parent)
+
+
 def take_lock(folder: Path) -> int:
     """A file descriptor: the lock is held until it is closed or the process ends, in whatever way."""
     descriptor = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -35,9 +46,8 @@ def take_lock(folder: Path) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise UserError(
-                    f"'{folder}' is already open for writing; open it with read_only=True, or give another folder"
-                ) from None
+                advice = "open it with read_only=True, or give another folder"
+                raise UserError(f"'{folder}' is already open for writing; {advice}") from None
             time.sleep(_LOCK_S / 10)
         except OSError:
             os.close(descriptor)

@@ -64,21 +64,12 @@ def _start(processes: int, arguments: list[str], heartbeats: Path) -> list[subpr
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores(processes))),
-        FILE: str(heartbeats),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "sparring", *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
+    environment = os.environ | {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), FILE: str(heartbeats)}
+    environment.setdefault("OMP_NUM_THREADS", str(usable_cores(processes)))
+    command = [sys.executable, "-m", "sparring", *arguments]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return [subprocess.Popen(command, env=environment | rank) for rank in ranks]
 
 
 def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | None:

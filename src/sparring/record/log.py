@@ -33,32 +33,16 @@ EVERY = 0.25  # seconds between two drawings
 CELLS = 40  # blocks of a curve
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 # metric -> label and format, drawn as a curve over the whole run
-CURVES = {
-    "success_rate": ("success", "{:.0%}"),
-    "episode_reward": ("reward", "{:.3g}"),
-    "contact_share": ("contact", "{:.0%}"),
-    "fresh_acc": ("accuracy", "{:.0%}"),
-    "loss": ("loss", "{:.4g}"),
-}
+CURVES = {"success_rate": ("success", "{:.0%}"), "episode_reward": ("reward", "{:.3g}")}
+CURVES |= {"contact_share": ("contact", "{:.0%}"), "fresh_acc": ("accuracy", "{:.0%}"), "loss": ("loss", "{:.4g}")}
 # line -> metric -> label and format
-LINES = {
-    "losses": {
-        "policy_loss": ("policy", "{:.3g}"),
-        "value_loss": ("value", "{:.3g}"),
-        "wm_loss": ("world model", "{:.3g}"),
-        "entropy": ("entropy", "{:.3g}"),
-        "approx_kl": ("KL", "{:.2g}"),
-        "clip_fraction": ("clipped", "{:.0%}"),
-        "parity": ("parity", "{:.1g}"),
-    },
-    "seconds": {"collect_seconds": ("collect", "{:.2f}"), "update_seconds": ("update", "{:.2f}")},
-    "async": {
-        "staleness": ("staleness", "{:.2g}"),
-        "queue_depth": ("queue", "{:.2g}"),
-        "actor_idle": ("robots idle", "{:.0%}"),
-        "learner_idle": ("learner idle", "{:.0%}"),
-    },
-}
+LINES = {"losses": {"policy_loss": ("policy", "{:.3g}"), "value_loss": ("value", "{:.3g}")}}
+LINES["losses"] |= {"wm_loss": ("world model", "{:.3g}"), "entropy": ("entropy", "{:.3g}")}
+LINES["losses"] |= {"approx_kl": ("KL", "{:.2g}"), "clip_fraction": ("clipped", "{:.0%}")}
+LINES["losses"] |= {"parity": ("parity", "{:.1g}")}
+LINES["seconds"] = {"collect_seconds": ("collect", "{:.2f}"), "update_seconds": ("update", "{:.2f}")}
+LINES["async"] = {"staleness": ("staleness", "{:.2g}"), "queue_depth": ("queue", "{:.2g}")}
+LINES["async"] |= {"actor_idle": ("robots idle", "{:.0%}"), "learner_idle": ("learner idle", "{:.0%}")}
 _TERM = "reward/"
 
 

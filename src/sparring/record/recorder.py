@@ -20,6 +20,7 @@ from sparring.config.schema import Config
 from sparring.errors import UserError
 from sparring.phases.configs import LoggingConfig
 from sparring.phases.phase import Progress
+from sparring.processes.files import write_whole
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
 from sparring.record.videos import PATIENCE_S, VideoWriter
@@ -33,16 +34,12 @@ UPLOAD_S = 300.0  # how long the end of a run waits for uploads
 
 
 class Sink(Protocol):
-    """Takes numbers besides the run folder. An exception while a run goes on ends the sink, not the run."""
+    """Takes finite numbers, by their names in groups, and complete videos, besides the run folder. An exception while a
+    run goes on ends the sink, not the run."""
 
-    def write(self, update: int, numbers: dict[str, float]) -> None:
-        """Finite numbers, by their names in groups."""
-
-    def video(self, name: str, path: Path) -> None:
-        """A complete video."""
-
-    def close(self, failed: bool) -> None:
-        """The run is over."""
+    def write(self, update: int, numbers: dict[str, float]) -> None: ...
+    def video(self, name: str, path: Path) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 class Recorder:
@@ -76,22 +73,15 @@ class Recorder:
 
     def write(self, progress: Progress, metrics: dict[str, float], accuracy: str | None = None) -> None:
         """A line of metrics by their short names; `accuracy`: which of them is `avg_acc`."""
-        plain = {
-            "episode": progress.episodes,
-            "avg_loss": metrics.get("loss"),
-            "avg_acc": metrics.get(accuracy) if accuracy else None,
-            "episode_reward": metrics.get("episode_reward"),
-            "total_steps": progress.env_steps,
-            "lr": metrics.get("lr"),
-            "update": progress.updates,
-        }
-        plainly = ("loss", "episode_reward", "lr")
-        grouped: dict[str, float | None] = {
-            file_name(name): value for name, value in metrics.items() if name not in plainly
-        }
+        plain = {"episode": progress.episodes, "avg_loss": metrics.get("loss")}
+        plain["avg_acc"] = metrics.get(accuracy) if accuracy else None
+        plain |= {"episode_reward": metrics.get("episode_reward"), "total_steps": progress.env_steps}
+        plain |= {"lr": metrics.get("lr"), "update": progress.updates}
+        flat = ("loss", "episode_reward", "lr")
+        rest: dict[str, float | None] = {file_name(name): value for name, value in metrics.items() if name not in flat}
         if self.folder is not None:
-            _append(self.metrics_file, plain | grouped)
-        self._to_sinks(progress.updates, {FLAT[name][0]: value for name, value in plain.items()} | grouped)
+            _append(self.metrics_file, plain | rest)
+        self._to_sinks(progress.updates, {FLAT[name][0]: value for name, value in plain.items()} | rest)
         self._share_videos()
 
     def evaluation(self, progress: Progress, numbers: dict[str, float | None]) -> None:
@@ -135,9 +125,7 @@ class Recorder:
     def _keep_evaluations(self, updates: int) -> None:
         kept = [line for line in self.evaluations() if line["update"] <= updates]
         if self.evaluations_file.exists():
-            partial = self.evaluations_file.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(self.evaluations_file)
+            write_whole(self.evaluations_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _to_sinks(self, update: int, numbers: dict[str, float | None]) -> None:
         finite = {name: float(value) for name, value in numbers.items() if value is not None and _is_finite(value)}
@@ -182,9 +170,8 @@ def check_installed(config: LoggingConfig) -> None:
     }
     for extra, (asked, setting, package) in needed.items():
         if asked and find_spec(extra) is None:
-            raise UserError(
-                f'logging.{setting} needs the package {package}: pip install "sparring[{extra}]", or leave it out'
-            )
+            install = f'pip install "sparring[{extra}]"'
+            raise UserError(f"logging.{setting} needs the package {package}: {install}, or leave it out")
 
 
 def make_sinks(config: Config, folder: Path, update: int) -> list[Sink]:
@@ -249,10 +236,8 @@ class _WeightsAndBiases:
             )
         except (wandb.Error, OSError) as error:
             reason = str(error).rstrip(".")
-            raise UserError(
-                f"logging.mode={config.mode}: Weights & Biases did not start: {reason}; log in (wandb login), or use "
-                "logging.mode=offline and upload later (wandb sync)"
-            ) from None
+            advice = "log in (wandb login), or use logging.mode=offline and upload later (wandb sync)"
+            raise UserError(f"logging.mode={config.mode}: Weights & Biases did not start: {reason}; {advice}") from None
 
     def write(self, update: int, numbers: dict[str, float]) -> None:
         # W&B ignores steps that it already has, of a run that went back to its last checkpoint

@@ -244,33 +244,20 @@ def _prediction_scene(prediction: Prediction, spec: EnvSpec) -> Scene:
         predicted = prediction.predicted[camera]
         rows.append([(f"{camera}, predicted", list(predicted)), (f"{camera}, true", list(true))])
         errors.append(np.abs(predicted.astype(np.int16) - true).mean((1, 2, 3)))
+    steps, moments = len(rewards), zip(rewards, rewards.cumsum(), np.mean(errors, 0), strict=True)
     captions: list[tuple[str, ...]] = [
-        (
-            f"decision {t}/{len(rewards)}",
-            f"reward {_figure(reward)}",
-            f"sum {_figure(total)}",
-            f"off by {off:.1f} of 255",
-        )
-        for t, (reward, total, off) in enumerate(zip(rewards, rewards.cumsum(), np.mean(errors, 0), strict=True), 1)
+        (f"decision {t}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total)}", f"off by {off:.1f} of 255")
+        for t, (reward, total, off) in enumerate(moments, 1)
     ]
     return Scene(rows, _title(spec, prediction.task), captions, None, prediction.rate)
 
 
 def _index_line(name: str, kind: str, progress: Progress, task: str, steps: int, reward: float) -> dict:
-    return {
-        "file": f"videos/{name}.mp4",
-        "kind": kind,
-        "settings": "",
-        "update": progress.updates,
-        "episode": progress.episodes,
-        "task": task,
-        "success": None,
-        # JSON has no NaN and no infinity
-        "reward": reward if math.isfinite(reward) else None,
-        "steps": steps,
-        "cameras": [],
-        "strip": f"samples/{name}.png",
-    }
+    line: dict[str, Any] = {"file": f"videos/{name}.mp4", "kind": kind, "settings": "", "update": progress.updates}
+    line |= {"episode": progress.episodes, "task": task, "success": None}
+    # JSON has no NaN and no infinity
+    line |= {"reward": reward if math.isfinite(reward) else None, "steps": steps}
+    return line | {"cameras": [], "strip": f"samples/{name}.png"}
 
 
 def _title(spec: EnvSpec, task: int) -> str:

@@ -231,7 +231,9 @@ class Timeline(Follower):
         self._since_fine: list[tuple[str, str, float, float]] = []
 
     def add(self, rows: list[dict]) -> None:
-        spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in rows if _is_span(row)]
+        named = (row for row in rows if row.keys() >= {"who", "stage", "begin", "end"})
+        spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in named]
+        spans = [span for span in spans if isinstance(span[2], float) and isinstance(span[3], float)]
         if not spans:
             return
         if self.began is None:
@@ -256,10 +258,6 @@ class Timeline(Follower):
             # [S], [S]
             begin, end = (np.array(turns).T - self.began).clip(0)
             self.busy.setdefault(lane, np.zeros(BINS))[:] += _spread(begin, end, self.width)
-
-
-def _is_span(row: dict) -> bool:
-    return isinstance(row.get("begin"), float) and isinstance(row.get("end"), float) and row.keys() >= {"who", "stage"}
 
 
 def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:

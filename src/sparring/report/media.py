@@ -5,6 +5,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ class Picture:
         # `sparring eval` may have filmed the same episodes as the run itself
         later = [video for video in found if Path(video.file).name.startswith("eval_")]
         own = [video for video in found if video not in later]
-        doubles = [video for video in later if any(_is_same(folder, video, other) for other in own)]
+        doubles = []
+        for video, other in product(later, own):
+            with suppress(FileNotFoundError):  # removed since they were listed
+                if video.bytes == other.bytes and filecmp.cmp(folder / video.file, folder / other.file, shallow=False):
+                    doubles.append(video)
         return [video for video in found if video not in doubles]
 
     @staticmethod
@@ -91,13 +96,6 @@ def _video(name: str, size: int, line: dict) -> Picture:
         guess = {"kind": "evaluation" if match[2] else "prediction", "episode": int(match[1])}
     known = {key: line[key] for key in Picture.__dataclass_fields__ if line.get(key) is not None}
     return Picture(**(guess | known | {"file": f"videos/{name}", "bytes": size}))
-
-
-def _is_same(folder: Path, one: Picture, other: Picture) -> bool:
-    try:
-        return one.bytes == other.bytes and filecmp.cmp(folder / one.file, folder / other.file, shallow=False)
-    except FileNotFoundError:  # removed since they were listed
-        return False
 
 
 def _files(folder: Path, suffix: str) -> dict[str, int]:

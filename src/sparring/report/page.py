@@ -69,14 +69,10 @@ class Collection:
 
     def page(self, live: bool) -> bytes:
         assets = files("sparring.report") / "assets"
-        texts = {
-            "POLICY": _MAY_FETCH[live].encode(),
-            "STYLE": (assets / "style.css").read_bytes(),
-            "SCRIPT": b"".join((assets / name).read_bytes() for name in SCRIPTS),
-            "LIVE": b"live" if live else b"",
-            # so that no text of a run can end the script element
-            "CONTENT": self.changes().replace(b"<", b"\\u003c"),
-        }
+        script = b"".join((assets / name).read_bytes() for name in SCRIPTS)
+        texts = {"POLICY": _MAY_FETCH[live].encode(), "STYLE": (assets / "style.css").read_bytes(), "SCRIPT": script}
+        # so that no text of a run can end the script element
+        texts |= {"LIVE": b"live" if live else b"", "CONTENT": self.changes().replace(b"<", b"\\u003c")}
         html = (assets / "page.html").read_bytes()
         for name, text in texts.items():
             html = html.replace(b"{{%s}}" % name.encode(), text, 1)
@@ -102,10 +98,8 @@ class Collection:
         try:
             output.write_bytes(collection.page(live=False))
         except OSError as error:
-            raise UserError(
-                f"'{output}': cannot write there ({error.strerror}); give --output FILE in a "
-                "folder that is there and yours"
-            ) from None
+            advice = "give --output FILE in a folder that is there and yours"
+            raise UserError(f"'{output}': cannot write there ({error.strerror}); {advice}") from None
         return collection
 
 

@@ -39,11 +39,9 @@ class RunFolder:
         if re.fullmatch(r"checkpoint-\d+", path.name):
             raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
 
-        def by_number(folder: Path) -> list:
-            words = (re.split(r"(\d+)", part) for part in folder.parts)
-            return [[int(word) if word.isdigit() else word for word in part] for part in words]
-
-        return sorted(run_folders(path), key=by_number)
+        # by number: run-10 comes after run-9
+        words = {folder: [re.split(r"(\d+)", part) for part in folder.parts] for folder in run_folders(path)}
+        return sorted(words, key=lambda run: [[int(w) if w.isdigit() else w for w in part] for part in words[run]])
 
     @staticmethod
     def side_by_side(runs: list["RunFolder"]) -> dict:
@@ -93,27 +91,19 @@ class RunFolder:
         return curves.points(began) | {"behind": [[k, behind[k]] for k in sorted(behind)]}
 
     def _media(self, videos: list[media.Picture], strips: list[media.Picture]) -> dict:
-        shown, chosen = media.Picture.choose(videos, strips, self.budget)
-        return {
-            "videos": [asdict(video) | {"src": self.source(self.path, video)} for video in shown],
-            "strips": [asdict(strip) | {"src": self.source(self.path, strip)} for strip in chosen],
-            "videos_found": len(videos),
-            "strips_found": len(strips),
-            "budget": self.budget,
-        }
+        chosen = media.Picture.choose(videos, strips, self.budget)
+        shown = [[asdict(one) | {"src": self.source(self.path, one)} for one in part] for part in chosen]
+        found = {"videos_found": len(videos), "strips_found": len(strips), "budget": self.budget}
+        return {"videos": shown[0], "strips": shown[1]} | found
 
     def _about(self) -> dict:
         status = _read_status(self.path)
         unread = {reader.path.name: reader.unreadable for reader in (self.metrics, self.evaluations, self.timeline)}
-        return {
-            "path": str(self.path),
-            "phase": status.get("phase") or self.config.get("phase"),
-            "task": status.get("task") or self.config.get("env.task") or self.config.get("env.name"),
-            "state": status["state"],
-            "seconds": status.get("seconds"),
-            "kinds": _kinds(self.config),
-            "unreadable": {name: lines for name, lines in unread.items() if lines},
-        } | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
+        task = status.get("task") or self.config.get("env.task") or self.config.get("env.name")
+        about = {"path": str(self.path), "phase": status.get("phase") or self.config.get("phase"), "task": task}
+        about |= {"state": status["state"], "seconds": status.get("seconds"), "kinds": _kinds(self.config)}
+        about["unreadable"] = {name: lines for name, lines in unread.items() if lines}
+        return about | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 
 
 class _CurvesFile(Follower):

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from sparring.config.resolve import resolve
 from sparring.contract import STEP_KEYS, EnvSpec
-from sparring.data.buffer import Buffer
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError, describe_error
 from sparring.processes.distributed import Distributed
@@ -20,9 +20,7 @@ from sparring.rewards.terms import RewardTerm
 _TASK_REWARD = "task_reward"
 # what a term sees of a transition: nothing of the policy's, which is not there before training
 _SEEN = ("observation", "action", "is_first", "next")
-_EXPECTED = (
-    "expected a function of a TensorDict of transitions [N] that returns a number for each, or a RewardTerm class"
-)
+_EXPECTED = "expected a function of a TensorDict of transitions [N] that gives a number for each, or a RewardTerm class"
 
 
 class AddedRewards:
@@ -40,7 +38,7 @@ class AddedRewards:
             self._rewards(path, sample, "on a sample of zeros")
 
     @torch.no_grad()
-    def write_rewards(self, buffer: Buffer) -> dict[str, float]:
+    def write_rewards(self, buffer: RolloutBuffer) -> dict[str, float]:
         """Of the newest rollout; the means of the env's rewards and of each term."""
         rollout = with_following(buffer).select(*_SEEN, "valid", strict=False).exclude(("next", "value"))
         valid = cast(torch.Tensor, rollout.pop("valid", torch.ones_like(rollout["is_first"])))

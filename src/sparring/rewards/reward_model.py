@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.config.resolve import build
-from sparring.data.buffer import Buffer
+from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
@@ -33,10 +33,10 @@ class RewardModel:
         distributed: Distributed,
     ):
         weights, device = _weights_of(config), distributed.device
+        about = (env.spec, chunk, device)
         self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
-        self.terms: dict[str, RewardTerm] = {
-            name: build(config, TERMS, env.spec, chunk, device, kind="reward term", name=name) for name in weights
-        }
+        terms = {name: build(config, TERMS, *about, kind="reward term", name=name) for name in weights}
+        self.terms: dict[str, RewardTerm] = terms
         self.learning = [term for term in self.terms.values() if type(term).learn is not RewardTerm.learn]
         self.weights = torch.tensor(list(weights.values()), device=device)
         self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
@@ -52,7 +52,7 @@ class RewardModel:
         self.running = torch.zeros(env.num_envs, device=device)
 
     @torch.no_grad()
-    def write_rewards(self, buffer: Buffer) -> dict[str, float]:
+    def write_rewards(self, buffer: RolloutBuffer) -> dict[str, float]:
         """Writes `next/reward` of the newest rollout, all of a decision's reward on its last executed step, and
         `judged/error`."""
         rollout = with_following(buffer)
@@ -119,7 +119,7 @@ class RewardModel:
         return {"episode_reward": sum(totals) / len(totals)} if totals else {}
 
 
-def with_following(buffer: Buffer, robots: int | None = None) -> TensorDict:
+def with_following(buffer: RolloutBuffer, robots: int | None = None) -> TensorDict:
     """The newest rollout `[T, N]` with `next/observation`, the true one where an episode ended. `robots`: only of the
     first so many."""
     rollout = buffer.rollout()[:, :robots]

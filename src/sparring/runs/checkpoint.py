@@ -81,10 +81,9 @@ def checkpoint_folder(path: str | Path) -> Path:
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     if not (folder / "config.yaml").is_file():
-        what = f"'{found}'" + (
-            ": no config.yaml is beside it" if found.is_file() else " has weights but no config.yaml"
-        )
-        raise CheckpointError(f"{what}, to tell what it holds weights of; give a run folder or a checkpoint folder")
+        lacks = ": no config.yaml is beside it" if found.is_file() else " has weights but no config.yaml"
+        advice = "give a run folder or a checkpoint folder"
+        raise CheckpointError(f"'{found}'{lacks}, to tell what it holds weights of; {advice}")
     return folder
 
 
@@ -101,18 +100,15 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"'{file}' cannot be read as weights: {str(error).partition(chr(10))[0] or type(error).__name__}"
-        ) from None
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"'{file}' cannot be read as weights: {why}") from None
 
 
 def load_training_state(checkpoint: Path) -> dict:
     file = checkpoint / "training_state.pt"
     if not file.is_file():
-        raise CheckpointError(
-            f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; "
-            f"to start from its weights alone: pretrained={checkpoint}"
-        )
+        advice = f"to start from its weights alone: pretrained={checkpoint}"
+        raise CheckpointError(f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; {advice}")
     return _torch_load(file)
 
 
@@ -121,9 +117,8 @@ def _torch_load(file: Path) -> dict:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler that meets broken bytes may raise anything
-        raise CheckpointError(
-            f"'{file}' cannot be read: it is damaged, or holds more than tensors and plain values; use another one"
-        ) from error
+        why = "it is damaged, or holds more than tensors and plain values; use another one"
+        raise CheckpointError(f"'{file}' cannot be read: {why}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"'{file}' cannot be read: it holds a {type(loaded).__name__}, not names with tensors")
     return loaded

@@ -1,10 +1,9 @@
 """Does a saved run fit this one? Settings, what the env shows, and weights are compared; what differs is reported."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from sparring.config.inherit import FREE_TO_DIFFER, LIMITS
@@ -14,6 +13,7 @@ from sparring.config.text import flatten, saved_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
+from sparring.policies.weights import WeightsFit
 from sparring.runs.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -49,14 +49,11 @@ def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> 
     }
     changed = [f"  {key}: {then} in the folder, {today} now" for key, (then, today) in shown.items() if then != today]
     if saved and changed:
-        raise ConfigError(
-            [
-                f"'{folder}' holds a run with another config:",
-                *changed,
-                "give another folder (--output DIR), start anew here (--resume never; the old run is moved aside), "
-                f"or start a new run from its weights (--output DIR pretrained={folder})",
-            ]
+        advice = (
+            "give another folder (--output DIR), start anew here (--resume never; the old run is moved aside), "
+            f"or start a new run from its weights (--output DIR pretrained={folder})"
         )
+        raise ConfigError([f"'{folder}' holds a run with another config:", *changed, advice])
 
 
 def schedules_of(config: Config) -> list[str]:
@@ -96,19 +93,13 @@ def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
     """What a policy sees and does, where it differs."""
 
     def shape(spec: EnvSpec, name: str) -> str:
-        return f"{list(spec.observation[name][0])} {spec.observation[name][1]}"
+        size, dtype = spec.observation.get(name, ((), ""))
+        return f"{list(size)} {dtype}" if dtype else "not there"
 
-    names = sorted(trained.observation.keys() | now.observation.keys())
-    values = {
-        f"observation/{name}": [
-            shape(spec, name) if name in spec.observation else "not there" for spec in (trained, now)
-        ]
-        for name in names
-    }
-    values |= {
-        name: [getattr(spec, name) for spec in (trained, now)]
-        for name in ("action_dim", "discrete_actions", "action_padding")
-    }
+    both, names = (trained, now), sorted(trained.observation.keys() | now.observation.keys())
+    values = {f"observation/{name}": [shape(spec, name) for spec in both] for name in names}
+    of_actions = ("action_dim", "discrete_actions", "action_padding")
+    values |= {name: [getattr(spec, name) for spec in both] for name in of_actions}
     return [f"{name} was {then} and is {today}" for name, (then, today) in values.items() if then != today]
 
 
@@ -140,20 +131,8 @@ def _predicted(spec: EnvSpec) -> EnvSpec:
     return replace(spec, observation=read)
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """What loading weights did."""
-
-    tensors: int
-    # parameters that the file did not have, and may be new
-    new: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.tensors} tensors, all that there are" + (f"; new: {_some(list(self.new))}" if self.new else "")
-
-
-def load_pretrained(model: nn.Module, path: str | Path, env: Env) -> _Loaded:
-    """The weights of another run, whose env must show and accept what this one does."""
+def load_pretrained(model: nn.Module, path: str | Path, env: Env) -> str:
+    """The weights of another run, whose env must show and accept what this one does. Returns what it did, in words."""
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     has_spec = (folder / "spec.json").is_file()
@@ -172,12 +151,12 @@ def load_pretrained(model: nn.Module, path: str | Path, env: Env) -> _Loaded:
 
 def load_weights(
     model: nn.Module, path: str | Path, prefix: str = "", may_be_new: tuple[str, ...] = (), of_plain: bool = False
-) -> _Loaded:
+) -> str:
     """Strictly: every key present, none left over, every shape equal; else nothing is changed and all is reported.
 
     A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
     `prefix`: of a checkpoint that holds several models, the one whose keys begin so. `of_plain`: a model with LoRA
-    adapters also takes weights of one without, and its adapters are new then.
+    adapters also takes weights of one without, and its adapters are new then. Returns what it did, in words.
     """
     file = cast(Path, weights_file(find_checkpoint(path)))
     expected = model.state_dict()
@@ -188,27 +167,10 @@ def load_weights(
         given = {plain.get(key, key): weight for key, weight in given.items()}
         may_be_new += tuple(key for key in expected if _ADAPTER in key)
     absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
-    new = tuple(key for key in expected if absent and key.startswith(absent))
-    if found := _weight_differences({key: w for key, w in expected.items() if key not in new}, given):
-        raise CheckpointError(
-            f"'{file}' does not fit this model: {found}. Use the config it was trained with (config.yaml beside it)"
-        )
-    model.load_state_dict(given, strict=not new)
-    return _Loaded(len(given), new)
-
-
-def _weight_differences(expected: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> str:
-    problems = {
-        "missing": [key for key in expected if key not in given],
-        "unexpected": [key for key in given if key not in expected],
-        "of another shape": [
-            f"{key} {list(given[key].shape)} instead of {list(expected[key].shape)}"
-            for key in expected
-            if key in given and given[key].shape != expected[key].shape
-        ],
-    }
-    return "; ".join(f"{len(keys)} {what}: {_some(keys)}" for what, keys in problems.items() if keys)
-
-
-def _some(keys: list[str], most: int = 6) -> str:
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
+    fit = WeightsFit.of(expected, given, absent)
+    if not fit.exact:
+        trained_with = "Use the config it was trained with (config.yaml beside it)"
+        raise CheckpointError(f"'{file}' does not fit this model: {fit.sentence}. {trained_with}")
+    model.load_state_dict(given, strict=False)
+    new = [key for key in expected if absent and key.startswith(absent)]
+    return f"{len(given)} tensors, all that there are" + (f"; new: {WeightsFit.some(new)}" if new else "")

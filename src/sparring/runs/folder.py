@@ -32,7 +32,7 @@ from sparring.config.section import ConfigError
 from sparring.config.text import saved_settings
 from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
-from sparring.processes.files import take_lock
+from sparring.processes.files import take_lock, write_whole
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, find_checkpoint
 from sparring.runs.fits import refuse_other_config
@@ -76,10 +76,8 @@ class RunFolder:
         # going back to an older checkpoint in the same folder would destroy what came after it
         found, chosen = [other.resolve() for other in found], checkpoint.resolve()
         if later := found[found.index(chosen) + 1 :] if chosen in found else found:
-            raise CheckpointError(
-                f"'{path}' also holds {', '.join(c.name for c in later)}; to branch off from '{checkpoint}', "
-                "give a new folder with --output DIR"
-            )
+            advice = f"to branch off from '{checkpoint}', give a new folder with --output DIR"
+            raise CheckpointError(f"'{path}' also holds {', '.join(c.name for c in later)}; {advice}")
         return checkpoint
 
     def make_room(self) -> None:
@@ -103,11 +101,8 @@ class RunFolder:
         # of a run that was stopped before its first checkpoint; they will be written again
         earlier = [path / name for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "wandb/id")]
         if earlier[0].exists() or (path / "status.json").exists():
-            log.warning(
-                "'%s' holds an earlier try that left no checkpoint: starts from the beginning, and writes its numbers "
-                "anew (logs and videos stay)",
-                path,
-            )
+            anew = "starts from the beginning, and writes its numbers anew (logs and videos stay)"
+            log.warning("'%s' holds an earlier try that left no checkpoint: %s", path, anew)
         try:
             for file in earlier:
                 file.unlink(missing_ok=True)
@@ -120,11 +115,8 @@ class RunFolder:
         file, saved = self.path / "config.yaml", saved_settings(self.path)
         # the same command as at first must find its checkpoint again
         text = config.model_copy(update={"resume": saved.get("resume", config.resume)}).to_yaml()
-        if file.exists() and file.read_text(encoding="utf-8") == text:
-            return
-        partial = file.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            write_whole(file, text)
 
     def holds(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.path.resolve()
@@ -259,10 +251,8 @@ class Status:
             now = time.monotonic()
             self.content["seconds"] += now - self._since
             self._since = now
-        partial = self.file.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(self.content, indent=2) + "\n")
-            partial.replace(self.file)
+            write_whole(self.file, json.dumps(self.content, indent=2) + "\n")
         except OSError as error:
             # a full disk: training, or what ended it, matters more than its status
             if not self._warned:
@@ -275,15 +265,10 @@ def _system(device: torch.device, model: nn.Module) -> dict:
     """What a run runs on, what it trains, and how it was started."""
     program, *arguments = sys.argv
     program = "sparring" if Path(program).name == "__main__.py" else Path(program).name
-    return {
-        "sparring": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "device": str(device),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "command": shlex.join([program, *arguments]),
-    }
+    system: dict[str, Any] = {"sparring": __version__, "python": platform.python_version()}
+    system |= {"torch": str(torch.__version__), "platform": platform.platform(), "cpus": os.cpu_count()}
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trainable
+    system |= {"device": str(device), "gpu": gpu, "trainable": trainable, "frozen": frozen}
+    return system | {"command": shlex.join([program, *arguments])}

@@ -95,19 +95,12 @@ def _is_run(names: set[str]) -> bool:
 def _look_at(folder: Path) -> RunState:
     status = read_json(folder / "status.json")
     progress = status.get("progress") or {}
-    return RunState(
-        path=str(folder),
-        phase=status.get("phase"),
-        task=status.get("task"),
-        state=_state(folder, status),
-        why=status.get("why"),
-        updates=progress.get("updates"),
-        env_steps=progress.get("env_steps"),
-        fraction=progress.get("fraction"),
-        best=status.get("best"),
-        bytes=size_of(folder),
-        age=time.time() - (status.get("updated") or _touched(folder)),
-    )
+    told = {name: status.get(name) for name in ("phase", "task", "why", "best")}
+    told |= {name: progress.get(name) for name in ("updates", "env_steps", "fraction")}
+    files = [folder / name for name in {"config.yaml", *_TRACES} if (folder / name).exists()]
+    updated = status.get("updated") or max(file.stat().st_mtime for file in files)
+    state, age = _state(folder, status), time.time() - updated
+    return RunState(path=str(folder), state=state, bytes=size_of(folder), age=age, **told)
 
 
 def is_held(folder: Path) -> bool | None:
@@ -173,7 +166,3 @@ def read_json(file: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _touched(folder: Path) -> float:
-    return max((folder / name).stat().st_mtime for name in {"config.yaml", *_TRACES} if (folder / name).exists())

@@ -52,7 +52,9 @@ class Run:
         torch.set_num_threads(config.threads or 1)
         seed_everything(config.seed + self.distributed.rank)
         self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
-        if not config.threads and not _is_small(self.phase):
+        # without images, networks are so small that more threads mostly wait for each other and for the simulator's
+        spec, acts_on = self.phase.env.spec, self.phase.env.device.type
+        if not config.threads and (acts_on != "cpu" or any(name.startswith("image/") for name in spec.observation)):
             torch.set_num_threads(threads)
         pretrained = config.pretrained if checkpoint is None else None
         loaded = load_pretrained(self.phase.model, pretrained, self.phase.env) if pretrained else None
@@ -102,11 +104,8 @@ class Run:
 
     def _share_of(self, limits: dict[str, int]) -> float:
         progress = self.phase.progress
-        made = {
-            "total_timesteps": progress.env_steps,
-            "num_episodes": progress.episodes,
-            "iterations": progress.updates,
-        }
+        made = {"total_timesteps": progress.env_steps, "num_episodes": progress.episodes}
+        made["iterations"] = progress.updates
         return min(1.0, max(made[name] / limit for name, limit in limits.items()))
 
     @property
@@ -417,8 +416,3 @@ class _Evaluator:
 def _in_words(limits: dict[str, int]) -> str:
     units = {"total_timesteps": "env steps", "num_episodes": "episodes", "iterations": "updates"}
     return " or ".join(f"{limit:,} {units[name]}" for name, limit in limits.items())
-
-
-def _is_small(phase: Phase) -> bool:
-    """Without images, networks are so small that more threads mostly wait for each other and for the simulator's."""
-    return phase.env.device.type == "cpu" and not any(name.startswith("image/") for name in phase.env.spec.observation)

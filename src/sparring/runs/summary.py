@@ -30,7 +30,14 @@ def _reached(evaluation: AnyEvaluation) -> list[str]:
     """In a line, or one for each camera."""
     if isinstance(evaluation, WorldModelEvaluation):
         cameras = {name: found for name, found in evaluation.figures["cameras"].items() if found["changed_mse_ratio"]}
-        return [f"{camera}: {_foretold(found)}" for camera, found in cameras.items()]
+        lines = []
+        # beside copying the last frame: both on what changes, which is little, and on all of the picture
+        for camera, found in cameras.items():
+            ratio, levels = found["changed_mse_ratio"], [found["psnr"][who] for who in ("prediction", "copy")]
+            in_all = "" if None in levels else f"; PSNR {levels[0]:.1f} dB, copying {levels[1]:.1f} dB"
+            what = f"squared error on pixels that change, {ratio:.3f} of that of copying the last frame{in_all}"
+            lines.append(f"{camera}: {what}")
+        return lines
     if isinstance(evaluation, ExplorationEvaluation):
         own = evaluation.found["policy"]
         noise = max(found.contact for who, found in evaluation.found.items() if who != "policy")
@@ -41,13 +48,6 @@ def _reached(evaluation: AnyEvaluation) -> list[str]:
         rate, beside = policy.success, f"; random actions {random.success.rate:.1%}" if random else ""
         return [f"success {rate.rate:.1%} (95 % {rate.low:.1%} to {rate.high:.1%}){beside}"]
     return [f"reward {policy.reward:.2f}" + (f"; random actions {random.reward:.2f}" if random else "")]
-
-
-def _foretold(found: dict) -> str:
-    """Beside copying the last frame: both on what changes, which is little, and on all of the picture."""
-    ratio, levels = found["changed_mse_ratio"], [found["psnr"][who] for who in ("prediction", "copy")]
-    whole = "" if None in levels else f"; PSNR {levels[0]:.1f} dB, copying {levels[1]:.1f} dB"
-    return f"squared error on pixels that change, {ratio:.3f} of that of copying the last frame{whole}"
 
 
 def _next_commands(config: Config) -> dict[str, str]:

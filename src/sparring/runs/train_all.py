@@ -13,20 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparring.config.inherit import FREE_TO_DIFFER
-from sparring.config.legacy import Renamed, rename
+from sparring.config.legacy import rename
 from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, value_text
 from sparring.errors import UserError
 from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
+from sparring.processes.files import write_whole
 
 # what each starts from: key -> phase
-_STARTS_FROM = {
-    "teacher": {},
-    "student": {"student.teacher": "teacher"},
-    "adversarial": {"adversarial.teacher": "teacher", "adversarial.student": "student"},
-}
+_STARTS_FROM: dict[str, dict[str, str]] = {"teacher": {}, "student": {"student.teacher": "teacher"}}
+_STARTS_FROM["adversarial"] = {"adversarial.teacher": "teacher", "adversarial.student": "student"}
 _CURVES = {"rollout/contact_share": "share of decisions in touch with an object", "episode_reward": "pay of an episode"}
 
 
@@ -52,7 +50,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
             continue
         print(what, flush=True)
         # the other phases' settings are reported there
-        for line in replace(_renamed(phase, given), other_phases=[]).notes():
+        for line in replace(rename(given, SCHEMA, phase), other_phases=[]).notes():
             print(line, file=sys.stderr, flush=True)
         how = "never" if phase in anew else "auto"
         anew = [other for other in anew if other != phase]
@@ -78,11 +76,7 @@ def _settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting
     added = {key: str(_folder_of(other, output)) for key, other in _STARTS_FROM[phase].items()}
     added["output"] = str(_folder_of(phase, output))
     # later ones win
-    return _renamed(phase, given).settings[:-1] + [Setting(key, value, "train all") for key, value in added.items()]
-
-
-def _renamed(phase: str, given: list[Setting]) -> Renamed:
-    return rename([*given, Setting("phase", phase, "train all")], SCHEMA)
+    return rename(given, SCHEMA, phase).settings + [Setting(key, value, "train all") for key, value in added.items()]
 
 
 def _folder_of(phase: str, output: Path) -> Path:
@@ -94,10 +88,8 @@ def _refuse_own_starts(given: list[Setting]) -> None:
     aliases = rename(given, SCHEMA).schema.aliases
     for setting in given:
         if aliases.get(setting.key, setting.key) in added:
-            raise UserError(
-                f"{setting.key} ({setting.where}): `train all` begins with a teacher of its own; leave it out, or name "
-                "the phase to start from that one"
-            )
+            advice = "leave it out, or name the phase to start from that one"
+            raise UserError(f"{setting.key} ({setting.where}): `train all` begins with a teacher of its own; {advice}")
 
 
 def _refuse_own_folder(settings: list[Setting], folder: Path) -> None:
@@ -124,9 +116,7 @@ def _refuse_bad_explorer(config: Config) -> None:
 
 def _write(record: Path, done: dict, anew: list[str]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(done | ({"anew": anew} if anew else {}), indent=2) + "\n")
-    partial.replace(record)
+    write_whole(record, json.dumps(done | ({"anew": anew} if anew else {}), indent=2) + "\n")
 
 
 def _run(words: list[str]) -> int:

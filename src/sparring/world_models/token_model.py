@@ -52,9 +52,8 @@ class TokenWorldModel(WorldModel):
         self.memory_size = self.trunk.memory_size
         outputs = quantizer.digits * quantizer.values
         others = self.decisions.state_size + 3
-        self.ensemble = nn.ModuleList(
-            EnsembleMember(patches, width, sizes["layers"], heads, outputs, others) for _ in range(self.members)
-        )
+        shape = (patches, width, sizes["layers"], heads, outputs, others)
+        self.ensemble = nn.ModuleList(EnsembleMember(*shape) for _ in range(self.members))
         self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards lie far out
         self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
@@ -100,9 +99,8 @@ class TokenWorldModel(WorldModel):
             # the last one's following frame too: [B, T+1, V, 3, H, W] in 0..1 -> [B, T+1, V, h, w, c]
             frames = torch.stack([torch.cat([images[name], last[name]], 1) for name in self.cameras], 2).float() / 255
             features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
-            digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2)).unflatten(
-                0, mask.shape
-            )
+            digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2))
+            digits = digits.unflatten(0, mask.shape)
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
         first = int(mask.any(0).nonzero()[0])  # columns that only bring the memory up to date are not predicted
@@ -128,9 +126,8 @@ class TokenWorldModel(WorldModel):
         codes = self.tokenizer.quantizer.expected(logits[member, rows, columns].softmax(-1))
         codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
         now, following = frames[rows, columns].flatten(0, 1), frames[rows, columns + 1].flatten(0, 1)
-        return self.tokenizer.picture_loss(
-            self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes), now, following
-        )
+        foretold = self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes)
+        return self.tokenizer.picture_loss(foretold, now, following)
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         seen = batch["mask"]
@@ -169,13 +166,8 @@ class TokenWorldModel(WorldModel):
         entropy, own = _entropy(mean).sum(-1), _entropy(logs.exp()).sum(-1).mean(0)
         error = -mean.gather(-1, digits[..., None])[..., 0].clamp_min(1e-9).log().sum(-1)
         right = (mean.argmax(-1) == digits).all(-1).float()
-        scores = {
-            "error": error,
-            "entropy": entropy,
-            "disagreement": entropy - own,
-            "surprise": error - own,  # the encoder's posterior is a point: its KL to the prediction is the error
-            "accuracy": right,
-        }
+        scores = {"error": error, "entropy": entropy, "disagreement": entropy - own, "accuracy": right}
+        scores["surprise"] = error - own  # the encoder's posterior is a point: its KL to the prediction is the error
         return TensorDict({name: value.mean(-1) for name, value in scores.items()} | {"memory": memory}, td.batch_size)
 
     @torch.no_grad()
@@ -284,11 +276,9 @@ class TokenWorldModel(WorldModel):
         said, truth = logits[:, :, column].softmax(-1).mean(0).argmax(-1), digits[:, column]
         still = features[:, column].flatten(0, 1)
         right, copied = (said == truth).all(-1), (self._digits(still, still) == truth).all(-1)
-        return {
-            "accuracy": _mean(right.float().mean(-1), counted),
-            "accuracy_copy": _mean(copied.float().mean(-1), counted),
-            "accuracy_changed": _mean(right.float(), counted[:, None] & ~copied),
-        }
+        kinds = {"accuracy": right, "accuracy_copy": copied}
+        means = {name: _mean(which.float().mean(-1), counted) for name, which in kinds.items()}
+        return means | {"accuracy_changed": _mean(right.float(), counted[:, None] & ~copied)}
 
     def _autocast(self):
         device = self.position.device.type
@@ -317,17 +307,13 @@ def _mean(values: Tensor, weight: Tensor) -> Tensor:
 def _cameras(spec: EnvSpec) -> tuple[tuple[str, ...], tuple[int, ...]]:
     shapes = {n.removeprefix("image/"): s for n, (s, _) in spec.observation.items() if n.startswith("image/")}
     if not shapes:
-        raise UserError(
-            "a world model predicts camera images and this env shows none; it must observe image/<name> "
-            "(env.name=tabletop: env.cameras=[head,wrist])"
-        )
+        advice = "it must observe image/<name> (env.name=tabletop: env.cameras=[head,wrist])"
+        raise UserError(f"a world model predicts camera images and this env shows none; {advice}")
     sizes = {shape[1:] for shape in shapes.values()}
     if len(sizes) > 1:
         raise UserError(f"the world model wants cameras of one size, this env has {sorted(sizes)}; make them alike")
     size = sizes.pop()
     if size[0] % PATCH or size[1] % PATCH:
-        raise UserError(
-            f"images of {size[0]}x{size[1]} pixels cannot be cut into patches of {PATCH}; set env.image_size to a "
-            f"multiple of {PATCH}"
-        )
+        advice = f"set env.image_size to a multiple of {PATCH}"
+        raise UserError(f"images of {size[0]}x{size[1]} pixels cannot be cut into patches of {PATCH}; {advice}")
     return tuple(shapes), size

@@ -135,9 +135,8 @@ class FrameTokenizer(_Tokenizer):
 class _FrameStem(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
-        self.patches = nn.Sequential(
-            nn.Linear(3 * CELL * CELL, 2 * channels), nn.SiLU(), nn.Linear(2 * channels, channels)
-        )
+        wide = 2 * channels
+        self.patches = nn.Sequential(nn.Linear(3 * CELL * CELL, wide), nn.SiLU(), nn.Linear(wide, channels))
         self.block = _ConvBlock(channels)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -189,9 +188,8 @@ def _split_cells(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 def _moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     """[F, 3, H, W]: each pixel from so many pixels [F, 2, H, W] to the right and below; edges go on for ever."""
     height, width = frame.shape[-2:]
-    y, x = torch.meshgrid(
-        torch.arange(height, device=frame.device), torch.arange(width, device=frame.device), indexing="ij"
-    )
+    rows, columns = torch.arange(height, device=frame.device), torch.arange(width, device=frame.device)
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
     # [F, H, W, 2], -1 and 1 being the middles of the outermost pixels
     place = torch.stack([(x + way[:, 0]) * 2 / (width - 1) - 1, (y + way[:, 1]) * 2 / (height - 1) - 1], -1)
     return nn.functional.grid_sample(frame, place, padding_mode="border", align_corners=True)

@@ -147,10 +147,6 @@ class _Actor:
 
         return Stopwatch(who, enter, partial(self.deadlines.leave, lane))
 
-    def failed_at(self) -> str:
-        collectors = (*self.collector.lanes, self.collector)
-        return next(filter(None, (collector.stopwatch.failed for collector in collectors)), "wait")
-
     def close(self) -> None:
         """Once, whoever asks first; the others wait for it."""
         with self._closing:
@@ -206,21 +202,12 @@ class _Actor:
         metrics["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
         busy, spans = collector.drain_stages()
         state = self.states.take_out(collector.state_dict() | {"random": random_state(self.device)}, number)
-        return Report(
-            number,
-            collector.version,
-            len(self.buffer.rollout()),
-            collector.env_steps,
-            collector.env.spec,
-            state,
-            busy | metrics,
-            parity,
-            collector.drain_episodes(),
-            [film.developed() for film in collector.drain_films()],
-            spans,
-            self.rollouts.handle if first else None,
-            self.states.shared.handle if first and self.states.shared else None,
-        )
+        done = (collector.version, len(self.buffer.rollout()), collector.env_steps, collector.env.spec)
+        films = [film.developed() for film in collector.drain_films()]
+        played = (collector.drain_episodes(), films, spans)
+        rollouts = self.rollouts.handle if first else None
+        states = self.states.shared.handle if first and self.states.shared else None
+        return Report(number, *done, state, busy | metrics, parity, *played, rollouts, states)
 
 
 def _serve(pipe: _ActorPipe) -> None:
@@ -244,7 +231,9 @@ def _serve(pipe: _ActorPipe) -> None:
         return
     except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is reported
         what, trace = error_report(error)
-        pipe.send(Failure(what, actor.failed_at() if actor else "make", trace))
+        collectors = [*actor.collector.lanes, actor.collector] if actor else []
+        stages = [collector.stopwatch.failed for collector in collectors]
+        pipe.send(Failure(what, next(filter(None, stages), "wait") if actor else "make", trace))
         pipe.finish()
     finally:
         pipe.ending = True

@@ -35,9 +35,8 @@ class Tabletop:
         # robot i has task i modulo their number; the config makes every process hold a multiple of them
         self._task = np.arange(num_envs) % len(self._tasks)
         scenes = [task.scene for task in self._tasks]
-        self._world = World(
-            [scenes[k] for k in self._task], config.threads or usable_cores(), config.video_renderer, possible=scenes
-        )
+        own_scenes, threads = [scenes[k] for k in self._task], config.threads or usable_cores()
+        self._world = World(own_scenes, threads, config.video_renderer, possible=scenes)
         self._domain = Domain(config.domain_randomization, self._world) if config.domain_randomization else None
         self._observations = Observations(config, self._world, len(self.mounts))
         self._hand_mover = HandMover(self.mounts)
@@ -125,13 +124,9 @@ class Tabletop:
 
     def state(self) -> Arrays:
         seeds = self._started()
-        return {
-            "physics": self._world.state(),
-            "command": self._command.reshape(self.num_envs, -1).copy(),
-            **{name: own.copy() for name, own in self._own_state().items()},
-            "task": self._task_names(),
-            "seeds": seeds.to_array(),
-        }
+        state = {"physics": self._world.state(), "command": self._command.reshape(self.num_envs, -1).copy()}
+        state |= {name: own.copy() for name, own in self._own_state().items()}
+        return state | {"task": self._task_names(), "seeds": seeds.to_array()}
 
     def set_state(self, state: Arrays) -> None:
         given, mine = state["physics"].shape, self._world.state().shape

@@ -12,16 +12,10 @@ from sparring.errors import UserError
 
 HAND_SCALE = 4.0
 # block -> (size, scale)
-_ARM_BLOCKS = {
-    "joints": (ARM_JOINTS, 1.0),
-    "fingers": (FINGERS, 1 / FINGER_TRAVEL),
-    "joint_speeds": (ARM_JOINTS, 0.3),
-    "finger_speeds": (FINGERS, 5.0),
-    "commanded_joints": (ARM_JOINTS, 1.0),
-    "commanded_fingers": (1, 1 / FINGER_TRAVEL),
-    "hand": (3, HAND_SCALE),
-    "hand_axis": (3, 1.0),
-}
+_ARM_BLOCKS = {"joints": (ARM_JOINTS, 1.0), "fingers": (FINGERS, 1 / FINGER_TRAVEL)}
+_ARM_BLOCKS |= {"joint_speeds": (ARM_JOINTS, 0.3), "finger_speeds": (FINGERS, 5.0)}
+_ARM_BLOCKS |= {"commanded_joints": (ARM_JOINTS, 1.0), "commanded_fingers": (1, 1 / FINGER_TRAVEL)}
+_ARM_BLOCKS |= {"hand": (3, HAND_SCALE), "hand_axis": (3, 1.0)}
 _MECHANISM_BLOCKS = {"": (1, 1.0), "_speed": (1, 0.2)}
 
 

@@ -131,11 +131,9 @@ def _unlike(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
 
 def _nudge(rng: np.random.Generator, rgb: np.ndarray) -> tuple[float, float, float]:
     hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
-    return colorsys.hsv_to_rgb(
-        (hue + rng.uniform(-0.02, 0.02)) % 1.0,
-        np.clip(saturation * rng.uniform(0.9, 1.1), 0, 1),
-        np.clip(value * rng.uniform(0.85, 1.1), 0, 1),
-    )
+    hue, saturation = hue + rng.uniform(-0.02, 0.02), saturation * rng.uniform(0.9, 1.1)
+    value *= rng.uniform(0.85, 1.1)
+    return colorsys.hsv_to_rgb(hue % 1.0, np.clip(saturation, 0, 1), np.clip(value, 0, 1))
 
 
 def _random_light(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

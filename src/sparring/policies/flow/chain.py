@@ -179,11 +179,8 @@ class FlowChain(EncodedPolicy):
     def evaluate(self, td: TensorDict) -> TensorDict:
         features, prefix = self.encode(td)
         mean, std, terms = self._score(prefix, td["trace"])
-        scored = {
-            "log_prob": self._reduced(terms.log_prob, td),
-            "entropy": self._reduced(terms.entropy, td, over_steps=True).float(),
-            "value": self.value_of(features, td),
-        }
+        scored = {"log_prob": self._reduced(terms.log_prob, td), "value": self.value_of(features, td)}
+        scored["entropy"] = self._reduced(terms.entropy, td, over_steps=True).float()
         if td["trace"].get("mean", None) is not None:
             trace = {"mean": mean, "std": std, "z2": terms.z2, "dims": terms.dims}
             scored["trace"] = TensorDict(trace, td.batch_size)
@@ -371,9 +368,8 @@ def _learns_noise(config: DenoisingConfig) -> bool:
 def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
     if spec.discrete_actions:
         name = config.name  # type: ignore[attr-defined]  # the config of every policy has one
-        raise UserError(
-            f"policy.name={name} draws continuous actions, but the env takes one of several; use actor_critic"
-        )
+        advice = "use actor_critic"
+        raise UserError(f"policy.name={name} draws continuous actions, but the env takes one of several; {advice}")
     if config.horizon is not None and config.horizon < chunk:
         raise UserError(
             f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
@@ -384,9 +380,8 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
         unread = [] if method == config.method else [name for name in names if getattr(config, name) != defaults[name]]
         if unread:
             given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
-            raise UserError(
-                f"{given}: only policy.method={method} reads it, not {config.method}; leave it out, or set that method"
-            )
+            advice = "leave it out, or set that method"
+            raise UserError(f"{given}: only policy.method={method} reads it, not {config.method}; {advice}")
     low, high = config.noise_range
     if not 0 < low < high:
         raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
@@ -398,10 +393,8 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
     if value != default:
         value, default = (list(each) if isinstance(each, tuple) else each for each in (value, default))
         method = f"policy.method={config.method}" + (f" with policy.kernel={config.kernel}" if is_mdp else "")
-        raise UserError(
-            f"policy.{other}={value}: {method} reads policy.{read} instead; leave it at {default}, or set another "
-            "method"
-        )
+        advice = f"leave it at {default}, or set another method"
+        raise UserError(f"policy.{other}={value}: {method} reads policy.{read} instead; {advice}")
     if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
         raise UserError(
             f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="

@@ -44,23 +44,12 @@ _FIXED_VISION = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "num
 _FIXED_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
 _FIXED_TIME = {"min_period": 4e-3, "max_period": 4.0}
 # sizes: here -> in transformers' configs of vision, text, actions and the whole
-_VISION_SIZES = {
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-    "vision_width": "hidden_size",
-    "vision_layers": "num_hidden_layers",
-    "vision_heads": "num_attention_heads",
-    "vision_mlp": "intermediate_size",
-}
-_TEXT_SIZES = {
-    "vocabulary": "vocab_size",
-    "width": "hidden_size",
-    "mlp": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-}
+_VISION_SIZES = {"image_size": "image_size", "patch_size": "patch_size", "vision_width": "hidden_size"}
+_VISION_SIZES |= {"vision_layers": "num_hidden_layers", "vision_heads": "num_attention_heads"}
+_VISION_SIZES |= {"vision_mlp": "intermediate_size"}
+_TEXT_SIZES = {"vocabulary": "vocab_size", "width": "hidden_size", "mlp": "intermediate_size"}
+_TEXT_SIZES |= {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+_TEXT_SIZES |= {"head_dim": "head_dim"}
 _ACTION_SIZES = {"expert_width": "hidden_size", "expert_mlp": "intermediate_size"}
 _OWN_SIZES = {"max_state_dim": "max_state_dim", "max_action_dim": "max_action_dim"}
 
@@ -154,10 +143,8 @@ def to_transformers(model: NativeModel):
 def _refuse_adapters(module: NativeModel, doing: str) -> None:
     """Refuses to write adapters where only a plain network can be written."""
     if hasattr(module, "peft_config"):
-        raise UserError(
-            f"{doing}: this network has LoRA adapters, fold them in first (sparring.policies.lora.merge), or write "
-            "them alone (save_adapters)"
-        )
+        advice = "fold them in first (sparring.policies.lora.merge), or write them alone (save_adapters)"
+        raise UserError(f"{doing}: this network has LoRA adapters, {advice}")
 
 
 def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
@@ -168,16 +155,12 @@ def _names(sizes: Sizes) -> dict[str, tuple[str, ...]]:
         "trunk_norm.weight": (f"{language}.norm.weight",),
         "expert_norm.weight": ("model.dit.norm.weight",),
     }
-    linear = {
-        "vision.patches": f"{vision}.embeddings.patch_embedding",
-        "vision.norm": f"{vision}.post_layernorm",
-        "projector": "model.vlm.multi_modal_projector.linear",
-        "state_in": "embed_action_time.state_proj",
-        "action_in": "embed_action_time.action_in_proj",
-        "time_in": "embed_action_time.action_time_mlp_in",
-        "time_out": "embed_action_time.action_time_mlp_out",
-        "action_out": "action_out_proj",
-    }
+    linear = {"vision.patches": f"{vision}.embeddings.patch_embedding", "vision.norm": f"{vision}.post_layernorm"}
+    linear["projector"] = "model.vlm.multi_modal_projector.linear"
+    inputs = {"state_in": "state_proj", "action_in": "action_in_proj"}
+    inputs |= {"time_in": "action_time_mlp_in", "time_out": "action_time_mlp_out"}
+    linear |= {ours: f"embed_action_time.{theirs}" for ours, theirs in inputs.items()}
+    linear["action_out"] = "action_out_proj"
     names |= {ours + end: (theirs + end,) for ours, theirs in linear.items() for end in _BOTH}
     for number in range(sizes.vision_layers):
         names |= _layer(f"vision.blocks.{number}", f"{vision}.encoder.layers.{number}", _VISION_LAYER, _BOTH)

@@ -94,20 +94,14 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="of the network; what does not learn is kept in it too; densities are fp32 or finer"
     )
-    fast: bool | None = Field(
-        None, description="act by compiled CUDA graphs; null: on a GPU in bf16; scoring never does"
-    )
+    fast: bool | None = Field(None, description="act by compiled CUDA graphs; null: on a GPU in bf16; never to score")
     frozen: tuple[str, ...] = Field((), description="patterns of the names of weights that do not learn, e.g. vision.*")
     normalize_observations: bool = Field(
         True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
     )
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
-    memory_size: int = Field(
-        0, ge=0, description="numbers that a robot remembers of its episode, told as a token; 0: none"
-    )
-    image_size: int | None = Field(
-        None, gt=0, description="pixels that images of another size are resized to; null: the preset's"
-    )
+    memory_size: int = Field(0, ge=0, description="numbers remembered of an episode, told as a token; 0: none")
+    image_size: int | None = Field(None, gt=0, description="images are resized to so many pixels; null: preset's")
     patch_size: int | None = Field(None, gt=0, description="pixels of a patch, a token each; null: the preset's")
     vision_width: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
     vision_layers: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
@@ -134,9 +128,8 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         wrong = {name: size for name, size in given.items() if size != getattr(saved, name)}
         if wrong:
             listed = ", ".join(f"policy.{name}={size} (there {getattr(saved, name)})" for name, size in wrong.items())
-            raise UserError(
-                f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; leave it out"
-            )
+            advice = "leave it out"
+            raise UserError(f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; {advice}")
         if saved.memory_size not in (0, self.memory_size):
             raise UserError(
                 f"policy.memory_size={self.memory_size}, but the weights in policy.model_path={self.model_path} read "

@@ -209,10 +209,8 @@ def _token_table(
     rows = [tokenizer(text) or [0] for text in instructions]
     for text, row in zip(instructions, rows, strict=True):
         if len(row) > config.text_tokens:
-            raise UserError(
-                f"the instruction {text[:40]!r}... has {len(row)} tokens, but policy.text_tokens={config.text_tokens}; "
-                "raise it, or shorten the instruction"
-            )
+            why = f"but policy.text_tokens={config.text_tokens}; raise it, or shorten the instruction"
+            raise UserError(f"the instruction {text[:40]!r}... has {len(row)} tokens, {why}")
         if max(row) >= vocabulary:
             raise UserError(
                 f"the tokenizer gives token {max(row)} for {text[:40]!r}, but the model has embeddings of {vocabulary} "

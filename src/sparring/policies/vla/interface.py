@@ -130,7 +130,6 @@ def _token_table(config: VLAConfig, instructions: tuple[str, ...]) -> TokenTable
         rows, padding = [tokenizer(text)["input_ids"] for text in instructions], tokenizer.pad_token_id or 0
     longest = max(map(len, rows))
     if config.max_tokens is not None and longest > config.max_tokens:
-        raise UserError(
-            f"policy.max_tokens={config.max_tokens}, but an instruction has {longest} tokens; raise it, or null"
-        )
+        advice = "raise it, or null"
+        raise UserError(f"policy.max_tokens={config.max_tokens}, but an instruction has {longest} tokens; {advice}")
     return TokenTable(rows, config.max_tokens, padding)

@@ -1,10 +1,8 @@
 """From a checkpoint and a class to a model that is ready to be trained, or an error that says why not."""
 
 import difflib
-import importlib.util
 import inspect
 import pickle
-import pkgutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -67,13 +65,11 @@ def import_model_class(model_class: str | type | None) -> type:
     """'package.module:Class' or 'package.module.Class' -> Class, which has the interface of a VLA model."""
     if not isinstance(model_class, type):
         if not model_class:
-            raise UserError(
-                "policy.model_class is not given; expected your class, e.g. policy.model_class=my.models:MyVLA"
-            )
+            expected = "expected your class, e.g. policy.model_class=my.models:MyVLA"
+            raise UserError(f"policy.model_class is not given; {expected}")
         module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
         if not module:
             raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")
-        _check_module(module, model_class)
         found = resolve(f"{module}:{name}", {}, "policy.model_class")
         if not isinstance(found, type):
             raise UserError(f"policy.model_class '{model_class}': is a {type(found).__name__}, not a class")
@@ -89,36 +85,15 @@ def _check_interface(model_class: type) -> None:
     missing, missing_flow = _missing(model_class, _DOCUMENTED), _missing(model_class, _FLOW)
     if missing and missing_flow:
         methods = ", ".join(_DOCUMENTED[name] for name in missing)
-        flow = (
-            f"of a flow head the missing {_FLOW[missing_flow[0]]}" if len(missing_flow) == 1 else "encode and denoise"
-        )
-        raise UserError(
-            f"{where}: does not have the interface of a VLA model; add {methods} (or {flow}, see docs/vla.md)"
-        )
+        half = len(missing_flow) == 1
+        flow = f"of a flow head the missing {_FLOW[missing_flow[0]]}" if half else "encode and denoise"
+        what = "does not have the interface of a VLA model"
+        raise UserError(f"{where}: {what}; add {methods} (or {flow}, see docs/vla.md)")
 
 
 def _missing(model_class: type, methods: dict[str, str]) -> list[str]:
     # every nn.Module has a `forward`, which only says that there is none
     return [name for name in methods if getattr(model_class, name, None) in (None, nn.Module.forward)]
-
-
-def _check_module(module: str, given: str) -> None:
-    """That there is such a module; else its nearest neighbour is named. Errors inside of it are left to its import."""
-    package = None
-    for depth, part in enumerate(module.split("."), 1):
-        name = ".".join(module.split(".")[:depth])
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            return
-        if spec is None:
-            near = difflib.get_close_matches(part, [m.name for m in pkgutil.iter_modules(package)], n=1)
-            prefix = ".".join(module.split(".")[: depth - 1] + near)
-            hint = f" (nearest: {prefix})" if near else ""
-            raise UserError(
-                f"policy.model_class '{given}': no module '{name}'; is it in this folder or on PYTHONPATH?{hint}"
-            )
-        package = spec.submodule_search_locations
 
 
 def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, strict: bool) -> nn.Module:
@@ -168,9 +143,8 @@ def _construct(cls: type, settings: dict) -> nn.Module:
         hint = f"nearest: {', '.join(near)}" if near else f"it takes {', '.join(parameters) or 'nothing'}"
         raise UserError(f"{where}: its constructor does not take policy.model_config.{', '.join(unknown)}; {hint}")
     if needed:
-        raise UserError(
-            f"{where}: its constructor also needs {', '.join(needed)}; give policy.model_config.{needed[0]}"
-        )
+        advice = f"give policy.model_config.{needed[0]}"
+        raise UserError(f"{where}: its constructor also needs {', '.join(needed)}; {advice}")
     try:
         return cls(**given)
     except UserError:

@@ -84,11 +84,8 @@ class VLAPolicy(Policy):
             seen = self.observations(td)
             log_prob, entropy = self._evaluate(seen, td["action"])
             value = self._value(seen)
-        scored = {
-            "log_prob": self._executed_sum(self._per_position(log_prob, "log_prob"), td),
-            "entropy": self._executed_sum(self._per_position(entropy, "entropy"), td).float(),
-            "value": value,
-        }
+        scored = {"log_prob": self._executed_sum(self._per_position(log_prob, "log_prob"), td), "value": value}
+        scored["entropy"] = self._executed_sum(self._per_position(entropy, "entropy"), td).float()
         if td.get("trace", None) is not None:
             scored["trace"] = self._trace(log_prob, td.batch_size)
         return TensorDict(scored, td.batch_size)
@@ -118,10 +115,6 @@ class VLAPolicy(Policy):
         super().train(mode)
         _eval_frozen(self.model)
         return self
-
-    def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        if self.observations.normalizer is not None:
-            self.observations.normalizer.update(td[STATE], sum_over_processes)
 
     def _normalizers(self) -> dict[str, nn.Module | None]:
         return {"observation/state": self.observations.normalizer, "action": self.actions}
@@ -161,10 +154,8 @@ class VLAPolicy(Policy):
     def _evaluate(self, seen: TensorDict, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scored = self.model.evaluate_actions(seen, self._scored(action))
         if not isinstance(scored, tuple) or len(scored) != 2:
-            raise UserError(
-                f"{type(self.model).__name__}.evaluate_actions gave a {type(scored).__name__}; expected two tensors "
-                "(log_prob [B], entropy [B])"
-            )
+            given, expected = type(scored).__name__, "expected two tensors (log_prob [B], entropy [B])"
+            raise UserError(f"{type(self.model).__name__}.evaluate_actions gave a {given}; {expected}")
         return scored
 
     def _per_position(self, score: torch.Tensor, what: str) -> torch.Tensor:
@@ -304,9 +295,8 @@ def _check_settings(config: VLAConfig, is_flow: bool) -> None:
             why = "one with encode and denoise does not" if is_flow else "only one with encode and denoise does"
             raise UserError(f"policy.{name}={value}: not every model reads it, {why}; leave it out")
     if config.dtype == "bf16" and config.precision == "fp32":
-        raise UserError(
-            "policy.dtype=bf16 keeps frozen weights in bf16, to be computed with in bf16; set policy.precision=bf16 too"
-        )
+        advice = "set policy.precision=bf16 too"
+        raise UserError(f"policy.dtype=bf16 keeps frozen weights in bf16, to be computed with in bf16; {advice}")
 
 
 def _size_error(given: int | list[int], what: str, spec: EnvSpec, steps: int) -> UserError:
@@ -315,10 +305,8 @@ def _size_error(given: int | list[int], what: str, spec: EnvSpec, steps: int) ->
     number = given if isinstance(given, int) else given[-1] if given else 0
     if number and number % each == 0:
         fix += f", or set rollout.action_steps={number // each}"
-    return UserError(
-        f"{what}={given}, but a decision takes {steps * each} numbers: {steps} steps (rollout.action_steps) of the "
-        f"env's {each} action entries; {fix}"
-    )
+    why = f"{steps} steps (rollout.action_steps) of the env's {each} action entries; {fix}"
+    return UserError(f"{what}={given}, but a decision takes {steps * each} numbers: {why}")
 
 
 @contextlib.contextmanager

@@ -183,9 +183,8 @@ def point_clouds(depth, rgb, camera_pos, camera_mat, tangent, low, high, count):
     for i in range(n):
         found = 0
         for c in range(cameras):
-            found = _back_project(
-                depth[i, c], rgb[i, c], camera_pos[i, c], camera_mat[i, c], tangent[c], low, high, cloud, found
-            )
+            eye, axes = camera_pos[i, c], camera_mat[i, c]
+            found = _back_project(depth[i, c], rgb[i, c], eye, axes, tangent[c], low, high, cloud, found)
         _farthest(cloud[:found], 0.5 * (low + high), out[i])
     return out
 

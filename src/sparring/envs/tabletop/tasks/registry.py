@@ -78,9 +78,6 @@ def register() -> None:
         env_id = f"sparring/{task}"
         if env_id not in gymnasium.registry:
             # no max_episode_steps: the env truncates its own episodes
-            gymnasium.register(
-                env_id,
-                "sparring.envs.registered:TabletopGym",
-                vector_entry_point="sparring.envs.registered:TabletopVectorGym",
-                kwargs={"id_task": task},
-            )
+            module = "sparring.envs.registered"
+            vector, kwargs = f"{module}:TabletopVectorGym", {"id_task": task}
+            gymnasium.register(env_id, f"{module}:TabletopGym", vector_entry_point=vector, kwargs=kwargs)
