@@ -74,18 +74,22 @@ def test_the_gate_judges_what_the_collecting_process_measured_of_the_first_rollo
 
 def test_stale_values_of_the_first_update_are_raised_with_the_critic(tmp_path):
     """V-trace reads both the values that were stored and those of the present critic."""
-    ppo = SMALL.get("ppo", {}) | {"normalize_value": True, "correction": "vtrace", "gamma": 0.97}
-    run = Run(config_in(tmp_path, ppo=ppo, rollout=SMALL["rollout"] | {"mode": "async"}), quiet=True)
-    algorithm, judged = run.phase.algorithm, []
+    run = Run(config_in(tmp_path, ppo=SMALL["ppo"] | {"normalize_value": True, "correction": "vtrace"}), quiet=True)
+    algorithm, buffer, judged = run.phase.algorithm, run.phase.buffer, []
     estimate = algorithm._with_advantages
+
+    def collected_by_the_first_weights():
+        buffer.set("version", torch.zeros_like(buffer.rollout()["version"]))
+        return {}
 
     def look(rollout):
         judged.append((rollout["value"].mean().item(), rollout["proximal_value"].mean().item(), algorithm.level))
         return estimate(rollout)
 
-    algorithm._with_advantages = look
+    algorithm.expect_stale()
+    run.phase.pay, algorithm._with_advantages = collected_by_the_first_weights, look
     run.phase.step(0.0)
-    (stored, proximal, level), *_ = judged
+    ((stored, proximal, level),) = judged
     assert level > 1 and abs(stored - level) < 0.5 and abs(proximal - level) < 0.5
     run.phase.env.close()
 

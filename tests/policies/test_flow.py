@@ -136,10 +136,23 @@ def test_the_ratio_of_fpo_is_by_how_much_the_flow_matching_loss_fell(reduction):
     log_ratio = policy.evaluate(flat)["log_prob"] - flat["log_prob"]
     torch.testing.assert_close(log_ratio, before - loss(), rtol=1e-4, atol=1e-5)
     assert log_ratio.abs().min() > 1e-3
-    # the action is the end of the ODE from the first draw, in the env's numbers; noises and times are all different
+    # the action is the end of the ODE, in the env's numbers; noises and times are all different
     torch.testing.assert_close(policy._action_of(states[:, 3]), flat["action"])
     assert 0 < times.min() < 0.1 and 0.9 < times.max() < 1 and len(times.unique()) == times.numel()
     assert abs(states[:, :3].mean()) < 0.1 and abs(states[:, :3].std() - 1) < 0.1
+
+
+def test_fpo_acts_as_it_is_evaluated():
+    """The gate compares velocities; that these make the action is shown here."""
+    policy = make_policy(method="fpo")
+    seen = Drifting(4)
+    seen.reset(lambda *_: 0)
+    td = TensorDict({"observation": {"state": torch.from_numpy(seen._observe()["state"])}}, [4])
+    noise = torch.rand(4, policy.noise_size, generator=torch.Generator().manual_seed(0))
+    sampled = policy.act(td.clone().set("noise", noise))["action"]
+    greedy = policy.act(td.clone().set("start", noise[:, : policy.start_size]))["action"]
+    torch.testing.assert_close(sampled, greedy)
+    assert (sampled - policy.act(td.clone())["action"]).abs().max() > 0.1 and not policy.reports_sampled
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -299,8 +312,9 @@ def test_what_it_cannot_do_is_said():
         ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: only policy.method=denoising_mdp reads it"),
         ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
         ({"loss_samples": 4}, "loss_samples=4: only policy.method=fpo reads it, not flow_sde"),
-        ({"method": "fpo", "noise_level": 0.3}, "noise_level: policy.method=fpo adds no noise"),
-        ({"method": "fpo", "noise_range": (0.1, 0.2)}, "noise_range: policy.method=fpo adds no noise"),
+        ({"method": "fpo", "noise_level": 0.3}, "noise_level=0.3: policy.method=fpo adds no noise"),
+        ({"method": "fpo", "noise_range": (0.1, 0.2)}, "noise_range=.*: policy.method=fpo adds no noise"),
+        ({"method": "fpo", "consistency": 1.0}, "consistency=1.0: policy.method=fpo scores"),
         ({"width": 30, "heads": 4}, "width=30 cannot be split"),
         ({"noise_range": (0.2, 0.1)}, "0 < least < most"),
         (

@@ -10,7 +10,7 @@ from sparring.config.section import Section
 PositiveInt = Annotated[int, Field(gt=0)]
 # settings of a flow policy that one method reads, and all that only some methods read
 OF_ONE_METHOD = {"denoising_mdp": ("kernel", "denoising_steps", "denoising_discount"), "fpo": ("loss_samples",)}
-OF_A_METHOD = (*OF_ONE_METHOD["denoising_mdp"], *OF_ONE_METHOD["fpo"], "noise_level", "noise_range")
+OF_A_METHOD = (*sum(OF_ONE_METHOD.values(), ()), "noise_level", "noise_range")
 
 
 class LoraConfig(Section):

@@ -29,7 +29,6 @@ Normal = tuple[torch.Tensor, torch.Tensor]  # mean and std of the next state, bo
 class FlowChain(EncodedPolicy):
     """Base of all policies that denoise. A subclass has a `critic`, `encode`, and `denoise`, which runs every step."""
 
-    reports_sampled = True  # with few denoising steps the ODE and the SDE are different policies
     config: DenoisingConfig
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):
@@ -45,6 +44,8 @@ class FlowChain(EncodedPolicy):
         times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
         self.times = nn.Buffer(times.float(), persistent=False)
         self.is_fpo = config.method == "fpo"
+        # with few denoising steps the ODE and the SDE are different policies
+        self.reports_sampled = not self.is_fpo
         self.trace_keys = [("trace", "states"), ("trace", "times" if self.is_fpo else "first")]
         self.kernel: _FlowNoise | _FlowSDE | _FlowMatching
         if self.is_fpo:
@@ -189,9 +190,9 @@ class FlowChain(EncodedPolicy):
     def _score(self, prefix: Prefix, trace: TensorDict):
         """The normals [B, C, S, A] of what was drawn, and how likely it is; all steps in one pass of the network."""
         before, after = self._transitions(trace)
-        # [B, S]
-        steps = torch.zeros_like(trace["times"], dtype=torch.long) if self.is_fpo else self._steps_from(trace["first"])
-        times = trace["times"] if self.is_fpo else self.times[steps]
+        # [B, S]; the kernel of FPO knows no steps
+        steps = trace["times"] if self.is_fpo else self._steps_from(trace["first"])
+        times = steps if self.is_fpo else self.times[steps]
         each = prefix if self.scored_steps == 1 else prefix.repeat_interleave(self.scored_steps, 0)
         # [B, S, H, A] -> [B*S, H, A] -> [B, S, H, A]
         velocity = self.denoise(before.flatten(0, 1), times.flatten(), each).view_as(before)
@@ -385,16 +386,15 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
     low, high = config.noise_range
     if not 0 < low < high:
         raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
-    read, other = ("noise_range", "noise_level") if _learns_noise(config) else ("noise_level", "noise_range")
-    for name in ("noise_level", "noise_range") if config.method == "fpo" else ():
-        if getattr(config, name) != defaults[name]:
-            raise UserError(f"policy.{name}: policy.method=fpo adds no noise to denoising steps; leave it out")
-    value, default = getattr(config, other), defaults[other]
-    if value != default:
-        value, default = (list(each) if isinstance(each, tuple) else each for each in (value, default))
+    is_learned = _learns_noise(config)
+    for name, is_read in (("noise_level", not is_learned), ("noise_range", is_learned)):
+        value, default = (list(v) if isinstance(v, tuple) else v for v in (getattr(config, name), defaults[name]))
+        if value == default or is_read and config.method != "fpo":
+            continue
         method = f"policy.method={config.method}" + (f" with policy.kernel={config.kernel}" if is_mdp else "")
-        advice = f"leave it at {default}, or set another method"
-        raise UserError(f"policy.{other}={value}: {method} reads policy.{read} instead; {advice}")
+        reads = f"reads policy.{'noise_range' if is_learned else 'noise_level'} instead"
+        reads = "adds no noise to denoising steps" if config.method == "fpo" else reads
+        raise UserError(f"policy.{name}={value}: {method} {reads}; leave it at {default}, or set another method")
     if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
         raise UserError(
             f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="

@@ -27,6 +27,11 @@ class FlowPolicy(FlowChain):
     def __init__(self, config: FlowConfig, spec: EnvSpec, chunk: int):
         if config.width % config.heads:
             raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
+        if config.consistency and config.method == "fpo":
+            raise UserError(
+                f"policy.consistency={config.consistency}: policy.method=fpo scores the velocity along the path, which "
+                "a policy with the consistency term does not act by; leave it out, or set another method"
+            )
         super().__init__(config, spec, chunk, config.width, config.normalize_actions)
         self.encoder = ObservationEncoder(config, spec)
         self.condition = nn.Linear(self.encoder.size, config.width)
