@@ -27,9 +27,9 @@ weights that acted, four versions back: slow, but steady. With one, each update 
 on advantages that are four versions old: presumably with the usual 0.2 and steps as large as these it overshoots.
 
 The default of `ppo.correction` is chosen by clips 0.1 and 0.2, staleness 1 and 4, seeds 0 to 4: the way with the most
-successes over the four together, if it is ahead of the present default (`decoupled`) by more than 1.96 standard errors of
-the difference, taken over the seeds; else by the mean of the curves in the same way; else the default stays. This was
-settled before the runs.
+successes over the four together, if it is ahead of the present default (`decoupled`) by more than 1.96 standard errors
+of the difference, taken over the seeds; else by the mean of the curves in the same way; else the default stays. This
+was settled before the runs.
 
 One process on one thread learns, another collects. A run that is cut short goes on from its last checkpoint in
 benchmarks/runs/; what is done is kept in results/async_stale.json.

@@ -125,11 +125,12 @@ def test_both_hold_the_same_weights_and_pay_alike(ranks, phase):
     assert_alike(first["weights"], second["weights"])
     # normalisers and what RND and learning progress have learned
     assert_alike(first["rewards"], second["rewards"])
-    # 4 updates x 2 ranks x 2 robots x 4 decisions
-    assert first["rewards"]["normalizer"]["count"] == 64
-    name, fits = ("rnd", 4) if phase == "student" else ("learning_progress", 4 * PASSES)
+    # (4 updates, and the first rollout where normalisers know nothing yet) x 2 ranks x 2 robots x 4 decisions
+    rollouts = 5 if phase == "student" else 4
+    assert first["rewards"]["normalizer"]["count"] == 16 * rollouts
+    name, fits = ("rnd", rollouts) if phase == "student" else ("learning_progress", rollouts * PASSES)
     learned = first["rewards"]["terms"][name]
-    assert learned["fits"] == fits and learned["module"]["normalizer.count"] == 64
+    assert learned["fits"] == fits and learned["module"]["normalizer.count"] == 16 * rollouts
 
 
 @pytest.mark.parametrize("phase", PHASES)
