@@ -78,15 +78,9 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     preset: Literal["tiny", "small", "pi0"] = Field(
         "tiny", description="sizes of what is null below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B"
     )
-    model_path: str | None = Field(
-        None, description="folder with weights and their sizes: one saved here, or transformers' pi0; null: fresh"
-    )
-    tokenizer: str | None = Field(
-        None, description="folder with tokenizer.json, or bytes; null: the checkpoint's own, bytes where there is none"
-    )
-    horizon: int | None = Field(
-        None, gt=0, description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps"
-    )
+    model_path: str | None = Field(None, description="folder of weights saved here, or transformers' pi0; null: fresh")
+    tokenizer: str | None = Field(None, description="folder with tokenizer.json, or bytes; null: checkpoint's or bytes")
+    horizon: int | None = Field(None, gt=0, description="planned steps; null: pi0's chunk_size or rollout.action_steps")
     sampling_steps: int | None = Field(  # type: ignore[assignment]
         None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
     )
@@ -96,9 +90,7 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     )
     fast: bool | None = Field(None, description="act by compiled CUDA graphs; null: on a GPU in bf16; never to score")
     frozen: tuple[str, ...] = Field((), description="patterns of the names of weights that do not learn, e.g. vision.*")
-    normalize_observations: bool = Field(
-        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
-    )
+    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
     memory_size: int = Field(0, ge=0, description="numbers remembered of an episode, told as a token; 0: none")
     image_size: int | None = Field(None, gt=0, description="images are resized to so many pixels; null: preset's")
