@@ -40,14 +40,12 @@ class Sizes:
                 raise UserError(f"policy.{name}={size}: expected an even number")
         for whole, part in (("vision_width", "vision_heads"), ("image_size", "patch_size"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):
-                raise UserError(
-                    f"policy.{whole}={getattr(self, whole)} cannot be split into policy.{part}={getattr(self, part)}; "
-                    "make the first a multiple of the second"
-                )
+                first, second = f"{whole}={getattr(self, whole)}", f"{part}={getattr(self, part)}"
+                why = "make the first a multiple of the second"
+                raise UserError(f"policy.{first} cannot be split into policy.{second}; {why}")
 
 
-_PRESETS = {
-    # tiny, small, pi0
+_PRESETS = {  # tiny, small, pi0
     "image_size": (64, 128, 224),
     "patch_size": (16, 16, 14),
     "vision_width": (128, 384, 1152),
@@ -123,8 +121,6 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
             advice = "leave it out"
             raise UserError(f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; {advice}")
         if saved.memory_size not in (0, self.memory_size):
-            raise UserError(
-                f"policy.memory_size={self.memory_size}, but the weights in policy.model_path={self.model_path} read "
-                f"{saved.memory_size} numbers of memory; set that"
-            )
+            reads = f"the weights in policy.model_path={self.model_path} read {saved.memory_size} numbers of memory"
+            raise UserError(f"policy.memory_size={self.memory_size}, but {reads}; set that")
         return replace(saved, memory_size=self.memory_size)
