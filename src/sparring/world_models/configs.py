@@ -53,8 +53,6 @@ class TokenWorldModelConfig(LoraConfig):
         fields = LoraConfig.model_fields.items()
         given = [name for name, field in fields if info.data.get(name, field.default) != field.default]
         if given and trunk is None:
-            raise ValueError(
-                f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none; give the folder "
-                "of one as world_model.trunk, or leave it out (of a policy it is policy.lora_r)"
-            )
+            why = f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none"
+            raise ValueError(f"{why}; give the folder of one as world_model.trunk, or leave it out (see policy.lora_r)")
         return trunk
