@@ -44,7 +44,7 @@ def load_tokenizer(folder: str | Path, given: str):
     if not folder.is_dir() or not any((folder / name).is_file() for name in _FILES):
         files = f"has no tokenizer (none of {', '.join(_FILES)})"
         advice = "put the checkpoint's own there, or name its folder in policy.tokenizer"
-        raise UserError(f"{given}: '{folder}' {files}; {advice}; a model of bytes takes policy.tokenizer={BYTES}")
+        raise UserError(f"{given}: '{folder}' {files}; {advice}; byte by byte takes policy.tokenizer={BYTES}")
     try:
         from transformers import AutoTokenizer
     except ImportError:
