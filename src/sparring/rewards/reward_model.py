@@ -31,8 +31,7 @@ class RewardModel:
         unseen: tuple[str, ...],
         distributed: Distributed,
     ):
-        device = distributed.device
-        weights = {name: weight for name in TERMS if (weight := getattr(config, name))}
+        weights, device = _weights_of(config), distributed.device
         about = (env.spec, chunk, device)
         self.world_model, self.unseen, self.distributed = world_model, unseen, distributed
         terms = {name: build(config, TERMS, *about, kind="reward term", name=name) for name in weights}
@@ -127,3 +126,7 @@ def with_following(buffer: RolloutBuffer, robots: int | None = None) -> TensorDi
         following[step[kept], env[kept]] = final[kept]
     rollout["next"] = rollout["next"].copy().set("observation", following)
     return rollout
+
+
+def _weights_of(config: RewardsConfig) -> dict[str, float]:
+    return {name: weight for name in TERMS if (weight := getattr(config, name))}

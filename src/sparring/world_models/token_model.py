@@ -109,8 +109,8 @@ class TokenWorldModel(WorldModel):
         weight = mask[None].float()  # [M, B, T]
         if self.members > 1:  # each learns from random windows of this batch
             weight = ((torch.rand(self.members, len(mask), 1, device=mask.device) < _WINDOWS_OF_MEMBER) & mask).float()
-        of_digits = logits.gather(-1, digits.expand(logits.shape[:-1])[..., None])[..., 0]
-        cross_entropy = (logits.logsumexp(-1) - of_digits).sum(-1)  # nats of each token, [M, B, T, P]
+        true = digits.expand(logits.shape[:-1])[..., None]
+        cross_entropy = (logits.logsumexp(-1) - logits.gather(-1, true)[..., 0]).sum(-1)  # nats, [M, B, T, P]
         losses = {"tokens": cross_entropy.mean(-1)} | self._other_losses(batch, others)
         parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
         parts["loss_pictures"] = _PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
