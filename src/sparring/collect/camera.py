@@ -17,8 +17,7 @@ class Episode:
     reward: float
     steps: int
     success: bool
-    # share of its decisions in which the robot touched an object
-    contact: float = 0.0
+    contact: float = 0.0  # share of its decisions in which the robot touched an object
 
 
 class EpisodeTracker:
@@ -61,16 +60,12 @@ class EpisodeTracker:
 class Film:
     """One recorded episode of T steps. Per-decision values are repeated for each step of the chunk."""
 
-    # T + 1: before the first step and after each
-    frames: list[Picture]
+    frames: list[Picture]  # T + 1: before the first step and after each
     episode: Episode
-    # [T], the env's own
-    rewards: np.ndarray
-    # [T] of what the policy saw when it decided; NaN where nobody worked it out
-    values: np.ndarray
-    # [T, A] as asked for, [T, S] as seen by the policy (S = 0 where it sees no state)
-    actions: np.ndarray
-    states: np.ndarray
+    rewards: np.ndarray  # [T], the env's own
+    values: np.ndarray  # [T] of what the policy saw when it decided; NaN where nobody worked it out
+    actions: np.ndarray  # [T, A] as asked for
+    states: np.ndarray  # [T, S] as seen by the policy (S = 0 where it sees no state)
 
     def developed(self) -> "Film":
         """With its pictures drawn, fit to be sent to another process."""

@@ -14,8 +14,7 @@ from sparring.errors import UserError
 
 # episodes that a process plays at once: enough to keep the simulator busy, and their pictures in a quarter of a GB
 _ROBOTS, _BYTES = 16, 2**28
-# these change neither physics nor pictures
-_FREE_TO_DIFFER = {"threads", "video_renderer"}
+_FREE_TO_DIFFER = {"threads", "video_renderer"}  # these change neither physics nor pictures
 _ACTIONS = {
     "delta_qpos": [f"joint_step.{k}" for k in range(6)] + ["finger_step"],
     "delta_ee_pos": ["hand_x", "hand_y", "hand_z", "finger_step"],

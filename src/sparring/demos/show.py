@@ -13,8 +13,7 @@ from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.record.log import clock
 
-# of a contact sheet
-_EPISODES, _MOMENTS = 6, 5
+_EPISODES, _MOMENTS = 6, 5  # of a contact sheet
 
 
 def summary(demos: Demonstrations) -> Iterator[str]:
@@ -52,10 +51,8 @@ def moments(demos: Demonstrations) -> list[list[tuple[str, np.ndarray]]]:
         steps = np.linspace(0, demos.lengths[episode] - 1, _MOMENTS).round().astype(int)
         row = []
         for camera in demos.cameras:
-            # [T, 3, H, W] -> [T, H, W, 3]
-            frames = demos.images(camera, episode).transpose(0, 2, 3, 1)
-            # at least as large as a caption is long
-            times = max(128 // frames.shape[2], 1)
+            frames = demos.images(camera, episode).transpose(0, 2, 3, 1)  # [T, H, W, 3]
+            times = max(128 // frames.shape[2], 1)  # at least as large as a caption is long
             for number, step in enumerate(steps):
                 caption = f"{episode}: {camera} {step}" if number == 0 else str(step)
                 row.append((caption, frames[step].repeat(times, axis=0).repeat(times, axis=1)))
@@ -96,8 +93,7 @@ def _start_and_end(task: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     start = end = _head(env.render(0))
     if TASKS[task].expert is not None:
         expert = Expert(env)
-        # the step that ends an episode begins the next one
-        for _ in range(env.spec.max_episode_steps - 1):
+        for _ in range(env.spec.max_episode_steps - 1):  # the step that ends an episode begins the next one
             env.step(expert())
         end = _head(env.render(0))
     env.close()

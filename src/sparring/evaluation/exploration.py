@@ -117,8 +117,7 @@ class _Counts:
             self.began[robots[is_first]] = before[is_first]
             moved = (after != self.began[robots]).any(-1)
             self.moved_to.update((int(k), *after[row, k].tolist()) for row, k in np.argwhere(moved))
-        # [n, hands, 3]
-        places = self._voxels(state, self.env.spec.hand_entries)
+        places = self._voxels(state, self.env.spec.hand_entries)  # [n, hands, 3]
         for robot, hands in zip(robots.tolist(), places, strict=True):
             visited = self.places.setdefault((robot, int(self.episode[robot])), set())
             visited.update((hand, *place) for hand, place in enumerate(hands.tolist()))

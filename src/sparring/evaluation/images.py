@@ -17,8 +17,7 @@ def changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`[N]`: structural similarity (Wang et al. 2004), gaussian window of 11 pixels, mean over colours and places."""
-    # [N, 3, H, W]
-    a, b = a.double() / 255, b.double() / 255
+    a, b = a.double() / 255, b.double() / 255  # [N, 3, H, W]
     mean_a, mean_b = _blur(a), _blur(b)
     # the blur of squares less the square of blurs: rounding may leave a little below 0
     var_a, var_b = _blur(a * a) - mean_a**2, _blur(b * b) - mean_b**2
@@ -48,8 +47,7 @@ class ObjectMasks:
 
     def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame, for the episodes in `rows` `[E]`.
-        covered: behind the robot where this camera last saw it; hidden: in no camera now; returning: not in this one.
-        """
+        covered: behind the robot where this camera last saw it; hidden: in no camera now; returning: not in this."""
         seen_by = self.each_camera.items()
         return {
             "object": {camera: _is_object(after[camera]) for camera in self.each_camera},
@@ -78,8 +76,7 @@ class _SeenObjects:
         for ids in now.values():
             visible.scatter_(1, ids.flatten(1).long(), True)
         self.ever[rows] = ever | visible
-        # [n, 256]
-        hidden = ever & ~visible
+        hidden = ever & ~visible  # [n, 256]
         of_hidden = {c: hidden.gather(1, ids.flatten(1).long()).view(ids[:, 0].shape) for c, ids in after.items()}
         return {camera: of_hidden[camera] & _is_object(ids) for camera, ids in after.items()}
 

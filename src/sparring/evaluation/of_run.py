@@ -96,10 +96,8 @@ def load_other_world_model(other: str, path: str, config: Config) -> WorldModel:
     _refuse_other_env(checkpoint_folder(other), config)
     steps = load_config(checkpoint_folder(other) / "config.yaml", inherit=False).rollout.action_steps
     if steps != config.rollout.action_steps:
-        raise UserError(
-            f"'{other}': its decisions are {steps} steps long, those of '{path}' {config.rollout.action_steps}; they "
-            "cannot be told the same episodes"
-        )
+        unlike = f"its decisions are {steps} steps long, those of '{path}' {config.rollout.action_steps}"
+        raise UserError(f"'{other}': {unlike}; they cannot be told the same episodes")
     return load_world_model(other, pick_device(config.device))
 
 

@@ -196,7 +196,6 @@ def why_no_picture(env: Env) -> str:
 
 
 def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, _Score]:
-
     def score(played: list[Episode]) -> _Score:
         rewards = np.array([episode.reward for episode in played])
         success = wilson(sum(episode.success for episode in played), len(played))

@@ -1,7 +1,6 @@
 """World-model evaluation on held-out episodes: one decision ahead, in open loop, with shuffled actions, half blind.
 
-`prediction`: of the model; `copy`: the last frame; `ceiling`: the true next frame through the tokenizer.
-"""
+`prediction`: of the model; `copy`: the last frame; `ceiling`: the true next frame through the tokenizer."""
 
 import math
 import operator
@@ -204,7 +203,6 @@ def _gap(a: float | None, b: float | None) -> float | None:
 
 
 def _compare(model: dict, other: dict) -> dict:
-
     def gap(*path: str) -> float | None:
         return _gap(*(reduce(operator.getitem, path, figures) for figures in (other, model)))  # type: ignore[arg-type]
 
@@ -251,8 +249,7 @@ class WorldModelEvaluation(EvaluationResult):
     def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
         """`[E]`: `changed_mse_ratio` of each, over all cameras; nan where nothing changed."""
         model.eval()
-        # [prediction | copy, E]
-        sums = torch.zeros(2, len(episodes), dtype=torch.float64)
+        sums = torch.zeros(2, len(episodes), dtype=torch.float64)  # [prediction | copy, E]
         for rows, own in zip(episodes.split(ROWS), sums.split(ROWS, 1), strict=True):
             for here, td, predicted in _predictions(model, rows.to(next(model.parameters()).device)):
                 for camera, image in predicted["image"].items():

@@ -1,8 +1,7 @@
 """The plain policy: an encoder of observations, an actor with a head of its choice, and a critic.
 
 A head turns features into a distribution over chunks; a sample is scored as it was drawn, before clipping.
-Letters: B decisions, C chunk positions, A action dims, F features.
-"""
+Letters: B decisions, C chunk positions, A action dims, F features."""
 
 import contextlib
 import math
@@ -65,10 +64,8 @@ class ActorCritic(EncodedPolicy):
         self.action_normalizer = None
         if config.normalize_actions:
             if not self.head.takes_scaled_actions:
-                raise UserError(
-                    "policy.normalize_actions=true scales the actions of gaussian and gsde policies only; "
-                    "set it to false, or policy.distribution=gaussian"
-                )
+                advice = "set it to false, or policy.distribution=gaussian"
+                raise UserError(f"policy.normalize_actions=true scales gaussian and gsde actions only; {advice}")
             self.action_normalizer = Normalizer(self.head.action_dim)
         self.noise_size = self.head.noise_size
         self.noise_hold = config.sde_sample_freq if self.head.holds_noise else 1
@@ -118,8 +115,7 @@ class ActorCritic(EncodedPolicy):
 
     def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
         parameters, valid = self.head.parameters_of(self._encode(td)[1]), td["valid"].float()
-        # [B, C] each
-        terms = self.head.imitation(parameters, self._scored(td["action"]))
+        terms = self.head.imitation(parameters, self._scored(td["action"]))  # [B, C] each
         losses = {name: (term * valid).sum() / valid.sum() for name, term in terms.items()}
         return sum(losses.values()), {f"{name}_loss": loss.detach() for name, loss in losses.items()}
 
@@ -135,8 +131,7 @@ class ActorCritic(EncodedPolicy):
         return features.float(), latent.float()
 
     def _scored(self, action: torch.Tensor) -> torch.Tensor:
-        # [B, C, A] -> [B, C, A without padding]
-        action = action[..., : action.shape[-1] - self.padding]
+        action = action[..., : action.shape[-1] - self.padding]  # [B, C, A without padding]
         return action if self.action_normalizer is None else self.action_normalizer(action)
 
 
@@ -193,8 +188,7 @@ class _GaussianHead(_ActionHead):
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(init_std)))
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
-        # [B, F] -> [B, C, A]
-        return self.linear(features).view(-1, self.chunk, self.action_dim), self.log_std
+        return self.linear(features).view(-1, self.chunk, self.action_dim), self.log_std  # [B, C, A], [A]
 
     def mode(self, mean: torch.Tensor) -> torch.Tensor:
         return mean

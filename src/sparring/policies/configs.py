@@ -18,9 +18,7 @@ class LoraConfig(Section):
 
     lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: none, all weights learn")
     lora_alpha: float = Field(16.0, gt=0, description="adapters count lora_alpha / lora_r times")
-    lora_dropout: float = Field(
-        0.0, ge=0, lt=1, description="before the adapters; of a policy while it imitates, never in RL"
-    )
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="before adapters; of a policy in imitation, never in RL")
     lora_targets: tuple[str, ...] = Field(
         (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
     )
@@ -39,8 +37,7 @@ class EncoderConfig(Section):
 
     channels: tuple[PositiveInt, ...] = Field((32, 64, 64), description="channels of the image encoder's convolutions")
     image_encoder: Literal["flat", "keypoints"] = Field(
-        "flat",
-        description="flat: a CNN's last map as it is; keypoints: where its channels see something, for few demos",
+        "flat", description="flat: a CNN's last map as it is; keypoints: where channels see something, for few demos"
     )
     image_features: int = Field(256, gt=0, description="features the image encoder gives to actor and critic")
     use_images: bool = Field(True, description="read the cameras' images; false: points, state and language only")
@@ -49,17 +46,11 @@ class EncoderConfig(Section):
     point_frame: Literal["world", "gripper"] = Field(
         "world", description="where points are told from; gripper: from the hand's position (from each, with two arms)"
     )
-    language_features: int = Field(
-        0, ge=0, description="features of the instruction, read byte by byte; 0: the policy is not told it"
-    )
+    language_features: int = Field(0, ge=0, description="features of the instruction, read byte by byte; 0: not read")
     dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
-    normalize_observations: bool = Field(
-        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of encoder and actor; densities are always fp32 or finer"
-    )
+    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="of encoder and actor; densities are fp32 or finer")
 
 
 class CriticConfig(Section):
@@ -74,23 +65,18 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
 
     name: str = Field("actor_critic", description="which policy: actor_critic, flow, or your.module:Class")
     distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete", "tokens"] = Field(
-        "auto",
-        description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration; tokens: bins",
+        "auto", description="auto: discrete if the env's actions are, else gaussian; gsde: smooth noise; tokens: bins"
     )
     bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
     sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
-    normalize_actions: bool = Field(
-        False, description="gaussian, gsde: think in actions that are scaled as the demonstrations' are"
-    )
+    normalize_actions: bool = Field(False, description="gaussian, gsde: think in actions scaled as demonstrations are")
 
 
 class DenoisingConfig(Section):
     """How a policy that denoises draws its chunks, and scores them; part of the section of every such policy."""
 
-    horizon: int | None = Field(
-        None, gt=0, description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps"
-    )
+    horizon: int | None = Field(None, gt=0, description="planned steps of a chunk; null: rollout.action_steps")
     sampling_steps: int = Field(4, gt=0, description="denoising steps of a decision, in training and evaluation alike")
     method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp", "fpo"] = Field(
         "flow_sde",
@@ -98,19 +84,13 @@ class DenoisingConfig(Section):
         "fpo: only the start is random, and the flow-matching loss is the score",
     )
     noise_level: float = Field(0.5, gt=0, description="eta where noise is not learned: how much a denoising step adds")
-    noise_range: tuple[float, float] = Field(
-        (0.08, 0.16), description="least and most standard deviation where noise is learned"
-    )
+    noise_range: tuple[float, float] = Field((0.08, 0.16), description="least and most std where noise is learned")
     kernel: Literal["sde", "noise"] = Field("sde", description="of denoising_mdp: the noise of flow_sde or flow_noise")
     denoising_steps: int | None = Field(
         None, gt=0, description="of denoising_mdp: the last so many steps are random and scored; null: all"
     )
-    denoising_discount: float = Field(
-        0.99, gt=0, le=1, description="of denoising_mdp: advantage per step before the last"
-    )
-    loss_samples: int = Field(
-        8, gt=0, description="of fpo: times and noises of a decision at which the flow-matching loss is taken"
-    )
+    denoising_discount: float = Field(0.99, gt=0, le=1, description="denoising_mdp: advantage per step before the last")
+    loss_samples: int = Field(8, gt=0, description="of fpo: times and noises that a decision's loss is taken at")
     reduction: Literal["sum", "mean"] = Field(
         "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"
     )
@@ -134,9 +114,7 @@ class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """pi0 through transformers: a vision-language model, and an action expert that denoises chunks by flow matching."""
 
     name: str = Field("pi0", description="which policy: actor_critic, flow, pi0, or your.module:Class")
-    model_path: str | None = Field(
-        None, description="folder with a pi0 checkpoint, as transformers' save_pretrained writes it; is needed"
-    )
+    model_path: str | None = Field(None, description="needed: folder of a pi0, by transformers' save_pretrained")
     tokenizer: str | None = Field(
         None, description="folder with a tokenizer; null: the checkpoint's own; bytes: byte by byte, for a fresh model"
     )
@@ -145,15 +123,11 @@ class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
     sampling_steps: int | None = Field(  # type: ignore[assignment]
         None, gt=0, description="denoising steps of a decision; null: the checkpoint's num_inference_steps"
     )
-    frozen: tuple[str, ...] = Field(
-        (), description="parts that keep their weights: names, ends of names, globs or regexes; without LoRA"
-    )
+    frozen: tuple[str, ...] = Field((), description="parts that keep their weights, named as lora_targets; no LoRA")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="it computes in; densities are fp32 or finer")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="of weights that do not learn; those that do are fp32")
     attention: Literal["eager", "sdpa"] = Field("eager", description="transformers' way to compute attention")
-    normalize_observations: bool = Field(
-        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
-    )
+    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
 
 
@@ -161,9 +135,7 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """A vision-language-action model of your own, from a checkpoint."""
 
     name: str = Field("vla", description="which policy: actor_critic, flow, vla, or your.module:Class")
-    model_path: str | None = Field(
-        None, description="weights: .safetensors, its index, .pth, or a Hugging Face folder; null: fresh ones"
-    )
+    model_path: str | None = Field(None, description=".safetensors, its index, .pth or Hugging Face folder; null: new")
     model_class: str | None = Field(None, description="package.module:Class, or package.module.Class")
     model_settings: dict = Field({}, description="what the class is constructed with; `model_config` in documents")
     strict: bool = Field(True, description="the checkpoint has every weight of the model, and no other")
@@ -174,18 +146,14 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         {}, description="the model's key: ours, or a list of ours to stack, e.g. {rgb: [image/head]}; null: not shown"
     )
     images: Literal["float", "uint8"] = Field("float", description="how rgb is told: 0..1, or 0..255")
-    tokenizer: str = Field(
-        "bytes", description="of the instruction: bytes, text (as it is), checkpoint (model_path's own), or a folder"
-    )
+    tokenizer: str = Field("bytes", description="bytes, text (as it is), checkpoint (model_path's own), or a folder")
     max_tokens: int | None = Field(None, gt=0, description="instructions are padded to so many; null: to the longest")
     normalize_observations: bool = Field(False, description="proprio by its running mean/std, or the demonstrations'")
     normalize_actions: bool = Field(False, description="the model thinks in actions scaled as the demonstrations' are")
     draws: Literal["rows", "batch"] = Field(
         "rows", description="a model without sample(): robots draw one by one, or together (fast, but less repeatable)"
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of the model's arithmetic; scores are fp32 or finer"
-    )
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the model's arithmetic; scores: fp32 or finer")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="frozen weights are kept in; those that learn are fp32")
     device_map: dict = Field({}, description="pattern of frozen modules: device they stay on, e.g. {vision: cpu}")
     frozen: tuple[str, ...] = Field((), description="patterns of names of weights that do not learn, e.g. [vision]")
@@ -199,7 +167,5 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         for ours in keys.values():
             names = ours if isinstance(ours, (list, tuple)) else [ours]
             if ours is not None and not (names and all(isinstance(name, str) for name in names)):
-                raise ValueError(
-                    "expected names of observations, e.g. {rgb: [image/head, image/wrist], proprio: state}"
-                )
+                raise ValueError("expected names of observations, e.g. {rgb: [image/head], proprio: state}")
         return keys

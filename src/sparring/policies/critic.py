@@ -33,10 +33,9 @@ class Critic(nn.Module):
         self.returns = RunningNormalizer(1, memory=_MEMORY)
 
     def forward(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        # [B, F] -> [B]
         if self.privileged is not None:
             features = torch.cat([features, self.privileged(td[PRIVILEGED])], -1)
-        return self.returns.inverse(self.output(self.hidden(features)))[..., 0]
+        return self.returns.inverse(self.output(self.hidden(features)))[..., 0]  # [B]
 
     @torch.no_grad()
     def shift_by(self, level: float) -> None:

@@ -48,12 +48,11 @@ class ObservationEncoder(nn.Module):
         self.cameras = [name for name in shown if name.startswith("image/")] if config.use_images else []
         self.images = _image_encoder(config, spec, self.cameras) if self.cameras else None
         self.points = _PointEncoder(config, spec) if "points" in shown else None
-        self.language = None
-        if config.language_features:
-            if "task" not in shown:
-                why = "but this env gives no instructions (observation/task); set it to 0"
-                raise UserError(f"policy.language_features={config.language_features}, {why}")
-            self.language = InstructionEncoder(spec.instructions, config.language_features)
+        if config.language_features and "task" not in shown:
+            why = "but this env gives no instructions (observation/task); set it to 0"
+            raise UserError(f"policy.language_features={config.language_features}, {why}")
+        told = config.language_features
+        self.language = InstructionEncoder(spec.instructions, told) if told else None
         state_size = math.prod(shown["state"][0]) if "state" in shown else 0
         self.has_state = bool(state_size)
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
@@ -93,8 +92,7 @@ class ObservationEncoder(nn.Module):
 
 def _image_encoder(config: EncoderConfig, spec: EnvSpec, cameras: list[str]) -> nn.Module:
     kind: Any = {"flat": _ImageEncoder, "keypoints": _KeypointEncoder}[config.image_encoder]
-    # (H, W) -> which cameras; only pictures of one size can be stacked
-    places: dict[tuple[int, int], list[int]] = {}
+    places: dict[tuple[int, int], list[int]] = {}  # (H, W) -> which cameras; only pictures of one size can be stacked
     for place, name in enumerate(cameras):
         height, width = spec.observation[name][0][1:]
         places.setdefault((height, width), []).append(place)
@@ -130,10 +128,8 @@ def _convolutions(
     for width, (kernel, stride) in zip(channels, shapes, strict=True):
         side = (side - kernel) // stride + 1
         if side < least:
-            raise UserError(
-                f"images of {image_size[0]}x{image_size[1]} pixels are too small for the {len(channels)} convolutions "
-                f"of policy.channels; give fewer channels or larger images{hint}"
-            )
+            small = f"{image_size[0]}x{image_size[1]} pixels are too small for the {len(channels)} convolutions"
+            raise UserError(f"images of {small} of policy.channels; give fewer channels or larger images{hint}")
         layers += [nn.Conv2d(inputs, width, kernel, stride), nn.ReLU()]
         inputs = width
     return layers
@@ -190,10 +186,8 @@ class _PointEncoder(nn.Module):
         self.hands = 0
         if config.point_frame == "gripper":
             if not spec.hand_entries:
-                raise UserError(
-                    "policy.point_frame=gripper, but this env does not say where in observation/state its hands are "
-                    "(EnvSpec.hand_entries); set policy.point_frame=world"
-                )
+                why = "but this env does not say where its hands are in observation/state (EnvSpec.hand_entries)"
+                raise UserError(f"policy.point_frame=gripper, {why}; set policy.point_frame=world")
             self.hands = len(spec.hand_entries) // 3
             self.hand_entries = nn.Buffer(torch.tensor(spec.hand_entries), persistent=False)
             self.hand_scale = spec.hand_scale
@@ -210,8 +204,7 @@ class _PointEncoder(nn.Module):
         places, colours = points[..., :3], points[..., 3:]
         if self.hands:
             assert state is not None
-            # [B, 1, 3 R]
-            hands = (state[:, self.hand_entries] / self.hand_scale)[:, None]
+            hands = (state[:, self.hand_entries] / self.hand_scale)[:, None]  # [B, 1, 3 R]
             places = places.repeat(1, 1, self.hands) - hands
         return self.output(self.each_point(torch.cat([_POINT_SCALE * places, colours], -1)).amax(1))
 
@@ -225,8 +218,7 @@ class InstructionEncoder(nn.Module):
         if len(longest) > _LONGEST_TEXT:
             why = f"at most {_LONGEST_TEXT} can be read; shorten it, or set policy.language_features=0"
             raise UserError(f"the instruction {longest.decode()[:40]!r}... has {len(longest)} bytes, {why}")
-        # [I, L] each
-        texts = TokenTable([ByteTokenizer()(text) for text in instructions])
+        texts = TokenTable([ByteTokenizer()(text) for text in instructions])  # [I, L] each
         self.table = nn.Buffer(texts.ids, persistent=False)
         self.inside = nn.Buffer(texts.mask.float(), persistent=False)
         self.bytes = nn.Embedding(256, features)

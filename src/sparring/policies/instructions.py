@@ -42,18 +42,14 @@ def load_tokenizer(folder: str | Path, given: str):
     """transformers' tokenizer of a folder; nothing is downloaded or executed. `given`: the setting and its value."""
     folder = Path(folder)
     if not folder.is_dir() or not any((folder / name).is_file() for name in _FILES):
-        raise UserError(
-            f"{given}: '{folder}' has no tokenizer (none of {', '.join(_FILES)}); put the checkpoint's own there, or "
-            "name its folder in policy.tokenizer; a model that reads texts byte by byte takes "
-            f"policy.tokenizer={BYTES}"
-        )
+        files = f"has no tokenizer (none of {', '.join(_FILES)})"
+        advice = "put the checkpoint's own there, or name its folder in policy.tokenizer"
+        raise UserError(f"{given}: '{folder}' {files}; {advice}; byte by byte takes policy.tokenizer={BYTES}")
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise UserError(
-            f"{given}: a tokenizer in a folder is read by transformers, which is not installed; pip install "
-            f'"sparring[vla]", or set policy.tokenizer={BYTES}'
-        ) from None
+        advice = f'pip install "sparring[vla]", or set policy.tokenizer={BYTES}'
+        raise UserError(f"{given}: a tokenizer in a folder needs transformers, not installed here; {advice}") from None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # for a damaged file the tokenizers library raises no narrower one

@@ -27,8 +27,7 @@ def adapt(
     module: nn.Module, config: LoraConfig, section: str = "policy", frozen: Patterns = (), critic_parts: Patterns = ()
 ) -> None:
     """Puts adapters into `module` and freezes the rest but for `modules_to_save`; no adapters with lora_r=0.
-    `section`: where the config is. `frozen`: patterns that do not learn; `critic_parts`: patterns that learn in full.
-    """
+    `section`: where the config is. `frozen`: patterns that do not learn; `critic_parts`: those that learn in full."""
     # by names of the module as it is: adapters change them
     held = match_parameters(module, frozen, f"{section}.frozen")
     if config.lora_r:
@@ -88,8 +87,7 @@ def load_adapters(module: nn.Module, folder: str | Path) -> None:
         advice = "use the model, lora_r, lora_targets and modules_to_save they were made with"
         raise UserError(f"the adapters in '{folder}' do not fit: {fit.sentence}; {advice}")
     with torch.no_grad():
-        # of two weights that share their memory, a file may have one alone
-        for key, tensor in given.items():
+        for key, tensor in given.items():  # of two weights that share their memory, a file may have one alone
             expected[key].copy_(tensor)
 
 
@@ -136,11 +134,9 @@ def _targets(module: nn.Module, patterns: tuple[str, ...], whole: list[str], sec
     targets = [name for name in found if not f"{name}.".startswith(closed) and f"{name}.weight" not in whole]
     if not targets:
         given = f"{section}.lora_targets={list(patterns)}" if patterns else f"{section}.lora_r"
-        raise UserError(
-            f"{given}: there is no layer that takes adapters among these (Linear, Embedding, Conv; not within a "
-            "MultiheadAttention or a part of modules_to_save); name others, or have parts learn in full: "
-            f"{section}.modules_to_save"
-        )
+        takes = "(Linear, Embedding, Conv; not within a MultiheadAttention or a part of modules_to_save)"
+        advice = f"name others, or have parts learn in full: {section}.modules_to_save"
+        raise UserError(f"{given}: there is no layer that takes adapters among these {takes}; {advice}")
     return targets
 
 
@@ -151,8 +147,7 @@ def _inject(module: nn.Module, config: Any, whole: list[str]) -> None:
     module.requires_grad_(False)
     _peft().inject_adapter_in_model(config, module)
     module.train(module.training)  # adapters are made in training mode, where they drop out
-    # set afterwards: peft would keep a second copy of these parts in the module
-    config.modules_to_save = whole or None
+    config.modules_to_save = whole or None  # afterwards: peft would keep a second copy of these parts in the module
     for weight in learns:
         weight.requires_grad_(True)
     for parameter in module.parameters():

@@ -1,7 +1,6 @@
 """pi0 by transformers (extra `vla`): its checkpoints, its image processor, and its network as a policy.
 
-Letters: B decisions, H steps of a chunk, A action dims, L tokens, N layers, D width of the vision-language model.
-"""
+Letters: B decisions, H steps of a chunk, A action dims, L tokens, N layers, D width of the vision-language model."""
 
 import math
 from functools import partial
@@ -48,8 +47,7 @@ class PI0Policy(FlowChain):
         config = _completed(config, spec, chunk, known)
         text, vision = known.vlm_config.text_config, known.vlm_config.vision_config
         super().__init__(config, spec, chunk, text.hidden_size, config.normalize_actions)
-        self.model = model
-        self.spec, self.cameras = spec, cameras
+        self.model, self.spec, self.cameras = model, spec, cameras
         self.prepare = ImagePreparation(folder, vision.image_size)
         image_tokens = len(cameras) * (vision.image_size // vision.patch_size) ** 2
         self.prompts = _prompts(config, folder, spec, known.vlm_config, image_tokens)
@@ -136,12 +134,11 @@ def _cameras(config: PI0PolicyConfig, spec: EnvSpec) -> list[str]:
 
 def _completed(config: PI0PolicyConfig, spec: EnvSpec, chunk: int, known) -> PI0PolicyConfig:
     """With the checkpoint's numbers where none are given; refuses what does not fit them."""
-    if config.horizon not in (None, known.chunk_size):
-        why = f"the checkpoint plans chunks of {known.chunk_size} steps; leave it out"
-        raise UserError(f"policy.horizon={config.horizon}: {why}")
-    if chunk > known.chunk_size:
-        most = f"the {known.chunk_size} steps that the checkpoint plans"
-        raise UserError(f"rollout.action_steps={chunk} is more than {most}")
+    plan = known.chunk_size
+    if config.horizon not in (None, plan):
+        raise UserError(f"policy.horizon={config.horizon}: the checkpoint plans chunks of {plan} steps; leave it out")
+    if chunk > plan:
+        raise UserError(f"rollout.action_steps={chunk} is more than the {plan} steps that the checkpoint plans")
     state = math.prod(spec.observation["state"][0]) if "state" in spec.observation else 0
     dims = spec.action_dim - spec.action_padding
     for what, has, most in (("state", state, known.max_state_dim), ("action", dims, known.max_action_dim)):
@@ -150,7 +147,7 @@ def _completed(config: PI0PolicyConfig, spec: EnvSpec, chunk: int, known) -> PI0
             takes = f"the checkpoint takes {most} at most (max_{what}_dim)"
             raise UserError(f"this env's {what} has {has} numbers, {takes}; {hint}use another env or checkpoint")
     steps = config.sampling_steps or known.num_inference_steps
-    return config.model_copy(update={"horizon": known.chunk_size, "sampling_steps": steps})
+    return config.model_copy(update={"horizon": plan, "sampling_steps": steps})
 
 
 def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_tokens: int) -> TokenTable:

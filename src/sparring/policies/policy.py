@@ -56,10 +56,8 @@ class Policy(nn.Module):
         """What `act` left open, of a rollout `[B]`: executed steps' `log_prob`, `value`, `trace/{log_prob,z2,dims}`."""
         log_prob = td.get(("trace", "log_prob"), None)
         if log_prob is None:
-            raise UserError(
-                f"{type(self).__name__}.act did not write trace/log_prob [N, C], the log-prob of each step of a chunk; "
-                "write it there, or work out log_prob for a whole rollout in complete()"
-            )
+            missing = f"{type(self).__name__}.act did not write trace/log_prob [N, C], of each step of a chunk"
+            raise UserError(f"{missing}; write it there, or work out log_prob for a whole rollout in complete()")
         return TensorDict({"log_prob": self._executed_sum(log_prob, td)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
@@ -110,8 +108,7 @@ class Policy(nn.Module):
         return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
 
     def _executed_sum(self, per_position: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        # [B, C] -> [B]
-        chunk = per_position.shape[-1]
+        chunk = per_position.shape[-1]  # [B, C] -> [B]
         return per_position[:, 0] if chunk == 1 else (per_position * executed_mask(td, chunk)).sum(-1)
 
 

@@ -33,20 +33,16 @@ class RandomPolicy(Policy):
 
 class ColouredNoise(RandomPolicy):
     """Random actions that change slowly: uniform in [-1, 1], but correlated from step to step.
-
-    A normal AR(1) process x' = r x + sqrt(1 - r^2) e per episode, mapped to uniform; `correlation` [N]: r per robot.
-    """
+    A normal AR(1) process x' = r x + sqrt(1 - r^2) e per episode, mapped to uniform; `correlation` [N]: r per robot."""
 
     def __init__(self, spec: EnvSpec, chunk: int, correlation: torch.Tensor):
         super().__init__(spec, chunk)
-        # [N, 1]
-        self.correlation = nn.Buffer(correlation.float()[:, None], persistent=False)
+        self.correlation = nn.Buffer(correlation.float()[:, None], persistent=False)  # [N, 1]
         # [N, A]: the process at the last actions, saved with a run
         self.last = nn.Buffer(torch.zeros(len(correlation), spec.action_dim))
 
     def _uniform(self, td: TensorDict) -> torch.Tensor:
-        # [N, C, A]
-        fresh = torch.special.ndtri(super()._uniform(td).double()).float()
+        fresh = torch.special.ndtri(super()._uniform(td).double()).float()  # [N, C, A]
         correlation = torch.where(td["is_first"][:, None], 0.0, self.correlation)
         last, steps = self.last, []
         for step in range(self.chunk):

@@ -189,10 +189,8 @@ def _read(file: Path) -> Weights:
             raise UserError(f"'{file}' cannot be read as safetensors ({_first_line(error)}); fetch it again") from None
     if file.suffix in _PICKLED:
         return _read_pickled(file)
-    raise UserError(
-        f"policy.model_path '{file}': '{file.suffix}' is no kind of weights; expected .safetensors, .safetensors.index"
-        f".json, {', '.join(_PICKLED)}, or a folder in Hugging Face format"
-    )
+    kinds = f".safetensors, .safetensors{_INDEX}, {', '.join(_PICKLED)}, or a folder in Hugging Face format"
+    raise UserError(f"policy.model_path '{file}': '{file.suffix}' is no kind of weights; expected {kinds}")
 
 
 def _read_shards(index: Path) -> Weights:
@@ -204,10 +202,9 @@ def _read_shards(index: Path) -> Weights:
     outside = [name for name in shards if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise UserError(f"'{index}': names files outside its folder ({outside[0]!r}); shards must lie next to it")
-    absent = [name for name in shards if not (index.parent / name).is_file()]
-    if absent:
-        missing = ", ".join(absent)
-        raise UserError(f"'{index}': {len(absent)} of {len(shards)} shards are missing: {missing}; fetch them")
+    gone = [name for name in shards if not (index.parent / name).is_file()]
+    if gone:
+        raise UserError(f"'{index}': {len(gone)} of {len(shards)} shards are missing: {', '.join(gone)}; fetch them")
     weights: Weights = {}
     for name in shards:
         weights |= _read(index.parent / name)
@@ -236,8 +233,7 @@ def _read_pickled(file: Path) -> Weights:
             f"policy.model_path={safe}"
         ) from None
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        why = _first_line(error)
-        raise UserError(f"'{file}' cannot be read as a torch checkpoint ({why}); fetch it again") from None
+        raise UserError(f"'{file}' cannot be read as torch weights ({_first_line(error)}); fetch it again") from None
     inside = loaded
     for name in _INSIDE:
         if isinstance(inside, dict) and isinstance(inside.get(name), dict):

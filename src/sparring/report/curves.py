@@ -117,8 +117,7 @@ class Curves:
         self.rows = 0
         self.width = 1  # rows of a bucket
         self.names: dict[str, int] = {}
-        # [K, BUCKETS]
-        self.count, self.sum, self.least, self.most = (np.zeros((0, BUCKETS)) for _ in _EMPTY)
+        self.count, self.sum, self.least, self.most = (np.zeros((0, BUCKETS)) for _ in _EMPTY)  # [K, BUCKETS]
 
     def add(self, rows: list[dict]) -> None:
         if not rows:
@@ -255,8 +254,7 @@ class Timeline(Follower):
         for who, stage, begin, end in spans:
             times.setdefault((who, stage), []).append((begin, end))
         for lane, turns in times.items():
-            # [S], [S]
-            begin, end = (np.array(turns).T - self.began).clip(0)
+            begin, end = (np.array(turns).T - self.began).clip(0)  # [S] each
             self.busy.setdefault(lane, np.zeros(BINS))[:] += _spread(begin, end, self.width)
 
 

@@ -106,8 +106,7 @@ def _files(folder: Path, suffix: str) -> dict[str, int]:
         return {}
     sizes = {}
     for entry in entries:
-        # it may have been removed since it was listed
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # it may have been removed since it was listed
             if entry.name.endswith(suffix) and (size := entry.stat().st_size):
                 sizes[entry.name] = size
     return sizes

@@ -28,8 +28,7 @@ class AddedRewards:
 
     def __init__(self, config: RewardsConfig, env: Env, chunk: int, distributed: Distributed):
         self.distributed, self.task_weight = distributed, config.task_reward
-        # import path -> weight
-        self.weights = {path: weight for path, weight in config.terms.items() if weight}
+        self.weights = {path: weight for path, weight in config.terms.items() if weight}  # by import path
         self.names = _names(list(self.weights))
         self.terms = {path: _term(path, config, env.spec, chunk, distributed.device) for path in self.weights}
         # a term that does not fit is found before training starts
@@ -48,8 +47,7 @@ class AddedRewards:
         means = {_TASK_REWARD: float(of_task.sum(-1)[valid].mean())}
         last = rollout["next", "executed"][..., None] - 1
         for path, weight in self.weights.items():
-            # [T, N]
-            added = torch.stack([self._rewards(path, decision) for decision in decisions])
+            added = torch.stack([self._rewards(path, decision) for decision in decisions])  # [T, N]
             if not added[valid].isfinite().all():
                 raise UserError(f"rewards.{path} returned NaN or infinity for a transition; expected finite numbers")
             added = torch.where(valid, added, 0.0)
@@ -76,9 +74,8 @@ class AddedRewards:
             rewards = self.terms[path](transitions)
         except Exception as error:
             hint = "; it finds observation, action, is_first and next in the td" if isinstance(error, KeyError) else ""
-            raise UserError(
-                f"rewards.{path} failed {f'{when} ' if when else ''}with {describe_error(error)}{hint}"
-            ) from error
+            when = f"{when} " if when else ""
+            raise UserError(f"rewards.{path} failed {when}with {describe_error(error)}{hint}") from error
         shape = tuple(transitions.batch_size)
         if not isinstance(rewards, torch.Tensor):
             raise UserError(f"rewards.{path} returned {type(rewards).__name__}, expected a tensor {list(shape)}")
@@ -115,8 +112,7 @@ def _term(path: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: t
     except TypeError:
         raise UserError(f"reward term '{path}' takes {signature}; {_EXPECTED}") from None
     except ValueError:
-        # a builtin does not tell its parameters; the sample shows whether it fits
-        pass
+        pass  # a builtin does not tell its parameters; the sample shows whether it fits
     return _Function(found)
 
 

@@ -38,9 +38,7 @@ class RewardsConfig(Section):
         "potential", description="of memory_divergence: d - discount * d', or the original -(d' - d) - 0.07 d"
     )
     divergence_discount: float = Field(0.99, gt=0, le=1, description="of memory_divergence's potential, per decision")
-    clip: float = Field(
-        5.0, gt=0, description="a term, normalised by its running mean and deviation, counts so much at most"
-    )
+    clip: float = Field(5.0, gt=0, description="most that a term counts, normalised by its running mean and deviation")
 
     @field_validator("terms", mode="before")
     @classmethod

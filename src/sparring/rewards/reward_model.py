@@ -1,7 +1,6 @@
 """RewardModel: rewards a rollout by what a world model says of it. The world model scores each decision in time order,
 with memories that carry over to the next rollout; terms are normalised by running mean and deviation, and their
-weighted sum becomes `next/reward`. Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of
-memory."""
+weighted sum is `next/reward`. Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory."""
 
 import torch
 from tensordict import TensorDict
@@ -42,25 +41,21 @@ class RewardModel:
         self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
         self.compares_memories = any(term.compares_memories for term in self.terms.values())
         if self.compares_memories and not unseen:
-            raise UserError(
-                "rewards.memory_divergence compares what all cameras and what the explorer's let the world model know, "
-                f"but the explorer sees all of them ({', '.join(world_model.cameras)}); set it to 0, or give it fewer"
-            )
+            sees = f"but the explorer sees all of them ({', '.join(world_model.cameras)})"
+            why = f"compares what the explorer's cameras and what all tell the world model, {sees}"
+            raise UserError(f"rewards.memory_divergence {why}; set it to 0, or give it fewer")
         self.memory = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
         self.memory_wrist = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
-        # [N]: rewards so far of the episodes that go on
-        self.running = torch.zeros(env.num_envs, device=device)
+        self.running = torch.zeros(env.num_envs, device=device)  # [N]: rewards so far of the episodes that go on
 
     @torch.no_grad()
     def write_rewards(self, buffer: RolloutBuffer) -> dict[str, float]:
-        """Writes `next/reward` of the newest rollout, all of a decision's reward on its last executed step, and
-        `judged/error`."""
+        """Writes `judged/error` and `next/reward` of the newest rollout, all on a decision's last executed step."""
         rollout = with_following(buffer)
         # [T, N]: `judged/*`, and the memories as they entered each decision and after it
         rollout.update(torch.stack([self._score(decision) for decision in rollout.select(*_SCORED_BY).unbind(0)]))  # type: ignore[arg-type]
         valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
-        # [T, N, K]
-        raw = torch.stack([term(rollout) for term in self.terms.values()], -1)
+        raw = torch.stack([term(rollout) for term in self.terms.values()], -1)  # [T, N, K]
         self.normalizer.update(raw[valid], self.distributed.sum)
         # with its mean: disagreement is 13 deviations above 0, all of which a critic would have to learn first
         normalized = self.normalizer(raw)
@@ -120,8 +115,7 @@ class RewardModel:
 
 
 def with_following(buffer: RolloutBuffer, robots: int | None = None) -> TensorDict:
-    """The newest rollout `[T, N]` with `next/observation`, the true one where an episode ended. `robots`: only of the
-    first so many."""
+    """The newest rollout `[T, N]` of the first `robots`, with `next/observation`: the true one where one ended."""
     rollout = buffer.rollout()[:, :robots]
     # a copy: [T, N] rows 1 to T-1, and where the last decision led to
     following = torch.cat([rollout["observation"][1:], buffer.last["observation"][None, :robots]])

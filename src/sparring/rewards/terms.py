@@ -13,10 +13,8 @@ from sparring.processes.distributed import Distributed
 from sparring.rewards.configs import RewardsConfig
 
 _ORIGINAL_COST = 0.07  # of the original's formula: what each step of divergence costs
-_HIDDEN = 128
-_CODE = 32
-_LEARNING_RATE = 1e-3
-_BATCH = 256
+_HIDDEN, _CODE = 128, 32
+_LEARNING_RATE, _BATCH = 1e-3, 256
 _SQUARES = 8  # pictures are seen in so many squares a side: enough to tell where something is
 PASSES = 10
 
@@ -45,7 +43,6 @@ class RewardTerm:
 
 
 def _stateless(reward: Callable[[TensorDict], torch.Tensor]) -> type[RewardTerm]:
-
     class Stateless(RewardTerm):
         def __call__(self, td: TensorDict) -> torch.Tensor:
             return reward(td)

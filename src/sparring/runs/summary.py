@@ -80,8 +80,7 @@ def _train(config: Config, phase: str, given: str, why: str) -> dict[str, str]:
     words = ["sparring train", phase, given, "--output", output]
     tasks, rollout = getattr(config.env, "task", ()), config.rollout
     if len(tasks) > 1 and not isinstance(tasks, str):
-        # several tasks share robots evenly
-        words += ["--envs", str(-(-rollout.n_envs // len(tasks)) * len(tasks))]
+        words += ["--envs", str(-(-rollout.n_envs // len(tasks)) * len(tasks))]  # tasks share robots evenly
     if rollout.max_episode_steps:
         words.append(f"rollout.max_episode_steps={rollout.max_episode_steps}")
     return {" ".join(words): why}
@@ -89,8 +88,7 @@ def _train(config: Config, phase: str, given: str, why: str) -> dict[str, str]:
 
 def _beside(folder: Path, phase: str, following: str) -> Path:
     """One that nobody has taken: of the same phase this one's name with the next number, else that of the phase."""
-    # '.' and '..' tell no name
-    folder = folder if folder.name.strip(".") else folder.resolve()
+    folder = folder if folder.name.strip(".") else folder.resolve()  # '.' and '..' tell no name
     stem, number = f"{following}_rl", 1
     if following == phase:
         numbered = re.fullmatch(r"(.+)-(\d+)", folder.name)

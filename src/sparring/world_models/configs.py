@@ -26,30 +26,22 @@ class TokenWorldModelConfig(LoraConfig):
     )
     levels: Levels = Field((8, 8, 8), description="values of each of the numbers that an fsq token is made of")
     codebook_size: int = Field(512, ge=2, description="tokens that vq chooses from")
-    tokenizer_steps: int = Field(
-        2000, ge=0, description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good"
-    )
+    tokenizer_steps: int = Field(2000, ge=0, description="gradient steps of the tokenizer alone; then it stays as is")
     channels: int | None = Field(None, gt=0, description="of the convolutions of the tokenizer; null: the preset's")
     width: int | None = Field(None, gt=0, description="of the transformers; null: the preset's")
     layers: int | None = Field(None, gt=0, description="of each member's transformer; null: the preset's")
     heads: int | None = Field(None, gt=0, description="attention heads; null: the preset's")
     members: int | None = Field(None, gt=0, description="separate transformers of the ensemble; null: the preset's")
-    memory_channels: int | None = Field(
-        None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
-    )
+    memory_channels: int | None = Field(None, gt=0, description="numbers remembered of each patch; null: the preset's")
     trunk: str | None = Field(
         None,
         validate_default=True,
         description="folder of a native VLA or of transformers' pi0, whose transformer takes the place of the block "
         "that all members share; null: a block of its own; lora_* is for this one",
     )
-    remembers: bool = Field(
-        True, description="false: every decision is met with an empty memory, to see what a memory is worth"
-    )
+    remembers: bool = Field(True, description="false: each decision meets an empty memory, to see what memory is worth")
     language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
-    camera_dropout: float = Field(
-        0.25, ge=0, lt=1, description="share of windows in which the cameras of dropped_cameras are not seen"
-    )
+    camera_dropout: float = Field(0.25, ge=0, lt=1, description="share of windows where dropped_cameras are not seen")
     dropped_cameras: tuple[str, ...] = Field(
         ("head",), description="cameras that an explorer does without, so that the memory must at times as well"
     )
@@ -61,8 +53,6 @@ class TokenWorldModelConfig(LoraConfig):
         fields = LoraConfig.model_fields.items()
         given = [name for name, field in fields if info.data.get(name, field.default) != field.default]
         if given and trunk is None:
-            raise ValueError(
-                f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none; give the folder "
-                "of one as world_model.trunk, or leave it out (of a policy it is policy.lora_r)"
-            )
+            why = f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none"
+            raise ValueError(f"{why}; give the folder of one as world_model.trunk, or leave it out (see policy.lora_r)")
         return trunk

@@ -24,8 +24,7 @@ _REGISTERS = 4  # tokens of the trunk that belong to no patch, for what the memo
 
 
 class DecisionEncoder(nn.Module):
-    """`td [N]` -> `[N, 1 + P, W]`: a token of the decision and one for each patch. Reads the action, and state and
-    instruction where the env shows them."""
+    """`td [N]` -> `[N, 1 + P, W]`: a token of the decision and one for each patch, of action, state and instruction."""
 
     def __init__(self, spec: EnvSpec, chunk: int, width: int, language_features: int, patches: int):
         super().__init__()
@@ -58,8 +57,7 @@ class DecisionEncoder(nn.Module):
 
 
 class Trunk(nn.Module):
-    """A transformer block over all tokens, and a GRU at each patch and register: the memory `[N, (P + R) * m]`, the
-    only history."""
+    """A transformer block over all tokens, and a GRU at each patch and register: the memory `[N, (P + R) * m]`."""
 
     def __init__(self, config: TokenWorldModelConfig, patches: int, width: int, heads: int, memory_channels: int):
         super().__init__()
@@ -124,8 +122,7 @@ class _Attention(nn.Module):
 
 
 class _VLATrunk(nn.Module):
-    """Tokens `[N, T, W]` through a VLA's layers and back, as a residual. New maps in and out; layers learn by LoRA or
-    in full."""
+    """Tokens `[N, T, W]` through a VLA's layers and back, as a residual; layers learn by LoRA or in full."""
 
     def __init__(self, config: TokenWorldModelConfig, folder: str, width: int):
         super().__init__()

@@ -1,5 +1,4 @@
-"""ImaginedEnv: a world model as an Env. Letters: N robots, C steps of an action chunk, K robots that begin an
-episode."""
+"""ImaginedEnv: a world model as an Env. Letters: N robots, C steps of a chunk, K robots that begin an episode."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,9 +19,8 @@ Starts = Callable[[Sequence[int]], TensorDict]
 
 
 class ImaginedEnv(Env):
-    """`num_envs` robots in the imagination of `model`, from the states of `starts`. The model predicts one reward for a
-    decision; each of the C executed steps gets 1/C of it. An episode ends where the model finds that more likely than
-    not, or after `max_decisions`."""
+    """`num_envs` robots in the imagination of `model`, from the states of `starts`. Each of the C executed steps gets
+    1/C of a decision's reward. An episode ends where the model finds it likelier than not, or at `max_decisions`."""
 
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int, **placed):
         """`spec` of the true env; `placed` as in Env."""
@@ -130,8 +128,7 @@ class _Imagination:
         if not len(robots):
             return
         started = self.starts([self.seeds(int(robot), int(self.episodes[robot])) for robot in robots])
-        # fresh arrays
-        for name, values in self.observation.items():
+        for name, values in self.observation.items():  # fresh arrays
             values = self.observation[name] = values.copy()
             values[robots] = started["observation", *name.split("/")].numpy(force=True)
         self.memory = self.memory.copy()

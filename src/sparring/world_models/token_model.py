@@ -1,6 +1,5 @@
 """TokenWorldModel: frames as discrete tokens, predicted at once by an ensemble that shares a memory. Letters: N rows, B
-windows of T decisions, V cameras, P patches of all cameras, K digits of a token with L values each, S state dims, D
-numbers of memory."""
+windows of T decisions, V cameras, P patches of all, K digits of a token with L values each, S state dims, D memory."""
 
 import math
 
@@ -106,13 +105,13 @@ class TokenWorldModel(WorldModel):
         first = int(mask.any(0).nonzero()[0])  # columns that only bring the memory up to date are not predicted
         batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))  # type: ignore[assignment]
         frames, features = frames[:, first:], features[:, first:]
-        # [M, B, T, P, K, L] and [M, B, T, S + 3]
-        logits, others = self._opinions(tokens)
-        # [M, B, T]: each member learns from random windows of this batch
-        weight = mask[None].float()
-        if self.members > 1:
+        logits, others = self._opinions(tokens)  # [M, B, T, P, K, L] and [M, B, T, S + 3]
+        weight = mask[None].float()  # [M, B, T]
+        if self.members > 1:  # each learns from random windows of this batch
             weight = ((torch.rand(self.members, len(mask), 1, device=mask.device) < _WINDOWS_OF_MEMBER) & mask).float()
-        losses = {"tokens": _cross_entropy(logits, digits).mean(-1)} | self._other_losses(batch, others)
+        true = digits.expand(logits.shape[:-1])[..., None]
+        cross_entropy = (logits.logsumexp(-1) - logits.gather(-1, true)[..., 0]).sum(-1)  # nats, [M, B, T, P]
+        losses = {"tokens": cross_entropy.mean(-1)} | self._other_losses(batch, others)
         parts = {f"loss_{name}": _mean(value, weight) for name, value in losses.items()}
         parts["loss_pictures"] = _PICTURES * self._picture_loss(frames, features, logits, _some_of(mask))
         with torch.no_grad():
@@ -283,12 +282,6 @@ class TokenWorldModel(WorldModel):
     def _autocast(self):
         device = self.position.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
-
-
-def _cross_entropy(logits: Tensor, digits: Tensor) -> Tensor:
-    """[M, B, T, P, K, L], [B, T, P, K] -> nats of each token, [M, B, T, P]."""
-    digits = digits.expand(logits.shape[:-1])
-    return (logits.logsumexp(-1) - logits.gather(-1, digits[..., None])[..., 0]).sum(-1)
 
 
 def _some_of(mask: Tensor) -> tuple[Tensor, Tensor]:

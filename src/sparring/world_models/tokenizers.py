@@ -1,7 +1,7 @@
 """Tokenizers: one discrete token for every 16 x 16 pixels of a frame, shared by all cameras. A context tokenizer
 encodes how a patch changes from the frame before; a frame tokenizer encodes how it looks. A token is K digits: an FSQ
-code or one VQ index; gradients pass straight through. Letters: F frames, h x w places of 4 x 4 pixels, c channels
-(always last), P tokens of a frame."""
+code or one VQ index; gradients pass straight through. Letters: F frames, P tokens of one, h x w places of 4 x 4
+pixels, c channels (always last)."""
 
 import torch
 from torch import nn
@@ -62,8 +62,7 @@ class VQ(nn.Module):
         return self.codebook[digits[..., 0]]
 
     def expected(self, probabilities: torch.Tensor) -> torch.Tensor:
-        # [.., 1, V] -> [.., E]
-        return probabilities[..., 0, :] @ self.codebook
+        return probabilities[..., 0, :] @ self.codebook  # [.., 1, V] -> [.., E]
 
 
 class _Tokenizer(nn.Module):
@@ -140,8 +139,7 @@ class _FrameStem(nn.Module):
         self.block = _ConvBlock(channels)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # [F, 3, H, W] in 0..1 -> [F, h, w, 48] -> [F, h, w, c]
-        return self.block(self.patches(_cut(images) - 0.5))
+        return self.block(self.patches(_cut(images) - 0.5))  # [F, 3, H, W] in 0..1 -> [F, h, w, 48] -> [F, h, w, c]
 
 
 class _ConvBlock(nn.Module):

@@ -35,8 +35,7 @@ class WorldModel(nn.Module):
 
     def loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of windows `[B, T]`, and numbers to log. The first column of `memory/world_model`, where present,
-        entered the windows. Only steps in `mask` count. Writes `memory_after [B, T, D]`, detached: the memory after
-        each step."""
+        entered the windows. Only steps in `mask` count. Writes `memory_after [B, T, D]` each step, detached."""
         raise NotImplementedError
 
     def observe(self, td: TensorDict, without: tuple[str, ...] = ()) -> Tensor:
@@ -45,20 +44,17 @@ class WorldModel(nn.Module):
 
     def predict(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
         """A *new* TensorDict [N] of what the decisions `td [N]` lead to, by the ensemble's mean: image/<camera> uint8
-        [3, H, W], state [S], reward (summed over the chunk), terminated and success (probabilities), memory [D]
-        afterwards."""
+        [3, H, W], state [S], reward (of the chunk), terminated and success (probabilities), memory after [D]."""
         raise NotImplementedError
 
     def score(self, td: TensorDict, without: tuple[str, ...] = ()) -> TensorDict:
         """A *new* TensorDict [N] of the transitions `td [N]` (with next/observation), in nats per token: error
         (cross-entropy of the true next tokens under the ensemble's mean), entropy (of that mean), disagreement (entropy
-        less the mean of the members' own), surprise (latent_surprise); also accuracy (share of right tokens) and memory
-        [D] afterwards."""
+        less the mean of the members' own), surprise (latent_surprise), accuracy (right tokens), memory after [D]."""
         raise NotImplementedError
 
     def correct_tokens(self, td: TensorDict) -> TensorDict:
-        """Which of the P next tokens of `td [N]` are right, bool [N, P]: `right` by the ensemble's mean, `copied` by a
-        copy of the last frame."""
+        """Which of the P next tokens of `td [N]` are right, bool [N, P]: `right` by the mean, `copied` by a copy."""
         raise NotImplementedError
 
     def reconstruct(self, td: TensorDict) -> TensorDict:

@@ -22,8 +22,7 @@ _FREE, _BALL, _SLIDE = 0, 1, 2  # values of mujoco.mjtJoint
 
 
 class _Control:
-    """The next command within the joint limits, by joint steps (delta_qpos). In every mode 1 is the largest step, times
-    env.action_scale."""
+    """The next command within the joint limits, by joint steps (delta_qpos); 1 is `step` times env.action_scale."""
 
     action_dim = ARM_JOINTS + 1
     step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP])  # of an action of 1
@@ -55,8 +54,7 @@ class _Qpos(_Control):
 
 
 class _DeltaEePos(_Control):
-    """Steps of the hand, which keeps pointing down: damped least squares at the commanded pose, so that the lag does
-    not accumulate."""
+    """Steps of the hand, which keeps pointing down: damped least squares at the commanded pose, so no lag adds up."""
 
     action_dim = 4
     step = np.array([HAND_STEP] * 3 + [FINGER_STEP])
@@ -81,16 +79,14 @@ CONTROLS = {"delta_qpos": _Control, "delta_ee_pos": _DeltaEePos, "delta_ee": _De
 
 
 class HandMover:
-    """Hand poses, and joint steps `[n, 6]` that move them. Arms differ in their base only: `model` is one arm at
-    ARM_BASE."""
+    """Hand poses, and joint steps `[n, 6]` that move them. `model` is an arm at ARM_BASE: arms differ in that only."""
 
     def __init__(self, mounts: tuple[Mount, ...] = SINGLE):
         self.model = Scene().compile()
         self._kinematics = Kinematics(self.model)
         self._frame = self._kinematics.sites.pick([self.model.site(HAND_SITE).id])
-        # [R, 3], [R, 3, 3]
-        self._shift = np.array([np.subtract(mount.base, ARM_BASE) for mount in mounts])
-        self.pointing_down = about_z(np.array([mount.hand_yaw for mount in mounts])) @ _POINTING_DOWN
+        self._shift = np.array([np.subtract(mount.base, ARM_BASE) for mount in mounts])  # [R, 3]
+        self.pointing_down = about_z(np.array([mount.hand_yaw for mount in mounts])) @ _POINTING_DOWN  # [R, 3, 3]
 
     def where(self, arms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions `[n, R, 3]` and axes `[n, R, 3, 3]` of the hands for arm positions `[n, R, 8]`."""
@@ -118,8 +114,7 @@ class HandMover:
 
 
 def _above_table(move: np.ndarray, pos: np.ndarray) -> np.ndarray:
-    """Steps `[n, 3 or more]` that move no commanded hand `[n, 3]` below _LOWEST, where it would press onto the
-    table."""
+    """Steps `[n, 3 or more]` that move no commanded hand `[n, 3]` below _LOWEST."""
     move = move.copy()
     move[:, 2] = np.maximum(move[:, 2], np.minimum(_LOWEST - pos[:, 2], 0))
     return move
@@ -133,10 +128,9 @@ def about_z(angle: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Frames:
-    # [M], [M, 3], [M, 3, 3]
-    body: np.ndarray
-    pos: np.ndarray
-    mat: np.ndarray
+    body: np.ndarray  # [M]
+    pos: np.ndarray  # [M, 3]
+    mat: np.ndarray  # [M, 3, 3]
 
     def pick(self, index: list[int]) -> "_Frames":
         return _Frames(self.body[index], self.pos[index], self.mat[index])
@@ -144,12 +138,10 @@ class _Frames:
 
 @dataclass(frozen=True)
 class _BodyPoses:
-    # [n, B, 3], [n, B, 3, 3]
-    pos: np.ndarray
-    mat: np.ndarray
-    # [n, J, 3] each; zero for free joints
-    anchor: np.ndarray
-    axis: np.ndarray
+    pos: np.ndarray  # [n, B, 3]
+    mat: np.ndarray  # [n, B, 3, 3]
+    anchor: np.ndarray  # [n, J, 3]; zero for free joints
+    axis: np.ndarray  # the same
 
     def frames(self, frames: _Frames) -> tuple[np.ndarray, np.ndarray]:
         """Positions `[n, M, 3]` and rotations `[n, M, 3, 3]` of fixed frames."""
@@ -160,10 +152,8 @@ class _BodyPoses:
         return _jacobian(self.anchor, self.axis, joints, point)
 
 
-# the tree of bodies and joints; the fields are MjModel's
-_Chain = namedtuple(
-    "_Chain",
-    "body_parentid body_pos body_quat body_jntadr body_jntnum jnt_type jnt_qposadr jnt_pos jnt_axis qpos0",
+_Chain = namedtuple(  # the tree of bodies and joints; the fields are MjModel's
+    "_Chain", "body_parentid body_pos body_quat body_jntadr body_jntnum jnt_type jnt_qposadr jnt_pos jnt_axis qpos0"
 )
 
 
@@ -293,8 +283,7 @@ def _quat_to_mat(q, out):
 
 @njit(nogil=True, cache=True)
 def _twist(move, mat, uprights):
-    """`[n, 6]`: the step, and the turn of axes `[n, 3, 3]` part of the way to `uprights [R, 3, 3]`; arms alternate over
-    rows."""
+    """`[n, 6]`: step, turn of axes `[n, 3, 3]` part of the way to `uprights [R, 3, 3]`; arms alternate over rows."""
     twist = np.zeros((mat.shape[0], 6))
     for i in range(mat.shape[0]):
         twist[i, :3] = move[i, :3]

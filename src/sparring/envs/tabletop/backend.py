@@ -55,13 +55,10 @@ class Tabletop:
         self._command = np.zeros((num_envs, len(self.mounts), ARM_JOINTS + 1))
         self._goal = np.zeros((num_envs, 3))
         # steps since the episode began, and how many of the last ones in a row satisfied the task
-        self._elapsed = np.zeros(num_envs, np.int64)
-        self._streak = np.zeros(num_envs, np.int64)
-        self._episode = np.zeros(num_envs, np.int64)
+        self._elapsed, self._streak = np.zeros((2, num_envs), np.int64)
+        self._episode, self._phrasing = np.zeros((2, num_envs), np.int64)
         self._episode_seed = np.zeros(num_envs, np.uint64)
-        self._phrasing = np.zeros(num_envs, np.int64)
-        self._hands = np.zeros((num_envs, len(self.mounts), 3))
-        self._hand_axes = np.zeros((num_envs, len(self.mounts), 3))
+        self._hands, self._hand_axes = np.zeros((2, num_envs, len(self.mounts), 3))
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         self._seeds = seeds
@@ -125,16 +122,14 @@ class Tabletop:
     def state(self) -> Arrays:
         seeds = self._started()
         state = {"physics": self._world.state(), "command": self._command.reshape(self.num_envs, -1).copy()}
-        state |= {name: own.copy() for name, own in self._own_state().items()}
-        return state | {"task": self._task_names(), "seeds": seeds.to_array()}
+        own = {name: values.copy() for name, values in self._own_state().items()}
+        return state | own | {"task": self._task_names(), "seeds": seeds.to_array()}
 
     def set_state(self, state: Arrays) -> None:
         given, mine = state["physics"].shape, self._world.state().shape
         if given != mine:
-            raise UserError(
-                f"this state is of {given[0]} robots with {given[1]} numbers each, but this env has {mine[0]} with "
-                f"{mine[1]}; build the env with the config and num_envs that the state was saved from"
-            )
+            sizes = f"{given[0]} robots with {given[1]} numbers each, but this env has {mine[0]} with {mine[1]}"
+            raise UserError(f"this state is of {sizes}; build the env with the config and num_envs it was saved from")
         if not np.array_equal(state["task"], self._task_names()):
             raise UserError(f"this state was saved with other tasks than env.task={list(self.config.task)}")
         self._world.set_state(state["physics"])
@@ -213,8 +208,7 @@ class Tabletop:
             self._world.place(row, start, clutter)
             if self._domain is not None:
                 self._domain.begin(row, seed)
-        self._elapsed[rows] = 0
-        self._streak[rows] = 0
+        self._elapsed[rows] = self._streak[rows] = 0
         self._locate_hands(rows)
         self._renew_static(rows)
 
@@ -256,8 +250,7 @@ class Tabletop:
         return reward, satisfied
 
     def _locate_hands(self, rows: np.ndarray) -> None:
-        pos, mat = self._hand_mover.where(self._world.arms(rows))
-        self._hands[rows] = pos
+        self._hands[rows], mat = self._hand_mover.where(self._world.arms(rows))
         self._hand_axes[rows] = mat[..., 2]
 
     def _observe(self, rows: np.ndarray) -> Arrays:

@@ -41,8 +41,7 @@ class Expert:
         for expert, rows in self._rows.items():
             step[rows] = self._steps(expert(Situation(*(values[rows] for values in now))), rows)
         if self._noise:
-            # [R A]: noise of 1 in parts of the largest step
-            arm = [1 / APPROACH] * ARM_JOINTS + [1.0]
+            arm = [1 / APPROACH] * ARM_JOINTS + [1.0]  # [R A]: noise of 1 in parts of the largest step
             unit = np.tile(arm, len(self._env.mounts)) if self._absolute else np.ones(1)
             step += self._noise * unit * _keyed_normal(self._seed, self._env.moments(), step.shape[1])
         action = np.clip(step, -1, 1)
@@ -80,8 +79,7 @@ class Expert:
 
     def _targets(self, step: np.ndarray) -> np.ndarray:
         command, _ = self._env.arms()
-        # [N, R A] -> [N, R, A]
-        step = step.reshape(command.shape)
+        step = step.reshape(command.shape)  # [N, R A] -> [N, R, A]
         joints = command[..., :ARM_JOINTS] + step[..., :ARM_JOINTS] * self._joint_step
         opening = command[..., -1:] + step[..., -1:] * FINGER_STEP * self._env.config.action_scale
         part = (joints - self._low) / (self._high - self._low)

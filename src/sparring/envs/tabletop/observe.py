@@ -11,8 +11,7 @@ from sparring.envs.tabletop.world import World
 from sparring.errors import UserError
 
 HAND_SCALE = 4.0
-# block -> (size, scale)
-_ARM_BLOCKS = {"joints": (ARM_JOINTS, 1.0), "fingers": (FINGERS, 1 / FINGER_TRAVEL)}
+_ARM_BLOCKS = {"joints": (ARM_JOINTS, 1.0), "fingers": (FINGERS, 1 / FINGER_TRAVEL)}  # block -> (size, scale)
 _ARM_BLOCKS |= {"joint_speeds": (ARM_JOINTS, 0.3), "finger_speeds": (FINGERS, 5.0)}
 _ARM_BLOCKS |= {"commanded_joints": (ARM_JOINTS, 1.0), "commanded_fingers": (1, 1 / FINGER_TRAVEL)}
 _ARM_BLOCKS |= {"hand": (3, HAND_SCALE), "hand_axis": (3, 1.0)}
@@ -72,8 +71,7 @@ class Observations:
         hands = ["hand"] if arms == 1 else ["left_hand", "right_hand"]
         self.hand_entries = _entries(layout(arms=arms, world=False), hands)
         self.object_entries = _entries(layout(*counts, robot=False), objects)
-        # kind of a view -> its name in observations, channels and type
-        kinds = {"rgb": ("image", 3, "uint8")}
+        kinds = {"rgb": ("image", 3, "uint8")}  # kind of a view -> its name in observations, channels and type
         kinds |= {"depth": ("depth", 1, "float32")} if config.depth else {}
         kinds |= {"segmentation": ("segmentation", 1, "uint8")} if config.segmentation else {}
         self._kinds, self._views = tuple(kinds), {}  # observation -> view
@@ -89,8 +87,7 @@ class Observations:
     ) -> Arrays:
         n = len(rows)
         arms = [self._world.arms(rows), self._world.arms(rows, speeds=True), command, hands, axes]
-        # [n, R, 29] -> [n, 29 R]
-        robot = [np.concatenate(arms, axis=2).reshape(n, -1), time_left[:, None]]
+        robot = [np.concatenate(arms, axis=2).reshape(n, -1), time_left[:, None]]  # [n, R, 29] -> [n, 29 R]
         state, seen = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
         config = self._config
         if config.object_state != "hidden":
@@ -111,8 +108,7 @@ class Observations:
         if self._world.num_objects:
             pos, quat, velocity = self._world.objects(rows)
             there = quat.any(axis=2, keepdims=True)  # a missing object has a zero quaternion
-            # [n, K, 3 R]
-            from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)
+            from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)  # [n, K, 3 R]
             block = np.concatenate([pos, from_hands, rotation_columns(quat), velocity], axis=2) * there
             blocks.append(block.reshape(n, -1))
         if self._world.num_mechanisms:

@@ -51,9 +51,8 @@ class Appearance(NamedTuple):
     background: np.ndarray  # [n, 3]
     sun: np.ndarray  # [n, 3] unit vector
     light: np.ndarray  # [n, 3]: ambient, sky, sun
-    # [n, M, 3] metres and rotation vectors, in each camera's own axes
-    camera_pos: np.ndarray
-    camera_turn: np.ndarray
+    camera_pos: np.ndarray  # [n, M, 3] metres, in each camera's own axes
+    camera_turn: np.ndarray  # [n, M, 3] rotation vectors, likewise
     noise: np.ndarray  # [n] int64: which static the screen shows; below 0 it is off
 
     @classmethod
@@ -80,9 +79,8 @@ class Appearance(NamedTuple):
         floor: np.ndarray,
         wrist: np.ndarray,
     ) -> "Appearance":
-        """From one robot's standard row. Shapes in `keep [G]` stay recognisable; the `goal [G]` differs from all others
-        in colour; `floor [G]` counts as background too; `wrist [M]` cameras move less. Everything is always drawn,
-        colours last, so that switches are independent."""
+        """From one robot's standard row. Shapes in `keep [G]` stay recognisable, `goal [G]` has a colour of its own,
+        `floor [G]` is background too, `wrist [M]` cameras move less. All is drawn for any switches, colours last."""
         sky = rng.uniform(0.15, 0.95, 3)
         sun, strengths = _random_light(rng)
         metres = np.where(wrist, 0.005, 0.02)[:, None]

@@ -164,10 +164,9 @@ class Scene:
             for mount in self.arms
             for thing in things
         )
+        floor = f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-_TABLE_HEIGHT}" rgba="{_FLOOR}" {SCENERY}/>'
         parts = [
-            Part(
-                f'<geom name="floor" type="plane" size="0 0 0.1" pos="0 0 {-_TABLE_HEIGHT}" rgba="{_FLOOR}" {SCENERY}/>'
-            ),
+            Part(floor),
             Part(_table()),
             Part(_head_camera(whole_table=bool(self.objects), arms=len(self.arms))),
             *(Part(_arm(mount), _motors(mount.prefix)) for mount in self.arms),
@@ -203,10 +202,8 @@ def load_mujoco():
         # PyOpenGL raises AttributeError
         if unset or (isinstance(error, ModuleNotFoundError) and error.name == "mujoco"):
             raise
-        raise UserError(
-            f"MUJOCO_GL={os.environ['MUJOCO_GL']} does not work here ({error}); unset it (env.video_renderer=builtin "
-            "needs no GL, and mujoco looks for one that works), or set MUJOCO_GL=egl where EGL is installed"
-        ) from None
+        advice = "unset it (env.video_renderer=builtin needs no GL), or set MUJOCO_GL=egl where EGL is installed"
+        raise UserError(f"MUJOCO_GL={os.environ['MUJOCO_GL']} does not work here ({error}); {advice}") from None
 
     if unset:
         del os.environ["MUJOCO_GL"]
@@ -226,8 +223,7 @@ def _table() -> str:
 
 
 def _head_camera(whole_table: bool, arms: int) -> str:
-    """In front of the arm, up and to one side, so that the hand seldom hides its goal; two arms are seen from straight
-    ahead."""
+    """Before the arm, up and to one side, so that the hand seldom hides its goal; two arms are seen from the middle."""
     position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
     if arms > 1:
@@ -276,10 +272,9 @@ def _arm(mount: Mount) -> str:
 
 def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> str:
     name, axis, limits, pos = joint
-    child = _link(prefix, *rest) if rest else ""
     return f"""
     <body name="{prefix}{name}" pos="{pos}" gravcomp="1">
-      <joint name="{prefix}{name}" axis="{axis}" range="{limits}"/>{inside}{child}
+      <joint name="{prefix}{name}" axis="{axis}" range="{limits}"/>{inside}{_link(prefix, *rest) if rest else ""}
     </body>"""
 
 

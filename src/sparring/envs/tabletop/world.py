@@ -1,5 +1,4 @@
-"""The simulated world: N robots, their physics and pictures. Robots with equal scenes share one model and physics
-batch."""
+"""The simulated world: N robots, their physics and pictures. Robots with equal scenes share one model and batch."""
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
@@ -226,8 +225,7 @@ def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 class _Physics:
     """N copies of one MuJoCo model, advanced by `mujoco.rollout`. A row of `state` `[N, nstate]` determines a robot's
-    future: there is no warm start, so results do not depend on processes or threads. `touched` `[N]`: did a touch
-    sensor fire in the last control step?"""
+    future, whatever processes and threads: no warm start. `touched` `[N]`: did a sensor fire in the last step?"""
 
     def __init__(self, model, num_envs: int, threads: int):
         mujoco = load_mujoco()

@@ -3,8 +3,7 @@
 Time runs from 1 (noise) to 0 (action) in K steps of h = 1/K; the network predicts the velocity v = eps - a. A step
 follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is scored. Densities are normalised actions'.
 In FPO every step follows the ODE, and the flow-matching loss of the action at S drawn points stands for a log-prob.
-Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims.
-"""
+Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,11 +40,9 @@ class FlowChain(EncodedPolicy):
         self.action_dim = spec.action_dim - spec.action_padding
         self.sampling_steps, self.step_size = config.sampling_steps, 1.0 / config.sampling_steps
         steps, shape = self.sampling_steps, (self.horizon, self.action_dim)
-        times = 1.0 - torch.arange(steps, dtype=torch.float64) / steps
-        self.times = nn.Buffer(times.float(), persistent=False)
+        self.times = nn.Buffer((1.0 - torch.arange(steps, dtype=torch.float64) / steps).float(), persistent=False)
         self.is_fpo = config.method == "fpo"
-        # with few denoising steps the ODE and the SDE are different policies
-        self.reports_sampled = not self.is_fpo
+        self.reports_sampled = not self.is_fpo  # with few denoising steps the ODE and the SDE are different policies
         self.trace_keys = [("trace", "states"), ("trace", "times" if self.is_fpo else "first")]
         self.kernel: _FlowNoise | _FlowSDE | _FlowMatching
         if self.is_fpo:
@@ -112,8 +109,7 @@ class FlowChain(EncodedPolicy):
         draws = torch.special.ndtri(noise[:, : self.draws]).view(batch, -1, self.horizon, self.action_dim)
         if self.is_fpo:
             return self._sample_points(denoise, prefix, draws, times=noise[:, self.draws :])
-        # [B]: the first of the S scored steps
-        if self.draws_the_step:
+        if self.draws_the_step:  # [B]: the first of the S scored steps
             first = (noise[:, self.draws] * self.sampling_steps).long().clamp_max(self.sampling_steps - 1)
         else:
             first = torch.full((batch,), self.sampling_steps - self.scored_steps, device=prefix.device)
@@ -161,8 +157,7 @@ class FlowChain(EncodedPolicy):
         return torch.sub(x, velocity, alpha=self.step_size)
 
     def _action_of(self, x: torch.Tensor) -> torch.Tensor:
-        # [B, H, A] -> [B, C, A with padding]
-        action = x[:, : self.chunk]
+        action = x[:, : self.chunk]  # [B, H, A] -> [B, C, A with padding]
         action = self.actions.inverse(action) if self.actions is not None else action
         return nn.functional.pad(action, (0, self.padding)) if self.padding else action
 
@@ -201,12 +196,10 @@ class FlowChain(EncodedPolicy):
         return mean, std, _Terms.of(mean, std, self._executable(after))
 
     def _steps_from(self, first: torch.Tensor) -> torch.Tensor:
-        # [B] -> [B, S]
-        return first[:, None] + torch.arange(self.scored_steps, device=first.device)
+        return first[:, None] + torch.arange(self.scored_steps, device=first.device)  # [B] -> [B, S]
 
     def _executable(self, x: torch.Tensor) -> torch.Tensor:
-        # [B, S, H, A] -> [B, C, S, A]
-        return x[:, :, : self.chunk].transpose(1, 2)
+        return x[:, :, : self.chunk].transpose(1, 2)  # [B, S, H, A] -> [B, C, S, A]
 
     def _reduced(self, terms: torch.Tensor, td: TensorDict, over_steps: bool = False) -> torch.Tensor:
         """Over the positions that were executed, and the steps, unless each is an action of its own; float64."""
@@ -296,8 +289,7 @@ class _FlowNoise(nn.Module):
         nn.init.zeros_(output.bias)
 
     def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
-        # [B, W] -> [B, S, W + K] -> [B, S, H, A]
-        which = nn.functional.one_hot(step, self.steps).to(condition.dtype)
+        which = nn.functional.one_hot(step, self.steps).to(condition.dtype)  # [B, S, K], beside a condition [B, W]
         inputs = torch.cat([condition[:, None].expand(-1, step.shape[1], -1), which], -1)
         log_std = self.middle + self.reach * torch.tanh(self.net(inputs).float())
         return torch.sub(x, velocity, alpha=self.size), log_std.exp().unflatten(-1, self.shape)
@@ -305,17 +297,14 @@ class _FlowNoise(nn.Module):
 
 class _FlowMatching(nn.Module):
     """FPO: the log of a ratio is how much the flow-matching loss fell, `mean_i |v_old - u_i|^2 - |v - u_i|^2`.
-
     That is a difference of log-probs of u_i = eps_i - a under normals around v with variance S/2 (1/2 where dims and
-    points are averaged anyway), so that everything else is as with the other kernels.
-    """
+    points are averaged anyway), so that everything else is as with the other kernels."""
 
     learns_noise = False
 
     def __init__(self, samples: int, reduction: str):
         super().__init__()
-        std = torch.tensor(0.5 if reduction == "mean" else 0.5 * samples).sqrt()
-        self.std = nn.Buffer(std, persistent=False)
+        self.std = nn.Buffer(torch.tensor(0.5 if reduction == "mean" else 0.5 * samples).sqrt(), persistent=False)
 
     def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
         return velocity, self.std
@@ -339,8 +328,7 @@ class _Terms:
         return cls(-0.5 * squares - volume, volume + 0.5 * mean.shape[-1], squares, mean.shape[-1])
 
     def per_position(self, reduction: str) -> torch.Tensor:
-        # [B, C]
-        return self.log_prob.mean(-1) / self.action_dim if reduction == "mean" else self.log_prob.sum(-1)
+        return self.log_prob.mean(-1) / self.action_dim if reduction == "mean" else self.log_prob.sum(-1)  # [B, C]
 
     @property
     def z2(self) -> torch.Tensor:
@@ -369,14 +357,10 @@ def _learns_noise(config: DenoisingConfig) -> bool:
 def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
     if spec.discrete_actions:
         name = config.name  # type: ignore[attr-defined]  # the config of every policy has one
-        advice = "use actor_critic"
-        raise UserError(f"policy.name={name} draws continuous actions, but the env takes one of several; {advice}")
+        raise UserError(f"policy.name={name} draws continuous actions, the env takes one of several; use actor_critic")
     if config.horizon is not None and config.horizon < chunk:
-        raise UserError(
-            f"policy.horizon={config.horizon} is shorter than the {chunk} steps that rollout.action_steps executes"
-        )
+        raise UserError(f"policy.horizon={config.horizon} is shorter than rollout.action_steps={chunk}; give as many")
     defaults = {name: field.default for name, field in DenoisingConfig.model_fields.items()}
-    is_mdp = config.method == "denoising_mdp"
     for method, names in OF_ONE_METHOD.items():
         unread = [] if method == config.method else [name for name in names if getattr(config, name) != defaults[name]]
         if unread:
@@ -391,12 +375,11 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
         value, default = (list(v) if isinstance(v, tuple) else v for v in (getattr(config, name), defaults[name]))
         if value == default or is_read and config.method != "fpo":
             continue
-        method = f"policy.method={config.method}" + (f" with policy.kernel={config.kernel}" if is_mdp else "")
+        method = f"policy.method={config.method}"
+        method += f" with policy.kernel={config.kernel}" if config.method == "denoising_mdp" else ""
         reads = f"reads policy.{'noise_range' if is_learned else 'noise_level'} instead"
         reads = "adds no noise to denoising steps" if config.method == "fpo" else reads
         raise UserError(f"policy.{name}={value}: {method} {reads}; leave it at {default}, or set another method")
     if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
-        raise UserError(
-            f"policy.denoising_steps={config.denoising_steps} is more than the policy.sampling_steps="
-            f"{config.sampling_steps} that there are"
-        )
+        most = f"policy.sampling_steps={config.sampling_steps}"
+        raise UserError(f"policy.denoising_steps={config.denoising_steps} is more than the {most} that there are")

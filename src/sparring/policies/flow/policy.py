@@ -1,7 +1,6 @@
 """The flow policy: a transformer denoises action chunks, conditioned on encoded observations.
 
-Letters: B decisions, H steps of a chunk, A action dims, F features, W width.
-"""
+Letters: B decisions, H steps of a chunk, A action dims, F features, W width."""
 
 import copy
 import math
@@ -28,10 +27,8 @@ class FlowPolicy(FlowChain):
         if config.width % config.heads:
             raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
         if config.consistency and config.method == "fpo":
-            raise UserError(
-                f"policy.consistency={config.consistency}: policy.method=fpo scores the velocity along the path, which "
-                "a policy with the consistency term does not act by; leave it out, or set another method"
-            )
+            why = "policy.method=fpo scores the velocity along the path; a policy with this term acts by another one"
+            raise UserError(f"policy.consistency={config.consistency}: {why}; leave it out, or set another method")
         super().__init__(config, spec, chunk, config.width, config.normalize_actions)
         self.encoder = ObservationEncoder(config, spec)
         self.condition = nn.Linear(self.encoder.size, config.width)
@@ -114,10 +111,8 @@ class _ActionTransformer(nn.Module):
         self.output = _zeroed(nn.Linear(width, action_dim))
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        # [B, H, A], [B], [B, W] -> [B, H, A]
-        tokens = self.input(x) + self.position
-        # [B, 1, W]
-        condition = nn.functional.silu(self.time(t) + condition)[:, None]
+        tokens = self.input(x) + self.position  # [B, H, W], for an answer [B, H, A]
+        condition = nn.functional.silu(self.time(t) + condition)[:, None]  # [B, 1, W]
         for block in self.blocks:
             tokens = block(tokens, condition)
         shift, scale = self.modulation(condition).chunk(2, -1)
@@ -155,8 +150,7 @@ class _TimeEmbedding(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(2 * (width // 2), width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
-        # [B] -> [B, W]
-        angles = t[:, None] * self.frequencies
+        angles = t[:, None] * self.frequencies  # [B, W / 2]
         return self.mlp(torch.cat([angles.sin(), angles.cos()], -1))
 
 

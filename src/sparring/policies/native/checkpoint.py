@@ -94,10 +94,8 @@ def read_model(folder: str | Path, key: str = "policy.model_path") -> SavedModel
         return SavedModel(*_from_transformers(pi0), *plan, is_pi0=True, needs_tokenizer=True)
     missing = "a file, not a folder" if path.is_file() else "no such folder"
     found = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else missing
-    raise UserError(
-        f"{key}={folder}: neither {_SIZES} (a native VLA) nor config.json (transformers' pi0) is there ({found}); give "
-        "a folder with one of them"
-    )
+    neither = f"neither {_SIZES} (a native VLA) nor config.json (transformers' pi0)"
+    raise UserError(f"{key}={folder}: {neither} is there ({found}); give a folder with one of them")
 
 
 def _from_transformers(source) -> tuple[Weights, Sizes]:
@@ -205,7 +203,6 @@ def _require(section: str, config: Any, expected: dict) -> None:
 
 
 def _settings_of(sizes: Sizes) -> dict:
-
     def named(names: dict[str, str]) -> dict[str, int]:
         return {theirs: getattr(sizes, ours) for ours, theirs in names.items()}
 

@@ -40,14 +40,12 @@ class Sizes:
                 raise UserError(f"policy.{name}={size}: expected an even number")
         for whole, part in (("vision_width", "vision_heads"), ("image_size", "patch_size"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):
-                raise UserError(
-                    f"policy.{whole}={getattr(self, whole)} cannot be split into policy.{part}={getattr(self, part)}; "
-                    "make the first a multiple of the second"
-                )
+                first, second = f"{whole}={getattr(self, whole)}", f"{part}={getattr(self, part)}"
+                why = "make the first a multiple of the second"
+                raise UserError(f"policy.{first} cannot be split into policy.{second}; {why}")
 
 
-_PRESETS = {
-    # tiny, small, pi0
+_PRESETS = {  # tiny, small, pi0
     "image_size": (64, 128, 224),
     "patch_size": (16, 16, 14),
     "vision_width": (128, 384, 1152),
@@ -78,15 +76,9 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     preset: Literal["tiny", "small", "pi0"] = Field(
         "tiny", description="sizes of what is null below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B"
     )
-    model_path: str | None = Field(
-        None, description="folder with weights and their sizes: one saved here, or transformers' pi0; null: fresh"
-    )
-    tokenizer: str | None = Field(
-        None, description="folder with tokenizer.json, or bytes; null: the checkpoint's own, bytes where there is none"
-    )
-    horizon: int | None = Field(
-        None, gt=0, description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps"
-    )
+    model_path: str | None = Field(None, description="folder of weights saved here, or transformers' pi0; null: fresh")
+    tokenizer: str | None = Field(None, description="folder with tokenizer.json, or bytes; null: checkpoint's or bytes")
+    horizon: int | None = Field(None, gt=0, description="planned steps; null: pi0's chunk_size or rollout.action_steps")
     sampling_steps: int | None = Field(  # type: ignore[assignment]
         None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
     )
@@ -96,9 +88,7 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     )
     fast: bool | None = Field(None, description="act by compiled CUDA graphs; null: on a GPU in bf16; never to score")
     frozen: tuple[str, ...] = Field((), description="patterns of the names of weights that do not learn, e.g. vision.*")
-    normalize_observations: bool = Field(
-        True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
-    )
+    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
     memory_size: int = Field(0, ge=0, description="numbers remembered of an episode, told as a token; 0: none")
     image_size: int | None = Field(None, gt=0, description="images are resized to so many pixels; null: preset's")
@@ -131,8 +121,6 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
             advice = "leave it out"
             raise UserError(f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; {advice}")
         if saved.memory_size not in (0, self.memory_size):
-            raise UserError(
-                f"policy.memory_size={self.memory_size}, but the weights in policy.model_path={self.model_path} read "
-                f"{saved.memory_size} numbers of memory; set that"
-            )
+            reads = f"the weights in policy.model_path={self.model_path} read {saved.memory_size} numbers of memory"
+            raise UserError(f"policy.memory_size={self.memory_size}, but {reads}; set that")
         return replace(saved, memory_size=self.memory_size)

@@ -3,8 +3,7 @@
 Images and words see each other; state and memory see these and each other; actions see all. So only actions depend on
 noise and time, and the rest is cached. In each layer the expert attends to the prefix's keys and values of that layer.
 Letters: B rows, N cameras, T tokens, L keys or tokens of the prefix, d numbers of a head, H steps of a chunk,
-A action dims, W width.
-"""
+A action dims, W width."""
 
 import math
 from collections.abc import Sequence
@@ -67,8 +66,7 @@ def rotation(positions: torch.Tensor, head_dim: int) -> Rotation:
 
 
 def _rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
-    # [B, T, heads, d]: number i and i + d/2 are turned together
-    cos, sin = by
+    cos, sin = by  # numbers i and i + d/2 of x [B, T, heads, d] are turned together
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -118,8 +116,7 @@ class _VisionBlock(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = _LayerNorm(width, _EPSILON)
-        # queries, keys and values, one product instead of three
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width)  # queries, keys and values, one product instead of three
         self.out = nn.Linear(width, width)
         self.mlp_norm = _LayerNorm(width, _EPSILON)
         self.up = nn.Linear(width, mlp)
@@ -151,12 +148,10 @@ class Inputs(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    # [B, layers, kv heads, L, d] each
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor  # [B, layers, kv heads, L, d]
+    values: torch.Tensor  # the same
     mask: torch.Tensor  # [B, L] bool: false where a text is padded, and where L is
-    # [B, W] float32: the mean of the last layer's tokens; None where it was not asked for
-    features: torch.Tensor | None
+    features: torch.Tensor | None  # [B, W] float32: the mean of the last layer's tokens; None where not asked for
 
 
 class NativeModel(nn.Module):
@@ -197,8 +192,7 @@ class NativeModel(nn.Module):
         for number, layer in enumerate(self.expert):
             q, k, v = layer.project(x, turns)
             keys[number], values[number] = _extend(keys[number], k), _extend(values[number], v)
-            # their last layer's output is not read
-            if number < len(self.expert) - 1:
+            if number < len(self.expert) - 1:  # their last layer's output is not read
                 x = layer.finish(x, attend(q, keys[number], values[number], seen))
         return Prefix(torch.stack(keys, 1), torch.stack(values, 1), seen, mean)
 
@@ -245,8 +239,7 @@ class NativeModel(nn.Module):
         dtype, cameras, seen = self._dtype(), inputs.images.shape[1], inputs.text
         x = self.words(inputs.tokens).to(dtype) * self.sizes.width**0.5
         if cameras:
-            # [B * N, P, W] -> [B, N * P, W]
-            patches = self.projector(vision(inputs.images.flatten(0, 1), dtype))
+            patches = self.projector(vision(inputs.images.flatten(0, 1), dtype))  # [B * N, P, W]
             x = torch.cat([patches.view(len(x), -1, self.sizes.width), x], 1)
             seen = F.pad(seen, (cameras * self.vision.count, 0), value=True)
         return x, seen, rotation(seen.cumsum(1) - 1, self.sizes.head_dim)
@@ -285,8 +278,7 @@ def _padded(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _extend(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Keys or values of more tokens, padded with zeros that are masked: matrix products of odd sizes are slow."""
-    # [B, kv heads, L, d]
-    room = -(cached.shape[2] + new.shape[2]) % _MULTIPLE
+    room = -(cached.shape[2] + new.shape[2]) % _MULTIPLE  # of [B, kv heads, L, d]
     return torch.cat([cached, new, new.new_zeros(*new.shape[:2], room, new.shape[3])], 2)
 
 

@@ -44,10 +44,8 @@ class NativeVLA(FlowChain):
         config = config.model_copy(update={"horizon": horizon, "sampling_steps": steps})
         super().__init__(config, spec, chunk, sizes.width, config.normalize_actions)
         if self.action_dim > sizes.max_action_dim:
-            raise UserError(
-                f"the env's actions have {self.action_dim} numbers, but the network gives policy.max_action_dim="
-                f"{sizes.max_action_dim}; {_larger(config, 'max_action_dim', self.action_dim)}"
-            )
+            most, advice = sizes.max_action_dim, _larger(config, "max_action_dim", self.action_dim)
+            raise UserError(f"the env's actions have {self.action_dim} numbers, policy.max_action_dim={most}; {advice}")
         self.encoder = _NativeInputs(config, spec, sizes, saved)
         self.model = NativeModel(sizes)
         if saved is not None:
@@ -64,9 +62,8 @@ class NativeVLA(FlowChain):
         self.memory_size = sizes.memory_size
         self.critic = Critic(config, spec, sizes.width + self.memory_size, config.normalize_observations)
         self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys, *self.trace_keys]
-        # and whether the weights may have learned since the graphs last acted
         self._graphs: ActingGraphs | None = None
-        self._learned = False
+        self._learned = False  # whether the weights may have learned since the graphs last acted
 
     @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
@@ -95,8 +92,7 @@ class NativeVLA(FlowChain):
         return self.critic(features if memory is None else torch.cat([features, memory], -1), td)
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        # the critic does not shape the network
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self._precision():  # the critic does not shape the network
             features = self.model.features(self.encoder(td))
         return self.value_of(features, td)
 
@@ -146,10 +142,8 @@ class _NativeInputs(nn.Module):
         self.has_task = "task" in shown
         state_size = math.prod(shown["state"][0]) if "state" in shown else 0
         if state_size > sizes.max_state_dim:
-            raise UserError(
-                f"the env's state has {state_size} numbers, but the network reads policy.max_state_dim="
-                f"{sizes.max_state_dim}; {_larger(config, 'max_state_dim', state_size)}"
-            )
+            most, advice = sizes.max_state_dim, _larger(config, "max_state_dim", state_size)
+            raise UserError(f"the env's state has {state_size} numbers, policy.max_state_dim={most}; {advice}")
         self.has_state = state_size > 0
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
         self.instructions = _token_table(config, spec.instructions, sizes.vocabulary, saved)
@@ -164,8 +158,7 @@ class _NativeInputs(nn.Module):
         task = td[TASK] if self.has_task else torch.zeros(batch, dtype=torch.int64, device=device)
         state = self._state(td) if self.has_state else torch.zeros(batch, 1, device=device)
         views = [(self.prepare or self._scaled)(view) for view in images_of(td, self.spec, self.cameras)]
-        # [B, N, 3, S, S]
-        images = torch.stack(views, 1) if views else torch.zeros(batch, 0, 3, 1, 1, device=device)
+        images = torch.stack(views, 1) if views else torch.zeros(batch, 0, 3, 1, 1, device=device)  # [B, N, 3, S, S]
         tokens, text = self.instructions(task)
         return Inputs(images, tokens, text, state, self.memory(td))
 
@@ -212,10 +205,9 @@ def _token_table(
             why = f"but policy.text_tokens={config.text_tokens}; raise it, or shorten the instruction"
             raise UserError(f"the instruction {text[:40]!r}... has {len(row)} tokens, {why}")
         if max(row) >= vocabulary:
-            raise UserError(
-                f"the tokenizer gives token {max(row)} for {text[:40]!r}, but the model has embeddings of {vocabulary} "
-                f"only; set policy.vocabulary={tokenizer.vocabulary}, or take the tokenizer that belongs to the weights"
-            )
+            has = f"the model has embeddings of {vocabulary} only; set policy.vocabulary={tokenizer.vocabulary}"
+            given = f"the tokenizer gives token {max(row)} for {text[:40]!r}"
+            raise UserError(f"{given}, but {has}, or take the tokenizer that belongs to the weights")
     return TokenTable(rows)
 
 
@@ -238,9 +230,7 @@ class _MemoryTraces(nn.Module):
 
     A decision is scored from its own row, so no gradient could reach what wrote the memory: it is fixed. Number 0 is a
     clock, t / (t + 1) at decision t; each other one follows a random projection of the observations: their mean until
-    that is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D of
-    observations.
-    """
+    that is longer than its span, then an exponential average. Letters: B decisions, M numbers of memory, D observed."""
 
     longest_span = 100  # decisions over which the slowest trace averages; the fastest holds the last decision alone
 
@@ -268,18 +258,14 @@ class _FileTokenizer:
         file = Path(folder).expanduser()
         file = file if file.name == "tokenizer.json" else file / "tokenizer.json"
         if not file.is_file():
-            raise UserError(
-                f"{key}={folder}: no {file} there, which the instructions are read by; set policy.tokenizer to a "
-                f"folder that has one (PaliGemma's for pi0), or to {BYTES} to read them byte by byte, which a "
-                "pretrained model has not learned"
-            )
+            advice = "set policy.tokenizer to a folder that has one (PaliGemma's for pi0)"
+            own = f"to {BYTES} to read instructions byte by byte, which a pretrained model has not learned"
+            raise UserError(f"{key}={folder}: no {file} there, which is needed; {advice}, or {own}")
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise UserError(
-                f'{file} needs the package tokenizers, which is not here; pip install "sparring[vla]", or set '
-                f"policy.tokenizer={BYTES}"
-            ) from error
+            advice = f'pip install "sparring[vla]", or set policy.tokenizer={BYTES}'
+            raise UserError(f"{file} needs the package tokenizers, which is not here; {advice}") from error
         try:
             self._library = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no narrower one

@@ -62,8 +62,7 @@ class VLAObservations(nn.Module):
             elif isinstance(source, str):
                 seen[key] = self._one(td, source)
             else:
-                # [B, cameras, ...]
-                seen[key] = torch.stack([self._one(td, name) for name in source], 1)
+                seen[key] = torch.stack([self._one(td, name) for name in source], 1)  # [B, cameras, ...]
         return seen
 
     def size_of(self, key: str) -> int | None:

@@ -65,8 +65,7 @@ def import_model_class(model_class: str | type | None) -> type:
     """'package.module:Class' or 'package.module.Class' -> Class, which has the interface of a VLA model."""
     if not isinstance(model_class, type):
         if not model_class:
-            expected = "expected your class, e.g. policy.model_class=my.models:MyVLA"
-            raise UserError(f"policy.model_class is not given; {expected}")
+            raise UserError("policy.model_class is not given; expected your class, e.g. my.models:MyVLA")
         module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
         if not module:
             raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")

@@ -1,7 +1,6 @@
 """A VLA model of your own as a policy: VLAPolicy for the documented interface, another for a flow head.
 
-Letters: B decisions, C steps of a chunk, A action entries of a step; the model's action_dim is C * A.
-"""
+Letters: B decisions, C steps of a chunk, A action entries of a step; the model's action_dim is C * A."""
 
 import contextlib
 import inspect
@@ -27,8 +26,7 @@ from sparring.policies.vla.load import DTYPES, import_model_class, load_vla_mode
 from sparring.policies.weights import match_parameters
 from sparring.processes.memory import oom_message
 
-# settings that only one kind of model reads
-_OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)
+_OF_FLOW = (*DenoisingConfig.model_fields, *CriticConfig.model_fields)  # settings that only one kind of model reads
 _OF_DOCUMENTED = ("draws", "critic_parts")
 # what a model that is not made for its observations may raise
 _MODEL_ERRORS = (RuntimeError, KeyError, TypeError, ValueError, IndexError, AttributeError)
@@ -131,8 +129,7 @@ class VLAPolicy(Policy):
         return seen
 
     def _action_of(self, actions: torch.Tensor, batch: int) -> torch.Tensor:
-        # [B, C * A] -> [B, C, A with padding]
-        shape = list(actions.shape)
+        shape = list(actions.shape)  # [B, C * A] -> [B, C, A with padding]
         if shape != [batch, self.chunk * self.each]:
             raise _size_error(shape, f"{type(self.model).__name__} gave actions of shape", self.spec, self.chunk)
         actions = actions.float().view(batch, self.chunk, self.each)
@@ -140,13 +137,11 @@ class VLAPolicy(Policy):
         return nn.functional.pad(actions, (0, self.padding)) if self.padding else actions
 
     def _scored(self, action: torch.Tensor) -> torch.Tensor:
-        # [B, C, A with padding] -> [B, C * A]
-        action = action[..., : self.each]
+        action = action[..., : self.each]  # [B, C, A with padding] -> [B, C * A]
         return (action if self.actions is None else self.actions(action)).flatten(1)
 
     def _value(self, seen: TensorDict) -> torch.Tensor:
-        # [B, 1] -> [B]
-        value = self.model.get_value(seen)
+        value = self.model.get_value(seen)  # [B, 1] -> [B]
         if value.numel() != len(seen):
             raise self._shape_error("get_value", value, f"[{len(seen)}, 1]")
         return value.float().view(-1)
@@ -232,10 +227,9 @@ def _try_flow(model: Any, config: VLAConfig, observations: VLAObservations, hori
         except RuntimeError as error:
             if oom_message(error):
                 raise
-            raise UserError(
-                f"{name}.denoise cannot read chunks [1, {horizon}, {each}] ({str(error).splitlines()[0]}); make "
-                f"the model for {horizon} steps (policy.horizon or rollout.action_steps) of {each} action entries"
-            ) from error
+            fix = f"make it for {horizon} steps (policy.horizon or rollout.action_steps) of {each} action entries"
+            why = f"cannot read chunks [1, {horizon}, {each}] ({str(error).splitlines()[0]})"
+            raise UserError(f"{name}.denoise {why}; {fix}") from error
     if velocity.shape != x.shape:
         raise UserError(f"{name}.denoise gave {list(velocity.shape)} for a chunk {list(x.shape)}; expected its shape")
     return features.shape[1]
@@ -313,8 +307,7 @@ def _size_error(given: int | list[int], what: str, spec: EnvSpec, steps: int) ->
 def _precision(model: nn.Module, config: VLAConfig):
     with contextlib.ExitStack() as stack:
         if config.precision == "bf16":
-            # parts may be on several devices
-            for kind in {p.device.type for p in model.parameters()}:
+            for kind in {p.device.type for p in model.parameters()}:  # parts may be on several devices
                 stack.enter_context(torch.autocast(kind, torch.bfloat16))
         yield
 
@@ -330,19 +323,16 @@ def _first_call(model: nn.Module, seen: TensorDict):
         # the last one in the model's own file
         own = [frame for frame in frames if frame.filename == inspect.getfile(type(model))] or frames
         shown = ", ".join(f"{key} {list(value.shape)}" for key, value in seen.items())
-        raise UserError(
-            f"{type(model).__name__} failed when it was shown {shown}: {type(error).__name__}: {error} "
-            f"({Path(own[-1].filename).name}, line {own[-1].lineno}); policy.observation_keys, "
-            "policy.tokenizer and the env's cameras (env.name=tabletop: env.cameras, env.image_size) change what it is "
-            "shown (docs/vla.md, 'What it is told')"
-        ) from error
+        where = f"{type(error).__name__}: {error} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
+        change = "policy.observation_keys, policy.tokenizer, env.cameras and env.image_size change what it is shown"
+        told = f"{type(model).__name__} failed when it was shown {shown}: {where}; {change}"
+        raise UserError(f"{told} (docs/vla.md, 'What it is told')") from error
 
 
 class _Drawing:
     """Draws actions from a model so that the same noise gives the same action.
     A model without `sample` draws from torch's generator, seeded from the noise: by `rows` each decision on its own,
-    else all at once, which is faster, but repeatable only for the same batch.
-    """
+    else all at once, which is faster, but repeatable only for the same batch."""
 
     def __init__(self, model: nn.Module, size: int, by_rows: bool, discrete: bool):
         self.samples = hasattr(model, "sample")
@@ -381,11 +371,9 @@ class _Drawing:
     def _try(self, model: nn.Module, seen: TensorDict) -> None:
         first, *others = (self._forward(model, seen, seed) for seed in range(_TRIES))
         if all(torch.equal(first, other) for other in others):
-            raise UserError(
-                f"{type(model).__name__}.forward gives the same action whatever torch's seed is, so nothing would be "
-                "explored; let it draw (from the distribution that evaluate_actions scores), or add "
-                "sample(observations, noise)"
-            )
+            why = f"{type(model).__name__}.forward gives the same action whatever torch's seed is: nothing is explored"
+            advice = "let it draw (from the distribution that it scores), or add sample(observations, noise)"
+            raise UserError(f"{why}; {advice}")
 
 
 def _seeded(model: nn.Module, seed: int, call) -> torch.Tensor:

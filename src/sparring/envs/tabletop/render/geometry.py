@@ -1,6 +1,5 @@
-"""Shapes on the screen: the pixels one can cover, and ray intersections in closed form. `hit` takes a shape's size
-(MuJoCo's) and a ray o + t d in the shape's axes, and returns t (FAR: a miss), the outward normal and the tone. It has
-no early returns, so that loops over pixels vectorize."""
+"""Shapes on the screen: the pixels one can cover, and ray intersections in closed form. `hit` takes a shape's size and
+a ray o + t d in its axes, and returns t (FAR: a miss), outward normal and tone; no early returns: loops vectorize."""
 
 import numpy as np
 from numba import njit

@@ -109,7 +109,5 @@ def windowless_gl() -> str:
                 return name
         except subprocess.TimeoutExpired:
             continue
-    raise UserError(
-        "MuJoCo's renderer needs OpenGL without a window, and neither EGL nor OSMesa works here. Install one (apt "
-        "install libegl1 libgl1, or apt install libosmesa6), or set env.video_renderer=builtin, which needs neither."
-    )
+    install = "install one (apt install libegl1 libgl1, or apt install libosmesa6), or set env.video_renderer=builtin"
+    raise UserError(f"MuJoCo's renderer needs OpenGL by EGL or OSMesa, and neither works here; {install}")

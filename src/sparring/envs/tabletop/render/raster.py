@@ -1,6 +1,5 @@
-"""Draw analytic shapes into a z-buffer and shade them, without the GIL or GL. Rays have depth 1, so the ray parameter t
-is the depth; a pixel shows the nearest entry into a shape beyond NEAR. Robots are independent: any split over threads
-gives the same bytes."""
+"""Draw analytic shapes into a z-buffer and shade them, without the GIL or GL. Rays have depth 1: the ray parameter t is
+the depth. A pixel shows the nearest entry into a shape beyond NEAR. Any split of robots over threads gives the same."""
 
 from typing import NamedTuple
 
@@ -30,13 +29,11 @@ _CELLS = 16, 9  # of the static: along the longest side of the screen and along 
 class Shapes(NamedTuple):
     """What is drawn, the same for every robot. Sizes are MuJoCo's: radius and half lengths."""
 
-    # [G], [G, 3], [G, 3]
-    kind: np.ndarray
-    size: np.ndarray
-    rgb: np.ndarray
-    # [G] bool: throws a soft shadow straight down onto the top of the `ground` box (-1: no shadows)
-    casts: np.ndarray
-    ground: int
+    kind: np.ndarray  # [G]
+    size: np.ndarray  # [G, 3]
+    rgb: np.ndarray  # [G, 3]
+    casts: np.ndarray  # [G] bool: throws a soft shadow straight down onto the top of the ground
+    ground: int  # the box of that (-1: no shadows)
     label: np.ndarray  # [G] uint8: its number in a segmentation
     screen: int  # the box that may show static (-1: none)
 

@@ -72,12 +72,12 @@ class Renderer:
             raise ValueError(f"a look of {len(look.noise)} rows for {n} robots")
         pos, mat, camera_pos, camera_mat = self._poses(qpos, goal, look, index)
         kinds = (*wants, "rgb", "depth") if points else wants
-        # [C, n, channels, S, S]; what has no rows is not drawn
-        out = {
+        out = {  # [C, n, channels, S, S]; what has no rows is not drawn
             kind: np.empty((len(index), n if kind in kinds else 0, channels, size, size), dtype)
             for kind, (channels, dtype) in KINDS.items()
         }
-        tangents, parts = self._tangents[index], _parts(n, self._threads)
+        tangents, count = self._tangents[index], max(1, min(n, self._threads))
+        parts = [(n * k // count, n * (k + 1) // count) for k in range(count)]  # robots of each thread: first, last + 1
         places = (self._shapes, pos, mat, camera_pos, camera_mat, tangents, look)
         self._run(draw, [(*places, first, last, *out.values()) for first, last in parts])
         views = {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
@@ -116,8 +116,7 @@ class Renderer:
 
 
 def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
-    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: 2 x 2 blocks averaged, pale lines between
-    cameras."""
+    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: 2 x 2 blocks averaged, pale lines between."""
     double = np.concatenate([pixels[0] for pixels in views.values()], axis=2).astype(np.uint16)
     # [3, 2 H, 2 M W] -> [3, H, M W], in integers: `mean` over blocks takes ten times as long
     rows = double[:, ::2] + double[:, 1::2]
@@ -164,12 +163,6 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         casts=np.append(shapes.casts, marker.kind == "ball"),
         label=np.append(shapes.label, np.uint8(GOAL)),
     )
-
-
-def _parts(n: int, parts: int) -> list[tuple[int, int]]:
-    """`range(n)` cut into 1 to `parts` pieces (first, last + 1) of nearly equal length."""
-    parts = max(1, min(n, parts))
-    return [(n * k // parts, n * (k + 1) // parts) for k in range(parts)]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

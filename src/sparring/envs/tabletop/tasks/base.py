@@ -1,5 +1,4 @@
-"""What a task is: a scene, a start, a reward, when it is done, and a scripted expert. registry.py has all tasks by
-name."""
+"""What a task is: a scene, a start, a reward, when it is done, and a scripted expert. registry.py has them all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,25 +10,21 @@ from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FI
 
 
 class Start(NamedTuple):
-    # [R, 8] joints and fingers ([8] will do for one arm), [3], [k, 7] positions and quaternions
-    arm: np.ndarray
-    goal: np.ndarray
-    objects: np.ndarray
+    arm: np.ndarray  # [R, 8] joints and fingers; [8] will do for one arm
+    goal: np.ndarray  # [3]
+    objects: np.ndarray  # [k, 7] positions and quaternions
     mechanisms: np.ndarray = np.zeros(0)  # [m] joints inside the objects, each as a part of its travel
 
 
 class Situation(NamedTuple):
     """What tasks judge by and experts act on, of n robots with R arms each."""
 
-    # [n, R, 3], [n, 3], from the table's centre
-    hands: np.ndarray
-    goal: np.ndarray
-    # [n, R] metres between the fingers, and metres that each is commanded to be open
-    widths: np.ndarray
-    grips: np.ndarray
-    # [n, K, 3], [n, K, 4]
-    objects: np.ndarray
-    quats: np.ndarray
+    hands: np.ndarray  # [n, R, 3] from the table's centre, like goal and objects
+    goal: np.ndarray  # [n, 3]
+    widths: np.ndarray  # [n, R] metres between the fingers
+    grips: np.ndarray  # [n, R] metres that each finger is commanded to be open
+    objects: np.ndarray  # [n, K, 3]
+    quats: np.ndarray  # [n, K, 4]
     # [n, m] joints inside the objects (how far a drawer is open): parts of their travel, and of it per second
     mechanisms: np.ndarray = np.zeros((0, 0))
     mechanism_speeds: np.ndarray = np.zeros((0, 0))
@@ -88,12 +83,11 @@ class TabletopTask(Task):
 class Sector:
     """A part of a ring around an arm's base, on the table."""
 
-    # metres from the axis of the base, and degrees to either side of `ahead`, which is to the left of straight ahead
-    near: float
+    near: float  # metres from the axis of the base
     far: float
-    degrees: float
+    degrees: float  # to either side of `ahead`
     base: tuple[float, float, float] = ARM_BASE
-    ahead: float = 0.0
+    ahead: float = 0.0  # degrees to the left of straight ahead
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         radius = np.sqrt(rng.uniform(self.near**2, self.far**2))
@@ -143,9 +137,8 @@ def rotation_columns(quat: np.ndarray) -> np.ndarray:
 def grasp(
     hand: np.ndarray, grip: np.ndarray, place: np.ndarray, pressed: float, over: float = 0.065
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Above the place `[..., 3]`, down, close: for hands `[..., 3]` commanded open by `grip` `[...]`. Returns the
-    hand's target `[..., 3]`, the finger action `[...]`, and `[...]` bool: the fingers are around the place and
-    commanded closer than `pressed`."""
+    """Above the place `[..., 3]`, down, close: for hands `[..., 3]` commanded open by `grip` `[...]`. Returns their
+    targets, finger actions `[...]`, and `[...]` bool: fingers are around the place, commanded closer than `pressed`."""
     offset = hand - place
     aside, away = np.linalg.norm(offset[..., :2], axis=-1), np.linalg.norm(offset, axis=-1)
     below = offset[..., 2] < over - 0.02

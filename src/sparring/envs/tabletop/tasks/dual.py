@@ -5,19 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparring.envs.tabletop.scene import CUBE_HALF, DUAL, RED, Scene, Solid
-from sparring.envs.tabletop.tasks.base import (
-    WIDE,
-    HandTarget,
-    Sector,
-    Situation,
-    Start,
-    TabletopTask,
-    arm_near_home,
-    distance,
-    grasp,
-    rotation_columns,
-    standing,
-)
+from sparring.envs.tabletop.tasks import base
 
 # from the tray's centre to where a hand holds a handle, metres along its own y and z
 _HANDLE_Y, _HANDLE_Z = 0.105, 0.026
@@ -51,7 +39,7 @@ class Area:
 
 
 @dataclass(frozen=True)
-class LiftTray(TabletopTask):
+class LiftTray(base.TabletopTask):
     """Take the tray by its two handles and hold it 8 cm or more above the table, level, the cube still on it."""
 
     tray: Area
@@ -66,17 +54,17 @@ class LiftTray(TabletopTask):
     )
     max_episode_steps: int = 70
     height: float = 0.08
-    reach: Sector = WIDE  # where each arm takes its handle, from its own base
+    reach: base.Sector = base.WIDE  # where each arm takes its handle, from its own base
 
-    def start(self, rng: np.random.Generator) -> Start:
+    def start(self, rng: np.random.Generator) -> base.Start:
         arms, centre, yaw = _arms_and_pose(rng, self, self.tray)
         across, along = _axes(yaw)
         cube = centre + np.sum(rng.uniform(-self.offset, self.offset, (2, 1)) * [across, along], axis=0)
         bottom = 2 * TRAY.half[2]
-        objects = np.stack([standing(centre, TRAY.half[2], yaw), standing(cube, bottom + CUBE_HALF, yaw)])
-        return Start(arms, np.array([*centre, TRAY.half[2] + self.height + 0.02]), objects)
+        objects = np.stack([base.standing(centre, TRAY.half[2], yaw), base.standing(cube, bottom + CUBE_HALF, yaw)])
+        return base.Start(arms, np.array([*centre, TRAY.half[2] + self.height + 0.02]), objects)
 
-    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
         risen = now.objects[:, 0, 2] - TRAY.half[2]
         from_handles = np.linalg.norm(now.hands - _handles(now), axis=2)
         held = (from_handles < 0.025) & _gripping(now, 2 * _HANDLE_HALF[0])
@@ -87,31 +75,29 @@ class LiftTray(TabletopTask):
         reward += both * (0.4 * np.clip(risen / (self.height + 0.02), 0, 1) + 0.3 * satisfied)
         return reward, satisfied
 
-    def carries(self, now: Situation) -> np.ndarray:
+    def carries(self, now: base.Situation) -> np.ndarray:
         """`[n]` bool: the tray is tilted by less than 15 degrees and the cube stands on it."""
         axes, tray = _rotations(now.quats[:, 0]), now.objects[:, 0]
-        # the cube as the tray sees it: [n, 3]
-        cube = np.einsum("nij,ni->nj", axes, now.objects[:, 1] - tray)
+        cube = np.einsum("nij,ni->nj", axes, now.objects[:, 1] - tray)  # as the tray sees it: [n, 3]
         within = (np.abs(cube[:, :2]) < TRAY.half[:2]).all(axis=1)
         on = np.abs(cube[:, 2] - TRAY.half[2] - CUBE_HALF) < 0.01
         return within & on & (axes[:, 2, 2] > np.cos(np.deg2rad(15)))
 
     @staticmethod
-    def expert(now: Situation) -> HandTarget:
+    def expert(now: base.Situation) -> base.HandTarget:
         places = _handles(now)
-        point, grip, held = grasp(now.hands, now.grips, places, _PRESSED)
+        point, grip, held = base.grasp(now.hands, now.grips, places, _PRESSED)
         both = np.asarray(held.all(axis=1, keepdims=True))
         raised = places.copy()
         raised[..., 2] = np.minimum(places[..., 2].min(axis=1) + 0.04, now.goal[:, 2] + 0.03)[:, None]
         axes = _rotations(now.quats[:, 0])
         yaw = np.arctan2(axes[:, 1, 0], axes[:, 0, 0])[:, None]
         yaw, speed = (np.broadcast_to(each, grip.shape) for each in (yaw, np.where(both, 0.6, 1.0)))
-        return HandTarget(np.where(both[..., None], raised, point), yaw, grip, speed)
+        return base.HandTarget(np.where(both[..., None], raised, point), yaw, grip, speed)
 
     def describe(self) -> dict[str, str]:
-        reach = f"each handle {self.reach}"
         cube = f"within {self.offset:.2f} m of its middle"
-        return {"tray": f"{self.tray}, {reach}", "yaw": f"+-{self.yaw:g} deg", "cube": cube}
+        return {"tray": f"{self.tray}, each handle {self.reach}", "yaw": f"+-{self.yaw:g} deg", "cube": cube}
 
     def reaches(self, centre: np.ndarray, yaw: float) -> bool:
         axes = _axes(yaw)
@@ -124,10 +110,9 @@ class LiftTray(TabletopTask):
 
 
 @dataclass(frozen=True)
-class Handover(TabletopTask):
+class Handover(base.TabletopTask):
     """The left hand takes the bar near one end, the right hand the other end in the air, the left one lets go. Done
-    when the right hand holds the bar, its middle 5 cm or more above where it lay, and the left hand is open and 6 cm or
-    more away."""
+    when the right one holds the bar 5 cm or more above where it lay, and the left one is open and 6 cm or more away."""
 
     bar: Area
     yaw: float  # degrees to either side of y; 90 is any yaw
@@ -142,13 +127,13 @@ class Handover(TabletopTask):
     height: float = 0.05
     clear: float = 0.06
     meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)  # where the bar's middle should be when it changes hands
-    reach: Sector = WIDE  # where the left arm takes its end of the bar, from its own base
+    reach: base.Sector = base.WIDE  # where the left arm takes its end of the bar, from its own base
 
-    def start(self, rng: np.random.Generator) -> Start:
+    def start(self, rng: np.random.Generator) -> base.Start:
         arms, centre, yaw = _arms_and_pose(rng, self, self.bar)
-        return Start(arms, np.array(self.meeting), standing(centre, BAR.half[2], yaw)[None])
+        return base.Start(arms, np.array(self.meeting), base.standing(centre, BAR.half[2], yaw)[None])
 
-    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
         along, from_bar = _beside_bar(now)
         held = (from_bar < 0.025) & _gripping(now, 2 * BAR.half[0])
         lifted = now.objects[:, 0, 2] - BAR.half[2] > self.height
@@ -165,7 +150,7 @@ class Handover(TabletopTask):
         return np.where(satisfied, 1.0, reward), satisfied
 
     @staticmethod
-    def expert(now: Situation) -> HandTarget:
+    def expert(now: base.Situation) -> base.HandTarget:
         along, from_bar = _beside_bar(now)
         left, right = ((from_bar < 0.025) & (now.grips < _PRESSED)).T
         axis = _rotations(now.quats[:, 0])[:, :, 1]
@@ -174,7 +159,7 @@ class Handover(TabletopTask):
         bar_yaw = _half_turn(own_yaw)
         end = np.where(left, np.sign(along[:, LEFT]), np.where(np.abs(bar_yaw - own_yaw) < 0.1, 1.0, -1.0))
         places = np.stack([_on_bar(now, end * BAR_GRIP), _on_bar(now, -end * BAR_GRIP)], axis=1)
-        take, close, _ = grasp(now.hands, now.grips, places, _PRESSED)
+        take, close, _ = base.grasp(now.hands, now.grips, places, _PRESSED)
         # brings the bar's middle to the meeting point
         meet = now.goal[:, None] + [[0, 1, 0], [0, -1, 0]] * np.abs(along)[..., None]
         wait = now.goal + [0.0, -0.22, 0.06]
@@ -185,7 +170,7 @@ class Handover(TabletopTask):
         leave = now.goal + [0.0, BAR_GRIP, 0.12]
         leave[:, :2] = np.where(from_bar[:, LEFT, None] < 0.05, hand[:, :2], leave[:, :2])
         leave = np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, leave)
-        presented = (np.abs(axis[:, 1]) > np.cos(np.deg2rad(12))) & (distance(now.objects[:, 0], now.goal) < 0.03)
+        presented = (np.abs(axis[:, 1]) > np.cos(np.deg2rad(12))) & (base.distance(now.objects[:, 0], now.goal) < 0.03)
 
         # 0, 1, 2 are take, bring, leave of the left hand and wait, take, keep of the right one
         stages = np.stack([np.where(right, 2, left), np.where(right, 2, left & presented)], axis=1)
@@ -199,7 +184,7 @@ class Handover(TabletopTask):
         ]
         yaw = np.where(right | (left & ~low), 0.0, bar_yaw)
         yaws = np.stack([yaw, np.zeros(len(yaw))], axis=1)
-        return HandTarget(np.stack(points, axis=1), yaws, np.stack(grips, axis=1), np.ones(stages.shape))
+        return base.HandTarget(np.stack(points, axis=1), yaws, np.stack(grips, axis=1), np.ones(stages.shape))
 
     def describe(self) -> dict[str, str]:
         reach = f"its end {self.reach}, out of the right hand's reach"
@@ -217,47 +202,46 @@ class Handover(TabletopTask):
 
 def _arms_and_pose(rng: np.random.Generator, task: LiftTray | Handover, area: Area):
     """Both arms near home, and where in the area a thing stands within their reach: its centre and its yaw."""
-    arms = np.stack([arm_near_home(rng, task.joint_noise, mount=mount) for mount in DUAL])
+    arms = np.stack([base.arm_near_home(rng, task.joint_noise, mount=mount) for mount in DUAL])
     while True:
         centre, yaw = area.draw(rng), np.deg2rad(rng.uniform(-task.yaw, task.yaw))
         if task.reaches(centre, yaw):
             return arms, centre, yaw
 
 
-def _beside_bar(now: Situation) -> tuple[np.ndarray, np.ndarray]:
+def _beside_bar(now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
     """How far along the bar from its middle each hand is, and how far from the bar's axis: `[n, 2]` each."""
     offset, axis = now.hands - now.objects[:, :1], _rotations(now.quats[:, 0])[:, :, 1]
     along = np.clip(np.einsum("nri,ni->nr", offset, axis), -BAR.half[1], BAR.half[1])
     return along, np.linalg.norm(offset - along[..., None] * axis[:, None], axis=2)
 
 
-def _on_bar(now: Situation, along: np.ndarray) -> np.ndarray:
+def _on_bar(now: base.Situation, along: np.ndarray) -> np.ndarray:
     return now.objects[:, 0] + along[:, None] * _rotations(now.quats[:, 0])[:, :, 1]
 
 
 def _half_turn(yaw: np.ndarray | float) -> np.ndarray | float:
     """The same bar with its ends swapped or not: -115 to 65 degrees, the range of the left wrist."""
-    low = np.deg2rad(-115)
-    return (yaw - low) % np.pi + low
+    return (yaw + np.deg2rad(115)) % np.pi - np.deg2rad(115)
 
 
 def _nearness(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return 1 - np.tanh(6 * distance(a, b))
+    return 1 - np.tanh(6 * base.distance(a, b))
 
 
-def _handles(now: Situation) -> np.ndarray:
+def _handles(now: base.Situation) -> np.ndarray:
     offsets = np.array([[0, _HANDLE_Y, _HANDLE_Z], [0, -_HANDLE_Y, _HANDLE_Z]])
     return now.objects[:, :1] + np.einsum("nij,rj->nri", _rotations(now.quats[:, 0]), offsets)
 
 
-def _gripping(now: Situation, thickness: float) -> np.ndarray:
+def _gripping(now: base.Situation, thickness: float) -> np.ndarray:
     """`[n, R]` bool: something about as thick keeps the fingers open."""
     held_open = (now.widths > thickness - 0.008) & (now.widths < thickness * np.sqrt(2) + 0.004)
     return held_open & (2 * now.grips < now.widths - 0.008)
 
 
 def _rotations(quat: np.ndarray) -> np.ndarray:
-    one, two = np.split(rotation_columns(quat), 2, axis=1)
+    one, two = np.split(base.rotation_columns(quat), 2, axis=1)
     return np.stack([one, two, np.cross(one, two)], axis=2)
 
 

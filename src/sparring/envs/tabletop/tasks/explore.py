@@ -41,17 +41,15 @@ def _scatter(rng: np.random.Generator, things: tuple[TableObject, ...], zones: l
     taken, poses = list(zones), np.zeros((len(things), 7))
     for pose, thing in zip(poses, things, strict=True):
         radius, best, most = _footprint(thing) + _GAP, np.zeros(2), -np.inf
-        # the first point with so much room around it, or the best of many
-        for _ in range(_TRIES):
+        for _ in range(_TRIES):  # the first point with so much room around it, or the best of many
             point = WIDE.draw(rng)
             room = min((zone.room(point) for zone in taken), default=np.inf)
             if room > most:
                 best, most = point, room
             if room >= radius:
                 break
-        point, yaw = best, rng.uniform(-np.pi, np.pi)
-        taken.append(_Zone(point, point, radius))
-        pose[:] = standing(point, thing.half[2] + _DROP, yaw)
+        taken.append(_Zone(best, best, radius))
+        pose[:] = standing(best, thing.half[2] + _DROP, yaw=rng.uniform(-np.pi, np.pi))
     return poses
 
 

@@ -5,17 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.envs.tabletop.scene import ARM_BASE, OBJECT, Part, Scene, spaced
-from sparring.envs.tabletop.tasks.base import (
-    HandTarget,
-    Sector,
-    Situation,
-    Start,
-    TabletopTask,
-    arm_near_home,
-    distance,
-    grasp,
-    standing,
-)
+from sparring.envs.tabletop.tasks import base
 from sparring.envs.tabletop.tasks.manipulate import REACHABLE, resting, yaw_range
 
 _BUTTON_TRAVEL = 0.012
@@ -58,10 +48,10 @@ _BUTTON = _PushButton()
 
 
 @dataclass(frozen=True)
-class Button(TabletopTask):
+class Button(base.TabletopTask):
     """Press the cap down by 8 mm or more and hold it there. The gripper starts closed."""
 
-    place: Sector
+    place: base.Sector
     yaw: float  # degrees to either side; the box looks the same every 90 degrees, so 45 is any yaw
     scene: Scene = Scene((_BUTTON,), marker=None)
     instructions: tuple[str, ...] = (
@@ -73,32 +63,31 @@ class Button(TabletopTask):
     max_episode_steps: int = 50
     depth: float = 0.008
 
-    def start(self, rng: np.random.Generator) -> Start:
-        arm = arm_near_home(rng, self.joint_noise, opening=0.0)
+    def start(self, rng: np.random.Generator) -> base.Start:
+        arm = base.arm_near_home(rng, self.joint_noise, opening=0.0)
         box = resting(_BUTTON, self.place.draw(rng), rng, self.yaw)
         goal = box[:3] + [0.0, 0.0, _BUTTON.top - self.depth]
-        return Start(arm, goal, box[None], np.zeros(1))
+        return base.Start(arm, goal, box[None], np.zeros(1))
 
-    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
         pressed = np.clip(now.mechanisms[:, 0] * _BUTTON_TRAVEL / self.depth, 0, 1)
         satisfied = pressed >= 1
-        near = 1 - np.tanh(8 * distance(now.hand, _cap_top(now)))
+        near = 1 - np.tanh(8 * base.distance(now.hand, _cap_top(now)))
         return np.where(satisfied, 1.0, 0.4 * near + 0.4 * pressed), satisfied
 
     @staticmethod
-    def expert(now: Situation) -> HandTarget:
+    def expert(now: base.Situation) -> base.HandTarget:
         n, cap = len(now.hand), _cap_top(now)
-        over = distance(now.hand[:, :2], cap[:, :2]) < 0.012
+        over = base.distance(now.hand[:, :2], cap[:, :2]) < 0.012
         point = cap.copy()
         point[:, 2] = np.where(over, now.goal[:, 2], cap[:, 2] + 0.04)
-        return HandTarget(point, np.zeros(n), -np.ones(n), np.ones(n))
+        return base.HandTarget(point, np.zeros(n), -np.ones(n), np.ones(n))
 
     def describe(self) -> dict[str, str]:
-        depth = f"{1000 * self.depth:.0f} mm"
-        return {"button": str(self.place), "yaw": yaw_range(self.yaw), "depth": depth}
+        return {"button": str(self.place), "yaw": yaw_range(self.yaw), "depth": f"{1000 * self.depth:.0f} mm"}
 
 
-def _cap_top(now: Situation) -> np.ndarray:
+def _cap_top(now: base.Situation) -> np.ndarray:
     top = now.objects[:, 0].copy()
     top[:, 2] += _BUTTON.top - _BUTTON_TRAVEL * now.mechanisms[:, 0]
     return top
@@ -123,8 +112,7 @@ class _Cabinet:
     def part(self) -> Part:
         x, y, z = self.half
         side, lid = y - _WALL, z - _WALL
-        # only the bottom touches the table: the others end a little above it
-        carcass = (
+        carcass = (  # only the bottom touches the table: the others end a little above it
             _panel(_BLUE, (0, 0, -lid), (x, y, _WALL), mass=3.0)
             + _panel(_BLUE, (0, 0, lid), (x, y, _WALL))
             + _panel(_BLUE, (0, side, 0), (x, _WALL, lid - _WALL))
@@ -166,8 +154,8 @@ _CABINET = _Cabinet()
 
 
 @dataclass(frozen=True)
-class Drawer(TabletopTask):
-    knob: Sector  # where the middle of the knob's path is
+class Drawer(base.TabletopTask):
+    knob: base.Sector  # where the middle of the knob's path is
     # degrees: where the front looks (0 away from the robot, -90 to its right), and up to how far to either side of that
     front: float
     spread: float
@@ -181,8 +169,8 @@ class Drawer(TabletopTask):
     max_episode_steps: int = 70
     opening: float = 0.07
 
-    def start(self, rng: np.random.Generator) -> Start:
-        arm = arm_near_home(rng, self.joint_noise)
+    def start(self, rng: np.random.Generator) -> base.Start:
+        arm = base.arm_near_home(rng, self.joint_noise)
         while True:
             middle = self.knob.draw(rng)
             yaw = np.deg2rad(self.front + rng.uniform(-self.spread, self.spread))
@@ -190,28 +178,28 @@ class Drawer(TabletopTask):
             centre = middle - (_KNOB[0] + _DRAWER_TRAVEL / 2) * front
             if _fits(centre, front):
                 break
-        cabinet = standing(centre, _CABINET.half[2], yaw)
-        return Start(arm, _knobs(cabinet[None], np.array([self.opening + 0.015]))[0], cabinet[None], np.zeros(1))
+        cabinet = base.standing(centre, _CABINET.half[2], yaw)
+        return base.Start(arm, _knobs(cabinet[None], np.array([self.opening + 0.015]))[0], cabinet[None], np.zeros(1))
 
-    def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
         opened = np.clip(now.mechanisms[:, 0] * _DRAWER_TRAVEL / self.opening, 0, 1)
         satisfied = opened >= 1
-        near = 1 - np.tanh(8 * distance(now.hand, _knob_now(now)))
+        near = 1 - np.tanh(8 * base.distance(now.hand, _knob_now(now)))
         return np.where(satisfied, 1.0, 0.3 * near + 0.5 * opened), satisfied
 
     @staticmethod
-    def expert(now: Situation) -> HandTarget:
+    def expert(now: base.Situation) -> base.HandTarget:
         knob = _knob_now(now)
-        point, grip, held = grasp(now.hand, now.grip, knob, pressed=0.010, over=0.055)
+        point, grip, held = base.grasp(now.hand, now.grip, knob, pressed=0.010, over=0.055)
         point = np.where(held[:, None], now.goal, point)
-        return HandTarget(point, np.zeros(len(knob)), grip, np.where(held, 0.6, 1.0))
+        return base.HandTarget(point, np.zeros(len(knob)), grip, np.where(held, 0.6, 1.0))
 
     def describe(self) -> dict[str, str]:
         front = "any" if self.spread == 180 else f"{self.front:g} +-{self.spread:g} deg"
         return {"knob": str(self.knob), "front": front, "opening": f"{self.opening:.2f} m"}
 
 
-def _knob_now(now: Situation) -> np.ndarray:
+def _knob_now(now: base.Situation) -> np.ndarray:
     cabinet = np.concatenate([now.objects[:, 0], now.quats[:, 0]], axis=1)
     return _knobs(cabinet, _DRAWER_TRAVEL * now.mechanisms[:, 0])
 
@@ -229,8 +217,8 @@ def _fits(centre: np.ndarray, front: np.ndarray) -> bool:
     aside = np.array([-front[1], front[0]])
     path = [centre + (_KNOB[0] + opening) * front for opening in np.linspace(0, _DRAWER_TRAVEL, 11)]
     corners = [centre + a * front + b * aside for a in (-x, x) for b in (-y, y)]
-    base = np.array(ARM_BASE[:2]) - centre  # from the nearest point of the cabinet and its open drawer
-    along, across = base @ front, base @ aside
+    foot = np.array(ARM_BASE[:2]) - centre  # from the nearest point of the cabinet and its open drawer
+    along, across = foot @ front, foot @ aside
     gap = np.hypot(along - np.clip(along, -x, x + _DRAWER_TRAVEL), across - np.clip(across, -y, y))
     on_table = all(abs(corner[0]) < 0.49 and abs(corner[1]) < 0.54 for corner in corners)
     return gap > 0.10 and on_table and all(REACHABLE.holds(point) for point in path)

@@ -64,10 +64,8 @@ def find(name: str) -> Task:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    return [
-        (task.name, task.instructions[0], ", ".join(f"{key} {value}" for key, value in task.describe().items()))
-        for task in TASKS.values()
-    ]
+    told = {task: ", ".join(f"{key} {value}" for key, value in task.describe().items()) for task in TASKS.values()}
+    return [(task.name, task.instructions[0], description) for task, description in told.items()]
 
 
 def register() -> None:
@@ -77,7 +75,6 @@ def register() -> None:
     for task in TASKS:
         env_id = f"sparring/{task}"
         if env_id not in gymnasium.registry:
-            # no max_episode_steps: the env truncates its own episodes
-            module = "sparring.envs.registered"
+            module = "sparring.envs.registered"  # no max_episode_steps: the env truncates its own episodes
             vector, kwargs = f"{module}:TabletopVectorGym", {"id_task": task}
             gymnasium.register(env_id, f"{module}:TabletopGym", vector_entry_point=vector, kwargs=kwargs)

@@ -1,7 +1,6 @@
 """The native VLA's forward pass by kernels for acting on Hopper GPUs; nothing is learned here.
 
-State and memory are tokens of each denoising step: a pass of their own would cost as many kernels.
-"""
+State and memory are tokens of each denoising step: a pass of their own would cost as many kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -147,8 +146,7 @@ class HopperForward:
         keys, values = (cached[:, :, :length].flatten(0, 1) for cached in (cache.keys, cache.values))
         scores = torch.bmm(q.flatten(0, 1), keys.mT)
         self._kernels.weigh(scores, cache.seen, tokens, cache.states, cache.at, size**-0.5)
-        # [B * kv, T * g, d] -> [B, T, kv * g * d]
-        mixed = torch.bmm(scores, values).view(batch, shared, tokens, -1)
+        mixed = torch.bmm(scores, values).view(batch, shared, tokens, -1)  # from [B * kv, T * g, d]
         return mixed.transpose(1, 2).reshape(batch, tokens, -1)
 
     def _finish(self, layer: GemmaLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

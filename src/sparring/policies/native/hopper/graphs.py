@@ -29,8 +29,7 @@ class ActingGraphs:
         room: int = 64,
     ):
         """`half`: in bf16, from a copy of other weights (`refresh`). `autotune`: try several kernels (minutes).
-        `record(function, tensors)` returns its replay. `kernels`: use hopper/forward.py; `room`: most tokens of a step.
-        """
+        `record(function, tensors)` gives its replay. `kernels`: use hopper/forward.py; `room`: tokens of a step."""
         self._own, self._steps = list(model.parameters()), steps
         self._model = _half(model) if half else model
         pairs = zip(self._model.parameters(), self._own, strict=True)
@@ -116,8 +115,7 @@ class _CudaGraph:
         self._inputs = [tensor.clone() for tensor in tensors]
         # kernels of a graph have the priority of the stream that they were recorded on, not of the one that replays it
         stream = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
-        # compilation, and what libraries do once, must not be recorded
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream())  # compilation, and what libraries do once, is not recorded
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
                 function(*self._inputs)

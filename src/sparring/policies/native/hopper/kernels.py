@@ -3,8 +3,7 @@
 With few tokens, weights and launches are the bound: our products fuse turns, sums and the activation. With many, the
 GPU's library multiplies, and kernels here do only what lies between its products.
 Letters: B rows, T tokens, M = B * T, K and N width before and after a product, C tokens of the cache, d numbers of a
-head, R = T times the heads that share keys.
-"""
+head, R = T times the heads that share keys."""
 
 import math
 
@@ -128,8 +127,7 @@ class Kernels:
         L is at least `at` + T; what lies beyond gets 0."""
         count, rows, width = scores.shape
         block = triton.next_power_of_2(width)
-        # [1 or more rows, L] at once
-        several = max(4096 // block, 1)
+        several = max(4096 // block, 1)  # rows at once
         _weigh[(triton.cdiv(rows, several), count)](
             scores, seen, rows, width, at + tokens, states, at, seen.shape[1], scale,
             KV=count // len(seen), GROUP=rows // tokens, BLOCK_M=several, BLOCK_N=block, num_warps=4,
