@@ -425,7 +425,8 @@ def test_it_says_what_it_imitates_from_and_soon_how_long_that_takes(
     # after a second of gradient steps, once
     after = 2 if demos == "seen" else 5
     said = [f"imitating from {shown}: about {long} for 4 updates on this machine"]
-    said += ["without images, from the poses of objects: env.object_state=state env.cameras=[]"] * (demos == "seen")
+    instead = "without images" if demos == "seen" else "not from the robot's state alone"
+    said.append(f"{instead}, from the poses of objects: env.object_state=state env.cameras=[]")
     assert told == [(after, text) for text in said]
 
 

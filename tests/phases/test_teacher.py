@@ -158,6 +158,15 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
         teacher.close()
 
 
+def test_there_is_no_accuracy_before_anything_is_foretold(tmp_path):
+    """Ten steps on tokens are two updates; what the third collects is still judged by untrained dynamics."""
+    model = {"name": "token", "preset": "tiny", "tokenizer_steps": 10, "width": 32, "layers": 1, "members": 1}
+    training = SMALL["training"] | {"iterations": 6}
+    run_to_the_end(config_in(tmp_path, world_model=model, training=training))
+    told = [(line["avg_acc"] is None, "world_model/fresh_accuracy" in line) for line in lines(tmp_path)]
+    assert told == [(True, False)] * 3 + [(False, True)] * 3
+
+
 def test_it_learns(tmp_path):
     from sparring.phases.teacher import Teacher
     from sparring.processes.distributed import Distributed

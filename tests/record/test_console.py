@@ -61,15 +61,16 @@ def test_lines_in_a_pipe_are_plain_and_sparse():
 
 def test_a_world_model_that_learns_its_tokens_first_says_so_instead_of_an_accuracy(monkeypatch):
     monkeypatch.setattr("sparring.runs.run.Console.progress", lambda self, *told: said.append(told))
-    said, phase = [], SimpleNamespace(progress=Progress(3, 0, 0), preparing="learning its tokens 40 %")
+    said, progress = [], Progress(3, 0, 0)
+    phase = SimpleNamespace(progress=progress, preparing="learning its tokens 40 %", accuracy="fresh_acc")
     run = SimpleNamespace(phase=phase, fraction=0.25, log=SimpleNamespace(update=lambda *_: None))
-    console, metrics = _RunConsole(), {"loss": 1.5, "fresh_acc": 0.0, "collect_seconds": 1.0}
-    console.after_update(run, metrics)
-    phase.preparing = None
+    console, tokens = _RunConsole(), {"loss": 1.5, "collect_seconds": 1.0}
+    console.after_update(run, tokens)
+    phase.preparing, metrics = None, tokens | {"fresh_acc": 0.5}
     console.after_update(run, metrics)
     assert said == [
-        (0.25, 3, "loss 1.500", "updates", {"loss": 1.5, "collect_seconds": 1.0}, "learning its tokens 40 %"),
-        (0.25, 3, "loss 1.500  accuracy 0%", "updates", metrics, None),
+        (0.25, 3, "loss 1.500", "updates", tokens, "learning its tokens 40 %"),
+        (0.25, 3, "loss 1.500  accuracy 50%", "updates", metrics, None),
     ]
     monkeypatch.undo()
     pipe = io.StringIO()

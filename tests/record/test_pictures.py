@@ -240,15 +240,6 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
     assert Image.open(tmp_path / first["strip"]).size == (3 * 128 + 16, 2 * 64 + 8)
 
 
-def test_where_a_video_is_to_look_at_is_logged_when_it_is_there(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr("sparring.record.videos.log.info", lambda words, path: told.append((path, path.is_file())))
-    videos = VideoWriter(tmp_path)
-    videos.rollouts([film_of()], Progress(updates=7, env_steps=1, episodes=32), SPEC)
-    videos.finish()
-    assert told == [(tmp_path / "videos" / "rollout_000007_4.mp4", True)]
-
-
 def test_predictions_stand_beside_the_truth(tmp_path):
     scene = _prediction_scene(foretold_of(), SPEC)
     assert [name for name, _ in scene.rows[0]] == ["head, predicted", "head, true"] and scene.fps == 5
@@ -271,7 +262,7 @@ def test_a_recorder_waits_for_its_films_also_when_something_fails(tmp_path):
     assert (tmp_path / "videos" / "rollout_000001_4.mp4").exists()
 
 
-def test_a_film_is_told_of_when_it_is_there_to_be_looked_at(tmp_path, monkeypatch):
+def test_a_video_is_told_of_when_it_is_there_to_be_looked_at(tmp_path, monkeypatch):
     told = []
 
     def look(message, *arguments):
@@ -280,9 +271,11 @@ def test_a_film_is_told_of_when_it_is_there_to_be_looked_at(tmp_path, monkeypatc
     monkeypatch.setattr(videos_module.log, "info", look)
     videos = VideoWriter(tmp_path)
     videos.rollouts([film_of()], Progress(1, 1, 1), SPEC)
+    videos.prediction(foretold_of(), Progress(1, 1, 1), SPEC)
     videos.finish()
-    ((said, frames),) = told
-    assert said == f"to look at: {tmp_path / 'videos' / 'rollout_000001_4.mp4'}" and frames >= 4
+    names = ("rollout_000001_4.mp4", "episode_000001.mp4")
+    assert [said for said, _ in told] == [f"to look at: {tmp_path / 'videos' / name}" for name in names]
+    assert all(frames >= 4 for _, frames in told)
 
 
 def test_what_rerun_reads_is_what_was_filmed(tmp_path):

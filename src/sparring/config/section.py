@@ -173,7 +173,9 @@ class Schema:
         words = {k.rpartition(".")[2]: k for k in keys}
         section, _, word = key.rpartition(".")
         meant = [k for k in keys if k.rpartition(".")[2] in _SHORT_FOR.get(word, ())]
-        if meant := [k for k in meant if k.rpartition(".")[0] == section] or meant:
+        # the section's own, else what `learning_rate` alone is in this phase
+        usual = [k for k in meant if k in map(self.spelled, _SHORT_FOR.get(word, ()))]
+        if meant := [k for k in meant if k.rpartition(".")[0] == section] or usual or meant:
             return f"nearest: {', '.join(f'{k} ({_accepted(keys[k])})' for k in meant)}"
         whole = difflib.get_close_matches(key, spellings, n=1)
         last = difflib.get_close_matches(word, words, n=1)

@@ -127,9 +127,11 @@ class Imitate(Phase):
         total = max(seconds / steps * (left * each - made) + seconds, 1)
         long = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
         log.info("imitating from %s: about %s for %s updates on this machine", self._seen, long, left)
-        demos = self.chunks.demonstrations if "images" in self._seen else []
-        if any("observation.privileged" in each.dataset.columns for each in demos):
-            log.info("without images, from the poses of objects: env.object_state=state env.cameras=[]")
+        # where objects are is recorded, and the policy does not see it
+        recorded = any("observation.privileged" in each.dataset.columns for each in self.chunks.demonstrations)
+        instead = "without images" if "images" in self._seen else "not from the robot's state alone"
+        if recorded and ("images" in self._seen or "privileged" in self.env.spec.observation):
+            log.info("%s, from the poses of objects: env.object_state=state env.cameras=[]", instead)
 
     def state_dict(self) -> dict:
         state: dict = {"progress": asdict(self.progress), "optimizer": self.optimizer.state_dict()}

@@ -74,6 +74,9 @@ class Teacher(Phase):
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self.replay.open()
         self.learning = False
+        # one that has only learned its tokens so far foretells nothing, and is not wrong in that
+        learner, foretells = self.learner, self.model.ready
+        foretells = foretells and not 0 < learner.began == learner.gradient_steps
         with fail_together(self.distributed):
             accuracy, rewards = self._collect()
         self.learning = True
@@ -90,7 +93,7 @@ class Teacher(Phase):
         self.progress.updates += 1
         self.progress.env_steps += round(means["steps"] * self.distributed.world_size)
         self.progress.episodes += len(rewards)
-        metrics |= {"fresh_acc": means["accuracy"]}
+        metrics |= {"fresh_acc": means["accuracy"]} if foretells else {}
         metrics |= {"episode_reward": sum(rewards) / len(rewards)} if rewards else {}
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
 

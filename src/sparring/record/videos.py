@@ -98,7 +98,7 @@ class VideoWriter:
         frames = cast(list[np.ndarray], film.frames)
         write_png(self.folder / line["strip"], filmstrip(frames))
         views = _by_camera(frames, spec.film_cameras)
-        log.info("to look at: %s", self._make_video(line, _film_scene(film, views, spec)))
+        self._make_video(line, _film_scene(film, views, spec))
         if self.rerun is not None:
             self.rerun.film(Path(line["file"]).stem, film, views)
 
@@ -110,13 +110,13 @@ class VideoWriter:
         if self.rerun is not None:
             self.rerun.prediction(Path(line["file"]).stem, prediction)
 
-    def _make_video(self, line: dict, scene: Scene) -> Path:
+    def _make_video(self, line: dict, scene: Scene) -> None:
         file = _write_video(self.folder / line["file"], scene.frames(), scene.fps)
         with (self.folder / "videos" / "index.jsonl").open("a") as index:
             index.write(json.dumps(line) + "\n")
         if self.on_video is not None:
             self.on_video(file, line)
-        return file
+        log.info("to look at: %s", file)
 
 
 class _Encoder:

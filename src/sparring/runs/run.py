@@ -282,10 +282,8 @@ class _RunConsole(Console):
         # imitation has nothing else
         shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
         # a world model: accuracy on what it has not learned from yet
-        shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"} if "fresh_acc" in metrics else shown
-        if preparing:
-            # nothing is predicted yet, so that its accuracy says nothing
-            metrics = {name: value for name, value in metrics.items() if name not in ("fresh_acc", "wm_accuracy")}
+        if run.phase.accuracy == "fresh_acc":
+            shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"}
         line = "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
         self.progress(run.fraction, made[0], line, made[1], metrics, preparing)
 
