@@ -50,7 +50,7 @@ def bound(args) -> dict:
     in_turns.append([f"env.threads={cores}", f"threads={cores}", "rollout.groups=2"])
     proximals = ("ppo.proximal=exact", "ppo.proximal=interpolated")
     at_once = [
-        [f"env.threads={half}", f"threads={threads}", proximal]
+        [f"env.threads={half}", f"threads={threads}", "ppo.correction=decoupled", proximal]
         for threads in sorted({max(1, half // 2), half})
         for proximal in proximals
     ]

@@ -11,7 +11,7 @@ updates until it is slower than the robots, so rollouts really are four behind: 
 update on, is more than 0.5 below that on average is refused. Every 5,000 steps the greedy policy plays 50 held-out
 episodes, at the end 200. `--clip` and `--staleness` repeat it with other clips and one version behind.
 
-Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2. What was tried with seed 100,
+Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2 (0 to 4 for the default). What was tried with seed 100,
 greedy success at the end:
 
 | task and settings | sync | none | truncated | decoupled | vtrace |
@@ -23,8 +23,8 @@ greedy success at the end:
 | reach_d0, lr 1e-3, 10 epochs, clip 0.05, 25,000 steps (chosen) | 100 % | 66.5 % | 94 % | 100 % | 99.5 % |
 
 So a correction is not better whatever the settings. Without one, the clip holds a policy to within `clip_ratio` of the
-weights that acted, four versions back: slow, but steady. With one, each update may go that far again from where it is,
-on advantages that are four versions old: presumably with the usual 0.2 and steps as large as these it overshoots.
+weights that acted, four versions back: slow, but steady. With `decoupled` or `truncated`, each update may go that far
+again from where it is, on advantages that are four versions old.
 
 The default of `ppo.correction` is chosen by clips 0.1 and 0.2, staleness 1 and 4, seeds 0 to 4: the way with the most
 successes over the four together, if it is ahead of the present default (`decoupled`) by more than 1.96 standard errors

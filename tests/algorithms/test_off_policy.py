@@ -107,7 +107,7 @@ def test_the_interpolated_proximal_by_hand():
     """present / acted = 16 = w r; of age 3, alpha = 3/4: w = 8, r = 2; of age 1: w = 4, r = 4; fresh: w = 1, r = 16."""
     batch, scored, present = stale_batch([-1.0, -1.0, -1.0, 1.0], [1.0] * 4, [16.0] * 4)
     batch["age"] = torch.tensor([3, 1, 0, 1])
-    config = PPOConfig(proximal="interpolated", weight_cap=5.0)
+    config = PPOConfig(correction="decoupled", proximal="interpolated", weight_cap=5.0)
     loss, terms = ppo_loss(config, 0.2, batch.exclude("proximal_log_prob"), scored)
     assert terms.weight.tolist() == pytest.approx([8.0, 4.0, 1.0, 4.0], rel=1e-5)
     assert terms.log_ratio.exp().tolist() == pytest.approx([2.0, 4.0, 16.0, 4.0], rel=1e-5)
@@ -121,7 +121,7 @@ def test_each_denoising_step_has_a_weight_of_its_own_but_vtrace_judges_the_decis
     pairs = [[0.5, 3.0], [1.5, 0.4]], [[1.0, 1.0], [1.0, 1.0]]
     steps = torch.tensor([0.5, 1.0])
     batch, scored, _ = stale_batch([1.0, -1.0], *pairs)
-    loss = ppo_loss(PPOConfig(), 0.2, batch, scored, steps)[0]
+    loss = ppo_loss(PPOConfig(correction="decoupled"), 0.2, batch, scored, steps)[0]
     assert loss.item() == pytest.approx(-(0.5 * 0.5 + 0 - 1.5 * 0.5 - 0.4) / 4, rel=1e-5)
     loss, terms = ppo_loss(PPOConfig(correction="vtrace"), 0.2, batch, scored, steps)
     # 1.5, cut to 1; and 0.6
@@ -140,8 +140,8 @@ def test_grpo_weighs_too():
 
 
 def test_vtrace_cannot_guess_its_weights():
-    with pytest.raises(ConfigError, match="before the first gradient step; expected exact"):
-        PPOConfig(correction="vtrace", proximal="interpolated")
+    with pytest.raises(ConfigError, match="before the first gradient step; set correction=decoupled, too"):
+        PPOConfig(proximal="interpolated")
 
 
 # ---- V-trace by hand
@@ -305,7 +305,7 @@ def test_an_update_tells_how_stale_its_data_was(correction):
 
 
 def test_weights_of_an_update_are_those_of_its_first_moment():
-    lesson, td, snapshot = stale_lesson(weight_cap=1e9, mini_batch_size=64, micro_batch_size=40)
+    lesson, td, snapshot = stale_lesson(correction="decoupled", weight_cap=1e9, mini_batch_size=64, micro_batch_size=40)
     with torch.no_grad():
         flat = td.flatten(0, 1)
         weight = (lesson.policy.evaluate(flat)["log_prob"] - flat["log_prob"]).double().exp()

@@ -41,7 +41,7 @@ class PPOConfig(AlgorithmConfig):
     """Clipped PPO."""
 
     correction: Literal["none", "truncated", "decoupled", "vtrace"] = Field(  # type: ignore[assignment]
-        "decoupled", description="what makes up for older weights having acted; fresh data is learned from as ever"
+        "vtrace", description="what makes up for older weights having acted; fresh data is learned from as ever"
     )
     rho_bar: float = Field(1.0, ge=1, description="of vtrace: largest weight of a stale decision")
     c_bar: float = Field(1.0, gt=0, description="of vtrace: most that what follows a stale decision counts for it")
@@ -67,7 +67,7 @@ class PPOConfig(AlgorithmConfig):
     @classmethod
     def _known_in_time(cls, proximal: str, info: ValidationInfo) -> str:
         if proximal == "interpolated" and info.data.get("correction") == "vtrace":
-            raise ValueError("vtrace needs its weights before the first gradient step; expected exact")
+            raise ValueError("vtrace needs its weights before the first gradient step; set correction=decoupled, too")
         return proximal
 
 
