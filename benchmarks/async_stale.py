@@ -11,8 +11,8 @@ updates until it is slower than the robots, so rollouts really are four behind: 
 update on, is more than 0.5 below that on average is refused. Every 5,000 steps the greedy policy plays 50 held-out
 episodes, at the end 200. `--clip` and `--staleness` repeat it with other clips and one version behind.
 
-Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2 (0 to 4 for the default). What was tried with seed 100,
-greedy success at the end:
+Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2 (0 to 4 for the default). What
+was tried with seed 100, greedy success at the end:
 
 | task and settings | sync | none | truncated | decoupled | vtrace |
 | --- | --- | --- | --- | --- | --- |
