@@ -321,7 +321,9 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     monkeypatch.setattr(os, "replace", move)
     monkeypatch.setattr(shutil, "rmtree", remove)
     record(SHORT, 6, recorded, quiet=True)
-    assert {"block-000001", "stats.json", "sparring.json", "info.json", "manifest.json", "before recording"} <= set(missing)
+    assert {"block-000001", "stats.json", "sparring.json", "info.json", "manifest.json", "before recording"} <= set(
+        missing
+    )
     assert not any(missing.values())
 
 
