@@ -380,6 +380,28 @@ def test_a_segment_that_is_gone_is_told(tmp_path, said):
     assert "episodes 1 to 1 are missing" in said.text
 
 
+def test_a_reader_says_that_a_damaged_last_line_is_not_read(tmp_path, said):
+    filled(tmp_path).close()
+    index = tmp_path / "segment-000000.index"
+    overwrite(index, index.stat().st_size - 20, 5)
+    assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1)])
+    assert "segment-000000.index: its last line is damaged: the episode is not read" in said.text
+
+
+def test_a_checkpoint_tells_of_its_oldest_episodes_that_are_gone(tmp_path, said):
+    store = filled(tmp_path, (3, 3, 3), segment_bytes=1)
+    state = store.state_dict()
+    store.close()
+    for file in tmp_path.glob("segment-000000.*"):
+        file.unlink()
+    store = EpisodeStore(tmp_path)
+    store.load_state_dict(state)
+    assert "episodes 0 to 0 of the checkpoint are gone" in said.text
+    # as earlier versions wrote it
+    store.load_state_dict({"next_number": 2})
+    assert_holds(store, [(1, 3)])
+
+
 def test_a_description_without_a_checksum_is_read(tmp_path):
     """As earlier versions wrote it."""
     filled(tmp_path, (3, 1)).close()
