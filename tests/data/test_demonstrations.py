@@ -574,6 +574,13 @@ def test_a_flipped_bit_in_the_cache_is_told_and_mended(copy, monkeypatch):
     assert len(told) == 6 and "its pictures are decoded again" in told[0]
 
 
+def test_the_cache_of_another_camera_is_not_taken_for_it(copy):
+    whole = np.array(Demonstrations(copy, image_size=16, cache=True).image_cache("head"))
+    head, wrist = sorted(copy.with_name("copy.cache").glob("*.npy"))
+    shutil.copy(wrist, head)
+    assert np.array_equal(Demonstrations(copy, image_size=16, cache=True).image_cache("head"), whole)
+
+
 def test_no_cache_is_written_where_there_is_no_room(copy):
     copy.with_name("copy.cache").write_text("")
     with pytest.raises(DatasetError, match="decoded pictures cannot be kept there"):

@@ -236,7 +236,7 @@ class Demonstrations:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 partial = folder / f"{file.stem}.{os.getpid()}.partial"
-                self._write_cache(partial, camera, shape)
+                self._write_cache(partial, camera, shape, _first_sum(file))
                 os.replace(partial, file)
             except OSError as error:
                 why = error.strerror or error
@@ -244,7 +244,7 @@ class Demonstrations:
             cache = np.load(file, mmap_mode="r")
         return cache
 
-    def _write_cache(self, file: Path, camera: str, shape: tuple[int, ...]) -> None:
+    def _write_cache(self, file: Path, camera: str, shape: tuple[int, ...], first_sum: int) -> None:
         """An array as numpy saves it, and behind it a checksum of each episode."""
         sums = []
         # not through a map: where the disk is full, that would end the process
@@ -252,7 +252,7 @@ class Demonstrations:
             np.lib.format.write_array_header_1_0(opened, {"descr": "|u1", "fortran_order": False, "shape": shape})
             for episode in range(len(self)):
                 frames = self._decode(camera, episode)
-                sums.append(zlib.crc32(frames))
+                sums.append(zlib.crc32(frames, first_sum))
                 opened.write(frames)
             opened.write(np.array(sums, np.uint32))
 
@@ -272,12 +272,18 @@ class Demonstrations:
         except (OSError, ValueError, EOFError, AttributeError):
             whole = False
         if whole:
+            episodes, first_sum = (cache[self._rows(i)] for i in range(len(self))), _first_sum(file)
             with ThreadPoolExecutor(usable_cores()) as pool:
-                found = pool.map(lambda i: zlib.crc32(np.ascontiguousarray(cache[self._rows(i)])), range(len(self)))
+                found = pool.map(lambda pictures: zlib.crc32(np.ascontiguousarray(pictures), first_sum), episodes)
                 if np.array_equal(list(found), written):
                     return cache
         log.warning("'%s' is damaged, or of an earlier version: its pictures are decoded again", file)
         return None
+
+
+def _first_sum(file: Path) -> int:
+    """What checksums begin with, so that the cache of another camera is not taken for this one."""
+    return zlib.crc32(file.name.encode())
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
