@@ -252,9 +252,9 @@ class Demonstrations:
             np.lib.format.write_array_header_1_0(opened, {"descr": "|u1", "fortran_order": False, "shape": shape})
             for episode in range(len(self)):
                 frames = self._decode(camera, episode)
-                sums.append(zlib.crc32(frames, first_sum))
-                opened.write(frames)
-            opened.write(np.array(sums, np.uint32))
+                sums.append(zlib.crc32(frames.data, first_sum))
+                opened.write(frames.data)
+            opened.write(np.array(sums, np.uint32).tobytes())
 
     def _open_cache(self, file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
         """None where there is none yet, or one that is not as it was written; all of it is read to tell."""
@@ -274,7 +274,7 @@ class Demonstrations:
         if whole:
             episodes, first_sum = (cache[self._rows(i)] for i in range(len(self))), _first_sum(file)
             with ThreadPoolExecutor(usable_cores()) as pool:
-                found = pool.map(lambda pictures: zlib.crc32(np.ascontiguousarray(pictures), first_sum), episodes)
+                found = pool.map(lambda pictures: zlib.crc32(np.ascontiguousarray(pictures).data, first_sum), episodes)
                 if np.array_equal(list(found), written):
                     return cache
         log.warning("'%s' is damaged, or of an earlier version: its pictures are decoded again", file)

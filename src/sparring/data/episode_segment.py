@@ -46,6 +46,16 @@ class Segment:
         named = re.compile(rf"segment-(\d{{6,}}){re.escape(suffix)}")
         return sorted(int(found[1]) for path in folder.iterdir() if (found := named.fullmatch(path.name)))
 
+    @staticmethod
+    def refuse_odd_files(folder: Path) -> None:
+        """Before anything is opened: a pipe would be waited for, and through a link another file written."""
+        for file in sorted(folder.iterdir()):
+            if file.name in (META, LOCK) or file.name.startswith("segment-"):
+                # the writer may have deleted it just now
+                with suppress(FileNotFoundError):
+                    if not stat.S_ISREG(file.lstat().st_mode):
+                        raise UserError(f"'{file}' is not a regular file; copy the folder again, without links")
+
     @property
     def data_end(self) -> int:
         return self.records[-1].end if self.records else 0
@@ -74,7 +84,7 @@ class Segment:
         """Refuse data that are not what was written; each episode is read for this once."""
         if record.offset in self._verified:
             return
-        if zlib.crc32(self.bytes[record.offset : record.end]) != record.crc:
+        if zlib.crc32(self.bytes[record.offset : record.end].data) != record.crc:
             raise _damage(self.data_path, f"the data of episode {record.number} are damaged")
         self._verified.add(record.offset)
 
@@ -235,16 +245,6 @@ def open_segments(folder: Path, read_only: bool, repair: bool) -> list[Segment]:
     segments = _inspect(folder, layout) if read_only else _mend(folder, layout, repair)
     _check_order(folder, segments)
     return segments
-
-
-def refuse_odd_files(folder: Path) -> None:
-    """Before anything is opened: a pipe would be waited for, and through a link another file written."""
-    for file in sorted(folder.iterdir()):
-        if file.name in (META, LOCK) or file.name.startswith("segment-"):
-            # the writer may have deleted it just now
-            with suppress(FileNotFoundError):
-                if not stat.S_ISREG(file.lstat().st_mode):
-                    raise UserError(f"'{file}' is not a regular file; copy the folder again, without links")
 
 
 def _check_order(folder: Path, segments: list[Segment]) -> None:

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from sparring.data.buffer import leaves
 from sparring.data.episode_files import META, EpisodeColumn, EpisodeLayout, EpisodeRecord
-from sparring.data.episode_segment import Segment, open_segments, refuse_odd_files
+from sparring.data.episode_segment import Segment, open_segments
 from sparring.errors import UserError
 from sparring.processes.files import take_lock
 
@@ -65,7 +65,7 @@ class EpisodeStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UserError(f"'{folder}' cannot be a folder for episodes ({error.strerror})") from None
-        refuse_odd_files(self.folder)
+        Segment.refuse_odd_files(self.folder)
         if not read_only:
             self._lock = take_lock(self.folder)
         try:

@@ -34,7 +34,7 @@ _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_inde
 # of a template of paths: what it may name, each perhaps with leading zeros
 _FIELD = re.compile(r"{(video_key|chunk_index|file_index)(:0?\d?d)?}")
 # what we read of meta/sparring.json
-_EXTRAS = {"control_mode": str, "env": dict, "seed": int, "noise": int | float, "episodes_tried": int}
+_EXTRAS: dict[str, Any] = {"control_mode": str, "env": dict, "seed": int, "noise": int | float, "episodes_tried": int}
 _EXTRAS |= dict.fromkeys(("episode_seeds", "episode_tasks"), list)
 _QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 

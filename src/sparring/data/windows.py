@@ -41,7 +41,7 @@ class _Window(NamedTuple):
                 self.segment.expect(*self._bytes(column))
 
     def verify(self) -> None:
-        if self.end > self.first:
+        if self.segment is not None and self.record is not None:
             self.segment.verify(self.record)
 
     def copy(self, row: np.ndarray, column: EpisodeColumn) -> None:
