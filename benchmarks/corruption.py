@@ -222,7 +222,7 @@ def subject_run(work: Path, victim: Path) -> Subject:
     commands = {
         "resume": (resume, lambda _: (weights(victim), rows(victim))),
         "eval": (["eval", str(victim), "--json", str(scores)], scored),
-        "compare": (["compare", str(victim), str(work / "finetune-whole"), "--episodes", "4"], shown),
+        "compare": (["compare", str(victim), str(work / "finetune-whole"), "--episodes", "6"], shown),
         "report": (["report", str(victim), "--output", str(page)], lambda _: page.read_text()),
         "runs": (["runs", str(victim)], shown),
     }
@@ -258,7 +258,7 @@ def outcome(take: Callable[[str], object], text: str) -> object:
         return None
     if isinstance(came, str):
         came = came.splitlines()
-    return [CLOCK.sub("#", line) for line in came] if isinstance(came, list) else came
+    return [" ".join(CLOCK.sub("#", line).split()) for line in came] if isinstance(came, list) else came
 
 
 def judge(name: str, work: Path, share: float, rng: random.Random, end: float) -> Iterator[dict]:
