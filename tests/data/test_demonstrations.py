@@ -37,6 +37,13 @@ def copy(recorded, tmp_path):
     return Path(shutil.copytree(recorded, tmp_path / "copy"))
 
 
+@pytest.fixture
+def unbound(copy):
+    """Without a manifest, as datasets of others and of earlier versions are: whatever is in it, is looked at."""
+    (copy / "manifest.json").unlink()
+    return copy
+
+
 # ---- video
 
 
@@ -108,24 +115,24 @@ def test_statistics_of_pictures_are_those_of_their_pixels():
     assert np.allclose(found["q90"].ravel(), expected, atol=1e-12)
 
 
-def test_statistics_of_a_dataset(copy):
-    demos = Demonstrations(copy)
+def test_statistics_of_a_dataset(unbound):
+    demos = Demonstrations(unbound)
     assert set(demos.statistics) == {"observation/state", "action"}
     assert np.allclose(demos.statistics["action"]["q01"], np.quantile(demos.numbers("action"), 0.01, axis=0))
-    told = json.loads((copy / "meta/stats.json").read_text())
+    told = json.loads((unbound / "meta/stats.json").read_text())
     pictures = np.stack([demos.images("head", episode) for episode in range(4)])
     # [E, T, 3, H, W]; the video is not exact
     assert np.allclose(np.ravel(told["observation.images.head"]["mean"]), pictures.mean((0, 1, 3, 4)) / 255, atol=0.01)
     # what is told is taken, what is not told is worked out
     told["action"]["mean"] = [9.0] * 7
     del told["action"]["q99"]
-    (copy / "meta/stats.json").write_text(json.dumps(told))
-    again = Demonstrations(copy).statistics["action"]
+    (unbound / "meta/stats.json").write_text(json.dumps(told))
+    again = Demonstrations(unbound).statistics["action"]
     assert again["mean"].tolist() == [9.0] * 7
     assert np.array_equal(again["q99"], demos.statistics["action"]["q99"])
-    (copy / "meta/stats.json").write_text(json.dumps({"action": {"mean": [1.0]}}))
+    (unbound / "meta/stats.json").write_text(json.dumps({"action": {"mean": [1.0]}}))
     with pytest.raises(UserError, match="mean of action has 1 entries, expected 7"):
-        Demonstrations(copy).statistics  # noqa: B018
+        Demonstrations(unbound).statistics  # noqa: B018
 
 
 # ---- episodes
@@ -384,6 +391,20 @@ def without(name):
     return make
 
 
+def written(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def pipe(name):
+    """Which whoever opens it waits for, for ever."""
+
+    def make(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return make
+
+
 NAN = float("nan")
 
 
@@ -414,28 +435,42 @@ NAN = float("nan")
         (gone(DATA), "file-000.parquet' cannot be read ("),
         (gone(EPISODES), "has no meta/episodes/chunk-*/file-*.parquet"),
         (gone(HEAD), "file-000.mp4' is missing, and with it pictures of observation.images.head"),
+        (told_otherwise(fps="x"), "has fps 'x', expected frames a second, above 0"),
+        (told_otherwise(features=[1]), "is damaged, or no LeRobotDataset v3.0 (AttributeError"),
+        (told_otherwise(data_path="../{chunk_index}"), "has data_path '../{chunk_index}', expected a path below"),
+        (told_otherwise(data_path="{chunk_index:0999999999d}"), "expected a path below the dataset with {chunk_index}"),
+        (told_otherwise(total_frames=[1]), "its episodes have 28 frames and meta/info.json says [1]"),
+        (edited("length", lambda rows: [7, 7, 7, 10**15]), "its episodes have 1000000000000021 frames"),
+        (edited("length", lambda rows: [7, 14, -7, 14]), "lists no episode, or one without a frame"),
+        (written("meta/info.json", "[]"), "it holds a list, expected names and values"),
+        (written("meta/info.json", "[" * 10**5), "meta/info.json' cannot be read ("),
+        (written("meta/stats.json", '{"action": {"mean": "x"}}'), "stats.json' holds something else than numbers for"),
+        (written("meta/sparring.json", '{"env": []}'), "meta/sparring.json' lacks control_mode, env, seed, noise"),
+        (pipe("meta/info.json"), "meta/info.json' cannot be read (it is no file)"),
+        (pipe(DATA), "file-000.parquet' cannot be read (it is no file)"),
+        (pipe(HEAD), "file-000.mp4' is missing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_broken_dataset_is_refused_when_it_is_opened(copy, mistake, said):
-    mistake(copy)
+def test_a_broken_dataset_is_refused_when_it_is_opened(unbound, mistake, said):
+    mistake(unbound)
     with pytest.raises(UserError) as refused:
-        Demonstrations(copy)
+        Demonstrations(unbound)
     assert said in str(refused.value)
 
 
-def test_a_broken_video_is_refused_when_it_is_read(copy):
-    cut(HEAD)(copy)
-    demos = Demonstrations(copy)
+def test_a_broken_video_is_refused_when_it_is_read(unbound):
+    cut(HEAD)(unbound)
+    demos = Demonstrations(unbound)
     with pytest.raises(DatasetError, match="file-000.mp4': ffmpeg failed .* \\(episode 0, camera head\\)"):
         demos.episode(0)
     with pytest.raises(DatasetError, match="file-000.mp4': ffmpeg failed"):
-        Demonstrations(copy, cache=True)
-    assert not list(copy.with_name("copy.cache").glob("*.npy"))
-    assert Demonstrations(copy, cameras=["wrist"]).episode(0).batch_size == (7,)
+        Demonstrations(unbound, cache=True)
+    assert not list(unbound.with_name("copy.cache").glob("*.npy"))
+    assert Demonstrations(unbound, cameras=["wrist"]).episode(0).batch_size == (7,)
     # nor need it be there
-    (copy / HEAD).unlink()
-    assert Demonstrations(copy, cameras=["wrist"]).episode(0).batch_size == (7,)
+    (unbound / HEAD).unlink()
+    assert Demonstrations(unbound, cameras=["wrist"]).episode(0).batch_size == (7,)
 
 
 @pytest.mark.parametrize("size", [0, -5, 2.5, "a", True])
@@ -458,3 +493,95 @@ def test_a_torn_cache_is_made_again(copy, left):
     os.truncate(file, left)
     again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
     assert np.array_equal(again.image_cache("head"), whole)
+    # earlier versions kept no checksums behind the pictures
+    os.truncate(file, file.stat().st_size - 4 * 4)
+    again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
+    assert np.array_equal(again.image_cache("head"), whole)
+
+
+# ---- checksums
+
+
+def flip(file: Path, generator: np.random.Generator) -> None:
+    """One bit, as a disk does: nothing else tells of it."""
+    data, before = bytearray(file.read_bytes()), file.stat()
+    data[generator.integers(len(data))] ^= 1 << int(generator.integers(8))
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+FILES = ["meta/info.json", "meta/stats.json", "meta/sparring.json", "meta/tasks.parquet", EPISODES, DATA, HEAD]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_is_refused_and_the_file_is_named(copy, name):
+    generator, whole = np.random.default_rng(0), (copy / name).read_bytes()
+    for _ in range(8):
+        flip(copy / name, generator)
+        with pytest.raises(DatasetError) as refused:
+            Demonstrations(copy).images("head", 0)
+        assert f"{name} has another checksum than when it was written; copy it again" in str(refused.value)
+        (copy / name).write_bytes(whole)
+    Demonstrations(copy).images("head", 0)
+
+
+def test_a_flipped_bit_in_the_manifest_changes_nothing_or_is_refused(copy):
+    whole, said = (copy / "manifest.json").read_bytes(), Demonstrations(copy).numbers("action")
+    generator, refused = np.random.default_rng(1), 0
+    for _ in range(40):
+        flip(copy / "manifest.json", generator)
+        try:
+            assert np.array_equal(Demonstrations(copy).numbers("action"), said)
+        except UserError as error:
+            refused += "manifest.json" in str(error)
+        (copy / "manifest.json").write_bytes(whole)
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (gone("meta/stats.json"), "meta/stats.json is missing"),
+        (gone("meta/sparring.json"), "meta/sparring.json is missing"),
+        (cut(EPISODES), "file-000.parquet has 200 bytes, written were"),
+        (pipe(DATA), "file-000.parquet is not a regular file"),
+        (lambda folder: shutil.copy(folder / EPISODES, (folder / EPISODES).with_name("file-001.parquet")),
+         "meta/episodes/chunk-000/file-001.parquet is not in manifest.json"),
+        (lambda folder: shutil.copy(folder / HEAD.replace("head", "wrist"), folder / HEAD), "file-000.mp4 has "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_files_that_are_not_those_of_the_manifest_are_refused(copy, mistake, said):
+    mistake(copy)
+    with pytest.raises(DatasetError, match=said):
+        Demonstrations(copy, cache=True)
+
+
+def test_a_video_nobody_asks_for_is_not_read(copy):
+    flip(copy / HEAD, np.random.default_rng(2))
+    assert Demonstrations(copy, cameras=["wrist"]).episode(0).batch_size == (7,)
+
+
+def test_a_flipped_bit_in_the_cache_is_told_and_mended(copy, monkeypatch):
+    told, generator = [], np.random.default_rng(3)
+    monkeypatch.setattr(demonstrations.log, "warning", lambda text, *values: told.append(text % values))
+    whole = np.array(Demonstrations(copy, cameras=["head"], image_size=16, cache=True).image_cache("head"))
+    (file,) = copy.with_name("copy.cache").glob("*.npy")
+    for _ in range(6):
+        flip(file, generator)
+        again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
+        assert np.array_equal(again.image_cache("head"), whole)
+    assert len(told) == 6 and "its pictures are decoded again" in told[0]
+
+
+def test_the_cache_of_another_camera_is_not_taken_for_it(copy):
+    whole = np.array(Demonstrations(copy, image_size=16, cache=True).image_cache("head"))
+    head, wrist = sorted(copy.with_name("copy.cache").glob("*.npy"))
+    shutil.copy(wrist, head)
+    assert np.array_equal(Demonstrations(copy, image_size=16, cache=True).image_cache("head"), whole)
+
+
+def test_no_cache_is_written_where_there_is_no_room(copy):
+    copy.with_name("copy.cache").write_text("")
+    with pytest.raises(DatasetError, match="decoded pictures cannot be kept there"):
+        Demonstrations(copy, cameras=["head"], cache=True)

@@ -1,8 +1,11 @@
 """The store against a plain list; crashes at every byte; a writer that is killed, and one that is read meanwhile."""
 
+import contextlib
+import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -274,12 +277,138 @@ def test_damage_in_an_old_segment_is_found_by_repair(tmp_path):
     store = filled(tmp_path, LENGTHS, segment_bytes=4000)
     in_the_data(tmp_path, store)
     store.close()
-    assert len(EpisodeStore(tmp_path, read_only=True)) == 20
+    reader = EpisodeStore(tmp_path, read_only=True)
+    assert len(reader) == 20
+    # nor is it served before
+    assert_equal(reader.episode(7), numbered_episode(7, LENGTHS[7]))
+    for read in (lambda: reader.episode(8), lambda: ShuffledWindows(reader, 4).sample(200, torch.Generator())):
+        with pytest.raises(UserError, match="the data of episode 8 are damaged.*EpisodeStore\\(folder, repair=True\\)"):
+            read()
     store = EpisodeStore(tmp_path, repair=True)
     assert_holds(store, [(n, steps) for n, steps in enumerate(LENGTHS) if n != 8])
     store.close()
     with pytest.raises(UserError, match="does not go with read_only"):
         EpisodeStore(tmp_path, read_only=True, repair=True)
+
+
+@pytest.mark.parametrize(
+    "file", ["meta.json", *(f"segment-00000{k}.{kind}" for k in (0, 1) for kind in ("data", "index"))]
+)
+def test_one_flipped_bit_is_never_served(tmp_path, said, file):
+    """Refused at opening or reading; or an end that may be torn is dropped, which is said; or nothing has changed."""
+    lengths = (3, 1, 5, 2, 6)
+    filled(tmp_path / "good", lengths, segment_bytes=2000).close()
+    assert len(list((tmp_path / "good").glob("*.data"))) == 3
+    generator, refused = np.random.default_rng(0), 0
+    for round_ in range(25):
+        shutil.copytree(tmp_path / "good", folder := tmp_path / str(round_))
+        data = bytearray((folder / file).read_bytes())
+        data[generator.integers(len(data))] ^= 1 << int(generator.integers(8))
+        (folder / file).write_bytes(data)
+        said.clear()
+        try:
+            with contextlib.closing(EpisodeStore(folder)) as store:
+                found = [store.episode(i).clone() for i in range(len(store))]
+        except UserError as error:
+            refused += str(folder) in str(error)
+            continue
+        if len(found) < len(lengths):
+            assert "dropped a torn last episode" in said.text
+        for number, episode in enumerate(found):
+            assert_equal(episode, numbered_episode(number, lengths[number]))
+    # white space in meta.json means nothing
+    assert refused >= (8 if file == "meta.json" else 25)
+
+
+def a_pipe(folder):
+    (folder / "segment-000001.data").unlink()
+    os.mkfifo(folder / "segment-000001.data")
+
+
+def a_link(folder):
+    (folder / "segment-000001.index").rename(folder / "elsewhere")
+    (folder / "segment-000001.index").symlink_to("elsewhere")
+
+
+def a_folder(folder):
+    (folder / "meta.json").unlink()
+    (folder / "meta.json").mkdir()
+
+
+def renamed(folder):
+    for kind in ("index", "data"):
+        files = [folder / f"segment-00000{k}.{kind}" for k in range(2)]
+        for old, new in zip(files, (folder / "x", files[0]), strict=True):
+            old.rename(new)
+        (folder / "x").rename(files[1])
+
+
+def a_line_twice(folder):
+    lines = (folder / "segment-000000.index").read_bytes().splitlines(keepends=True)
+    (folder / "segment-000000.index").write_bytes(b"".join([*lines, lines[0]]))
+
+
+def another_column(folder):
+    described = (folder / "meta.json").read_text()
+    (folder / "meta.json").write_text(described.replace("float32", "float64"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (a_pipe, "segment-000001.data' is not a regular file"),
+        (a_link, "segment-000001.index' is not a regular file"),
+        (a_folder, "meta.json' is not a regular file"),
+        (renamed, "begins with episode 0, but the segment before it ends with "),
+        (a_line_twice, "of its . episodes are whole"),
+        (another_column, "its checksum is not that of its columns"),
+    ],
+)
+def test_files_that_are_not_what_was_written_are_refused(tmp_path, damage, said):
+    filled(tmp_path, (3, 1, 5, 2, 6), segment_bytes=2000).close()
+    damage(tmp_path)
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(UserError, match=said):
+            EpisodeStore(tmp_path, **options)
+
+
+def test_a_segment_that_is_gone_is_told(tmp_path, said):
+    filled(tmp_path, (3, 3, 3, 3), segment_bytes=1).close()
+    for file in tmp_path.glob("segment-000001.*"):
+        file.unlink()
+    assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (2, 3), (3, 3)])
+    assert "episodes 1 to 1 are missing" in said.text
+
+
+def test_a_reader_says_that_a_damaged_last_line_is_not_read(tmp_path, said):
+    filled(tmp_path).close()
+    index = tmp_path / "segment-000000.index"
+    overwrite(index, index.stat().st_size - 20, 5)
+    assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1)])
+    assert "segment-000000.index: its last line is damaged: the episode is not read" in said.text
+
+
+def test_a_checkpoint_tells_of_its_oldest_episodes_that_are_gone(tmp_path, said):
+    store = filled(tmp_path, (3, 3, 3), segment_bytes=1)
+    state = store.state_dict()
+    store.close()
+    for file in tmp_path.glob("segment-000000.*"):
+        file.unlink()
+    store = EpisodeStore(tmp_path)
+    store.load_state_dict(state)
+    assert "episodes 0 to 0 of the checkpoint are gone" in said.text
+    # as earlier versions wrote it
+    store.load_state_dict({"next_number": 2})
+    assert_holds(store, [(1, 3)])
+
+
+def test_a_description_without_a_checksum_is_read(tmp_path):
+    """As earlier versions wrote it."""
+    filled(tmp_path, (3, 1)).close()
+    content = json.loads((tmp_path / "meta.json").read_text())
+    del content["checksum"]
+    (tmp_path / "meta.json").write_text(json.dumps(content))
+    assert_holds(EpisodeStore(tmp_path), [(0, 3), (1, 1)])
 
 
 def test_a_repair_without_damage_changes_nothing(tmp_path):
@@ -516,7 +645,7 @@ def test_what_a_killed_writer_did_not_flush_the_next_one_does(tmp_path, flushed)
     os.close(killed._lock)
     flushed.clear()
     store = EpisodeStore(folder)
-    assert store.state_dict() == {"next_number": 3}
+    assert store.state_dict() == {"next_number": 3, "first_number": 0}
     assert flushed == ["segment-000000.data", "segment-000000.index", "store"]
 
 

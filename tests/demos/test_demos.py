@@ -25,6 +25,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.errors import UserError
+from sparring.processes import manifest
 
 ENV = TabletopConfig(
     task="lift_d0", cameras=("head", "wrist"), image_size=32, object_state="privileged", threads=1
@@ -53,6 +54,7 @@ def short(tmp_path_factory):
 def test_the_layout(short):
     place = "chunk-000/file-000"
     assert set(digests(short)) == {
+        "manifest.json",
         "meta/info.json",
         "meta/stats.json",
         "meta/sparring.json",
@@ -69,6 +71,11 @@ def test_the_layout(short):
     assert info["features"]["action"]["names"][-1] == "finger_step"
     assert info["features"]["observation.state"]["names"][:2] == ["joints.0", "joints.1"]
     assert info["features"]["next.success"] == {"dtype": "bool", "shape": [1], "names": None}
+    bound = manifest.read_manifest(short)
+    assert bound["kind"] == "dataset" and manifest.is_signed(bound)
+    assert {name: each["sha256"] for name, each in bound["files"].items()} | {
+        "manifest.json": digests(short)["manifest.json"]
+    } == digests(short)
 
 
 def test_replaying_the_actions_gives_the_same_numbers_and_nearly_the_same_pictures(short):
@@ -180,16 +187,19 @@ record.record(pickle.loads((folder / "plan").read_bytes()), 6, folder / "killed"
     assert digests(tmp_path / "killed") == digests(short)
 
 
-def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", ["info.json", "manifest.json"])
+def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path, monkeypatch, last):
     def stopped(path, values):
-        if path.name == "info.json":
+        if path.name == last:
             raise KeyboardInterrupt
         real(path, values)
 
     real = assemble.write_json
     monkeypatch.setattr(assemble, "write_json", stopped)
+    monkeypatch.setattr(assemble, "write_manifest", lambda folder, *_: stopped(folder / "manifest.json", {}))
     with pytest.raises(KeyboardInterrupt):
         record(SHORT, 6, tmp_path / "again", quiet=True)
+    assert (tmp_path / "again/meta/info.json").exists() == (last == "manifest.json")
     with pytest.raises(UserError, match="is still being recorded"):
         Demonstrations(tmp_path / "again")
     monkeypatch.undo()
@@ -220,33 +230,63 @@ def holed(data: bytes) -> bytes:
     return data[:600] + bytes(300) + data[900:]
 
 
-def test_damaged_clips_never_become_a_dataset(short, recorded):
+def flipped(data: bytes) -> bytes:
+    return data[:-40] + bytes([data[-40] ^ 4]) + data[-39:]
+
+
+def test_clips_that_were_not_written_whole_never_become_a_dataset(short, recorded):
+    """What the encoder left out, the checksums do not tell."""
     for number, damage in ((0, empty), (1, cut), (1, holed)):
         block = recorded / f"recording/block-{number:06d}"
         clip = block / "0-head.mp4"
         whole = clip.read_bytes()
-        clip.write_bytes(damage(whole))
-        said = (
-            f"0-head.mp4' is damaged: . of its 9 frames .* delete the folder .*{block.name}' and run the same command"
-        )
-        with pytest.raises(UserError, match=said):
-            record(SHORT, 6, recorded, quiet=True)
-        assert block.exists() and not (recorded / "meta/info.json").exists()
-        clip.write_bytes(whole)
+        for data in (damage(whole), whole):
+            clip.write_bytes(data)
+            files = [file for file in sorted(block.iterdir()) if file.name != "manifest.json"]
+            manifest.write_manifest(block, "episodes", {file.name: manifest.entry(file) for file in files})
+            if data is whole:
+                continue
+            said = f"0-head.mp4' is damaged: . of its 9 frames .* delete the folder .*{block.name}' and run the same "
+            with pytest.raises(UserError, match=said):
+                record(SHORT, 6, recorded, quiet=True)
+            assert block.exists() and not (recorded / "meta/info.json").exists()
     shutil.rmtree(block)
     record(SHORT, 6, recorded, quiet=True)
     assert digests(recorded) == digests(short)
 
 
-def test_damaged_numbers_are_recorded_again(short, recorded, monkeypatch):
+@pytest.mark.parametrize("file", ["numbers.npz", "1-wrist.mp4", "manifest.json"])
+def test_damaged_blocks_are_recorded_again(short, recorded, monkeypatch, file):
     told = []
     monkeypatch.setattr(record_module.log, "warning", lambda text, *values: told.append(text % values))
-    for number, damage in enumerate((empty, cut, holed)):
-        numbers = recorded / f"recording/block-{number:06d}/numbers.npz"
-        numbers.write_bytes(damage(numbers.read_bytes()))
+    for number, damage in enumerate((empty, cut, flipped)):
+        path = recorded / f"recording/block-{number:06d}" / file
+        path.write_bytes(damage(path.read_bytes()))
     record(SHORT, 6, recorded, quiet=True)
-    assert len(told) == 3 and told[0].endswith("recording/block-000000' is damaged and is recorded again")
+    # the end of a manifest is its signature, which is not asked for here
+    assert len(told) == (2 if file == "manifest.json" else 3)
+    assert told[0].endswith("recording/block-000000' is damaged and is recorded again")
     assert digests(recorded) == digests(short)
+
+
+def test_a_block_that_is_damaged_while_others_are_recorded(recorded, monkeypatch):
+    whole = record_module._record_blocks
+
+    def then_damaged(*given):
+        needed = whole(*given)
+        clip = recorded / "recording/block-000002/0-head.mp4"
+        clip.write_bytes(flipped(clip.read_bytes()))
+        return needed
+
+    monkeypatch.setattr(record_module, "_record_blocks", then_damaged)
+    with pytest.raises(UserError, match="block 2 in .* is damaged since it was recorded; run the same command again"):
+        record(SHORT, 6, recorded, quiet=True)
+
+
+def test_damaged_settings_of_a_recording_are_told(recorded):
+    (recorded / "recording/settings.json").write_text("[1")
+    with pytest.raises(UserError, match="settings.json' cannot be read"):
+        record(SHORT, 6, recorded, quiet=True)
 
 
 def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
@@ -260,7 +300,7 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     def move(source, target):
         source = Path(source)
         needed = [source, *source.rglob("*")]
-        if source.name == "info.partial":
+        if source.name == "info.partial" or source == recorded / "manifest.partial":
             needed += [path for part in assemble.PARTS for path in (recorded / part).rglob("*")]
             needed += [recorded, *(recorded / part for part in assemble.PARTS)]
         missing[Path(target).name] = [path for path in needed if path.stat().st_ino not in flushed]
@@ -281,7 +321,9 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     monkeypatch.setattr(os, "replace", move)
     monkeypatch.setattr(shutil, "rmtree", remove)
     record(SHORT, 6, recorded, quiet=True)
-    assert {"block-000001", "stats.json", "sparring.json", "info.json", "before recording"} <= set(missing)
+    assert {"block-000001", "stats.json", "sparring.json", "info.json", "manifest.json", "before recording"} <= set(
+        missing
+    )
     assert not any(missing.values())
 
 

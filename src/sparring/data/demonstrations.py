@@ -5,9 +5,12 @@ reads random windows: `cache=True` decodes every picture once, into memory-mappe
 """
 
 import hashlib
+import logging
 import math
 import os
+import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,9 @@ from sparring.data import lerobot, video
 from sparring.data.buffer import check_whole
 from sparring.data.lerobot import POINTS, DatasetError, read_dataset
 from sparring.errors import UserError
+from sparring.processes.child import usable_cores
+
+log = logging.getLogger(__name__)
 
 # entries of an env's observation that a dataset holds, besides pictures and the task
 _NUMBERS = ("state", "privileged", "points")
@@ -209,6 +215,7 @@ class Demonstrations:
 
     def _decode(self, camera: str, episode: int) -> np.ndarray:
         file, start = self.dataset.clips[self._features[camera]][episode]
+        self.dataset.files.verify([file])
         try:
             frames = video.decode(file, start, int(self.lengths[episode]), self.fps, *self.image_shapes[camera])
         except UserError as error:
@@ -225,25 +232,58 @@ class Demonstrations:
         folder = self.path.resolve().with_name(f"{self.path.resolve().name}.cache")
         file = folder / f"{camera}-{height}x{width}-{mark}.npy"
         shape = (self.steps, 3, height, width)
-        if (cache := _open_cache(file, shape)) is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = folder / f"{file.stem}.{os.getpid()}.partial"
-            store = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
+        if (cache := self._open_cache(file, shape)) is None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                partial = folder / f"{file.stem}.{os.getpid()}.partial"
+                self._write_cache(partial, camera, shape, _first_sum(file))
+                os.replace(partial, file)
+            except OSError as error:
+                why = error.strerror or error
+                raise DatasetError(f"'{file}': decoded pictures cannot be kept there ({why}); make room") from None
+            cache = np.load(file, mmap_mode="r")
+        return cache
+
+    def _write_cache(self, file: Path, camera: str, shape: tuple[int, ...], first_sum: int) -> None:
+        """An array as numpy saves it, and behind it a checksum of each episode."""
+        sums = []
+        # not through a map: where the disk is full, that would end the process
+        with file.open("wb") as opened:
+            np.lib.format.write_array_header_1_0(opened, {"descr": "|u1", "fortran_order": False, "shape": shape})
             for episode in range(len(self)):
-                store[self._rows(episode)] = self._decode(camera, episode)
-            store.flush()
-            os.replace(partial, file)
-            cache = _open_cache(file, shape)
-        return cache  # type: ignore[return-value]
+                frames = self._decode(camera, episode)
+                sums.append(zlib.crc32(frames.data, first_sum))
+                opened.write(frames.data)
+            opened.write(np.array(sums, np.uint32).tobytes())
 
-
-def _open_cache(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """None where there is none yet, or a torn one."""
-    try:
-        cache = np.load(file, mmap_mode="r")
-    except (FileNotFoundError, ValueError, EOFError):
+    def _open_cache(self, file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+        """None where there is none yet, or one that is not as it was written; all of it is read to tell."""
+        if not os.path.lexists(file):
+            return None
+        try:
+            if not file.is_file():
+                raise ValueError("no file")
+            cache = np.load(file, mmap_mode="r")
+            with file.open("rb") as opened:
+                opened.seek(-4 * len(self), os.SEEK_END)
+                written = np.frombuffer(opened.read(), np.uint32)
+            size = cache.offset + cache.nbytes + 4 * len(self)
+            whole = cache.shape == shape and cache.dtype == np.uint8 and file.stat().st_size == size
+        except (OSError, ValueError, EOFError, AttributeError):
+            whole = False
+        if whole:
+            episodes, first_sum = (cache[self._rows(i)] for i in range(len(self))), _first_sum(file)
+            with ThreadPoolExecutor(usable_cores()) as pool:
+                found = pool.map(lambda pictures: zlib.crc32(np.ascontiguousarray(pictures).data, first_sum), episodes)
+                if np.array_equal(list(found), written):
+                    return cache
+        log.warning("'%s' is damaged, or of an earlier version: its pictures are decoded again", file)
         return None
-    return cache if cache.shape == shape and cache.dtype == np.uint8 else None
+
+
+def _first_sum(file: Path) -> int:
+    """What checksums begin with, so that the cache of another camera is not taken for this one."""
+    return zlib.crc32(file.name.encode())
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:

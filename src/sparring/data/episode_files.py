@@ -1,7 +1,7 @@
 """How episodes lie on disk: segments, each a data file and an index, both only ever appended to.
 
 folder/
-  meta.json              the columns: name, dtype, shape of a row
+  meta.json              the columns: name, dtype, shape of a row; and a checksum of that
   segment-000000.data    episodes one after another: a header with the number of steps, then column after column
   segment-000000.index   a line for every whole episode: checksum, then JSON
   segment-000000.deleted what was the index of a segment whose data are just being deleted
@@ -9,7 +9,8 @@ folder/
   writer.lock            held by the one process that writes
 
 A line of the index is written after its data: what is cut short by a crash has no line, and is never read. A line also
-holds the checksum of its data, which tells after a power cut whether they reached the disk. All columns of a segment
+holds the checksum of its data, which tells after a power cut whether they reached the disk, and later whether they are
+still what was written: it is compared before an episode is first read. All columns of a segment
 share one file, because a memory map keeps its file open and a process may open only about a thousand.
 """
 
@@ -94,7 +95,8 @@ class EpisodeLayout:
         return [*pieces, bytes(self.block_bytes(steps) - position)]
 
     def save(self, folder: Path) -> None:
-        content = {"format": _FORMAT, "columns": [asdict(column) for column in self.columns]}
+        columns = [asdict(column) for column in self.columns]
+        content = {"format": _FORMAT, "columns": columns, "checksum": _checksum(columns)}
         write_whole(folder / META, json.dumps(content, indent=1) + "\n", sync=True)
 
     @classmethod
@@ -103,15 +105,20 @@ class EpisodeLayout:
         try:
             content = json.loads((folder / META).read_text())
             kind, columns = content["format"], content["columns"]
+            # earlier versions wrote none
+            if "checksum" in content and content["checksum"] != _checksum(columns):
+                raise ValueError("its checksum is not that of its columns")
+            layout = cls(EpisodeColumn(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
+            layout.block_bytes(1)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             advice = "copy it again, or from another store of the same columns"
             raise UserError(f"'{folder / META}' cannot be read ({error}); {advice}") from None
         if kind != _FORMAT:
             why = f"but this version reads format {_FORMAT}; read them with the version that wrote them"
             raise UserError(f"'{folder}' holds episodes of format {kind}, {why}")
-        return cls(EpisodeColumn(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
+        return layout
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,10 @@ class EpisodeRecord:
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             return None
         return cls(**json.loads(text))
+
+
+def _checksum(columns: list[dict]) -> str:
+    return f"{zlib.crc32(json.dumps(columns, sort_keys=True).encode()):08x}"
 
 
 def _aligned(size: int) -> int:

@@ -2,14 +2,18 @@
 
 A crash can tear only the end, which is cut off and logged: an episode has a line in the index once all its data are
 written, and a segment is flushed to the disk before the next one is begun. Other damage is refused, or by `repair` put
-aside in a folder. Checksums are verified of the last segment with episodes: all others were flushed.
+aside in a folder. Checksums are verified of the last segment with episodes when it is opened, since all others were
+flushed, and of every other episode before it is first read.
 """
 
 import logging
 import mmap
 import os
+import re
 import shutil
+import stat
 import zlib
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import numpy as np
 
 from sparring.data.episode_files import HEADER_BYTES, META, EpisodeLayout, EpisodeRecord
 from sparring.errors import UserError
-from sparring.processes.files import flush
+from sparring.processes.files import LOCK, flush
 
 
 class Segment:
@@ -32,12 +36,25 @@ class Segment:
         self.bytes = np.empty(0, np.uint8)
         self._pages: mmap.mmap | None = None
         self._line_ends: list[int] = []
+        # where episodes begin whose data are known to be what was written
+        self._verified: set[int] = set()
         self._files: tuple[int, int] | None = None
 
     @staticmethod
     def numbers(folder: Path, suffix: str) -> list[int]:
         """Of the segments in a folder that have such a file, ascending."""
-        return sorted(int(path.stem.removeprefix("segment-")) for path in folder.glob(f"segment-*{suffix}"))
+        named = re.compile(rf"segment-(\d{{6,}}){re.escape(suffix)}")
+        return sorted(int(found[1]) for path in folder.iterdir() if (found := named.fullmatch(path.name)))
+
+    @staticmethod
+    def refuse_odd_files(folder: Path) -> None:
+        """Before anything is opened: a pipe would be waited for, and through a link another file written."""
+        for file in sorted(folder.iterdir()):
+            if file.name in (META, LOCK) or file.name.startswith("segment-"):
+                # the writer may have deleted it just now
+                with suppress(FileNotFoundError):
+                    if not stat.S_ISREG(file.lstat().st_mode):
+                        raise UserError(f"'{file}' is not a regular file; copy the folder again, without links")
 
     @property
     def data_end(self) -> int:
@@ -52,7 +69,7 @@ class Segment:
         lines, size = self._unread_lines(), self.data_path.stat().st_size
         for line in lines:
             record = EpisodeRecord.parse(line)
-            if record is None or record.end > size:
+            if record is None or record.end > size or not self._follows(record):
                 break
             self._take(record, line)
         self._map()
@@ -62,6 +79,14 @@ class Segment:
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
         if size:
             self._pages.madvise(mmap.MADV_WILLNEED, page, start + size - page)
+
+    def verify(self, record: EpisodeRecord) -> None:
+        """Refuse data that are not what was written; each episode is read for this once."""
+        if record.offset in self._verified:
+            return
+        if zlib.crc32(self.bytes[record.offset : record.end].data) != record.crc:
+            raise _damage(self.data_path, f"the data of episode {record.number} are damaged")
+        self._verified.add(record.offset)
 
     def append(self, record: EpisodeRecord, pieces: list) -> None:
         """Data first, then the line that makes them count."""
@@ -76,6 +101,7 @@ class Segment:
             self.cut(len(self.records))
             raise
         self._take(record, line)
+        self._verified.add(record.offset)
         self._map()
 
     def intact(self, records: list[EpisodeRecord]) -> list[EpisodeRecord]:
@@ -131,6 +157,7 @@ class Segment:
     def forget(self, count: int) -> None:
         """All but the first `count` episodes; the files stay as they are."""
         del self.records[count:], self._line_ends[count:]
+        self._verified.intersection_update(record.offset for record in self.records)
 
     def cut(self, count: int) -> None:
         """Keep the first `count` episodes and the files no longer than they are; nobody may be reading the others."""
@@ -175,6 +202,10 @@ class Segment:
             file.seek(self.index_end)
             return file.read().splitlines(keepends=True)
 
+    def _follows(self, record: EpisodeRecord) -> bool:
+        """It comes after all others; a line that is there twice does not."""
+        return not self.records or (record.number > self.records[-1].number and record.offset >= self.data_end)
+
     def _take(self, record: EpisodeRecord, line: bytes) -> None:
         self._line_ends.append(self.index_end + len(line))
         self.records.append(record)
@@ -211,7 +242,22 @@ def open_segments(folder: Path, read_only: bool, repair: bool) -> list[Segment]:
         raise UserError(f"'{folder}' has episodes but no {META}; copy the folder again")
     if layout is None:
         return []
-    return _inspect(folder, layout) if read_only else _mend(folder, layout, repair)
+    segments = _inspect(folder, layout) if read_only else _mend(folder, layout, repair)
+    _check_order(folder, segments)
+    return segments
+
+
+def _check_order(folder: Path, segments: list[Segment]) -> None:
+    """Episodes are numbered without gaps, but for what a repair has put aside."""
+    last = None
+    for segment in (segment for segment in segments if segment.records):
+        first = segment.records[0].number
+        if last is not None and first <= last:
+            why = f"begins with episode {first}, but the segment before it ends with {last}"
+            raise UserError(f"'{segment.index_path}' {why}: files were renamed; copy the folder again")
+        if last is not None and first > last + 1 and not (folder / _DAMAGED).exists():
+            log.warning("%s: episodes %d to %d are missing; copy the folder again", folder, last + 1, first - 1)
+        last = segment.records[-1].number
 
 
 def _mend(folder: Path, layout: EpisodeLayout, repair: bool) -> list[Segment]:
@@ -251,6 +297,8 @@ def _inspect(folder: Path, layout: EpisodeLayout) -> list[Segment]:
             )
         _, torn_steps, torn_bytes = segment.torn(layout)
         steps, size = steps + torn_steps, size + torn_bytes
+        if None in segment.unread():
+            log.warning("%s: its last line is damaged: the episode is not read", segment.index_path)
     if size:
         log.info("%s: not read: %d steps of an episode that is torn or still being written", folder, steps)
     return segments
@@ -298,6 +346,7 @@ def _whole(segment: Segment) -> int:
     """How many of the first episodes have the data that their checksums promise, if no good one follows them."""
     records = segment.records
     intact = {record.offset for record in segment.intact(records)}
+    segment._verified |= intact
     bad = [i for i, record in enumerate(records) if record.offset not in intact]
     if not bad:
         return len(records)

@@ -61,7 +61,12 @@ class EpisodeStore:
         if read_only and not self.folder.is_dir():
             raise UserError(f"'{folder}' does not exist; give a folder that an EpisodeStore was written to")
         if not read_only:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"'{folder}' cannot be a folder for episodes ({error.strerror})") from None
+        Segment.refuse_odd_files(self.folder)
+        if not read_only:
             self._lock = take_lock(self.folder)
         try:
             self._segments = open_segments(self.folder, read_only, repair)
@@ -86,6 +91,7 @@ class EpisodeStore:
     def episode(self, i: int) -> TensorDict:
         """Views into the file: do not keep them longer than you need, and do not write into them."""
         segment, record = self.locate(i)
+        segment.verify(record)
         episode = TensorDict({}, [record.steps])
         for column in self.layout.columns:
             start = record.offset + self.layout.offsets(record.steps)[column.name]
@@ -167,13 +173,17 @@ class EpisodeStore:
     def state_dict(self) -> dict:
         """What it counts on is on the disk when this returns."""
         self.flush()
-        return {"next_number": self.next_number}
+        return {"next_number": self.next_number, "first_number": int(self.numbers[0]) if len(self) else None}
 
     def load_state_dict(self, state: dict) -> None:
         self.rewind(state["next_number"])
         if self.next_number and not len(self):
             text = "%s: none of the %d episodes of the checkpoint is left: later ones pushed them out (max_bytes)"
             log.warning(text, self.folder, self.next_number)
+        # checkpoints of earlier versions do not say where it began
+        elif "first_number" in state and len(self) and self.numbers[0] > state["first_number"]:
+            text = "%s: episodes %d to %d of the checkpoint are gone: later ones pushed them out (max_bytes)"
+            log.warning(text, self.folder, state["first_number"], self.numbers[0] - 1)
 
     def flush(self) -> None:
         """Onto the disk, so that a power cut cannot take it; a killed process loses nothing anyway."""

@@ -5,26 +5,37 @@ meta/stats.json                       statistics of each feature
 meta/tasks.parquet                    task_index -> the instruction
 meta/episodes/chunk-*/file-*.parquet  an episode a row: its length, and in which files it begins where
 meta/sparring.json                    what else we know (ours only)
+manifest.json                         size and checksum of every file (ours only)
 data/chunk-*/file-*.parquet           a frame a row: state, action, reward, ...
 videos/<camera>/chunk-*/file-*.mp4    the pictures, many episodes a file
 
 Numbers are all read at once (hundreds of bytes a frame, with points some KB); pictures stay in their files. Torch-free.
+What is read of a dataset with a manifest is compared with it first; whatever is wrong with one of others is a sentence.
 """
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparring.errors import UserError
+from sparring.processes.manifest import MANIFEST, damage, read_manifest
 
-# while episodes are still being recorded they lie in this folder, and there is no meta/info.json
+# while episodes are still being recorded they lie in this folder, and the dataset is not whole
 RECORDING = "recording"
+INFO = "meta/info.json"
 # the one feature of two axes that is read: [P, 6] a frame
 POINTS = "observation.points"
 _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+# of a template of paths: what it may name, each perhaps with leading zeros
+_FIELD = re.compile(r"{(video_key|chunk_index|file_index)(:0?\d?d)?}")
+# what we read of meta/sparring.json
+_EXTRAS: dict[str, Any] = {"control_mode": str, "env": dict, "seed": int, "noise": int | float, "episodes_tried": int}
+_EXTRAS |= dict.fromkeys(("episode_seeds", "episode_tasks"), list)
 _QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
@@ -33,10 +44,36 @@ class DatasetError(UserError):
 
 
 @dataclass(frozen=True)
+class _Files:
+    """The files of a dataset, each compared with its manifest before it is first read; without a manifest, none is."""
+
+    path: Path
+    manifest: dict[str, Any] | None
+    verified: set[Path] = field(default_factory=set)
+
+    def verify(self, files: Iterable[Path]) -> None:
+        if self.manifest is None:
+            return
+        new = [file for file in dict.fromkeys(files) if file not in self.verified]
+        if found := damage(self.path, self.manifest, [file.relative_to(self.path).as_posix() for file in new]):
+            mend = f"copy it again, or, if it was changed on purpose, delete its {MANIFEST}: then nothing is compared"
+            more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+            raise DatasetError(f"'{self.path}' is not as it was written: {'; '.join(found[:3])}{more}; {mend}")
+        self.verified.update(new)
+
+    def verify_numbers(self) -> None:
+        """All that is no video, also what is missing or was added."""
+        listed = self.manifest["files"] if self.manifest else {}
+        numbers = {self.path / name for name in listed if not name.startswith("videos/")}
+        self.verify(sorted(numbers | set(_episode_files(self.path))))
+
+
+@dataclass(frozen=True)
 class _Dataset:
     """All of a dataset but its pictures. E episodes, F frames in the order of episodes."""
 
     path: Path
+    files: _Files
     info: dict[str, Any]
     # feature -> [F] or [F, D]; points [F, P, 6]
     columns: dict[str, np.ndarray]
@@ -53,7 +90,7 @@ class _Dataset:
     def check_videos(self, feature: str) -> None:
         """They are there; whether they are whole shows when they are decoded."""
         for file in dict.fromkeys(file for file, _ in self.clips[feature]):
-            if not file.exists():
+            if not file.is_file():
                 raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
 
 
@@ -68,14 +105,49 @@ def parquet():
 
 def read_dataset(path: str | Path) -> _Dataset:
     path = Path(path)
+    if not path.is_dir():
+        raise DatasetError(f"'{path}' is no folder; give the folder of a dataset, with meta/info.json in it")
+    try:
+        files = _Files(path, read_manifest(path))
+        _refuse_unfinished(files)
+        files.verify_numbers()
+        return _read(files)
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        # tables and JSON of others may hold anything in any place
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise DatasetError(f"'{path}' is damaged, or no LeRobotDataset v3.0 ({why}); copy it again") from error
+
+
+def _refuse_unfinished(files: _Files) -> None:
+    path = files.path
+    # of ours the manifest is written last; there was none in earlier versions
+    if (path / RECORDING).is_dir() and not (files.manifest and (path / INFO).exists()):
+        raise DatasetError(f"'{path}' is still being recorded; run the command that records it again to finish it")
+    if not files.manifest and not (path / INFO).exists():
+        advice = "it is no LeRobotDataset; `sparring demos TASK --episodes N` records one"
+        raise DatasetError(f"'{path}' has no {INFO}: {advice}")
+
+
+def _read(files: _Files) -> _Dataset:
+    path = files.path
     info = _read_info(path)
     episodes = _read_episodes(path, info)
     columns = _read_columns(path, info, episodes)
     lengths, clips = episodes["length"].astype(np.int64), _clips(path, info, episodes)
     instructions = _read_instructions(path)
-    stats, extras = (_read_json(path / f"meta/{name}.json", optional=True) for name in ("stats", "sparring"))
+    stats, extras = (read_json(path / f"meta/{name}.json", optional=True) for name in ("stats", "sparring"))
     stats = {feature: {name: np.array(value) for name, value in values.items()} for feature, values in stats.items()}
-    dataset = _Dataset(path, info, columns, lengths, clips, instructions, stats, extras)
+    worded = [
+        feature for feature, values in stats.items() if any(value.dtype.kind not in "biuf" for value in values.values())
+    ]
+    if worded:
+        raise DatasetError(f"'{path}/meta/stats.json' holds something else than numbers for {', '.join(worded)}")
+    wrong = [key for key, kind in _EXTRAS.items() if extras and not isinstance(extras.get(key), kind)]
+    if wrong:
+        raise DatasetError(f"'{path}/meta/sparring.json' lacks {', '.join(wrong)}, or has another kind of value there")
+    dataset = _Dataset(path, files, info, columns, lengths, clips, instructions, stats, extras)
     _check_frames(dataset)
     return dataset
 
@@ -84,27 +156,43 @@ def _video_features(info: dict[str, Any]) -> list[str]:
     return [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
 
 
+def _episode_files(path: Path) -> list[Path]:
+    return sorted((path / "meta/episodes").glob("*/*.parquet"))
+
+
 def _read_info(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise DatasetError(f"'{path}' is no folder; give the folder of a dataset, with meta/info.json in it")
-    if not (path / "meta/info.json").exists():
-        if (path / RECORDING).is_dir():
-            raise DatasetError(f"'{path}' is still being recorded; run the command that records it again to finish it")
-        advice = "it is no LeRobotDataset; `sparring demos TASK --episodes N` records one"
-        raise DatasetError(f"'{path}' has no meta/info.json: {advice}")
-    info = _read_json(path / "meta/info.json")
+    info = read_json(path / INFO)
     missing = [key for key in ("codebase_version", "fps", "features", "data_path", "total_frames") if key not in info]
     if missing:
-        raise DatasetError(f"'{path}/meta/info.json' lacks {', '.join(missing)}")
+        raise DatasetError(f"'{path}/{INFO}' lacks {', '.join(missing)}")
     if not str(info["codebase_version"]).startswith("v3."):
         mend = "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
         raise DatasetError(f"'{path}' is a LeRobotDataset {info['codebase_version']}, expected v3.0; {mend}")
+    fps, features = info["fps"], info["features"]
+    if not isinstance(fps, int | float) or not 0 < fps < float("inf"):
+        raise DatasetError(f"'{path}/{INFO}' has fps {fps!r}, expected frames a second, above 0")
+    for name, feature in features.items():
+        shape = feature["shape"]
+        if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 2**31 for size in shape):
+            raise DatasetError(f"'{path}/{INFO}': {name} has shape {shape!r}, expected whole numbers above 0")
+        if feature["dtype"] == "video" and len(shape) != 3:
+            raise DatasetError(f"'{path}/{INFO}': {name} has shape {shape!r}, expected height, width and channels")
+    for key in ("data_path", *(["video_path"] if _video_features(info) else [])):
+        _check_template(path, key, info[key])
     return info
+
+
+def _check_template(path: Path, key: str, template: str) -> None:
+    """Below the folder, and with nothing in braces but what is to be filled in."""
+    bare = _FIELD.sub("0", template)
+    if "{" in bare or "}" in bare or Path(bare).is_absolute() or ".." in Path(bare).parts:
+        expected = "a path below the dataset with {chunk_index}, {file_index} and {video_key} in it"
+        raise DatasetError(f"'{path}/{INFO}' has {key} {template!r}, expected {expected}")
 
 
 def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
     """Column -> its values, an episode each, in their order."""
-    files = sorted((path / "meta/episodes").glob("*/*.parquet"))
+    files = _episode_files(path)
     if not files:
         raise DatasetError(f"'{path}' has no meta/episodes/chunk-*/file-*.parquet")
     wanted = ["episode_index", "length", "data/chunk_index", "data/file_index"]
@@ -114,6 +202,8 @@ def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
     listed = columns["episode_index"]
     if not np.array_equal(listed, np.arange(len(listed))):
         raise DatasetError(f"'{path}/meta/episodes' does not list episodes 0 to {len(listed) - 1} once each")
+    if not len(listed) or columns["length"].min() < 1:
+        raise DatasetError(f"'{path}/meta/episodes' lists no episode, or one without a frame; record it again")
     return columns
 
 
@@ -187,13 +277,19 @@ def _check_frames(dataset: _Dataset) -> None:
         raise DatasetError(f"'{path}': task_index goes up to {tasks.max()}, but meta/tasks.parquet has {known} tasks")
 
 
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        # a pipe would be waited for without end
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, expected names and values")
+    except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"'{path}' cannot be read ({error}); copy the dataset again") from None
+    return content
 
 
 def _read_table(path: Path, columns: list[str] | None):
@@ -201,6 +297,8 @@ def _read_table(path: Path, columns: list[str] | None):
     from pyarrow.lib import ArrowException
 
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")
         # one file: names of folders are no columns
         with reader.ParquetFile(path) as file:
             missing = [name for name in columns or () if name not in file.schema_arrow.names]

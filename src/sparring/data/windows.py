@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.data.buffer import check_whole
-from sparring.data.episode_files import EpisodeColumn
+from sparring.data.episode_files import EpisodeColumn, EpisodeRecord
 from sparring.data.episode_segment import Segment
 from sparring.data.episodes import EpisodeStore
 from sparring.errors import UserError
@@ -29,7 +29,7 @@ class _Window(NamedTuple):
 
     # where the episode is, which stays valid when it is deleted, and where in it each column
     segment: Segment | None = None
-    offset: int = 0
+    record: EpisodeRecord | None = None
     offsets: dict[str, int] = {}
     first: int = 0
     end: int = 0
@@ -39,6 +39,10 @@ class _Window(NamedTuple):
         if self.end > self.first:
             for column in columns:
                 self.segment.expect(*self._bytes(column))
+
+    def verify(self) -> None:
+        if self.segment is not None and self.record is not None:
+            self.segment.verify(self.record)
 
     def copy(self, row: np.ndarray, column: EpisodeColumn) -> None:
         """Into a row of bytes, with zeros around them."""
@@ -54,7 +58,7 @@ class _Window(NamedTuple):
 
     def _bytes(self, column: EpisodeColumn) -> tuple[int, int]:
         """(start, size) in the segment."""
-        start = self.offset + self.offsets[column.name] + self.first * column.row_bytes
+        start = self.record.offset + self.offsets[column.name] + self.first * column.row_bytes
         return start, (self.end - self.first + column.extra) * column.row_bytes
 
 
@@ -85,13 +89,15 @@ class _WindowReader:
         segment, record = store.locate(episode)
         first, end = max(start - self.burn_in, 0), min(start + self.length, record.steps)
         at = self.burn_in - (start - first)
-        return _Window(segment, record.offset, store.layout.offsets(record.steps), first, end, at)
+        return _Window(segment, record, store.layout.offsets(record.steps), first, end, at)
 
     def read(self, store: EpisodeStore, windows: Sequence[_Window]) -> TensorDict:
         """[B, k+L]; all columns are laid out as those of `store`."""
         size, columns = self.burn_in + self.length, self.columns(store)
         for window in windows:
             window.expect(columns)
+        for window in windows:
+            window.verify()
         batch = TensorDict({}, [len(windows), size])
         for column in columns:
             dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype

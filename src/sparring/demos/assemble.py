@@ -1,6 +1,6 @@
 """Makes a LeRobotDataset v3.0 folder (see data/lerobot.py) out of recorded blocks of episodes.
 
-meta/info.json is written last, in one stroke: without it a folder is no dataset, so an interrupted one is never read.
+manifest.json is written last, in one stroke, and meta/info.json before it: an interrupted dataset is never read.
 """
 
 import json
@@ -15,12 +15,21 @@ from zipfile import BadZipFile
 import numpy as np
 
 from sparring.data import video
-from sparring.data.lerobot import POINTS, RECORDING, number_statistics, parquet, picture_statistics, point_statistics
+from sparring.data.lerobot import (
+    INFO,
+    POINTS,
+    RECORDING,
+    number_statistics,
+    parquet,
+    picture_statistics,
+    point_statistics,
+)
 from sparring.demos.plan import Plan, entry_names
 from sparring.envs.backend import Arrays
 from sparring.envs.tabletop.backend import Tabletop
 from sparring.errors import UserError
 from sparring.processes.files import flush, write_whole
+from sparring.processes.manifest import MANIFEST, damage, entry, read_manifest, write_manifest
 
 # LeRobot keeps the time within a video in float32: beyond 1000 s it could no longer tell frames to a tenth of a ms
 _FRAMES_PER_FILE = 20_000
@@ -37,6 +46,7 @@ class EpisodeBlock:
 
     block-000007/numbers.npz     of the kept episodes, one after another
     block-000007/0-head.mp4      pictures of the first kept one
+    block-000007/manifest.json   checksums of both
     """
 
     folder: Path
@@ -47,9 +57,13 @@ class EpisodeBlock:
 
     @classmethod
     def read(cls, folder: Path, number: int) -> "EpisodeBlock | None":
-        """None where its numbers cannot be read: it is to be recorded again."""
+        """None where it is not as it was written: it is to be recorded again."""
+        block = cls(folder, number, {})
         try:
-            with np.load(cls(folder, number, {}).path / "numbers.npz") as file:
+            manifest = read_manifest(block.path)
+            if manifest is None or damage(block.path, manifest):
+                return None
+            with np.load(block.path / "numbers.npz") as file:
                 return cls(folder, number, dict(file))
         except (OSError, EOFError, ValueError, BadZipFile):
             return None
@@ -85,6 +99,7 @@ class _Episode:
 def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int) -> None:
     """A dataset of the first `episodes` kept ones of these blocks."""
     # what an interrupted assembly left
+    (output / MANIFEST).unlink(missing_ok=True)
     for name in PARTS:
         shutil.rmtree(output / name, ignore_errors=True)
     env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
@@ -123,7 +138,9 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
         if (output / name).exists():
             flush(output / name, tree=True)
     flush(output)
-    write_json(output / "meta/info.json", info)
+    write_json(output / INFO, info)
+    files = sorted(file for name in PARTS for file in (output / name).rglob("*") if file.is_file())
+    write_manifest(output, "dataset", {file.relative_to(output).as_posix(): entry(file) for file in files})
 
 
 def _pick(blocks: list[EpisodeBlock], episodes: int) -> list[_Episode]:

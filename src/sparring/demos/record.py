@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from sparring.config.text import flatten
-from sparring.data.lerobot import RECORDING, parquet, pixel_counts
+from sparring.data.lerobot import INFO, RECORDING, parquet, pixel_counts, read_dataset, read_json
 from sparring.data.video import encode, find_ffmpeg
 from sparring.demos.assemble import PARTS, EpisodeBlock, assemble, write_json
 from sparring.demos.plan import Plan
@@ -36,10 +36,12 @@ from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
 from sparring.processes.files import flush
+from sparring.processes.manifest import MANIFEST, entry, write_manifest
 from sparring.record.log import Console
 
 log = logging.getLogger(__name__)
 
+_SETTINGS = "settings.json"
 # an expert that has not managed one episode by then never will
 _PATIENCE = 128
 
@@ -53,11 +55,11 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
     Expert(env)
     env.close()
     extras = output / "meta/sparring.json"
-    # a finished dataset is never changed
-    if (output / "meta/info.json").exists():
+    # a finished dataset is never changed; earlier versions wrote no manifest
+    if (output / INFO).exists() and ((output / MANIFEST).exists() or not (output / RECORDING / _SETTINGS).exists()):
         if not extras.exists():
             raise UserError(f"'{output}' holds a dataset that was not recorded here; give another --output")
-        saved = json.loads(extras.read_text())
+        saved = read_dataset(output).extras
         _refuse_other_settings(output, saved, plan.settings())
         if (there := len(saved["episode_seeds"])) != episodes:
             raise UserError(f"'{output}' is complete with {there} episodes; give another --output")
@@ -67,7 +69,7 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
     try:
         with _held(output / RECORDING, plan) as folder:
             needed = _record_blocks(plan, episodes, folder, workers, console)
-            assemble(output, plan, [EpisodeBlock.read(folder, number) for number in range(needed)], episodes)  # type: ignore[misc]
+            assemble(output, plan, _read_blocks(folder, needed), episodes)
         shutil.rmtree(output / RECORDING)
     except OSError as error:
         raise UserError(f"--output '{output}': cannot write there ({error.strerror or error})") from None
@@ -104,6 +106,16 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
                 _refuse_without_room(folder, found, episodes)
                 room_checked = True
     return needed
+
+
+def _read_blocks(folder: Path, needed: int) -> list[EpisodeBlock]:
+    blocks = []
+    for number in range(needed):
+        if (block := EpisodeBlock.read(folder, number)) is None:
+            advice = "run the same command again, which records it anew"
+            raise UserError(f"block {number} in '{folder}' is damaged since it was recorded; {advice}")
+        blocks.append(block)
+    return blocks
 
 
 def _recorded_before(folder: Path) -> dict[int, int]:
@@ -225,6 +237,7 @@ class _BlockRecorder:
             numbers[f"pixels/{camera}"] = counts
         np.savez(partial / "numbers.npz", **numbers)  # type: ignore[arg-type]
         flush(partial, tree=True)
+        write_manifest(partial, "episodes", {file.name: entry(file) for file in sorted(partial.iterdir())})
         os.replace(partial, block.path)
         flush(self._folder)
 
@@ -246,7 +259,7 @@ def _record(number: int) -> tuple[int, int]:
 @contextmanager
 def _held(folder: Path, plan: Plan) -> Iterator[Path]:
     """The folder of a recording, locked for this process, with the settings it began with."""
-    settings, output = folder / "settings.json", folder.parent
+    settings, output = folder / _SETTINGS, folder.parent
     there = [name for name in PARTS if (output / name).exists()]
     # what an interrupted assembly left will be deleted, so nothing else may lie there
     if there and not settings.exists():
@@ -260,7 +273,7 @@ def _held(folder: Path, plan: Plan) -> Iterator[Path]:
         # which episodes a block holds follows from its number and the robots
         now = plan.settings() | {"robots": plan.robots}
         if settings.exists():
-            _refuse_other_settings(output, json.loads(settings.read_text()), now)
+            _refuse_other_settings(output, read_json(settings), now)
         else:
             write_json(settings, now)
         for partial in folder.glob("block-*.partial-*"):

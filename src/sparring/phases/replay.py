@@ -135,7 +135,7 @@ class EpisodeReplay:
             # a run that branched off from another's checkpoint
             lost.append(f"the {wanted} episodes collected so far are not in {self.store.folder}; collects new ones")
             state, wanted = None, 0
-        self.store.load_state_dict({"next_number": wanted})
+        self.store.load_state_dict(state["store"] if state else {"next_number": 0})
         target: Any = self.store
         if self.held_out is not None:
             target = self.generations = Generations(self.store, self.folder / f"generations{suffix}", self.held_out)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sparring.errors import UserError
 
+LOCK = "writer.lock"
 # whoever only asks whether somebody writes holds the lock for a moment
 _LOCK_S = 0.3
 
@@ -37,7 +38,7 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
 
 def take_lock(folder: Path) -> int:
     """A file descriptor: the lock is held until it is closed or the process ends, in whatever way."""
-    descriptor = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:

@@ -1,0 +1,342 @@
+"""Damage files that we wrote, in 1,000 ways; what do the commands that read them make of it?
+
+    python benchmarks/corruption.py [--only demos recording store run] [--count 1000] [--seed 0] [--minutes 60]
+
+Makes a tiny dataset, a recording that was stopped, and runs of finetune and teacher that were stopped half way. Each
+variant is a fresh copy with one file damaged (corruption_ways.py), which a command reads in a fork of this process. How
+it ended: `clear` (an exit code and a sentence), `same` (what came of it is what comes of the good folder), `told`
+(something else came of it, and a warning said why), and what must never be: `silent`, `traceback`, `hang`, `died`.
+What comes of a command: weights and rows of metrics, scores, what it printed, bytes of a dataset. Times are left out.
+"""
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+from corruption_ways import Way, ways
+
+HANG_S = 60
+RESULTS = report.RESULTS / "corruption.json"
+BAD = ("silent", "traceback", "hang", "died")
+VERDICTS = ("clear", "same", "told", *BAD)
+WARNS = re.compile(r"warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone", re.I)
+# of rows of metrics and of what is printed
+TIMED = re.compile(r"perf/|timestamp|seconds|time")
+CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?")
+
+SHORT = ["device=cpu", "env.threads=1", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.episodes=2"]
+FINETUNE = [*SHORT, "rollout.steps=8", "rollout.max_episode_steps=6", "training.save_every=2", "policy.hidden=[8,8]"]
+FINETUNE += ["ppo.mini_batch_size=8", "ppo.ppo_epochs=1", "evaluation.baseline=false"]
+TEACHER = [*SHORT, "rollout.steps=6", "rollout.max_episode_steps=3", "training.save_every=2", "training.bptt_length=2"]
+TEACHER += ["env.image_size=32", "teacher.gradient_steps=2", "teacher.batch_size=2", "world_model.tokenizer_steps=2"]
+TEACHER += [f"world_model.{name}" for name in ("channels=4", "width=8", "heads=1", "members=2", "memory_channels=2")]
+IMITATE = [*SHORT, "rollout.max_episode_steps=2", "imitate.steps_per_update=2", "imitate.batch_size=4"]
+IMITATE += ["training.iterations=1", "policy.hidden=[4]", "policy.channels=[4]", "evaluation.baseline=false"]
+DEMOS = ["demos", "reach_d0", "--episodes", "3", "--image-size", "16", "env.threads=1"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kind of folder: how it is made, and which commands read a file of it."""
+
+    good: Path
+    # path of the file below the folder -> names of commands
+    readers: Callable[[str], list[str]]
+    # name -> (its arguments, what came of it)
+    commands: dict[str, tuple[list[str], Callable[[str], object]]]
+
+
+def fork(argv: list[str], seconds: float = HANG_S) -> tuple[int | None, str]:
+    """Exit code and output of a `sparring` command; -signal where one ended it, None where nothing did in time."""
+    with tempfile.TemporaryFile() as out:
+        child = os.fork()
+        if child == 0:
+            _be(argv, out.fileno())
+        end, done, status = time.monotonic() + seconds, 0, 0
+        while not done and time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.01)
+        if not done:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        out.seek(0)
+        return os.waitstatus_to_exitcode(status) if done else None, out.read().decode(errors="replace")
+
+
+def _be(argv: list[str], out: int) -> None:
+    code = 1
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        from sparring.cli.main import main
+
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def preload() -> None:
+    """So that a fork takes tenths of a second."""
+    import torch
+
+    import sparring.api  # noqa: F401
+    import sparring.cli.main
+    import sparring.data.demonstrations
+    import sparring.demos.record
+    import sparring.envs.tabletop.backend
+    import sparring.evaluation.of_run
+    import sparring.phases.finetune
+    import sparring.phases.imitate
+    import sparring.phases.teacher
+    import sparring.runs.run  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def weights(folder: Path) -> str:
+    """Of the newest checkpoint, by name, type and value."""
+    from safetensors.numpy import load_file
+
+    newest = max(folder.glob("checkpoint-*/model.safetensors"), key=lambda f: int(f.parent.name.split("-")[1]))
+    loaded = sorted(load_file(newest).items())
+    digest = hashlib.sha256(b"".join(k.encode() + str(v.dtype).encode() + v.tobytes() for k, v in loaded))
+    return f"{newest.parent.name} {digest.hexdigest()}"
+
+
+def rows(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not TIMED.search(key)} for line in lines]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix != ".json"]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def made(argv: list[str]) -> None:
+    code, text = fork(argv, 600)
+    if code:
+        raise SystemExit(f"sparring {' '.join(argv)}: {code}\n{text}")
+
+
+def subject_demos(work: Path, victim: Path) -> Subject:
+    """A dataset, and beside it the pictures that imitate decoded before."""
+    good, out = work / "demos", work / "imitated"
+    imitate = ["train", "imitate", "--output", str(out), *IMITATE]
+    made([*DEMOS, "--output", str(good / "set")])
+    made([*imitate, f"imitate.demos={good}/set"])
+    commands = {
+        "imitate": ([*imitate, f"imitate.demos={victim}/set"], lambda _: (weights(out), rows(out))),
+        "show": (["demos", "show", str(victim / "set"), "--sheet", str(work / "sheet.png")], shown),
+        "again": ([*DEMOS, "--output", str(victim / "set")], shown),
+    }
+
+    def readers(file: str) -> list[str]:
+        # a finished dataset is not recorded again, so its videos are not read
+        return ["imitate"] if "cache" in file else ["imitate", "show", *(["again"] if "videos" not in file else [])]
+
+    return Subject(good, readers, commands)
+
+
+def shown(text: str) -> object:
+    return [line for line in text.splitlines() if not WARNS.search(line)]
+
+
+def subject_recording(work: Path, victim: Path) -> Subject:
+    from sparring.demos import record
+
+    good, whole = work / "recording", record.assemble
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    record.assemble = stop
+    fork([*DEMOS, "--output", str(good)], 600)
+    record.assemble = whole
+    return Subject(
+        good, lambda _: ["record"], {"record": ([*DEMOS, "--output", str(victim)], lambda _: digests(victim))}
+    )
+
+
+def stopped(work: Path, phase: str, settings: list[str]) -> Path:
+    """A run of four updates, without the second half."""
+    whole, half = work / f"{phase}-whole", work / f"{phase}-half"
+    made(["train", phase, "--output", str(whole), "training.iterations=4", *settings])
+    shutil.copytree(whole, half)
+    shutil.rmtree(half / "checkpoint-4")
+    return half
+
+
+def subject_store(work: Path, victim: Path) -> Subject:
+    good = stopped(work, "teacher", TEACHER)
+    # several segments
+    from sparring.data.episodes import EpisodeStore
+
+    kept = EpisodeStore(good / "episodes", read_only=True)
+    parts = EpisodeStore(work / "parts", segment_bytes=3 * kept.bytes() // len(kept))
+    for i in range(len(kept)):
+        parts.append(kept.episode(i), **kept.info(i))
+    parts.close()
+    shutil.rmtree(good / "episodes")
+    (work / "parts").rename(good / "episodes")
+    resume = ["train", "teacher", "--output", str(victim), "training.iterations=4", *TEACHER]
+    readers: Callable[[str], list[str]] = lambda file: ["resume"] if file.startswith("episodes/") else []  # noqa: E731
+    return Subject(good, readers, {"resume": (resume, lambda _: (weights(victim), rows(victim)))})
+
+
+def subject_run(work: Path, victim: Path) -> Subject:
+    good, scores = stopped(work, "finetune", FINETUNE), work / "scores.json"
+
+    def scored(_: str) -> object:
+        found = json.loads(scores.read_text())
+        scores.unlink()
+        return found.get("scores"), found.get("episodes")
+
+    resume = ["train", "finetune", "--output", str(victim), "training.iterations=4", *FINETUNE]
+    page = work / "report.html"
+    commands = {
+        "resume": (resume, lambda _: (weights(victim), rows(victim))),
+        "eval": (["eval", str(victim), "--json", str(scores)], scored),
+        "compare": (["compare", str(victim), str(work / "finetune-whole"), "--episodes", "6"], shown),
+        "report": (["report", str(victim), "--output", str(page)], lambda _: page.read_text()),
+        "runs": (["runs", str(victim)], shown),
+    }
+
+    def readers(file: str) -> list[str]:
+        if file.startswith("logs/") or file == "writer.lock":
+            return []
+        return ["resume", "eval", "compare"] if file.startswith("checkpoint-") else ["resume", "report", "runs"]
+
+    return Subject(good, readers, commands)
+
+
+SUBJECTS = {"demos": subject_demos, "recording": subject_recording, "store": subject_store, "run": subject_run}
+
+
+def verdict(code: int | None, text: str, came: object, usual: object) -> str:
+    if code is None:
+        return "hang"
+    if "Traceback (most recent call last)" in text:
+        return "traceback"
+    if code:
+        return "died" if code < 0 else "clear"
+    if came == usual:
+        return "same"
+    return "told" if WARNS.search(text) else "silent"
+
+
+def outcome(take: Callable[[str], object], text: str) -> object:
+    """What came of a command, numbers of time left out of texts; None where it left nothing."""
+    try:
+        came = take(text)
+    except (OSError, ValueError):
+        return None
+    if isinstance(came, str):
+        came = came.splitlines()
+    return [" ".join(CLOCK.sub("#", line).split()) for line in came] if isinstance(came, list) else came
+
+
+def judge(name: str, work: Path, share: float, rng: random.Random, end: float) -> Iterator[dict]:
+    """A row for each damaged folder and command; `share` of all ways to damage its files."""
+    victim = work / "victim"
+    subject = SUBJECTS[name](work, victim)
+
+    def fresh() -> None:
+        for path in (victim, work / "imitated"):
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(subject.good, victim, symlinks=True)
+
+    usual = {}
+    for command, (argv, take) in subject.commands.items():
+        seen = []
+        for _ in range(2):
+            fresh()
+            code, text = fork(argv)
+            seen.append((code, outcome(take, text)))
+        if seen[0] != seen[1] or seen[0][0]:
+            print(f"{name} {command}: two good ones differ, or fail ({code}): judged by exit code only", flush=True)
+            seen[0] = (0, None)
+        usual[command] = seen[0][1]
+    files = [str(path.relative_to(subject.good)) for path in sorted(subject.good.rglob("*")) if path.is_file()]
+    planned = [(file, way) for file in files if subject.readers(file) for way in ways(file, rng)]
+    # every file is damaged in some ways, whatever the share
+    for file, way in rng.sample(planned, min(len(planned), max(1, round(share)))):
+        for command in subject.readers(file):
+            if time.monotonic() > end:
+                return
+            fresh()
+            if not damaged(way, victim, work):
+                continue
+            argv, take = subject.commands[command]
+            code, text = fork(argv)
+            expected = usual[command]
+            came = outcome(take, text) if code == 0 and expected is not None else expected
+            found = verdict(code, text, came, expected)
+            yield {"subject": name, "file": file, "way": way.name, "command": command, "verdict": found} | (
+                {"said": text.strip()[-600:]} if found in BAD else {}
+            )
+
+
+def damaged(way: Way, victim: Path, work: Path) -> bool:
+    """False where this way does not fit the file."""
+    try:
+        way.damage(victim, work)
+    except (KeyError, IndexError, StopIteration, FileNotFoundError):
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="KIND")
+    parser.add_argument("--count", type=int, default=1000, help="damaged folders, shared out over the kinds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=120, help="stop by then, wherever it is")
+    args = parser.parse_args()
+    preload()
+    about, end = report.metadata(), time.monotonic() + 60 * args.minutes
+    kept = json.loads(RESULTS.read_text())["kinds"] if RESULTS.is_file() else {}
+    for name in args.only:
+        found = []
+        with tempfile.TemporaryDirectory() as work:
+            for row in judge(name, Path(work), args.count / len(args.only), random.Random(f"{args.seed} {name}"), end):
+                found.append(row)
+                if row["verdict"] in BAD:
+                    last = (row["said"].splitlines() or [""])[-1][:150]
+                    print(f"{row['verdict']:10}{row['command']:9}{row['file']}: {row['way']}: {last}", flush=True)
+        counts = collections.Counter(row["verdict"] for row in found)
+        folders = len({(row["file"], row["way"]) for row in found})
+        kept[name] = {"about": about, "seed": args.seed, "folders": folders, "commands": len(found)}
+        kept[name] |= {each: counts[each] for each in VERDICTS} | {"bad": [r for r in found if r["verdict"] in BAD]}
+        report.write_json(RESULTS, {"kinds": {key: kept[key] for key in SUBJECTS if key in kept}})
+    columns = ["folders", "commands", *VERDICTS]
+    print(report.table([("kind", *columns), *((key, *(kept[key][c] for c in columns)) for key in args.only)]))
+
+
+if __name__ == "__main__":
+    main()

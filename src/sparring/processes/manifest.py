@@ -1,0 +1,128 @@
+"""manifest.json: binds the files of a folder together by checksum, and is signed with this user's own key.
+
+{"format": 1, "kind": "checkpoint", "files": {"model.safetensors": {"size": 8, "sha256": "..."}, ...}, ..., "hmac": "..."}
+
+It is written last, so a folder with a manifest is whole. Checksums find accidents. The HMAC says that this user wrote
+the folder, or chose to trust it; what it lists may then name code to import (docs/security.md).
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sparring.errors import UserError
+from sparring.processes.files import flush, write_whole
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_BLOCK = 1 << 20
+_KEY_BYTES = 32
+
+
+class ManifestError(UserError):
+    """A manifest that cannot be read, and why."""
+
+
+def checksum(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def entry(file: Path) -> dict[str, Any]:
+    """What a manifest says about one file."""
+    return {"size": file.stat().st_size, "sha256": checksum(file)}
+
+
+def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **about: Any) -> None:
+    """Signed and flushed, after the files it lists. `files`: path below the folder -> `entry`."""
+    content = {"format": FORMAT, "kind": kind, "files": files, **about}
+    content["hmac"] = _signature(content)
+    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n", sync=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """None where there is none. What it lists is not checked here: see `damage` and `is_signed`."""
+    file = folder / MANIFEST
+    if not os.path.lexists(file):
+        return None
+    if not file.is_file() or file.is_symlink():
+        raise ManifestError(f"'{file}' is not a regular file; copy the folder again")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ManifestError(f"'{file}' cannot be read ({error}); copy the folder again") from None
+    files = content.get("files") if isinstance(content, dict) else None
+    known = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
+    if not known or content.get("format") != FORMAT:
+        raise ManifestError(f"'{file}' is no manifest of format {FORMAT}; copy the folder again, or update sparring")
+    return content
+
+
+def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with the files of a folder, a clause each; nothing where all are as they were written.
+
+    `names`: look at these only.
+    """
+    found = []
+    for name in manifest["files"] if names is None else names:
+        file, wanted = folder / name, manifest["files"].get(name)
+        if wanted is None:
+            found.append(f"{name} is not in {MANIFEST}")
+        elif file.is_symlink() or not file.is_file():
+            found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
+        elif (size := file.stat().st_size) != wanted.get("size"):
+            found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
+        elif checksum(file) != wanted.get("sha256"):
+            found.append(f"{name} has another checksum than when it was written")
+    return found
+
+
+def is_signed(manifest: dict[str, Any]) -> bool:
+    """By this user's key, as it is."""
+    given = manifest.get("hmac")
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), _signature(manifest).encode())
+
+
+def key_file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "sparring" / "key"
+
+
+def _signature(content: dict[str, Any]) -> str:
+    signed = {name: value for name, value in content.items() if name != "hmac"}
+    text = json.dumps(signed, sort_keys=True, separators=(",", ":"))
+    return hmac.new(_key(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes:
+    """This user's own; made at first use, whole, however many processes want it at once."""
+    file = key_file()
+    try:
+        if not file.exists():
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial = file.with_name(f"key.{os.getpid()}.{secrets.token_hex(4)}")
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as opened:
+                opened.write(secrets.token_hex(_KEY_BYTES))
+            flush(partial)
+            try:
+                os.link(partial, file)
+            except FileExistsError:
+                pass  # another process was first
+            finally:
+                partial.unlink()
+        key = bytes.fromhex(file.read_text().strip())
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is damaged"
+        mend = "set XDG_CONFIG_HOME to a folder that can be written, or remove a damaged key: a new one is made"
+        raise ManifestError(f"the key that signs runs cannot be used: '{file}' ({why}); {mend}") from None
+    if len(key) != _KEY_BYTES:
+        raise ManifestError(f"'{file}' holds {len(key)} bytes, a key has {_KEY_BYTES}; remove it: a new one is made")
+    return key
