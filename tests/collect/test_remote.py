@@ -68,7 +68,7 @@ def all_lines(folder) -> list[dict]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
-    other = ("timestamp", "train/parity", "train/parity_ratio")
+    other = ("timestamp", "crc", "train/parity", "train/parity_ratio")
     return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
 
 
