@@ -25,6 +25,7 @@ from sparring.policies.actor_critic import ActorCritic
 from sparring.processes.child import usable_cores
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory import Column, SharedMemory, _memory_folder
+from sparring.processes.rows import RowFile
 from sparring.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -369,7 +370,7 @@ def test_the_timeline_shows_collecting_while_learning(tmp_path):
     env = {"env": SMALL["env"] | {"slow": 0.01}}
     more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
-    spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    spans = [Span(**row) for row in RowFile(tmp_path / "timeline.jsonl").read()]
     collector = {"wait", "load", "collect", "reset", "infer", "simulate", "complete", "gate", "share", "report"}
     learner = {"wait", "take", "learn", "publish"}
     assert {span.stage for span in spans if span.who == "collector"} == collector
