@@ -25,6 +25,7 @@ from sparring.policies.actor_critic import ActorCritic
 from sparring.processes.child import usable_cores
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory import Column, SharedMemory, _memory_folder
+from sparring.processes.rows import RowFile
 from sparring.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -68,7 +69,7 @@ def all_lines(folder) -> list[dict]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
-    other = ("timestamp", "train/parity", "train/parity_ratio")
+    other = ("timestamp", "crc", "train/parity", "train/parity_ratio")
     return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
 
 
@@ -369,7 +370,7 @@ def test_the_timeline_shows_collecting_while_learning(tmp_path):
     env = {"env": SMALL["env"] | {"slow": 0.01}}
     more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
-    spans = [Span(**json.loads(line)) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    spans = [Span(**row) for row in RowFile(tmp_path / "timeline.jsonl").read()]
     collector = {"wait", "load", "collect", "reset", "infer", "simulate", "complete", "gate", "share", "report"}
     learner = {"wait", "take", "learn", "publish"}
     assert {span.stage for span in spans if span.who == "collector"} == collector

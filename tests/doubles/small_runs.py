@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors import safe_open
+
 from sparring.config.schema import load_config
+from sparring.processes.manifest import entry, read_manifest, write_manifest
 
 SMALL = {
     "env": {"name": "gym:CartPole-v1"},
@@ -22,6 +25,17 @@ SMALL = {
 
 def config_in(folder, **more):
     return load_config(SMALL | {"output": str(folder)} | more)
+
+
+def seal(checkpoint: Path, **about) -> None:
+    """A manifest of its files as they are now: damaged before it was written, or by somebody who can sign."""
+    manifest = read_manifest(checkpoint) or {}
+    kept = {name: value for name, value in manifest.items() if name not in ("format", "kind", "files", "hmac")}
+    files = {name: entry(checkpoint / name) for name in manifest["files"]}
+    with safe_open(checkpoint / "model.safetensors", "pt") as weights:
+        parts = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+        kept["tensors"] = {name: [part.get_dtype(), part.get_shape()] for name, part in parts.items()}
+    write_manifest(checkpoint, "checkpoint", files, **kept | {"config": files["config.yaml"]["sha256"]} | about)
 
 
 def status_in(folder) -> dict:

@@ -148,6 +148,23 @@ def test_set_state_goes_back():
         np.testing.assert_array_equal(before.success, after.success)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("command", lambda x: x[:1], "command have other shapes"),
+        ("elapsed", lambda x: x[:1], "elapsed have other shapes"),
+        ("goal", lambda x: x.astype(np.int8), "goal have other shapes or dtypes"),
+        ("physics", lambda x: x * np.nan, "robots that are nowhere"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(name, change, said):
+    env, _ = _tabletop()
+    state = env.state()
+    with pytest.raises(UserError, match=said):
+        env.set_state(state | {name: change(state[name])})
+    _assert_same(env.state(), state)
+
+
 _CONTINUE = """
 import sys, numpy as np
 from sparring.envs.configs import TabletopConfig

@@ -61,7 +61,7 @@ def run_to_the_end(config) -> Run:
 
 
 def lines(folder) -> list[dict]:
-    timed = ("timestamp", "perf/collect_seconds", "perf/update_seconds", "perf/steps_per_second")
+    timed = ("timestamp", "crc", "perf/collect_seconds", "perf/update_seconds", "perf/steps_per_second")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 

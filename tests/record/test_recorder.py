@@ -12,7 +12,7 @@ def test_metrics_are_one_json_object_a_line_whatever_the_numbers(tmp_path):
     metrics = {"loss": float("nan"), "episode_reward": 2.5, "success_rate": 0.5, "mine": float("inf"), "a/b": 1.0}
     recorder.write(Progress(3, 40, 7), metrics, accuracy="success_rate")
     line = json.loads((tmp_path / "episode_metrics.jsonl").read_text())
-    assert line.pop("timestamp") > 1e9
+    assert line.pop("timestamp") > 1e9 and len(line.pop("crc")) == 8
     assert line == {
         "episode": 7,
         "avg_loss": None,
@@ -34,10 +34,11 @@ def test_lines_after_a_checkpoint_are_forgotten_on_going_back(tmp_path):
     state = recorder.state_dict()
     recorder.write(Progress(updates=2), {})
     recorder.timeline([Span("learner", "learn", 2.0, 3.0, version=1)])
-    with recorder.metrics_file.open("a") as file:
-        file.write('{"torn')
+    file = tmp_path / "episode_metrics.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"torn')
     recorder.load_state_dict(state, 1)
-    assert [json.loads(line)["update"] for line in recorder.metrics_file.read_text().splitlines()] == [1]
+    assert [json.loads(line)["update"] for line in file.read_text().splitlines()] == [1]
     assert [json.loads(line)["version"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()] == [0]
 
 
@@ -45,17 +46,38 @@ def test_evaluations_of_updates_to_come_are_forgotten_on_going_back_and_others_a
     recorder = Recorder(tmp_path)
     for update in (2, 4, 6):
         recorder.evaluation(Progress(update, 10 * update, update), {"success_rate": update / 10, "reward": None})
-    with recorder.evaluations_file.open("a") as file:
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"update": 8, "torn')
     assert [line["update"] for line in recorder.evaluations()] == [2, 4, 6]
     # update 4 was evaluated after it was saved
-    recorder.load_state_dict({"metrics_bytes": 0, "timeline_bytes": 0}, 4)
+    recorder.load_state_dict({"metrics_bytes": 0, "timeline_bytes": 0, "evaluations_bytes": 0}, 4)
     assert [line["update"] for line in recorder.evaluations()] == [2, 4]
     # once more, of the same update: it counts once
     recorder.evaluation(Progress(4, 40, 4), {"success_rate": 0.9})
     first, second = recorder.evaluations()
     assert second.pop("timestamp") >= first["timestamp"] > 1e9 and first["eval/reward"] is None
     assert second == {"update": 4, "total_steps": 40, "episode": 4, "eval/success_rate": 0.9}
+
+
+def test_rows_that_are_lost_or_altered_are_told_on_going_back(tmp_path):
+    recorder = Recorder(tmp_path)
+    for update in (1, 2, 3):
+        recorder.write(Progress(updates=update), {"loss": 0.5})
+        recorder.evaluation(Progress(updates=update), {"reward": 1.0})
+        recorder.timeline([Span("learner", "learn", 1.0, 2.0, version=update)])
+    state, file = recorder.state_dict(), tmp_path / "episode_metrics.jsonl"
+    assert recorder.load_state_dict(state, 3) == []
+    file.write_text(file.read_text().replace("0.5", "0.7", 1)[:-9])
+    (tmp_path / "timeline.jsonl").unlink()
+    (tmp_path / "evaluations.jsonl").write_text((tmp_path / "evaluations.jsonl").read_text().replace("1.0", "9.0", 1))
+    told = recorder.load_state_dict(state, 3)
+    names = ["episode_metrics.jsonl", "episode_metrics.jsonl", "timeline.jsonl", "evaluations.jsonl"]
+    assert [line.split("'")[1] for line in told] == [str(tmp_path / name) for name in names]
+    assert "rows after update 2 are lost (" in told[0] and "row 1 is not as it was written" in told[1]
+    assert "rows after the beginning are lost" in told[2] and "row 1 is not as it was written" in told[3]
+    assert [row["update"] for row in recorder.evaluations()] == [2, 3]
+    recorder.write(Progress(updates=4), {})
+    assert [json.loads(line)["update"] for line in file.read_text().splitlines()] == [1, 2, 4]
 
 
 class Deaf:
@@ -91,7 +113,7 @@ def test_a_sink_that_fails_is_told_of_once_and_training_goes_on(tmp_path, monkey
         recorder.write(Progress(update), {"loss": 1.0})
     recorder.close()
     assert warned == ["Deaf failed and gets no more numbers: nobody there"]
-    assert len(recorder.metrics_file.read_text().splitlines()) == 3 and deaf.closed == []
+    assert len((tmp_path / "episode_metrics.jsonl").read_text().splitlines()) == 3 and deaf.closed == []
 
 
 def test_sinks_are_told_how_it_ended_once():

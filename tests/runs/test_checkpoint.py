@@ -1,6 +1,9 @@
 """Checkpoints are whole or absent, and loading is strict."""
 
+import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,12 +11,18 @@ import textwrap
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from small_runs import seal
 from torch import nn
 
 from sparring.contract import EnvSpec
+from sparring.normalize import RunningNormalizer
+from sparring.processes.manifest import read_manifest
+from sparring.runs import checkpoint as module
 from sparring.runs.checkpoint import (
     CheckpointError,
     checkpoints,
+    damage_of,
     find_checkpoint,
     load_spec,
     load_training_state,
@@ -38,6 +47,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert load_spec(path) == SPEC
     assert sorted(p.name for p in path.iterdir()) == [
         "config.yaml",
+        "manifest.json",
         "model.safetensors",
         "spec.json",
         "training_state.pt",
@@ -51,7 +61,7 @@ def test_newest_is_by_number_not_by_name(tmp_path):
     (tmp_path / "checkpoint-notes").mkdir()
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
     assert find_checkpoint(tmp_path).name == "checkpoint-100"
-    remove_old(tmp_path, keep=1)
+    remove_old(tmp_path, 1, tmp_path / "checkpoint-100")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-notes"]
 
 
@@ -85,7 +95,9 @@ def test_torn_and_missing_files_are_told(tmp_path):
     path = saved(tmp_path)
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(
+        CheckpointError, match="'.*checkpoint-1' is damaged: model.safetensors has 40 bytes, written were"
+    ):
         load_weights(nn.Linear(3, 2), path)
     (path / "training_state.pt").unlink()
     with pytest.raises(CheckpointError, match="pretrained="):
@@ -115,7 +127,7 @@ def test_kill_9_while_writing_leaves_the_earlier_checkpoint_alone(tmp_path):
     assert load_training_state(find_checkpoint(tmp_path)) == {"n": 1}
     # going on: the second one is written again, and the remains are gone
     saved(tmp_path, 2)
-    remove_old(tmp_path, keep=5)
+    remove_old(tmp_path, 5, tmp_path / "checkpoint-2")
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["checkpoint-1", "checkpoint-2"]
 
 
@@ -134,8 +146,236 @@ def test_tied_weights_are_saved_and_an_equal_update_is_not_written_twice(tmp_pat
 def test_unreadable_states_are_told(tmp_path):
     path = saved(tmp_path)
     (path / "training_state.pt").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match="training_state.pt' cannot be read"):
+    with pytest.raises(CheckpointError, match="checkpoint-1' is damaged: training_state.pt has 4 bytes"):
         load_training_state(path)
     (path / "spec.json").write_text("{")
     with pytest.raises(CheckpointError, match="spec.json' cannot be read"):
         load_spec(path)
+
+
+# ---- manifests
+
+
+class Network(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        self.normalizer = RunningNormalizer(3)
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Parameter(torch.randn(4, 3, generator=generator))
+        self.second = nn.Parameter(torch.randn(4, 3, generator=generator))
+        self.normalizer.update(torch.randn(10, 3, generator=generator))
+
+
+def test_a_manifest_binds_files_tensors_update_and_config(tmp_path):
+    path = saved(tmp_path, 3, Network())
+    manifest = read_manifest(path)
+    assert sorted(manifest["files"]) == ["config.yaml", "model.safetensors", "spec.json", "training_state.pt"]
+    assert manifest["update"] == 3 and manifest["config"] == manifest["files"]["config.yaml"]["sha256"]
+    assert manifest["tensors"]["first"] == ["F32", [4, 3]] and manifest["tensors"]["normalizer.count"] == ["F64", []]
+    assert damage_of(path) == []
+
+
+def flipped(file, bit):
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "training_state.pt", "config.yaml", "spec.json", "manifest.json"]
+)
+def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
+    """Each is refused where the checkpoint is named; of a run the one before is used, with a warning."""
+    told = []
+    monkeypatch.setattr(module.log, "warning", lambda words, *values: told.append(words % values))
+    saved(tmp_path, 1, Network(1))
+    path = saved(tmp_path, 2, Network(2))
+    whole, file = {each.name: each.read_bytes() for each in path.iterdir()}, path / name
+    bits = 8 * len(whole[name])
+    for bit in random.Random(0).sample(range(bits), min(bits, 60)):
+        flipped(file, bit)
+        module._told.clear()
+        try:
+            found = find_checkpoint(tmp_path)
+        finally:
+            damaged = damage_of(path)
+            file.write_bytes(whole[name])
+        # of a manifest, the signature and spaces bind nothing: they say who wrote it
+        if name == "manifest.json" and not damaged:
+            assert found == path
+            continue
+        assert damaged and found.name == "checkpoint-1" and "checkpoint-1 is used instead" in told[-1]
+        assert "'" + str(path) + "' is damaged: " in told[-1]
+        flipped(file, bit)
+        with pytest.raises(CheckpointError, match="checkpoint-2' is damaged: .*; use another checkpoint"):
+            load_weights(Network(), path)
+        file.write_bytes(whole[name])
+    assert find_checkpoint(tmp_path) == path and len(told) > 20
+
+
+def replaced_by_a_folder(path, name):
+    (path / name).unlink()
+    (path / name).mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path, name: (path / name).unlink(),
+        lambda path, name: (path / name).write_bytes(b""),
+        lambda path, name: (path / name).write_bytes((path / name).read_bytes()[:-2]),
+        lambda path, name: (path / name).write_bytes((path / name).read_bytes() + b"xyz"),
+        lambda path, name: (path / name).write_bytes(bytes(len((path / name).read_bytes()))),
+        replaced_by_a_folder,
+    ],
+    ids=["gone", "empty", "cut", "longer", "zeros", "a folder"],
+)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "training_state.pt", "config.yaml", "spec.json", "manifest.json"]
+)
+def test_damaged_files_are_never_used(tmp_path, damage, name):
+    saved(tmp_path, 1)
+    path = saved(tmp_path, 2)
+    damage(path, name)
+    with pytest.raises(CheckpointError, match="checkpoint-2' is damaged"):
+        find_checkpoint(path)
+    assert find_checkpoint(tmp_path).name == "checkpoint-1"
+
+
+def test_checkpoints_are_not_mixed(tmp_path):
+    for update in (4, 8):
+        saved(tmp_path, update, Network(update))
+    four, eight = checkpoints(tmp_path)
+    shutil.copytree(four, tmp_path / "checkpoint-0005")
+    shutil.copytree(four, tmp_path / "checkpoint-6")
+    assert damage_of(tmp_path / "checkpoint-6") == ["it was saved as checkpoint-4"]
+    assert damage_of(tmp_path / "checkpoint-0005") == ["it was saved as checkpoint-4"]
+    for name in ("model.safetensors", "training_state.pt"):
+        shutil.copy(eight / name, tmp_path / "checkpoint-6" / name)
+        assert any(name in what for what in damage_of(tmp_path / "checkpoint-6"))
+    # under another name it is a copy
+    assert damage_of(shutil.copytree(four, tmp_path / "best")) == []
+    shutil.rmtree(eight)
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-9").write_text("")
+    assert find_checkpoint(tmp_path) == four
+
+
+def test_of_a_run_whose_checkpoints_are_all_damaged_none_is_used(tmp_path):
+    for update in (1, 2):
+        (saved(tmp_path, update) / "spec.json").unlink()
+    with pytest.raises(
+        CheckpointError, match="all of its checkpoints are damaged:\n  checkpoint-2: spec.json is missing"
+    ):
+        find_checkpoint(tmp_path)
+
+
+def test_weights_from_elsewhere_need_no_manifest_and_a_checkpoint_that_lost_its_own_does(tmp_path):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    (tmp_path / "theirs").mkdir()
+    save_file(model.state_dict(), tmp_path / "theirs/model.safetensors")
+    for path in (tmp_path / "theirs", tmp_path / "theirs/model.safetensors"):
+        load_weights(other, path)
+        assert torch.equal(model.weight, other.weight)
+    path = saved(tmp_path, 1, model)
+    (path / "manifest.json").unlink()
+    for given in (path, path / "model.safetensors", path.rename(tmp_path / "renamed")):
+        with pytest.raises(CheckpointError, match="it has no manifest.json" if given.exists() else "does not exist"):
+            find_checkpoint(given)
+
+
+def test_many_weights_are_in_many_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_BYTES", 60)
+    path, other = saved(tmp_path, 1, Network(1)), Network()
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors" and len(shards) == 4
+    places = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert places.keys() == Network().state_dict().keys() and sorted(set(places.values())) == shards
+    load_weights(other, path)
+    assert all(
+        torch.equal(a, b) for a, b in zip(Network(1).state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    (path / shards[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"{shards[1]} is missing"):
+        load_weights(other, path)
+
+
+def to(dtype):
+    return lambda weights: {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def put(name, value):
+    def edit(weights):
+        weights[name].view(-1)[0] = value
+        return weights
+
+    return edit
+
+
+WEIGHTS = {
+    "one NaN": (put("first", float("nan")), "NaN, infinite or impossible numbers in first; use another one"),
+    "one inf": (put("first", float("inf")), "NaN, infinite or impossible numbers in first"),
+    "normaliser NaN": (put("normalizer.mean", float("nan")), "in normalizer.mean"),
+    "normaliser inf": (put("normalizer.scale", float("inf")), "in normalizer.scale"),
+    "variance negative": (put("normalizer.var", -1.0), "in normalizer.var .negative."),
+    "count negative": (put("normalizer.count", -5), "in normalizer.count .negative."),
+    "float16": (to(torch.float16), "of another dtype: .*first float16 instead of float32"),
+    "float64": (to(torch.float64), "of another dtype: .*first float64 instead of float32"),
+    "int8": (to(torch.int8), "of another dtype"),
+    "bool": (to(torch.bool), "of another dtype"),
+    "float8": (to(torch.float8_e4m3fn), "of another dtype"),
+    "missing": (lambda weights: {n: w for n, w in weights.items() if n != "first"}, "1 missing: first"),
+    "added": (lambda weights: weights | {"extra": torch.zeros(3)}, "1 unexpected: extra"),
+    "transposed": (lambda weights: weights | {"first": weights["first"].T.contiguous()}, r"first \[3, 4\] instead of"),
+    "a row more": (lambda weights: weights | {"first": torch.zeros(5, 3)}, r"first \[5, 3\] instead of \[4, 3\]"),
+}
+
+
+@pytest.mark.parametrize(("edit", "said"), WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_weights_that_do_not_fit_are_refused_with_and_without_a_manifest(tmp_path, edit, said):
+    path, model = saved(tmp_path, 1, Network()), Network(5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(edit(load_file(path / "model.safetensors")), path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="checkpoint-1' is damaged: model.safetensors has"):
+        load_weights(model, path)
+    seal(path)
+    bare = shutil.copy(path / "model.safetensors", tmp_path / "bare.safetensors")
+    for given in (path, bare):
+        with pytest.raises(CheckpointError, match=said):
+            load_weights(model, given)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_infinite_mask_is_no_damage(tmp_path):
+    model = nn.Linear(3, 2)
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    assert module.not_finite(model, model.state_dict()) is None
+    model.mask[0] = float("nan")
+    assert module.not_finite(model, model.state_dict()) == "mask"
+
+
+def test_a_run_that_comes_to_a_damaged_checkpoint_again_keeps_it_and_writes_its_own(tmp_path):
+    for update in (1, 2, 3):
+        saved(tmp_path, update, Network(update))
+    flipped(tmp_path / "checkpoint-3/model.safetensors", 800)
+    broken = (tmp_path / "checkpoint-3/model.safetensors").read_bytes()
+    # on the way there, the damaged one counts for nothing
+    remove_old(tmp_path, 1, tmp_path / "checkpoint-2")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    saved(tmp_path, 3, Network(3))
+    assert damage_of(tmp_path / "checkpoint-3") == []
+    assert (tmp_path / "damaged-checkpoint-3/model.safetensors").read_bytes() == broken
+    flipped(tmp_path / "checkpoint-3/model.safetensors", 800)
+    saved(tmp_path, 3, Network(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("checkpoint-2", "checkpoint-3", "damaged-checkpoint-3", "damaged-checkpoint-3-2")
+    ]
+
+
+def test_a_checkpoint_is_read_once_while_its_files_stay(tmp_path, monkeypatch):
+    path, read = saved(tmp_path, 1), []
+    monkeypatch.setattr(module, "damage", lambda folder, manifest, names: read.extend(names) or [])
+    for _ in range(3):
+        load_weights(nn.Linear(3, 2), path)
+        find_checkpoint(tmp_path)
+    assert sorted(read) == ["config.yaml", "model.safetensors", "spec.json", "training_state.pt"]

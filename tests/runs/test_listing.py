@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import struct
 import threading
 import time
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from sparring.cli.main import main
 from sparring.cli.runs import _duration as duration
 from sparring.cli.runs import _size as size
+from sparring.processes.manifest import entry, write_manifest
+from sparring.processes.rows import RowFile
 from sparring.runs.folder import folder_lock
 from sparring.runs.listing import _look_at as look_at
-from sparring.runs.listing import find_runs, read_json
+from sparring.runs.listing import find_runs, read_json, size_of
 
 
 def status(state: str, why: str | None = None, updated: float = 0.0, **best) -> dict:
@@ -29,11 +32,24 @@ def status(state: str, why: str | None = None, updated: float = 0.0, **best) -> 
     }
 
 
+HEAD = json.dumps({"x": {"dtype": "U8", "shape": [400], "data_offsets": [0, 400]}}).encode().ljust(92)
+WEIGHTS = struct.pack("<Q", len(HEAD)) + HEAD + b"x" * 400
+
+
+def seal(checkpoint: Path) -> None:
+    """The other files of a checkpoint, and its manifest."""
+    for name in ("training_state.pt", "spec.json"):
+        (checkpoint / name).touch()
+    files = {n: entry(checkpoint / n) for n in ("model.safetensors", "config.yaml", "spec.json", "training_state.pt")}
+    about = {"update": int(checkpoint.name[11:]), "config": files["config.yaml"]["sha256"]}
+    write_manifest(checkpoint, "checkpoint", files, tensors={"x": ["U8", [400]]}, **about)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Makes run folders of 1000 bytes and whatever is told of them."""
 
-    def make(name, told: dict | None = None, checkpoints=(), evaluations=()):
+    def make(name, told: dict | None = None, checkpoints=(), evaluations=(), whole=True):
         run = tmp_path / name
         run.mkdir(parents=True)
         (run / "config.yaml").write_text("phase: imitate\nenv:\n  task: [lift_d0, lift_d1]\n".ljust(999) + "\n")
@@ -42,13 +58,17 @@ def folder(tmp_path):
             (run / "status.json").write_text(json.dumps(told))
         for number in checkpoints:
             (run / f"checkpoint-{number}").mkdir()
-            (run / f"checkpoint-{number}/model.safetensors").write_bytes(b"x" * 500)
+            (run / f"checkpoint-{number}/model.safetensors").write_bytes(WEIGHTS)
             # so that a checkpoint could be taken for a run
             (run / f"checkpoint-{number}/config.yaml").touch()
             (run / f"checkpoint-{number}/train.log").touch()
-        lines = [json.dumps({"update": update, "eval/success_rate": rate}) for update, rate in evaluations]
-        if lines:
-            (run / "evaluations.jsonl").write_text("\n".join(lines) + '\n{"torn')
+            if whole:
+                seal(run / f"checkpoint-{number}")
+        if evaluations:
+            told_of = [{"update": update, "eval/success_rate": rate} for update, rate in evaluations]
+            RowFile(run / "evaluations.jsonl").append(told_of)
+            with (run / "evaluations.jsonl").open("a") as lines:
+                lines.write('{"torn')
         return run
 
     return make
@@ -113,7 +133,7 @@ def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
 
 def test_the_table(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    folder("outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2])
+    folder("outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2], whole=False)
     folder("outputs/two", status("crashed", "RuntimeError: robots gone", updated=time.time() - 7300))
     assert main(["runs"]) == 0
     head, _, one, two = capsys.readouterr().out.splitlines()
@@ -167,7 +187,7 @@ def test_the_best_and_the_last_are_kept(folder, capsys, words, left):
     out = capsys.readouterr().out
     assert ("freed" in out) == (len(left) < 5) and "checkpoint-50 (last)" in out
     # and they are as they were
-    assert (run / f"checkpoint-{left[0]}/model.safetensors").read_bytes() == b"x" * 500
+    assert (run / f"checkpoint-{left[0]}/model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
@@ -175,10 +195,11 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     run = folder("run", checkpoints=FIVE, evaluations=[(20, 0.9)])
     (run / ".partial-checkpoint-60").mkdir()
     assert main(["prune", "run", "--dry-run"]) == 0
-    said = "run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); removes 4, 1.5 kB\n"
+    freed = size(sum(size_of(run / f"checkpoint-{number}") for number in (10, 30, 40)))
+    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); removes 4, {freed}\n"
     assert capsys.readouterr().out == said and len(names(run)) == 6
     assert main(["prune", "run", "run", "--yes"]) == 0
-    assert capsys.readouterr().out == f"{said}freed 1.5 kB\n"
+    assert capsys.readouterr().out == f"{said}freed {freed}\n"
     assert names(run) == ["checkpoint-20", "checkpoint-50"]
     assert main(["prune", "run"]) == 0
     assert capsys.readouterr().out.endswith("; nothing to remove\n")
@@ -208,7 +229,7 @@ def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, m
 def test_where_success_is_not_told_reward_or_foretelling_is(folder, capsys, lines, said):
     run = folder("run", checkpoints=[10, 20, 30, 40])
     told = [line | {"update": update} for update, line in zip((10, 20, 30), lines, strict=True)]
-    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    RowFile(run / "evaluations.jsonl").append(told)
     assert main(["prune", str(run), "--yes"]) == 0
     assert f"keeps checkpoint-20 ({said}), checkpoint-40 (last)" in capsys.readouterr().out
     assert names(run) == ["checkpoint-20", "checkpoint-40"]
@@ -248,6 +269,43 @@ def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
     assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2
     assert "is no folder" in capsys.readouterr().err
     assert len(names(run)) == len(names(other)) == 2
+
+
+def flip(file: Path, at: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
+    run = folder("run", checkpoints=FIVE, evaluations=[(10, 0.4), (20, 0.9)])
+    for number in (20, 50):
+        flip(run / f"checkpoint-{number}/model.safetensors")
+    assert main(["prune", str(run), "--yes"]) == 0
+    # 20 was the best, 50 the last; what comes after the last whole one is left alone
+    assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
+    assert "checkpoint-50' is damaged: model.safetensors has another checksum" in caplog.text
+    # nothing goes where all are damaged
+    for number in (30, 40):
+        flip(run / f"checkpoint-{number}/model.safetensors")
+    assert main(["prune", str(run), "--yes"]) == 2
+    assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
+
+
+def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
+    run, other = folder("run", checkpoints=[1, 2]), folder("other", checkpoints=[3])
+    assert main(["runs", "--verify", str(run), str(other)]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"{run}/checkpoint-1: whole\n{run}/checkpoint-2: whole\n{other}/checkpoint-3: whole\n"
+    )
+    (other / "checkpoint-3/spec.json").unlink()
+    assert main(["runs", "--verify", str(run), str(other)]) == 1
+    assert capsys.readouterr().out.endswith(f"{other}/checkpoint-3: damaged: spec.json is missing\n")
+    assert main(["runs", str(tmp_path), "--verify", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told[f"{other}/checkpoint-3"] == ["spec.json is missing"] and len(told) == 3
+    assert main(["runs", "--verify", str(tmp_path / "nowhere")]) == 2
 
 
 # ---- folders without a checkpoint

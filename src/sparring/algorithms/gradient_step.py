@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from sparring.policies.weights import load_optimizer
 from sparring.processes.distributed import Distributed
 
 
@@ -87,7 +88,7 @@ class GradientStep:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        load_optimizer(self.optimizer, state)
 
     def _zero(self) -> None:
         for group in self.groups:

@@ -35,6 +35,8 @@ def add(commands) -> None:
     runs = commands.add_parser("runs", help="which run folders there are, and how each fares", **OPTIONS)
     runs.add_argument("folder", nargs="?", metavar="DIR", help="where to look (default: outputs, or OUTPUT_BASE)")
     runs.add_argument("--json", action="store_true", help="as JSON")
+    whole = "of these runs, or of all: are the checkpoints as they were written? (exit code 1 where one is not)"
+    runs.add_argument("--verify", nargs="*", metavar="RUN", type=Path, help=whole)
     runs.set_defaults(command=_runs)
     prune = commands.add_parser("prune", help="remove checkpoints, but for the best and the last", **OPTIONS)
     prune.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run folders")
@@ -113,6 +115,8 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.listing import find_runs
 
     folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE", "outputs"))
+    if arguments.verify is not None:
+        return _verify(arguments.verify or [folder], arguments.json)
     found = find_runs(folder)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
@@ -124,6 +128,26 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
         spare = [_HEAD.index(name) for name in ("why", "task", "best success", "run") if name in _HEAD[:columns]]
         print(text_table((row[:columns] for row in rows), width=terminal_width(), spare=tuple(spare)))
     return 0
+
+
+def _verify(roots: list[Path], as_json: bool) -> int:
+    from sparring.runs.checkpoint import checkpoints, damage_of, weights_file
+    from sparring.runs.listing import run_folders
+
+    damaged: dict[str, list[str]] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"'{root}' is no folder; give run folders, or folders that hold some")
+        found = [root] if weights_file(root) else [path for run in run_folders(root) for path in checkpoints(run)]
+        for path in found:
+            damaged[str(path)] = damage_of(path)
+            if not as_json:
+                print(f"{path}: {'damaged: ' + '; '.join(damaged[str(path)]) if damaged[str(path)] else 'whole'}")
+        if not found and not as_json:
+            print(f"{root}: no checkpoints")
+    if as_json:
+        print(json.dumps(damaged, indent=2))
+    return int(any(damaged.values()))
 
 
 def _row(run: "RunState") -> tuple[str, ...]:

@@ -4,9 +4,10 @@ import difflib
 import fnmatch
 import heapq
 import json
+import math
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -93,6 +94,43 @@ def load_strictly(model: nn.Module, weights: Weights, source: str, new: tuple[st
     if not fit.exact:
         raise UserError(f"the weights in {source} do not fit: {fit.sentence}")
     model.load_state_dict(weights, strict=False)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """What a checkpoint says of it, where that fits its parameters.
+
+    torch looks at neither shapes nor numbers, and a fused step reads past the end of a moment that is too small.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    try:
+        given, saved = state["param_groups"], state["state"]
+        numbers = [list(group["params"]) for group in given]
+        wrong = [] if list(map(len, numbers)) == list(map(len, groups)) else ["it is of other groups of parameters"]
+        for group, mine in zip(given, optimizer.param_groups, strict=False):
+            fixed = [key for key in ("betas", "eps", "weight_decay", "base_lr") if key in mine]
+            wrong += [f"{key} is {group[key]}, not {mine[key]}" for key in fixed if group[key] != mine[key]]
+            wrong += [] if 0 <= group["lr"] < math.inf else [f"lr is {group['lr']}"]
+        for number, parameter in zip(sum(numbers, []), sum(groups, []), strict=False):
+            # nothing where it has not learned yet
+            for name, value in saved.get(number, {}).items():
+                wrong += [f"{name} of parameter {number} {what}" for what in _unfit_moment(name, value, parameter)]
+            if saved.get(number) and not {"step", "exp_avg", "exp_avg_sq"} <= saved[number].keys():
+                wrong.append(f"the moments of parameter {number} are not all there")
+    except (KeyError, TypeError, AttributeError) as error:
+        wrong = [f"it has another form ({type(error).__name__}: {error})"]
+    if wrong:
+        raise UserError(f"the saved optimiser does not fit what learns: {WeightsFit.some(wrong)}")
+    optimizer.load_state_dict(state)
+
+
+def _unfit_moment(name: str, value: torch.Tensor, parameter: torch.Tensor) -> Iterator[str]:
+    shape, dtype = (torch.Size(), torch.float32) if name == "step" else (parameter.shape, parameter.dtype)
+    if (value.shape, value.dtype) != (shape, dtype):
+        yield f"is {list(value.shape)} {value.dtype}, expected {list(shape)} {dtype}"
+    elif not bool(value.isfinite().all()):
+        yield "holds NaN or infinity"
+    elif name != "exp_avg" and bool((value < 0).any()):
+        yield "is negative"
 
 
 def _nearest_of(name: str, others: tuple[str, ...]) -> str:

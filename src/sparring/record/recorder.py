@@ -3,10 +3,8 @@
 TensorBoard and Weights & Biases are extras, imported where used.
 """
 
-import json
 import logging
 import math
-import os
 import time
 import uuid
 from collections import deque
@@ -20,7 +18,7 @@ from sparring.config.schema import Config
 from sparring.errors import UserError
 from sparring.phases.configs import LoggingConfig
 from sparring.phases.phase import Progress
-from sparring.processes.files import write_whole
+from sparring.processes.rows import RowFile
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
 from sparring.record.videos import PATIENCE_S, VideoWriter
@@ -51,8 +49,8 @@ class Recorder:
     ):
         self.folder = folder
         place = folder or Path()  # nothing is written where there is no folder
-        self.metrics_file, self.evaluations_file = place / "episode_metrics.jsonl", place / "evaluations.jsonl"
-        self.timeline_file = place / "timeline.jsonl"
+        self._metrics, self._timeline = RowFile(place / "episode_metrics.jsonl"), RowFile(place / "timeline.jsonl")
+        self._evaluations = RowFile(place / "evaluations.jsonl")
         self.sinks = sinks or []
         # complete videos, from the encoder's thread; sinks are used in this one only
         self._complete: deque[Path] = deque()
@@ -80,7 +78,7 @@ class Recorder:
         flat = ("loss", "episode_reward", "lr")
         rest: dict[str, float | None] = {file_name(name): value for name, value in metrics.items() if name not in flat}
         if self.folder is not None:
-            _append(self.metrics_file, plain | rest)
+            self._metrics.append([_stamped(plain | rest)])
         self._to_sinks(progress.updates, {FLAT[name][0]: value for name, value in plain.items()} | rest)
         self._share_videos()
 
@@ -88,44 +86,43 @@ class Recorder:
         """A line of evaluations.jsonl; it replaces one of the same update."""
         numbers = {f"eval/{name}": value for name, value in numbers.items()}
         if self.folder is not None:
-            self._keep_evaluations(progress.updates - 1)
+            self._evaluations.keep(lambda row: row["update"] < progress.updates)
             so_far = {"update": progress.updates, "total_steps": progress.env_steps, "episode": progress.episodes}
-            _append(self.evaluations_file, so_far | numbers)
+            self._evaluations.append([_stamped(so_far | numbers)])
         self._to_sinks(progress.updates, numbers)
 
     def evaluations(self) -> list[dict]:
-        """The lines so far; a last one without its end was torn when a process was killed."""
-        if self.folder is None or not self.evaluations_file.exists():
-            return []
-        return [json.loads(line) for line in self.evaluations_file.read_text().split("\n")[:-1]]
+        """The rows so far, but for those that are not as they were written."""
+        return self._evaluations.read() if self.folder is not None else []
 
     def timeline(self, spans: list[Span]) -> None:
-        """Who was at which stage, from when to when: lines of timeline.jsonl."""
+        """Who was at which stage, from when to when: rows of timeline.jsonl."""
         if self.folder is not None and spans:
-            with self.timeline_file.open("a") as file:
-                file.writelines(json.dumps(vars(span)) + "\n" for span in spans)
+            self._timeline.append(map(vars, spans))
 
     def close(self, failed: bool = False) -> None:
         self._each_sink(lambda sink: sink.close(failed))
         self.sinks = []
 
     def state_dict(self) -> dict:
-        sizes = [_size(file) if self.folder else 0 for file in (self.metrics_file, self.timeline_file)]
-        return {"metrics_bytes": sizes[0], "timeline_bytes": sizes[1]}
+        """What it counts on is on the disk when this returns."""
+        files = {"metrics": self._metrics, "timeline": self._timeline, "evaluations": self._evaluations}
+        if self.folder is not None:
+            for file in files.values():
+                file.flush()
+        return {f"{name}_bytes": file.size if self.folder else 0 for name, file in files.items()}
 
-    def load_state_dict(self, state: dict, updates: int) -> None:
-        """Remove lines that were written after the checkpoint: the resumed run writes them again."""
+    def load_state_dict(self, state: dict, updates: int) -> list[str]:
+        """Remove rows that were written after the checkpoint: the resumed run writes them again. Returns what is lost
+        or altered of those before it, in words."""
         if self.folder is None:
-            return
-        for file, size in ((self.metrics_file, state["metrics_bytes"]), (self.timeline_file, state["timeline_bytes"])):
-            if size < _size(file):
-                os.truncate(file, size)
-        self._keep_evaluations(updates)  # not by size: an update is evaluated after it is saved
-
-    def _keep_evaluations(self, updates: int) -> None:
-        kept = [line for line in self.evaluations() if line["update"] <= updates]
-        if self.evaluations_file.exists():
-            write_whole(self.evaluations_file, "".join(json.dumps(line) + "\n" for line in kept))
+            return []
+        sizes = {self._metrics: state["metrics_bytes"], self._timeline: state["timeline_bytes"]}
+        # not by size: an update is evaluated after it is saved
+        sizes[self._evaluations] = max(state["evaluations_bytes"], self._evaluations.size)
+        told = [f"'{file.path}': {what}" for file, size in sizes.items() for what in file.go_back(size)]
+        self._evaluations.keep(lambda row: row["update"] <= updates)
+        return told
 
     def _to_sinks(self, update: int, numbers: dict[str, float | None]) -> None:
         finite = {name: float(value) for name, value in numbers.items() if value is not None and _is_finite(value)}
@@ -145,15 +142,10 @@ class Recorder:
                 log.warning("%s failed and gets no more numbers: %s", type(sink).__name__, error)
 
 
-def _append(file: Path, line: dict) -> None:
-    """As JSON, which has no NaN and no infinity: they become null."""
-    clean = {name: value if _is_finite(value) else None for name, value in line.items()}
-    with file.open("a") as lines:
-        lines.write(json.dumps(clean | {"timestamp": time.time()}) + "\n")
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
+def _stamped(row: dict) -> dict:
+    """For JSON, which has no NaN and no infinity: they become null."""
+    clean = {name: value if _is_finite(value) else None for name, value in row.items()}
+    return clean | {"timestamp": time.time()}
 
 
 def _is_finite(value: float | int | None) -> bool:

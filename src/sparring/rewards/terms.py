@@ -9,6 +9,7 @@ from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
+from sparring.policies.weights import load_optimizer
 from sparring.processes.distributed import Distributed
 from sparring.rewards.configs import RewardsConfig
 
@@ -184,7 +185,7 @@ class _Regressor(nn.Module):
 
     def load_training_state(self, state: dict) -> None:
         self.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         self.fits = state["fits"]
 
 

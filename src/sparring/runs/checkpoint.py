@@ -1,28 +1,49 @@
-"""Checkpoints: written whole or not at all, read strictly.
+"""Checkpoints: written whole or not at all, verified before they are used, read strictly.
 
 checkpoint-<n>/
-  model.safetensors     weights and normaliser statistics
+  model.safetensors     weights and normaliser statistics; of many GB several files, and model.safetensors.index.json
   training_state.pt     optimiser, counters, random states, where the robots are (tensors and plain values only)
   config.yaml           the resolved config of the run
   spec.json             what the env showed and accepted, so that the policy can be rebuilt without it
+  manifest.json         sizes and checksums of these files, tensors with dtypes and shapes, the update; written last
 """
 
 import json
+import logging
+import os
 import re
 import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
+from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.processes.files import flush
+from sparring.processes.manifest import MANIFEST, ManifestError, damage, entry, read_manifest, write_manifest
 from sparring.runs.listing import why_no_checkpoint
+
+log = logging.getLogger(__name__)
+
+# of weights in one file; what is more goes to the next
+SHARD_BYTES = 4_000_000_000
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = ("model.safetensors", _INDEX, "model.pt")
+# what a run writes beside the weights
+_OURS = ("training_state.pt", "config.yaml", "spec.json")
+# of each kind, those that a message names
+_NAMED = 6
+# what was found of a checkpoint whose files are still the same
+_verified: dict[tuple, list[str]] = {}
+_told: set[Path] = set()
 
 
 class CheckpointError(UserError):
@@ -32,48 +53,216 @@ class CheckpointError(UserError):
 def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, config_yaml: str, spec: EnvSpec) -> Path:
     """Write `folder/checkpoint-<update>`. Killed at any moment, it leaves the earlier ones as they were."""
     target = folder / f"checkpoint-{update}"
-    if target.exists():  # the same update saved twice holds the same
-        return target
+    if os.path.lexists(target):
+        if not (wrong := damage_of(target)):  # the same update saved twice holds the same
+            return target
+        _move_aside(target, wrong)
     partial = folder / f".partial-checkpoint-{update}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    # cloned, because safetensors refuses tensors that share memory: tied weights, or views of one vector
-    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, partial / "model.safetensors")
-    torch.save(state, partial / "training_state.pt")
-    (partial / "config.yaml").write_text(config_yaml)
-    (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
-    for path in (*partial.iterdir(), partial):
-        flush(path)
+    # a file is hashed and brought onto the disk while the next one is written
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        entries, flushed = {}, []
+
+        def written(name: str) -> None:
+            flushed.append(pool.submit(flush, partial / name))
+            entries[name] = pool.submit(entry, partial / name)
+
+        torch.save(state, partial / "training_state.pt")
+        written("training_state.pt")
+        for name, weights in _shards(model):
+            save_file(weights, partial / name)
+            written(name)
+        shards = _weights_among(entries)
+        tensors = {shard: _tensors_in(partial / shard) for shard in shards}
+        if len(shards) > 1:
+            places = {name: shard for shard, held in tensors.items() for name in held}
+            (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=1))
+            written(_INDEX)
+        (partial / "config.yaml").write_text(config_yaml)
+        (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
+        written("config.yaml")
+        written("spec.json")
+        files = {name: hashed.result() for name, hashed in entries.items()}
+        for one in flushed:
+            one.result()
+    about = {"update": update, "config": files["config.yaml"]["sha256"]}
+    about["tensors"] = {name: kind for held in tensors.values() for name, kind in held.items()}
+    write_manifest(partial, "checkpoint", files, **about)
+    flush(partial)
     partial.rename(target)
     flush(folder)
     return target
 
 
+def _shards(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """(file, weights) until all are named."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in model.state_dict().items():
+        if parts[-1] and size + tensor.nbytes > SHARD_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
+        # cloned, because safetensors refuses tensors that share memory: tied weights, or views of one vector
+        yield file, {name: tensor.detach().cpu().clone().contiguous() for name, tensor in part.items()}
+
+
+def _move_aside(checkpoint: Path, wrong: list[str]) -> None:
+    """A damaged one, where a run has come to the same update again."""
+    number, aside = 1, checkpoint.with_name(f"damaged-{checkpoint.name}")
+    while os.path.lexists(aside):
+        number += 1
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{number}")
+    checkpoint.rename(aside)
+    log.warning("'%s' is damaged (%s): moved to '%s', and written anew", checkpoint, "; ".join(wrong), aside.name)
+
+
+def not_finite(model: nn.Module, weights: dict[str, torch.Tensor], state: dict | None = None) -> str | None:
+    """Which numbers cannot be worked with, in words: NaN or infinite ones, and impossible counts and variances.
+
+    `weights` of the model, and the `state` of its training. A buffer of no normaliser may hold infinity: a mask.
+    """
+    parts = {name: module for name, module in model.named_modules() if isinstance(module, Normalizer)}
+    known = {f"{name}." if name else "" for name in parts}
+    buffers = {name for name, _ in model.named_buffers()}
+    found = []
+    for name, tensor in weights.items():
+        is_mask = name in buffers and name[: name.rfind(".") + 1] not in known
+        found += [name] if _is_unfit(tensor, is_mask) else []
+    for name, module in parts.items():
+        wanted = ("count", "var") if isinstance(module, RunningNormalizer) else ()
+        for buffer in (f"{name}.{each}".lstrip(".") for each in wanted):
+            negative = buffer in weights and bool((weights[buffer] < 0).any())
+            found += [f"{buffer} (negative)"] if negative else []
+    found += [path for path, tensor in _tensors_below(state) if _is_unfit(tensor, "optimizer" not in path)]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"{', '.join(found[:_NAMED])}{more}" if found else None
+
+
+def _is_unfit(tensor: torch.Tensor, is_mask: bool) -> bool:
+    if not tensor.is_floating_point():
+        return False
+    # float8 has no sums; a sum is finite where all numbers are, but for overflow
+    tensor = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
+    if bool(tensor.sum().isfinite()):
+        return False
+    return bool(tensor.isnan().any() if is_mask else not tensor.isfinite().all())
+
+
+def _tensors_below(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, inner in items:
+        yield from _tensors_below(inner, f"{path}.{key}" if path else str(key))
+
+
+def damage_of(checkpoint: Path) -> list[str]:
+    """What is wrong with it, a clause each; nothing where it is as it was written. Read once, while its files stay."""
+    try:
+        files = sorted((file, file.lstat()) for file in checkpoint.iterdir() if file.is_file())
+        stamp = checkpoint, *((file.name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for file, at in files)
+        if stamp not in _verified:
+            _verified[stamp] = _damage(checkpoint)
+        return _verified[stamp]
+    except (OSError, ManifestError, SafetensorError) as error:
+        return [getattr(error, "strerror", None) or str(error)]
+
+
+def _damage(checkpoint: Path) -> list[str]:
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return [f"it has no {MANIFEST}"]
+    files, tensors = manifest["files"], manifest.get("tensors")
+    shards = _weights_among(files)
+    if manifest.get("kind") != "checkpoint" or not isinstance(tensors, dict) or not shards:
+        return [f"{MANIFEST} is of no checkpoint"]
+    # several files are hashed at once
+    with ThreadPoolExecutor() as pool:
+        parts = pool.map(lambda name: damage(checkpoint, manifest, [name]), sorted({*files, *_OURS}))
+        found = [what for part in parts for what in part]
+    if found:
+        return found
+    if _is_numbered(checkpoint) and checkpoint.name != f"checkpoint-{manifest.get('update')}":
+        found.append(f"it was saved as checkpoint-{manifest.get('update')}")
+    if manifest.get("config") != files["config.yaml"]["sha256"]:
+        found.append("config.yaml is not that of this run")
+    here = {name: kind for file in shards for name, kind in _tensors_in(checkpoint / file).items()}
+    unlike = [name for name in here.keys() | tensors.keys() if here.get(name) != tensors.get(name)]
+    return found + ([f"{MANIFEST} tells other tensors than there are: {', '.join(unlike[:_NAMED])}"] if unlike else [])
+
+
+def _weights_among(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name))
+
+
+def _tensors_in(file: Path) -> dict[str, list]:
+    """Name -> dtype and shape, by the head of the file."""
+    with safe_open(file, "pt") as opened:
+        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: [part.get_dtype(), part.get_shape()] for name, part in parts.items()}
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = filter(_is_numbered, folder.glob("checkpoint-*"))
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Keep the newest checkpoints, and none of what an interrupted save left behind."""
-    for path in [*checkpoints(folder)[:-keep], *folder.glob(".partial-checkpoint-*")]:
+def _is_numbered(path: Path) -> bool:
+    return re.fullmatch(r"checkpoint-\d+", path.name) is not None
+
+
+def remove_old(folder: Path, keep: int, newest: Path) -> None:
+    """Keep so many checkpoints up to the `newest`, which was just saved, and none of what an interrupted save left.
+
+    Later ones are damaged: the run could not go on from them.
+    """
+    found = checkpoints(folder)
+    for path in [*found[: found.index(newest) + 1][:-keep], *folder.glob(".partial-checkpoint-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint of a run folder that is as it was written; warns of later ones. None: there are none."""
+    told: list[tuple[str, str]] = []
+    for path in reversed(checkpoints(folder)):
+        if not (wrong := damage_of(path)):
+            for name, what in told:
+                # once, however often it is looked for
+                if folder / name not in _told:
+                    log.warning("'%s' is damaged: %s; %s is used instead", folder / name, what, path.name)
+                _told.add(folder / name)
+            return path
+        told.append((path.name, "; ".join(wrong)))
+    if told:
+        lines = [f"  {name}: {what}" for name, what in told]
+        advice = "start anew (--resume never moves the run aside), or copy the folder again from where it is whole"
+        raise CheckpointError("\n".join([f"'{folder}': all of its checkpoints are damaged:", *lines, advice]))
+    return None
+
+
 def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint folder itself, or the newest one of a run folder."""
+    """A checkpoint folder itself, the newest whole one of a run folder, or weights from elsewhere. It is verified."""
     path = Path(path)
+    folder = path.parent if path.is_file() else path
+    # written by a run: then it has a manifest
+    is_ours = _is_numbered(folder) or any((folder / name).is_file() for name in ("training_state.pt", "spec.json"))
+    if folder.is_dir() and is_ours and (wrong := damage_of(folder)):
+        advice = "use another checkpoint, or copy it again from where it is whole"
+        raise CheckpointError(f"'{folder}' is damaged: {'; '.join(wrong)}; {advice}")
     if weights_file(path):
         return path
     if not path.exists():
         raise CheckpointError(f"'{path}' does not exist; give a run folder or a checkpoint folder")
-    found = checkpoints(path) if path.is_dir() else []
-    if not found:
-        nothing = f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)"
-        raise CheckpointError(why_no_checkpoint(path) or nothing)
-    return found[-1]
+    if newest := newest_whole(path) if path.is_dir() else None:
+        return newest
+    nothing = f"'{path}' holds no checkpoint (no checkpoint-<n> folder, no model.safetensors or model.pt)"
+    raise CheckpointError(why_no_checkpoint(path) or nothing)
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -90,10 +279,16 @@ def checkpoint_folder(path: str | Path) -> Path:
 def weights_file(path: Path) -> Path | None:
     if path.is_file():
         return path
-    return next((path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()), None)
+    return next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
+    if file.name == _INDEX:
+        try:
+            shards = _weights_among({*json.loads(file.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"'{file}' cannot be read as an index of weights; fetch it again") from None
+        return {name: tensor for shard in shards for name, tensor in read_weights(file.parent / shard).items()}
     if file.suffix != ".safetensors":
         loaded = _torch_load(file)
         return loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
@@ -109,6 +304,7 @@ def load_training_state(checkpoint: Path) -> dict:
     if not file.is_file():
         advice = f"to start from its weights alone: pretrained={checkpoint}"
         raise CheckpointError(f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; {advice}")
+    find_checkpoint(checkpoint)
     return _torch_load(file)
 
 

@@ -1,9 +1,12 @@
 """Does a saved run fit this one? Settings, what the env shows, and weights are compared; what differs is reported."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from sparring.config.inherit import FREE_TO_DIFFER, LIMITS
@@ -12,13 +15,17 @@ from sparring.config.section import ConfigError, Section
 from sparring.config.text import flatten, saved_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
-from sparring.errors import UserError
+from sparring.errors import UserError, describe_error
 from sparring.policies.weights import WeightsFit
 from sparring.runs.checkpoint import (
     CheckpointError,
     checkpoint_folder,
+    checkpoints,
+    damage_of,
     find_checkpoint,
     load_spec,
+    load_training_state,
+    not_finite,
     read_weights,
     weights_file,
 )
@@ -34,8 +41,33 @@ _TRAINED_BY = {
     "world_model": ("world models", ("teacher", "adversarial")),
     "policy": ("explorers", ("student", "adversarial")),
 }
+# what frozen weights may be kept in, and go over into each other
+_CAST = {torch.float32, torch.bfloat16}
+# in a training state, at any depth: whole numbers that only grow
+_COUNTERS = {"updates", "env_steps", "episodes", "decision", "gradient_steps", "fits", "warmups"}
+_COUNTERS |= {"metrics_bytes", "timeline_bytes", "evaluations_bytes"}
+_MOST = 1 << 62
 # in the names of LoRA's weights
 _ADAPTER = ".lora_"
+
+
+class Diverged(CheckpointError):
+    """What was learned since the last checkpoint is not saved, and how to go on from that."""
+
+    exit_code = 1
+
+    @classmethod
+    def of(cls, config: Config, updates: int, unfit: str) -> "Diverged":
+        rates = [f"{config.phase}.learning_rate"] if config.phase in ("teacher", "adversarial", "imitate") else []
+        if config.phase not in ("teacher", "imitate"):
+            section = "algorithm_config" if ":" in config.algorithm else config.algorithm
+            rates += [f"{section}.{n}" for n in ("policy_lr", "critic_lr") if n in dict(config.algorithm_section)]
+        lower = f"lower {', '.join(rates)}"
+        kept = [path for path in checkpoints(config.run_folder) if not damage_of(path)]
+        then = f"nothing was saved before; {lower}"
+        if kept:
+            then = f"{kept[-1].name} is kept; {lower}, and start from it: --output DIR pretrained={kept[-1]}"
+        return cls(f"update {updates} is not saved: NaN, infinite or impossible numbers in {unfit}; {then}")
 
 
 def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
@@ -171,6 +203,62 @@ def load_weights(
     if not fit.exact:
         trained_with = "Use the config it was trained with (config.yaml beside it)"
         raise CheckpointError(f"'{file}' does not fit this model: {fit.sentence}. {trained_with}")
+    unlike = [n for n, w in given.items() if w.dtype != expected[n].dtype and not {w.dtype, expected[n].dtype} <= _CAST]
+    if unlike:
+        kinds = [f"{n} {given[n].dtype} instead of {expected[n].dtype}" for n in unlike]
+        shown = WeightsFit.some(kinds).replace("torch.", "")
+        raise CheckpointError(f"'{file}' does not fit this model: {len(unlike)} of another dtype: {shown}. Convert it")
+    if unfit := not_finite(model, given):
+        raise CheckpointError(
+            f"'{file}' cannot be used: NaN, infinite or impossible numbers in {unfit}; use another one"
+        )
     model.load_state_dict(given, strict=False)
     new = [key for key in expected if absent and key.startswith(absent)]
     return f"{len(given)} tensors, all that there are" + (f"; new: {WeightsFit.some(new)}" if new else "")
+
+
+def read_state(checkpoint: Path, processes: int) -> dict[str, Any]:
+    """The training state of a checkpoint, of which all that does not depend on the phase has been looked at."""
+    file, state = checkpoint / "training_state.pt", load_training_state(checkpoint)
+    kinds = {"phase": dict, "processes": list, "pending": dict, "recorder": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    if wrong or state.keys() != kinds.keys() or not all(isinstance(own, dict) for own in state["processes"]):
+        has, wanted = ", ".join(map(str, state)) or "nothing", ", ".join(kinds)
+        raise CheckpointError(f"'{file}' cannot be used: it holds {has}; expected {wanted} as a run writes them")
+    if len(state["processes"]) != processes:
+        raise CheckpointError(
+            f"'{checkpoint}' was written by {len(state['processes'])} process(es) and {processes} run now; "
+            f"use --gpus {len(state['processes'])}, or start a new run with --output DIR pretrained={checkpoint}"
+        )
+    found = [*_impossible(state)]
+    if unfit := not_finite(nn.Module(), {}, {"phase": state["phase"]}):
+        found.append(f"NaN or infinite numbers in {unfit}")
+    if found:
+        raise CheckpointError(f"'{file}' cannot be used: {'; '.join(found[:3])}")
+    return state
+
+
+@contextmanager
+def misfits(checkpoint: Path) -> Iterator[None]:
+    """Whatever goes wrong while a state is put back, it is the state that does not fit."""
+    mistakes = (KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError, ValueError)
+    file = checkpoint / "training_state.pt"
+    try:
+        yield
+    except mistakes as error:
+        # a sentence already; of an env or an actor that failed, its own
+        if isinstance(error, UserError) and type(error) is not UserError:
+            raise
+        why = error if isinstance(error, UserError) else describe_error(error)
+        raise CheckpointError(f"'{file}' does not fit this run: {why}") from error
+
+
+def _impossible(value: Any, path: str = "") -> Iterator[str]:
+    """Counters that do not count; a clause each."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, inner in items:
+        place = f"{path}.{key}".lstrip(".")
+        is_plain = inner is None or isinstance(inner, int | float | str)
+        if key in _COUNTERS and is_plain and not (type(inner) is int and 0 <= inner < _MOST):
+            yield f"{place} is {inner!r}, expected a count"
+        yield from _impossible(inner, place)

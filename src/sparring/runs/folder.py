@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import take_lock, write_whole
 from sparring.record.log import LOGGER
-from sparring.runs.checkpoint import CheckpointError, checkpoints, find_checkpoint
+from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
 from sparring.runs.fits import refuse_other_config
 from sparring.runs.listing import read_json
 
@@ -64,18 +64,20 @@ class RunFolder:
             return None
         # where nothing was saved there is nothing to mix with: a start that failed does not take the folder
         if found := checkpoints(path):
-            saved = saved_settings(path) or saved_settings(found[-1])
-            refuse_other_config(path, saved, self.config)
+            saved = saved_settings(path)
             # a run that branched off from a checkpoint goes on by the same command
+            newest = newest_whole(path) if not saved or resume in ("auto", saved.get("resume")) else None
+            refuse_other_config(path, saved or saved_settings(cast(Path, newest)), self.config)
             if resume in ("auto", saved.get("resume")):
-                return found[-1]
+                return newest
         if resume == "auto":
             return None
         checkpoint = find_checkpoint(resume)
         refuse_other_config(checkpoint, saved_settings(checkpoint), self.config)
         # going back to an older checkpoint in the same folder would destroy what came after it
         found, chosen = [other.resolve() for other in found], checkpoint.resolve()
-        if later := found[found.index(chosen) + 1 :] if chosen in found else found:
+        later = found[found.index(chosen) + 1 :] if chosen in found else found
+        if later := [other for other in later if not damage_of(other)]:
             advice = f"to branch off from '{checkpoint}', give a new folder with --output DIR"
             raise CheckpointError(f"'{path}' also holds {', '.join(c.name for c in later)}; {advice}")
         return checkpoint

@@ -1,16 +1,17 @@
 """`sparring prune`: of a run's checkpoints, keep the best and the last."""
 
-import json
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from sparring.errors import UserError
-from sparring.runs.checkpoint import checkpoints
+from sparring.processes.rows import RowFile
+from sparring.runs.checkpoint import checkpoints, damage_of, newest_whole
 from sparring.runs.folder import folder_lock
 from sparring.runs.listing import is_held, size_of, why_no_checkpoint
 
@@ -40,14 +41,16 @@ class Pruning:
 
     @classmethod
     def plan(cls, run: Path, keep_best: int, keep_last: int) -> "Pruning":
-        """Removes nothing. Checkpoints rank by the latest evaluation at their update or before."""
+        """Removes nothing. Checkpoints rank by the latest evaluation at their update or before. Those that are kept are
+        whole; damaged ones after the newest of these are left alone."""
         if not run.is_dir():
             raise UserError(f"'{run}' is no folder; give a run folder")
         if is_held(run):
             raise UserError(f"'{run}': a process is training there; wait until it is done, or leave it out")
-        found = checkpoints(run)
-        if not found:
+        last_whole, found = newest_whole(run), checkpoints(run)
+        if last_whole is None:
             raise UserError(why_no_checkpoint(run) or f"'{run}' holds no checkpoint-<n> folder; give a run folder")
+        found = found[: found.index(last_whole) + 1]
         measure, evaluations = _evaluations(run)
         rated: dict[Path, tuple[tuple, str]] = {}  # rank, and why it is kept
         for path in found:
@@ -58,8 +61,9 @@ class Pruning:
                 rank = measure.sign * figure, evaluated - update, evaluated
                 earlier = f" at update {evaluated}" if evaluated != update else ""
                 rated[path] = rank, measure.text.format(figure) + earlier
-        best = sorted(rated, key=lambda path: rated[path][0], reverse=True)[:keep_best]
-        kept = {path: "last" for path in found[-keep_last:]} | {path: rated[path][1] for path in best}
+        ranked = sorted(rated, key=lambda path: rated[path][0], reverse=True)
+        best, last = (_whole(paths, most) for paths, most in ((ranked, keep_best), (reversed(found), keep_last)))
+        kept = {path: "last" for path in last} | {path: rated[path][1] for path in best}
         # also what an interrupted save left
         removed = [*run.glob(".partial-checkpoint-*"), *(path for path in found if path not in kept)]
         kept = {path: kept[path] for path in found if path in kept}
@@ -79,15 +83,16 @@ class Pruning:
                 shutil.rmtree(gone)
 
 
+def _whole(paths: Iterable[Path], most: int) -> list[Path]:
+    """The first of them that are not damaged; no more are read."""
+    return list(islice((path for path in paths if not damage_of(path)), most))
+
+
 def _evaluations(run: Path) -> tuple[_Measure, list[tuple[int, float]]]:
     """The first measure that any evaluation has; (update, figure) of each, in order."""
-    file, lines = run / "evaluations.jsonl", []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        # a run that was killed may have left half a line
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
+    rows = RowFile(run / "evaluations.jsonl").read()
     for measure in _MEASURES:
-        figures = ((line["update"], [line[name] for name in line if name.endswith(measure.name)]) for line in lines)
+        figures = ((row["update"], [row[name] for name in row if name.endswith(measure.name)]) for row in rows)
         # of several cameras, their mean
         evaluations = [(update, fmean(found)) for update, found in figures if found and None not in found]
         if evaluations:

@@ -15,7 +15,7 @@ from sparring.config.inherit import LIMITS
 from sparring.config.resolve import resolve
 from sparring.config.schema import Config
 from sparring.config.text import saved_settings
-from sparring.errors import PeerGone
+from sparring.errors import OtherFailed, PeerGone
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
@@ -26,11 +26,13 @@ from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
 from sparring.record.log import LOGGER, Console, RunLog
 from sparring.record.recorder import Recorder, check_installed, make_sinks
-from sparring.runs.checkpoint import CheckpointError, load_training_state, remove_old, save_checkpoint
-from sparring.runs.fits import load_pretrained, load_weights, schedules_of
+from sparring.runs.checkpoint import CheckpointError, not_finite, remove_old, save_checkpoint
+from sparring.runs.fits import Diverged, load_pretrained, load_weights, misfits, read_state, schedules_of
 from sparring.runs.folder import RunFolder, Status, folder_lock
 
 log = logging.getLogger(LOGGER)
+
+_NOT_SAVED = "this update is not saved; another process of this run says why"
 
 
 class Run:
@@ -184,10 +186,9 @@ class Run:
 
     def _save_after_failure(self) -> None:
         """Collecting failed: all else is as the last update left it."""
-        # weights, and what normalisers have seen
-        if not all(bool(tensor.isfinite().all()) for tensor in self.phase.model.state_dict().values()):
+        if unfit := self.checkpoints.unfit(self):
             self.console.end()
-            log.warning("failed, and is not saved: its weights or normalisers are NaN or infinite by now")
+            log.warning("failed, and is not saved: NaN, infinite or impossible numbers in %s by now", unfit)
         # a start that fails does not take the folder
         elif self.phase.progress.updates:
             self._stop_early("failed")
@@ -206,20 +207,15 @@ class Run:
     def _resume(self, checkpoint: Path, run_folder: RunFolder) -> None:
         try:
             load_weights(self.phase.model, checkpoint)
-            state = load_training_state(checkpoint)
+            state = read_state(checkpoint, self.distributed.world_size)
+            own = state["processes"][self.distributed.rank]
+            with misfits(checkpoint):
+                lost = self.phase.load_state_dict(state["phase"], own)
+                set_random_state(own["random"], self.distributed.device)
+                lost += self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
+                self.recorder.pending.update(state["pending"])
         except CheckpointError as error:
             raise CheckpointError(f"{error}\nto go on all the same: {run_folder.advise(checkpoint)}") from None
-        processes = len(state["processes"])
-        if processes != self.distributed.world_size:
-            raise CheckpointError(
-                f"'{checkpoint}' was written by {processes} process(es) and {self.distributed.world_size} run now; "
-                f"use --gpus {processes}, or start a new run with --output DIR pretrained={checkpoint}"
-            )
-        own = state["processes"][self.distributed.rank]
-        lost = self.phase.load_state_dict(state["phase"], own)
-        set_random_state(own["random"], self.distributed.device)
-        self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
-        self.recorder.pending.update(state["pending"])
         # a run that branches off has nothing in its own folder yet
         if run_folder.holds(checkpoint):
             self.checkpoints.saved_at = self.phase.progress.updates
@@ -349,14 +345,21 @@ class _Checkpoints:
         own = phase.process_state() | {"random": random_state(distributed.device)}
         processes = distributed.gather_objects([own])
         updates = phase.progress.updates
+        unfit = self.unfit(run)
+        if distributed.max(float(unfit is not None)):
+            raise Diverged.of(run.config, updates, unfit) if unfit and distributed.is_main else OtherFailed(_NOT_SAVED)
         if run.folder is not None:
             state = {"phase": phase.state_dict(), "processes": processes, "pending": dict(run.recorder.pending)}
             state["recorder"] = run.recorder.state_dict()
-            save_checkpoint(run.folder, updates, phase.model, state, run.config.to_yaml(), phase.env.spec)
-            remove_old(run.folder, run.config.training.keep_checkpoints)
+            saved = save_checkpoint(run.folder, updates, phase.model, state, run.config.to_yaml(), phase.env.spec)
+            remove_old(run.folder, run.config.training.keep_checkpoints, saved)
         self.saved_at = updates
         # nobody leaves while the main process is still writing
         distributed.barrier()
+
+    def unfit(self, run: Run) -> str | None:
+        """What must not be saved, in words: the checkpoint before would have to make room for it."""
+        return not_finite(run.phase.model, run.phase.model.state_dict(), run.phase.state_dict())
 
 
 class _Evaluator:

@@ -21,6 +21,7 @@ from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
 from sparring.processes.files import write_whole
+from sparring.processes.rows import RowFile
 
 # what each starts from: key -> phase
 _STARTS_FROM: dict[str, dict[str, str]] = {"teacher": {}, "student": {"student.teacher": "teacher"}}
@@ -158,8 +159,8 @@ def _summary(output: Path) -> str:
 
 
 def _curve(folder: Path, name: str) -> list[float]:
-    lines = map(json.loads, (folder / "episode_metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if line.get(name) is not None]
+    rows = RowFile(folder / "episode_metrics.jsonl").read()
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def _text(value: float | None) -> str:

@@ -117,6 +117,10 @@ class _Imagination:
         return own | {f"observation/{name}": values.copy() for name, values in self.observation.items()}
 
     def set_state(self, state: Arrays) -> None:
+        own: Arrays = {"decisions": self.decisions, "episodes": self.episodes, "memory": self.memory}
+        own |= {f"observation/{name}": values for name, values in self.observation.items()}
+        if unlike := [n for n, mine in own.items() if (state[n].shape, state[n].dtype) != (mine.shape, mine.dtype)]:
+            raise UserError(f"this state is of another env: {', '.join(unlike)} have other shapes or dtypes than here")
         self.seeds = EpisodeSeeds.from_array(state["seeds"])
         self.decisions, self.episodes = state["decisions"].copy(), state["episodes"].copy()
         self.memory = state["memory"].copy()

@@ -130,6 +130,11 @@ class Tabletop:
         if given != mine:
             sizes = f"{given[0]} robots with {given[1]} numbers each, but this env has {mine[0]} with {mine[1]}"
             raise UserError(f"this state is of {sizes}; build the env with the config and num_envs it was saved from")
+        here = {"command": self._command.reshape(self.num_envs, -1)} | self._own_state()
+        if unlike := [n for n, mine in here.items() if (state[n].shape, state[n].dtype) != (mine.shape, mine.dtype)]:
+            raise UserError(f"this state is of another env: {', '.join(unlike)} have other shapes or dtypes than here")
+        if not np.isfinite(state["physics"]).all():
+            raise UserError("this state holds robots that are nowhere: NaN or infinity in 'physics'")
         if not np.array_equal(state["task"], self._task_names()):
             raise UserError(f"this state was saved with other tasks than env.task={list(self.config.task)}")
         self._world.set_state(state["physics"])

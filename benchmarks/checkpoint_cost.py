@@ -1,0 +1,108 @@
+"""What does it cost that checkpoints are verified? A save and a load of 1 GB, with and without it, in turns.
+
+    python benchmarks/checkpoint_cost.py [--gigabytes 1] [--rounds 5]
+
+- `alone`: weights only; `with moments`: weights are a third of the bytes, Adam's two moments are the rest
+- `save`: as a run calls it, onto the disk; `load`: find it, then weights and state into a model, with every file in the
+  page cache. A process verifies a checkpoint once, which is part of each load here.
+- seconds are the least of the rounds, as others may use the machine; `ratio` is of these: at most 1.1 for saves, 2 for
+  loads
+
+Results are kept in results/checkpoint_cost.json.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import report
+import torch
+from torch import nn
+
+from sparring.contract import EnvSpec
+from sparring.runs import checkpoint as checkpoints
+from sparring.runs import fits
+
+RESULTS = report.RESULTS / "checkpoint_cost.json"
+SPEC = EnvSpec({"state": ((3,), "float32")}, 2)
+
+
+def model_of(size: float) -> nn.Module:
+    """Of so many bytes, in eight layers."""
+    width = int((size / 8 / 4) ** 0.5)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+
+
+def state_of(model: nn.Module, moments: bool) -> dict:
+    own = {
+        n: {"exp_avg": torch.rand_like(p), "exp_avg_sq": torch.rand_like(p)} for n, p in enumerate(model.parameters())
+    }
+    return {"phase": {"optimizer": {"state": own if moments else {}}}}
+
+
+def unverified() -> ExitStack:
+    """As it was before there were manifests."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(checkpoints, "entry", lambda file: {"size": 0, "sha256": ""}))
+    stack.enter_context(mock.patch.object(checkpoints, "_damage", lambda checkpoint: []))
+    for module in (checkpoints, fits):
+        stack.enter_context(mock.patch.object(module, "not_finite", lambda *_: None))
+    return stack
+
+
+def save(folder: Path, model: nn.Module, state: dict) -> None:
+    checkpoints.not_finite(model, model.state_dict(), state["phase"])
+    checkpoints.save_checkpoint(folder, 1, model, state, "seed: 1\n", SPEC)
+
+
+def load(folder: Path, model: nn.Module) -> None:
+    checkpoints._verified.clear()
+    fits.load_weights(model, folder)
+    state = checkpoints.load_training_state(checkpoints.find_checkpoint(folder))
+    fits.not_finite(nn.Module(), {}, state["phase"])
+
+
+def seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def measure(size: float, moments: bool, rounds: int) -> dict:
+    model = model_of(size / 3 if moments else size)
+    state = state_of(model, moments)
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=".") as place:
+        for _ in range(rounds):
+            for way in ("without", "with"):
+                folder = Path(place) / way
+                shutil.rmtree(folder, ignore_errors=True)
+                with unverified() if way == "without" else ExitStack():
+                    found.setdefault(f"save {way}", []).append(seconds(partial(save, folder, model, state)))
+                    found.setdefault(f"load {way}", []).append(seconds(partial(load, folder, model)))
+    best = {name: round(min(values), 3) for name, values in found.items()}
+    ratios = {f"{what} ratio": round(best[f"{what} with"] / best[f"{what} without"], 3) for what in ("save", "load")}
+    return best | ratios | {"rounds": {name: [round(value, 3) for value in values] for name, values in found.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    about, size = report.metadata(), arguments.gigabytes * 1e9
+    found = {name: measure(size, name != "alone", arguments.rounds) for name in ("alone", "with moments")}
+    for name, figures in found.items():
+        print(name, {key: value for key, value in figures.items() if key != "rounds"})
+    about |= {"gigabytes": arguments.gigabytes, "load_after": report.load()}
+    report.write_json(RESULTS, about | found)
+
+
+if __name__ == "__main__":
+    main()
