@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from report import RESULTS, metadata, table, write_json
@@ -27,7 +28,7 @@ from sparring.runs.run import Run  # noqa: F401  imports, once for all cells, wh
 RATES = [f"1e{exponent}" for exponent in range(-6, 31)]
 LIMIT_S = 180
 SMALL = ["device=cpu", "threads=1", "rollout.n_envs=2", "rollout.steps=4", "rollout.max_episode_steps=8"]
-SMALL += ["rollout.render_episodes=0", "training.bptt_length=2", "training.iterations=4", "training.save_every=1"]
+SMALL += ["rollout.render_episodes=0", "training.bptt_length=2", "training.iterations=3", "training.save_every=1"]
 SMALL += ["evaluation.episodes=2", "evaluation.baseline=false"]
 ROBOTS = ["env.threads=1", "env.image_size=32", "rollout.action_steps=2"]
 STATE = ["env.cameras=[]", "env.object_state=state", "policy.hidden=[16]"]
@@ -82,7 +83,7 @@ def train(words: list[str], output: Path) -> tuple[str, str]:
     if "Traceback (most recent call last)" in text:
         return "traceback", _last(said)
     last = _last(said)
-    return ("trained", "") if child.exitcode == 0 else ("diverged" if "; lower " in last else "refused", last)
+    return ("trained", "") if child.exitcode == 0 else ("diverged" if "lower " in last else "refused", last)
 
 
 def _train_here(words: list[str], output: Path, said: Path) -> None:
@@ -114,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(CASES), help="names of cases")
     parser.add_argument("--rates", default=",".join(RATES))
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     arguments = parser.parse_args()
     about, base = metadata(), Path(tempfile.mkdtemp(prefix="divergence"))
     context = multiprocessing.get_context("fork")
@@ -124,18 +126,20 @@ def main() -> int:
     made, last = train(["teacher", *SMALL, *ROBOTS, *TEACHER], base / "teacher")
     if made != "trained":
         raise SystemExit(f"the teacher ended with {made}: {last}")
+    rates = arguments.rates.split(",")
     cells: dict[str, dict[str, dict[str, str]]] = {}
-    for case in arguments.only.split(","):
-        phase, rate, settings = CASES[case]
-        settings = settings if any(word.startswith("env.name=") for word in settings) else [*ROBOTS, *settings]
-        words = [word.format(base=base, phase=phase) for word in (*SMALL, *settings)]
-        cells[case] = {}
-        for value in arguments.rates.split(","):
-            outcome, last = train([phase, *words, f"{rate}={value}"], base / "run")
-            cells[case][value] = {"outcome": outcome} | ({"said": last} if last else {})
-            if outcome not in ("trained", "diverged"):
-                print(f"{case} {rate}={value}: {outcome}: {last}", flush=True)
-            shutil.rmtree(base / "run", ignore_errors=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for case in arguments.only.split(","):
+            phase, setting, settings = CASES[case]
+            settings = settings if any(word.startswith("env.name=") for word in settings) else [*ROBOTS, *settings]
+            words = [phase, *(word.format(base=base, phase=phase) for word in (*SMALL, *settings))]
+            ends = pool.map(train, [[*words, f"{setting}={rate}"] for rate in rates], [base / rate for rate in rates])
+            cells[case] = {
+                rate: {"outcome": outcome, "said": last} for rate, (outcome, last) in zip(rates, ends, strict=True)
+            }
+            for rate, cell in cells[case].items():
+                if cell["outcome"] not in ("trained", "diverged"):
+                    print(f"{case} {setting}={rate}: {cell['outcome']}: {cell['said']}", flush=True)
     shutil.rmtree(base)
     if set(cells) == set(CASES) and arguments.rates == ",".join(RATES):
         write_json(RESULTS / "divergence.json", {"about": about, "cells": cells})

@@ -76,7 +76,9 @@ class WorldModelLearner:
         lr *= min(1.0, (self.gradient_steps - self.began + 1) / _WARMUP_STEPS)
         self.step.set_lr(lr)
         self.model.update_normalizers(batch, self.distributed.sum)
+        # the loss adds to its batch what it made of it
+        given = batch.copy()
         loss, numbers = self.model(batch)
-        norm = self.step(batch, loss)
+        norm = self.step(given, loss)
         self.gradient_steps += 1
         return numbers | {"loss": loss.detach(), "grad_norm": norm, "lr": torch.tensor(lr)}
