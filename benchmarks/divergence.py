@@ -6,6 +6,7 @@ Each cell is `sparring train` of a few updates in a child process. Kept in bench
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import re
@@ -28,7 +29,7 @@ from sparring.runs.run import Run  # noqa: F401  imports, once for all cells, wh
 RATES = [f"1e{exponent}" for exponent in range(-6, 31)]
 LIMIT_S = 180
 SMALL = ["device=cpu", "threads=1", "rollout.n_envs=2", "rollout.steps=4", "rollout.max_episode_steps=8"]
-SMALL += ["rollout.render_episodes=0", "training.bptt_length=2", "training.iterations=3", "training.save_every=1"]
+SMALL += ["rollout.render_episodes=0", "training.bptt_length=2", "training.iterations=2", "training.save_every=1"]
 SMALL += ["evaluation.episodes=2", "evaluation.baseline=false"]
 ROBOTS = ["env.threads=1", "env.image_size=32", "rollout.action_steps=2"]
 STATE = ["env.cameras=[]", "env.object_state=state", "policy.hidden=[16]"]
@@ -42,7 +43,7 @@ SPARRING += ["adversarial.warmup_steps=0", "rewards.disagreement=1", "rewards.rn
 DEMOS = ["imitate.batch_size=8", "imitate.steps_per_update=4", "imitate.demos={base}/demos"]
 NATIVE = ["policy.name=native_vla", "policy.layers=1", "policy.vision_layers=1", "policy.text_tokens=64"]
 GROUPS = ["rollout.n_envs=4", "rollout.n_episodes_per_batch=8", "rollout.group_size=2", "grpo.mini_batch_size=4"]
-EXPLORER = [*SEEING, *PPO, "{phase}.teacher={base}/teacher"]
+EXPLORER = [*SEEING, *PPO, "{phase}.teacher={base}/taught"]
 # name -> phase, the setting that varies, other settings
 CASES = {
     "teacher": ("teacher", "teacher.learning_rate", TEACHER),
@@ -52,13 +53,8 @@ CASES = {
     "adversarial explorer": ("adversarial", "ppo.policy_lr", [*EXPLORER, *SPARRING]),
     "imitate": ("imitate", "imitate.learning_rate", [*STATE, *DEMOS]),
     "imitate flow": ("imitate", "imitate.learning_rate", [*STATE[:2], *DEMOS, "policy.name=flow"]),
-    "imitate tokens": ("imitate", "imitate.learning_rate", [*STATE, *DEMOS, "policy.distribution=tokens"]),
-    "imitate native": ("imitate", "imitate.learning_rate", [*STATE[:2], *DEMOS, *NATIVE, "imitate.ema=0.9"]),
     "gaussian": ("finetune", "ppo.policy_lr", [*STATE, *PPO]),
-    "gaussian images": ("finetune", "ppo.policy_lr", [*SEEING, *PPO]),
-    "gsde": ("finetune", "ppo.policy_lr", [*STATE, *PPO, "policy.distribution=gsde"]),
     "tokens": ("finetune", "ppo.policy_lr", [*STATE, *PPO, "policy.distribution=tokens"]),
-    "discrete": ("finetune", "ppo.policy_lr", [*PPO, "env.name=gym:CartPole-v1", "policy.hidden=[16]"]),
     "flow": ("finetune", "ppo.policy_lr", [*STATE[:2], *PPO, "policy.name=flow"]),
     "native vla": ("finetune", "ppo.policy_lr", [*STATE[:2], *PPO, *NATIVE]),
     "grpo": ("finetune", "grpo.policy_lr", [*STATE, "algorithm=grpo", *GROUPS]),
@@ -69,7 +65,8 @@ CASES = {
 def train(words: list[str], output: Path) -> tuple[str, str]:
     """How `sparring train` ends, in a child process, and what it said last: trained; diverged, with what to lower;
     refused, with another sentence; traceback; signal N; hung."""
-    said = output.with_suffix(".txt")
+    output.parent.mkdir(exist_ok=True)
+    said = output.with_name(f"{output.name}.txt")
     child = multiprocessing.get_context("fork").Process(target=_train_here, args=(words, output, said))
     child.start()
     child.join(LIMIT_S)
@@ -123,26 +120,30 @@ def main() -> int:
     recording = context.Process(target=record_demos, args=(base,))
     recording.start()
     recording.join()
-    made, last = train(["teacher", *SMALL, *ROBOTS, *TEACHER], base / "teacher")
+    made, last = train(["teacher", *SMALL, *ROBOTS, *TEACHER], base / "taught")
     if made != "trained":
         raise SystemExit(f"the teacher ended with {made}: {last}")
-    rates = arguments.rates.split(",")
+    rates, results = arguments.rates.split(","), RESULTS / "divergence.json"
     cells: dict[str, dict[str, dict[str, str]]] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for case in arguments.only.split(","):
             phase, setting, settings = CASES[case]
             settings = settings if any(word.startswith("env.name=") for word in settings) else [*ROBOTS, *settings]
             words = [phase, *(word.format(base=base, phase=phase) for word in (*SMALL, *settings))]
-            ends = pool.map(train, [[*words, f"{setting}={rate}"] for rate in rates], [base / rate for rate in rates])
+            ends = pool.map(
+                train, [[*words, f"{setting}={rate}"] for rate in rates], [base / case / rate for rate in rates]
+            )
             cells[case] = {
                 rate: {"outcome": outcome, "said": last} for rate, (outcome, last) in zip(rates, ends, strict=True)
             }
             for rate, cell in cells[case].items():
                 if cell["outcome"] not in ("trained", "diverged"):
                     print(f"{case} {setting}={rate}: {cell['outcome']}: {cell['said']}", flush=True)
+            shutil.rmtree(base / case)
+            if rates == RATES:
+                kept = json.loads(results.read_text())["cells"] if results.is_file() else {}
+                write_json(results, {"about": about, "cells": kept | {case: cells[case]}})
     shutil.rmtree(base)
-    if set(cells) == set(CASES) and arguments.rates == ",".join(RATES):
-        write_json(RESULTS / "divergence.json", {"about": about, "cells": cells})
     counts = {case: Counter(cell["outcome"] for cell in row.values()) for case, row in cells.items()}
     outcomes = sorted({outcome for count in counts.values() for outcome in count}, reverse=True)
     print(table([("case", *outcomes), *((case, *(count[o] for o in outcomes)) for case, count in counts.items())]))
