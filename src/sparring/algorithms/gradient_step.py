@@ -21,7 +21,7 @@ class _Step:
     batch: TensorDict
     loss: Tensor
     norm: Tensor
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
     judged: bool = False
 
     def known_norm(self) -> float:
@@ -108,15 +108,18 @@ class GradientStep:
             self.distributed.average_(group.gradient)
         norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
         self._judge()
-        # where it is 1, a fused step changes neither weights nor moments
-        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        with self.memory("taking a gradient step", 0):
-            self.optimizer.step()
-        on_cpu, known = norm.device.type == "cpu", norm.to("cpu", non_blocking=True)
-        arrived = None if on_cpu else torch.cuda.current_stream(norm.device).record_event()
-        self.tried, self._newest = self.tried + 1, _Step(batch, loss, known, arrived)
-        if on_cpu:
+        step = self._newest = _Step(batch, loss, norm)
+        self.tried += 1
+        if norm.device.type == "cpu":
             self._judge()
+        else:
+            # where it is 1, a fused step on a GPU changes neither weights nor moments
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            step.norm = norm.to("cpu", non_blocking=True)
+            step.arrived = torch.cuda.current_stream(norm.device).record_event()
+        if norm.device.type != "cpu" or math.isfinite(norm):
+            with self.memory("taking a gradient step", 0):
+                self.optimizer.step()
         return norm
 
     def end_update(self) -> int:

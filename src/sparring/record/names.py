@@ -62,7 +62,10 @@ NAMES = {
     "wm_loss": ("world_model/loss", "The world model's loss in adversarial; in teacher it is avg_loss."),
     "wm_lr": ("world_model/lr", "The world model's learning rate in adversarial; in teacher it is lr."),
     "wm_grad_norm": ("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
-    "wm_steps_skipped": ("world_model/steps_skipped", "The same of the world model in adversarial."),
+    "wm_steps_skipped": (
+        "world_model/steps_skipped",
+        "World model's gradient steps that were NaN or infinite and left out, in adversarial.",
+    ),
     "loss_tokenizer": ("world_model/loss_tokenizer", "Of the tokenizer, which learns first."),
     "loss_tokens": ("world_model/loss_tokens", "Cross-entropy of the next frame's tokens, nats a token."),
     "loss_pictures": ("world_model/loss_pictures", "Of what its predictions look like."),
