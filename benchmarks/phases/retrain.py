@@ -89,7 +89,7 @@ def learn(folder: Path, teacher, config, deadline: float) -> tuple:
     torch.manual_seed(config.seed)  # the same first weights, and the same luck from here on
     model = make_world_model(config.world_model, spec, config.rollout.action_steps)
     model.tokenizer.load_state_dict(teacher.tokenizer.state_dict())
-    learner = WorldModelLearner(settings, model, Distributed("cpu"))
+    learner = WorldModelLearner(settings, model, Distributed("cpu"), "teacher")
     windows = ShuffledWindows(EpisodeStore(folder / "episodes", True), config.training.bptt_length, settings.burn_in)
     replay = Replay(windows, settings.batch_size, model.memory_size, config.seed, torch.device("cpu"))
     parts, record = (model, learner, replay), {"updates": 0, "learn_seconds": 0.0}

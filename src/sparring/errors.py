@@ -1,5 +1,7 @@
 """Mistakes a person can mend: shown as a sentence, never as a traceback."""
 
+from typing import Any
+
 # exit code of a process that ends because another of its run has failed
 LEFT_ALONE = 3
 
@@ -27,6 +29,19 @@ class OutOfMemory(UserError):
     """With what to lower, and by how much."""
 
     exit_code = 1
+
+
+class Diverged(UserError):
+    """A loss, gradient, weight or action is NaN or infinite: says what to lower.
+
+    `batch`: the tensors that were learned from, and numbers `about` it, for whoever keeps them in files.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, batch: Any = None, about: dict[str, float] | None = None):
+        super().__init__(message)
+        self.batch, self.about = batch, about or {}
 
 
 class PeerGone(UserError):

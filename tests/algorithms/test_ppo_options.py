@@ -49,7 +49,8 @@ def test_the_warm_up_leaves_no_momentum_behind():
 
 def test_a_group_that_rested_is_clipped_with_the_others_again():
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
-    step = GradientStep([{"params": [one], "lr": 0.1}, {"params": [other], "lr": 0.1}], Distributed("cpu"), 1.0)
+    groups = [{"params": [one], "lr": 0.1}, {"params": [other], "lr": 0.1}]
+    step = GradientStep(groups, Distributed("cpu"), 1.0, "ppo.policy_lr=0.1")
     for learning, norm in ((step.groups[-1:], 4.0), (None, 5.0)):
         step.backward(TensorDict({}, [1]), lambda _: (3 * one[0] + 4 * other[0], None), None)
         assert step.apply(learning).item() == pytest.approx(norm)

@@ -11,7 +11,7 @@ from sparring.processes.distributed import Distributed
 
 
 def learner_of(model, learning_rate: float = 4e-3) -> WorldModelLearner:
-    return WorldModelLearner(SimpleNamespace(learning_rate=learning_rate), model, Distributed("cpu"))
+    return WorldModelLearner(SimpleNamespace(learning_rate=learning_rate), model, Distributed("cpu"), "teacher")
 
 
 def batches(rows: int = 8, steps: int = 4, first: int = 0):

@@ -495,7 +495,7 @@ def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatc
 def test_weights_lie_as_the_learners_do():
     """A view at 4 bytes beyond a multiple of 64 is multiplied by another kernel, which rounds otherwise."""
     learner, actor = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
-    GradientStep([{"params": [*learner.parameters()][::-1], "lr": 1.0}], Distributed("cpu"), 1.0)
+    GradientStep([{"params": [*learner.parameters()][::-1], "lr": 1.0}], Distributed("cpu"), 1.0, "lr=1")
     writer = WeightsWriter(learner, version=0)
     WeightsReader(writer.handle(), actor)
     assert (

@@ -42,7 +42,7 @@ def make(trunk, **settings):
 
 def learned(model, steps: int) -> list[float]:
     """`steps` gradient steps on one batch, as in a phase; what was lost in each, but for pictures of random steps."""
-    learner = WorldModelLearner(SimpleNamespace(learning_rate=3e-3), model, Distributed("cpu"))
+    learner = WorldModelLearner(SimpleNamespace(learning_rate=3e-3), model, Distributed("cpu"), "teacher")
     batch, losses = moving_windows(6, 3), []
     for _ in range(steps):
         metrics = learner.update(repeat(batch), 1, 0.0)

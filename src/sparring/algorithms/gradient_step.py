@@ -1,61 +1,95 @@
-"""GradientStep: how parameters are laid out, and gradients averaged over processes, clipped and applied."""
+"""GradientStep: how parameters are laid out, and gradients averaged over processes, clipped and applied, if finite."""
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from sparring.errors import Diverged
 from sparring.policies.weights import load_optimizer
 from sparring.processes.distributed import Distributed
 
 
+@dataclass
+class _Step:
+    """A gradient step that was tried. Its norm is on its way to the CPU until `arrived`; None: it is there."""
+
+    batch: TensorDict
+    loss: Tensor
+    norm: Tensor
+    arrived: torch.cuda.Event | None = None
+    judged: bool = False
+
+    def known_norm(self) -> float:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return float(self.norm)
+
+
 class GradientStep:
-    """Zero, backward, average, clip, step: the optimiser of torch's parameter `groups`, empty ones left out."""
+    """Zero, backward, average, clip, step: the optimiser of torch's parameter `groups`, empty ones left out.
+
+    Where the loss or the gradient of any process is not finite, no process takes the step, and all raise Diverged: at
+    once on a CPU; before the next step or in `end_update` on a GPU, for which nobody waits.
+    """
+
+    # how many such steps of an update may be left out instead
+    skips = 0
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         distributed: Distributed,
         max_grad_norm: float,
+        rate: str,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         memory: Callable[[str, int], AbstractContextManager] = lambda doing, rows: nullcontext(),
         foreach: bool | None = None,
         **settings,
     ):
-        """`memory(doing, rows)`: a context that explains a lack of it. `foreach`: of clipping; both sum on a GPU in an
-        order of their own."""
-        self.distributed, self.max_grad_norm, self.memory, self.foreach = distributed, max_grad_norm, memory, foreach
+        """`rate`: the setting to lower where it diverges. `memory(doing, rows)`: a context that explains a lack of it.
+        `foreach`: of clipping; both sum on a GPU in an order of their own."""
+        self.distributed, self.max_grad_norm, self.rate = distributed, max_grad_norm, rate
+        self.memory, self.foreach = memory, foreach
         groups = [group for group in groups if group["params"]]
         with memory("making room for gradients", 0):
             self.groups = [_FlatParameters(group["params"]) for group in groups]
         vectors = [group | {"params": [flat.vector]} for group, flat in zip(groups, self.groups, strict=True)]
         self.optimizer = optimizer(vectors, fused=True, **settings)
+        # of this update: how many steps were tried, how many of them were left out, and the newest
+        self.tried = self.left_out = 0
+        self._newest: _Step | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.groups for parameter in group.parameters]
 
-    def __call__(self, loss: Tensor) -> Tensor:
-        """One step on a loss; the norm of its gradients before they were clipped."""
+    def __call__(self, batch: TensorDict, loss: Tensor) -> Tensor:
+        """One step on the loss of a batch; the norm of its gradients before they were clipped."""
         self._zero()
         loss.backward()
+        self._learned_from = batch, loss.detach()
         return self.apply()
 
     def backward(self, batch: TensorDict, loss: Callable, micro_batch_size: int | None) -> list[tuple[Any, float]]:
         """Gradients of `loss(part) -> loss, terms`, summed over micro-batches: (terms, share of the batch) of each."""
         self._zero()
         parts = batch.split(micro_batch_size) if micro_batch_size else [batch]
-        terms = []
+        terms, losses = [], []
         for part in parts:
             share = len(part) / len(batch)
             with self.memory("working out gradients", len(part)):
                 cost, term = loss(part)
-                (cost if len(parts) == 1 else cost * share).backward()
+                cost = cost if len(parts) == 1 else cost * share
+                cost.backward()
             terms.append((term, share))
+            losses.append(cost.detach())
+        self._learned_from = batch, sum(losses[1:], losses[0])
         return terms
 
     def apply(self, learning: "list[_FlatParameters] | None" = None, weight: float = 1.0) -> Tensor:
@@ -65,15 +99,64 @@ class GradientStep:
         for group in self.groups:
             # without a gradient Adam leaves values and moments as they are
             group.vector.grad = None
+        batch, loss = self._learned_from
+        # 0, or NaN: so all processes learn with the gradient, and without another sum, that a loss is not finite
+        learning[0].gradient[:1].add_(loss * 0)
         for group in learning:
             group.vector.grad = group.gradient
             if weight != 1:
                 group.gradient.mul_(weight)
             self.distributed.average_(group.gradient)
         norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
-        with self.memory("taking a gradient step", 0):
-            self.optimizer.step()
+        self._judge()
+        step = self._newest = _Step(batch, loss, norm)
+        self.tried += 1
+        if norm.device.type == "cpu":
+            self._judge()
+        else:
+            # where it is 1, a fused step on a GPU changes neither weights nor moments
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            step.norm = norm.to("cpu", non_blocking=True)
+            step.arrived = torch.cuda.current_stream(norm.device).record_event()
+        if norm.device.type != "cpu" or math.isfinite(norm):
+            with self.memory("taking a gradient step", 0):
+                self.optimizer.step()
         return norm
+
+    def end_update(self) -> int:
+        """How many of the steps of an update were left out: their norms are not finite. Weights are looked at, too."""
+        self._judge()
+        # the largest of them, without a tensor of their size
+        if not all(torch.linalg.vector_norm(group.vector.detach(), math.inf).isfinite() for group in self.groups):
+            raise self._diverged(f"weights are NaN or infinite after gradient step {self.tried} of this update")
+        left_out, self.left_out, self.tried, self._newest = self.left_out, 0, 0, None
+        return left_out
+
+    def _judge(self) -> None:
+        """The newest step, once: was it left out, and is that once too often?"""
+        step = self._newest
+        if step is None or step.judged:
+            return
+        step.judged, norm = True, step.known_norm()
+        if math.isfinite(norm):
+            return
+        self.left_out += 1
+        if self.left_out > self.skips:
+            loss = float(step.loss)
+            spoiled = f"the norm of the gradient is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
+            raise self._diverged(f"{spoiled} in gradient step {self.tried} of this update, which was not taken")
+
+    def _diverged(self, what: str) -> Diverged:
+        step = self._newest
+        if step is None:
+            return Diverged(f"training has diverged: {what}; lower {self.rate}")
+        items = step.batch.items(include_nested=True, leaves_only=True)
+        given = ["/".join(key) if isinstance(key, tuple) else key for key, value in items if not value.isfinite().all()]
+        of_data = f"look at what it was learned from, which is not finite either ({', '.join(given)}), or "
+        advice = f"{of_data if given else ''}lower {self.rate}"
+        about = {"gradient_step": self.tried, "loss": float(step.loss), "grad_norm": step.known_norm()}
+        about["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        return Diverged(f"training has diverged: {what}; {advice}", step.batch, about)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -68,13 +68,14 @@ class GRPO(Algorithm):
         for batch, weight in self.minibatches(decisions, keys, 0 if skipped else config.epochs, terms, counted):
             terms.append(self.gradient_step(batch, loss, weight=weight))
 
+        terms, left_out = self.steps_taken(terms)
         off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
         valid.update_normalizers(policy, distributed)
         self.updates += 1
         means = LossTerms.means(terms, config.clip_low, config.clip_high)
         means |= {"groups_dropped": float(groups.dropped), "valid_fraction": len(valid) / len(valid.flat)}
         spread = {} if skipped else decisions.spread("advantage", distributed)
-        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy
+        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spread | off_policy | left_out
         return distributed.mean(means) | metrics
 
 

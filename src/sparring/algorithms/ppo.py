@@ -40,10 +40,15 @@ class Algorithm:
         self.off_policy = OffPolicy(config, self.scorer)
         rated = [{"params": parameters, "lr": lr, "base_lr": lr} for parameters, lr in groups]
         settings: dict[str, Any] = {"memory": self.scorer.memory, "foreach": False, "eps": config.adam_eps}
-        self.step = GradientStep(rated, self.distributed, config.max_grad_norm, **settings)
+        self.step = GradientStep(rated, self.distributed, config.max_grad_norm, self.rate, **settings)
         self.updates = 0
         # rollouts that only fitted normalisers
         self.warmups = 0
+
+    @property
+    def rate(self) -> str:
+        """The setting to lower where it diverges."""
+        return f"{self.section}.policy_lr={self.config.policy_lr:g}"
 
     def gate(self, parity: Parity) -> Parity:
         """Refuses what the collecting process measured where it is too much; the worst of all processes."""
@@ -111,6 +116,13 @@ class Algorithm:
         terms.scalars["grad_norm"] = self.step.apply(learning, weight)
         return terms
 
+    def steps_taken(self, terms: list["LossTerms"]) -> tuple[list["LossTerms"], dict[str, float]]:
+        """At the end of an update: the terms of its gradient steps without those that were left out, and how many."""
+        left_out = self.step.end_update()
+        if left_out:
+            terms = [term for term in terms if term.scalars["grad_norm"].isfinite()]
+        return terms, {"steps_skipped": float(left_out)} if self.step.skips else {}
+
 
 def _weight(held: list[tuple[int, bool]], rank: int, number: int = 0, count: int = 1) -> float:
     """Of the decisions of process `rank` in minibatch `number` of `count`, over the average of all processes.
@@ -157,6 +169,11 @@ class PPO(Algorithm):
             groups = [(actor + critic, config.policy_lr)]
         super().__init__(config, policy, distributed, seed, groups)
 
+    @property
+    def rate(self) -> str:
+        critic = self.config.critic_lr
+        return super().rate + (f" or ppo.critic_lr={critic:g}" if critic else "")
+
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
         """One update; `progress` in [0, 1] of the run drives the schedules."""
         config, policy, distributed = self.config, self.policy, self.distributed
@@ -190,6 +207,7 @@ class PPO(Algorithm):
                 batch["advantage"] = (batch["advantage"] - mean) / (std + 1e-8)
             terms.append(self.gradient_step(batch, loss, learning, weight))
 
+        terms, skipped = self.steps_taken(terms)
         off_policy = self.off_policy.metrics(decisions, [term.weight for term in terms])
         decisions.update_normalizers(policy, distributed)
         self.updates += 1
@@ -199,7 +217,7 @@ class PPO(Algorithm):
         if decisions.flat.get("valid", None) is not None:
             means["valid_fraction"] = len(decisions) / len(decisions.flat)
         spreads = decisions.spread("advantage", distributed) | decisions.spread("return", distributed)
-        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spreads | off_policy
+        metrics = {"lr": config.policy_lr * lr_factor} | self.parity_gate.metrics() | spreads | off_policy | skipped
         return distributed.mean(means) | metrics
 
     def _shift_values(self, rollout: TensorDict, critic: Critic) -> None:

@@ -20,7 +20,8 @@ from sparring.processes.memory import explain_oom
 _CAUSES = (
     "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, sums "
     "log-probs over steps of a chunk that were not executed (executed_mask), "
-    "or its normaliser or weights changed between acting and scoring"
+    "its normaliser or weights changed between acting and scoring, or training has diverged so far that rounding shows "
+    "(then lower the learning rate)"
 )
 
 

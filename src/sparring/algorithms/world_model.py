@@ -19,10 +19,14 @@ _WARMUP_STEPS = 50
 
 
 class WorldModelLearner:
-    """`config.learning_rate`, of whichever phase it learns in, falls to 0 as `fraction` goes to 1."""
+    """`config.learning_rate`, of whichever phase it learns in, falls to 0 as `fraction` goes to 1.
 
-    def __init__(self, config: Any, model: WorldModel, distributed: Distributed):
-        self.config, self.model, self.distributed = config, model, distributed
+    `section`: that phase's. `skips`: see GradientStep.
+    """
+
+    def __init__(self, config: Any, model: WorldModel, distributed: Distributed, section: str, skips: int = 0):
+        self.config, self.model, self.distributed, self.section = config, model, distributed, section
+        self.skips = skips
         self.gradient_steps = 0
         self._learn_with_fresh_optimizer()
 
@@ -31,14 +35,24 @@ class WorldModelLearner:
         if self.gradient_steps == 0:
             self.distributed.broadcast_weights(self.model)
         self.model.train()
-        values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        steps, left_out = [], 0
         for batch in islice(batches, count):
-            for name, value in self._learn_from(batch, fraction).items():
-                values[name].append(value)
+            steps.append(self._learn_from(batch, fraction))
+            # at once, so that what is saved now is what the next step takes
+            if [*map(id, self.model.learning())] != [*map(id, self.step.parameters)]:
+                left_out += self.step.end_update()
+                self._learn_with_fresh_optimizer()
+        left_out += self.step.end_update()
         self.model.eval()
+        values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for numbers in steps:
+            if not left_out or numbers["grad_norm"].isfinite():
+                for name, value in numbers.items():
+                    values[name].append(value)
         # a part of the model that began to learn only now has numbers of the last steps only
         means = {name: float(torch.stack(of).mean()) for name, of in values.items()}
-        return self.distributed.mean(means)
+        skipped = {"steps_skipped": float(left_out)} if self.skips else {}
+        return self.distributed.mean(means) | skipped
 
     def state_dict(self) -> dict:
         return {"optimizer": self.step.state_dict(), "gradient_steps": self.gradient_steps, "began": self.began}
@@ -52,7 +66,9 @@ class WorldModelLearner:
     def _learn_with_fresh_optimizer(self) -> None:
         """Of the parameters that learn now: the others neither move nor shrink."""
         groups = [{"params": self.model.learning(), "lr": self.config.learning_rate}]
-        self.step = GradientStep(groups, self.distributed, _MAX_GRAD_NORM, torch.optim.AdamW, **_ADAMW)
+        rate = f"{self.section}.learning_rate={self.config.learning_rate:g}"
+        self.step = GradientStep(groups, self.distributed, _MAX_GRAD_NORM, rate, torch.optim.AdamW, **_ADAMW)
+        self.step.skips = self.skips
         self.began = self.gradient_steps
 
     def _learn_from(self, batch: TensorDict, fraction: float) -> dict[str, torch.Tensor]:
@@ -60,10 +76,9 @@ class WorldModelLearner:
         lr *= min(1.0, (self.gradient_steps - self.began + 1) / _WARMUP_STEPS)
         self.step.set_lr(lr)
         self.model.update_normalizers(batch, self.distributed.sum)
+        # the loss adds to its batch what it made of it
+        given = batch.copy()
         loss, numbers = self.model(batch)
-        norm = self.step(loss)
+        norm = self.step(given, loss)
         self.gradient_steps += 1
-        # at once, so that what is saved now is what the next step takes
-        if [*map(id, self.model.learning())] != [*map(id, self.step.parameters)]:
-            self._learn_with_fresh_optimizer()
         return numbers | {"loss": loss.detach(), "grad_norm": norm, "lr": torch.tensor(lr)}

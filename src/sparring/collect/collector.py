@@ -23,7 +23,7 @@ from sparring.contract import (
 )
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
-from sparring.errors import UserError
+from sparring.errors import Diverged, UserError
 from sparring.noise import keyed_uniform
 from sparring.policies.policy import Policy
 from sparring.processes.memory import explain_oom
@@ -193,6 +193,9 @@ class Collector(BaseCollector):
     decisions as the buffer takes, and episodes go on in the next one.
     """
 
+    # where the policy has diverged
+    advice = "lower the learning rate that it was trained with"
+
     def __init__(
         self,
         env: Env,
@@ -303,6 +306,8 @@ class Collector(BaseCollector):
             # fetched here, where only the policy is waited for: later there may be more in the device's queue
             on_cpu = td["action"].device.type == "cpu"
             self._asked = td if on_cpu else TensorDict({"action": td["action"].cpu()}, td.batch_size)
+            if not np.isfinite(self._asked["action"].numpy()).all():
+                raise Diverged(f"training has diverged: actions of the policy are NaN or infinite; {self.advice}")
         return td
 
     def simulate(self, td: TensorDict, counted: np.ndarray | None = None) -> TensorDict:

@@ -41,6 +41,7 @@ LIMITS = ("training.total_timesteps", "training.num_episodes", "training.iterati
 FREE_TO_DIFFER = (
     *("resume", "output", "device", "threads", "logging.", "evaluation.", "rollout.watchdog_s"),
     *("rollout.render_episodes", "training.save_every", "training.log_every", "training.keep_checkpoints"),
+    "training.skip_nonfinite_steps",
     *("env.threads", "env.workers", "env.video_renderer", "ppo.micro_batch_size", "grpo.micro_batch_size"),
 )
 

@@ -27,7 +27,7 @@ from sparring.world_models.world_model import WorldModel
 _RECORDED = ("observation", "action", "is_first", "next", "judged")
 _READ = ("action", "is_first", "next/reward", "next/executed", "next/terminated", "next/truncated", "next/success")
 # metrics of the world model that the explorer has too
-_NAMES = {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm"}
+_NAMES = {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm", "steps_skipped": "wm_steps_skipped"}
 
 
 class _Explorer(Student):
@@ -78,7 +78,9 @@ class Adversarial(Phase):
         self.explorer, self.world_model, self.random = explorer, world_model, random
         self.env, self.distributed = env, distributed = explorer.env, explorer.distributed
         self.model = nn.ModuleDict({"world_model": world_model, "policy": explorer.policy})
-        self.learner = WorldModelLearner(self.config, world_model, self.distributed)
+        self.learner = WorldModelLearner(
+            self.config, world_model, distributed, "adversarial", config.training.skip_nonfinite_steps
+        )
         folder, memory, held_out = config.run_folder, world_model.memory_size, self.config.held_out
         self.replay = explorer.replay = EpisodeReplay(
             self.config, folder, config.seed, env, distributed, self._windows, memory, "explorer", held_out=held_out

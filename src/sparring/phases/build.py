@@ -104,7 +104,10 @@ def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _Ac
 def build_algorithm(config: Config, section, policy: Policy, distributed: Distributed):
     """`section`: the settings of `config.algorithm`, which a phase may have changed."""
     seed = config.seed
-    return build(section, ALGORITHMS, policy, distributed, seed, kind="algorithm", name=config.algorithm)
+    algorithm = build(section, ALGORITHMS, policy, distributed, seed, kind="algorithm", name=config.algorithm)
+    if isinstance(algorithm, Algorithm):
+        algorithm.step.skips = config.training.skip_nonfinite_steps
+    return algorithm
 
 
 def build_collector(config: Config, env: Env | GroupedEnv | RemoteEnv, policy: Policy):
@@ -128,6 +131,8 @@ def _build_local_collector(
         steps = episodes * (rollout.imagined_decisions if rollout.imagined else _episode_decisions(config, env))
     envs = cast(GroupedEnv, env).envs if rollout.groups > 1 else [cast(Env, env)]
     collectors = [Collector(each, policy, config.seed, chunk=rollout.action_steps, episodes=episodes) for each in envs]
+    for each in collectors:
+        each.advice = f"lower {'algorithm_config' if ':' in config.algorithm else config.algorithm}.policy_lr"
     collector = GroupedCollector(cast(GroupedEnv, env), collectors) if rollout.groups > 1 else collectors[0]
     return collector, _build_buffer(config, steps)
 

@@ -110,6 +110,9 @@ class TrainingConfig(Section):
     save_every: int = Field(50, gt=0, description="updates between checkpoints; the last state is always saved")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
     log_every: int = Field(1, gt=0, description="updates between lines of metrics")
+    skip_nonfinite_steps: int = Field(
+        0, ge=0, description="gradient steps of an update that are left out if NaN or infinite; one more ends it"
+    )
 
 
 class EvaluationConfig(Section):

@@ -58,7 +58,8 @@ class Imitate(Phase):
             # demonstrations teach a critic nothing, and weight decay must not change it
             groups = [{"params": policy.actor_parameters(), "lr": config.learning_rate}]
             adamw, decay = torch.optim.AdamW, config.weight_decay
-            self.optimizer = GradientStep(groups, distributed, MAX_GRAD_NORM, adamw, weight_decay=decay)
+            rate = f"imitate.learning_rate={config.learning_rate:g}"
+            self.optimizer = GradientStep(groups, distributed, MAX_GRAD_NORM, rate, adamw, weight_decay=decay)
         # each process draws its own
         self.batches = BatchBuilder(chunks, config.batch_size, seed * 1009 + distributed.rank, distributed.device)
         # [F, M]: of each demonstrated step, worked out when first needed
@@ -77,7 +78,9 @@ class Imitate(Phase):
         _check_padded_states(demonstrations, config.env)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
         updates = config.training.iterations or cls.default_limit[1]
-        return cls(config.imitate, env, policy, chunks, distributed, config.seed, updates)
+        phase = cls(config.imitate, env, policy, chunks, distributed, config.seed, updates)
+        phase.optimizer.skips = config.training.skip_nonfinite_steps
+        return phase
 
     @property
     def learns_from(self) -> str:
@@ -101,17 +104,24 @@ class Imitate(Phase):
         lr = self.config.learning_rate * schedule(self.config.lr_schedule, fraction)
         self.optimizer.set_lr(lr)
         self.policy.train()
-        sums: dict[str, torch.Tensor | float] = defaultdict(float)
+        steps: list[dict[str, torch.Tensor]] = []
         for number in range(self.config.steps_per_update):
             with explain_oom("imitating", self.policy, self.config.batch_size, "imitate.batch_size"):
                 numbers = self._gradient_step()
-            for name, value in numbers.items():
-                sums[name] += value
+            steps.append(numbers)
             if self._pace is not None:
                 self._say_how_long(number + 1, numbers["loss"])
         self.policy.eval()
         self.progress.updates += 1
-        means = {name: float(value) / self.config.steps_per_update for name, value in sums.items()}
+        sums: dict[str, torch.Tensor | float] = defaultdict(float)
+        left_out = self.optimizer.end_update()
+        for numbers in steps:
+            if not left_out or numbers["grad_norm"].isfinite():
+                for name, value in numbers.items():
+                    sums[name] += value
+        taken = self.config.steps_per_update - left_out
+        means = {name: float(value) / taken for name, value in sums.items()}
+        means |= {"steps_skipped": float(left_out)} if self.optimizer.skips else {}
         return self.distributed.mean(means) | {"lr": lr, "update_seconds": time.perf_counter() - started}
 
     def _say_how_long(self, made: int, loss: torch.Tensor) -> None:
@@ -178,7 +188,7 @@ class Imitate(Phase):
             for camera, pictures in images.items():
                 images[camera] = _shifted(pictures, pixels, generator)
         loss, numbers = self.policy.imitation_loss(batch, generator)
-        norm = self.optimizer(loss)
+        norm = self.optimizer(batch, loss)
         self.gradient_steps += 1
         self._update_ema()
         return numbers | {"loss": loss.detach(), "grad_norm": norm}

@@ -38,7 +38,9 @@ class Teacher(Phase):
         self.env, self.model, self.distributed = env, model.eval(), distributed
         self.config, self.decisions = config.teacher, config.rollout_steps
         self.bptt_length = config.training.bptt_length
-        self.learner = WorldModelLearner(config.teacher, model, distributed)
+        self.learner = WorldModelLearner(
+            config.teacher, model, distributed, "teacher", config.training.skip_nonfinite_steps
+        )
         tasks = len(set(env.spec.task_names))
         coloured = ColouredNoise.share_of(env.num_envs, self.config.coloured, env.first_env, tasks)
         chunk, correlation = config.rollout.action_steps, coloured * self.config.correlation

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparring.errors import OtherFailed, PeerGone, UserError
+from sparring.errors import Diverged, OtherFailed, PeerGone, UserError
 from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_heartbeat
 
 # what gloo says where another process has gone
@@ -188,12 +188,17 @@ def fail_together(distributed: Distributed) -> Iterator[None]:
         yield
     except Exception as error:  # whatever envs and policies raise; raised again below
         failure = error
+    diverged = isinstance(failure, Diverged)
     try:
         distributed.barrier()
     except PeerGone as gone:
         # shows both
         raise gone from failure
-    if distributed.max(float(failure is not None)):
+    worst = distributed.max(float(failure is not None) + diverged)
+    # where one has diverged none of them saves
+    if worst == 2 and not diverged:
+        raise Diverged("training has diverged in another process of this run") from failure
+    if worst:
         raise failure or OtherFailed("another process of this run has failed to collect")
 
 

@@ -32,6 +32,7 @@ NAMES = {
     "reference_kl": ("train/reference_kl", "KL to the policy as it was in the beginning, where kl_coef is set."),
     "grad_norm": ("train/grad_norm", "Norm of the gradient before it is clipped."),
     "gradient_steps": ("train/gradient_steps", "Gradient steps of an update; fewer where target_kl stops it."),
+    "steps_skipped": ("train/steps_skipped", "Gradient steps that were NaN or infinite and left out of an update."),
     "advantage_mean": ("train/advantage_mean", "Mean advantage of the decisions, before any normalisation."),
     "advantage_std": ("train/advantage_std", "Standard deviation of these advantages."),
     "return_mean": ("train/return_mean", "Mean return, which the critic is to foresee; PPO only."),
@@ -61,6 +62,10 @@ NAMES = {
     "wm_loss": ("world_model/loss", "The world model's loss in adversarial; in teacher it is avg_loss."),
     "wm_lr": ("world_model/lr", "The world model's learning rate in adversarial; in teacher it is lr."),
     "wm_grad_norm": ("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
+    "wm_steps_skipped": (
+        "world_model/steps_skipped",
+        "World model's gradient steps that were NaN or infinite and left out, in adversarial.",
+    ),
     "loss_tokenizer": ("world_model/loss_tokenizer", "Of the tokenizer, which learns first."),
     "loss_tokens": ("world_model/loss_tokens", "Cross-entropy of the next frame's tokens, nats a token."),
     "loss_pictures": ("world_model/loss_pictures", "Of what its predictions look like."),

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from sparring.config.resolve import build
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
-from sparring.errors import UserError
+from sparring.errors import Diverged, UserError
 from sparring.normalize import RunningNormalizer
 from sparring.processes.distributed import Distributed
 from sparring.rewards import TERMS
@@ -57,6 +57,12 @@ class RewardModel:
         valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
         raw = torch.stack([term(rollout) for term in self.terms.values()], -1)  # [T, N, K]
         self.normalizer.update(raw[valid], self.distributed.sum)
+        # of all processes, so that all of them stop
+        if not self.normalizer.var.isfinite().all():
+            raise Diverged(
+                f"training has diverged: the world model's judgement of a rollout ({', '.join(self.terms)}) is NaN or "
+                "infinite; lower adversarial.learning_rate, or teacher.learning_rate where it is from a teacher"
+            )
         # with its mean: disagreement is 13 deviations above 0, all of which a critic would have to learn first
         normalized = self.normalizer(raw)
         total = (normalized * self.weights).sum(-1)

@@ -15,7 +15,7 @@ from sparring.config.section import ConfigError, Section
 from sparring.config.text import flatten, saved_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
-from sparring.errors import UserError, describe_error
+from sparring.errors import Diverged, UserError, describe_error
 from sparring.policies.weights import WeightsFit
 from sparring.runs.checkpoint import (
     CheckpointError,
@@ -51,23 +51,18 @@ _MOST = 1 << 62
 _ADAPTER = ".lora_"
 
 
-class Diverged(CheckpointError):
+def diverged(config: Config, updates: int, unfit: str) -> Diverged:
     """What was learned since the last checkpoint is not saved, and how to go on from that."""
-
-    exit_code = 1
-
-    @classmethod
-    def of(cls, config: Config, updates: int, unfit: str) -> "Diverged":
-        rates = [f"{config.phase}.learning_rate"] if config.phase in ("teacher", "adversarial", "imitate") else []
-        if config.phase not in ("teacher", "imitate"):
-            section = "algorithm_config" if ":" in config.algorithm else config.algorithm
-            rates += [f"{section}.{n}" for n in ("policy_lr", "critic_lr") if n in dict(config.algorithm_section)]
-        lower = f"lower {', '.join(rates)}"
-        kept = [path for path in checkpoints(config.run_folder) if not damage_of(path)]
-        then = f"nothing was saved before; {lower}"
-        if kept:
-            then = f"{kept[-1].name} is kept; {lower}, and start from it: --output DIR pretrained={kept[-1]}"
-        return cls(f"update {updates} is not saved: NaN, infinite or impossible numbers in {unfit}; {then}")
+    rates = [f"{config.phase}.learning_rate"] if config.phase in ("teacher", "adversarial", "imitate") else []
+    if config.phase not in ("teacher", "imitate"):
+        section = "algorithm_config" if ":" in config.algorithm else config.algorithm
+        rates += [f"{section}.{n}" for n in ("policy_lr", "critic_lr") if n in dict(config.algorithm_section)]
+    lower = f"lower {', '.join(rates)}"
+    kept = [path for path in checkpoints(config.run_folder) if not damage_of(path)]
+    then = f"nothing was saved before; {lower}"
+    if kept:
+        then = f"{kept[-1].name} is kept; {lower}, and start from it: --output DIR pretrained={kept[-1]}"
+    return Diverged(f"update {updates} is not saved: NaN, infinite or impossible numbers in {unfit}; {then}")
 
 
 def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:

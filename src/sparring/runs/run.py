@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from sparring.config.inherit import LIMITS
 from sparring.config.resolve import resolve
 from sparring.config.schema import Config
 from sparring.config.text import saved_settings
-from sparring.errors import OtherFailed, PeerGone
+from sparring.errors import Diverged, OtherFailed, PeerGone
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
@@ -27,7 +29,7 @@ from sparring.processes.distributed import Distributed, random_state, seed_every
 from sparring.record.log import LOGGER, Console, RunLog
 from sparring.record.recorder import Recorder, check_installed, make_sinks
 from sparring.runs.checkpoint import CheckpointError, not_finite, remove_old, save_checkpoint
-from sparring.runs.fits import Diverged, load_pretrained, load_weights, misfits, read_state, schedules_of
+from sparring.runs.fits import diverged, load_pretrained, load_weights, misfits, read_state, schedules_of
 from sparring.runs.folder import RunFolder, Status, folder_lock
 
 log = logging.getLogger(LOGGER)
@@ -41,7 +43,8 @@ class Run:
     def __init__(self, config: Config, phase: Phase | None = None, folder: bool = True, quiet: bool = False):
         self.config = config
         self.distributed = phase.distributed if phase else Distributed(config.device)
-        self.folder = config.run_folder if folder and self.distributed.is_main else None
+        # `folder`: of the main process only, which writes nearly everything
+        self.writes, self.folder = folder, config.run_folder if folder and self.distributed.is_main else None
         self.log = RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
             check_installed(config.logging)
@@ -177,12 +180,35 @@ class Run:
         except PeerGone:
             # the processes save together
             raise
+        except Diverged as error:
+            # weights that lead nowhere are not saved; in all processes alike
+            self._keep_batch(error)
+            raise
         except Exception:
             # in the middle of an update weights and optimiser do not belong together
             if not self.phase.learning:
                 self._save_after_failure()
             raise
         return metrics | {"steps_per_second": (progress.env_steps - steps_before) / (time.perf_counter() - started)}
+
+    def _keep_batch(self, error: Diverged) -> None:
+        """For inspection, what was being learned from; each process its own."""
+        if not self.writes or error.batch is None:
+            return
+        folder, rank = self.config.run_folder, self.distributed.rank
+        file = folder / (f"diverged-{rank}.safetensors" if rank else "diverged.safetensors")
+        leaves = error.batch.items(include_nested=True, leaves_only=True)
+        tensors = {"/".join(key) if isinstance(key, tuple) else key: value for key, value in leaves}
+        # copies: no two of a file may share memory
+        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+        about = {"update": self.phase.progress.updates + 1, **error.about}
+        try:
+            save_file(tensors, file, {name: str(value) for name, value in about.items()})
+        except (OSError, SafetensorError) as problem:
+            log.warning("cannot keep what it diverged on in '%s' (%s)", file, problem)
+            return
+        self.console.end()
+        log.warning("what it diverged on is kept in '%s' (docs/troubleshooting.md)", file)
 
     def _save_after_failure(self) -> None:
         """Collecting failed: all else is as the last update left it."""
@@ -347,7 +373,7 @@ class _Checkpoints:
         updates = phase.progress.updates
         unfit = self.unfit(run)
         if distributed.max(float(unfit is not None)):
-            raise Diverged.of(run.config, updates, unfit) if unfit and distributed.is_main else OtherFailed(_NOT_SAVED)
+            raise diverged(run.config, updates, unfit) if unfit and distributed.is_main else OtherFailed(_NOT_SAVED)
         if run.folder is not None:
             state = {"phase": phase.state_dict(), "processes": processes, "pending": dict(run.recorder.pending)}
             state["recorder"] = run.recorder.state_dict()

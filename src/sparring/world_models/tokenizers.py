@@ -190,4 +190,6 @@ def _moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     y, x = torch.meshgrid(rows, columns, indexing="ij")
     # [F, H, W, 2], -1 and 1 being the middles of the outermost pixels
     place = torch.stack([(x + way[:, 0]) * 2 / (width - 1) - 1, (y + way[:, 1]) * 2 / (height - 1) - 1], -1)
-    return nn.functional.grid_sample(frame, place, padding_mode="border", align_corners=True)
+    # on a CPU the gradient of a place that is NaN is written out of bounds; the picture shall be NaN all the same
+    moved = nn.functional.grid_sample(frame, place.nan_to_num(0.0), padding_mode="border", align_corners=True)
+    return moved + way.detach().sum() * 0

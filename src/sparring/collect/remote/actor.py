@@ -25,6 +25,7 @@ from sparring.algorithms.scoring import Parity
 from sparring.collect.collector import Stopwatch
 from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Report, TensorSlots, WeightsReader
 from sparring.data.buffer import leaves
+from sparring.errors import Diverged
 from sparring.processes.child import connect_to_parent, error_report
 from sparring.processes.distributed import exact_kernels, random_state, seed_everything, set_random_state
 from sparring.processes.heartbeat import StageDeadlines
@@ -230,10 +231,10 @@ def _serve(pipe: _ActorPipe) -> None:
     except _HungUp:
         return
     except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is reported
-        what, trace = error_report(error)
+        (what, trace), diverged = error_report(error), isinstance(error, Diverged)
         collectors = [*actor.collector.lanes, actor.collector] if actor else []
         stages = [collector.stopwatch.failed for collector in collectors]
-        pipe.send(Failure(what, next(filter(None, stages), "wait") if actor else "make", trace))
+        pipe.send(Failure(what, next(filter(None, stages), "wait") if actor else "make", trace, diverged))
         pipe.finish()
     finally:
         pipe.ending = True

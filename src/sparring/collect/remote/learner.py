@@ -15,7 +15,7 @@ from sparring.collect.camera import Episode, Film
 from sparring.collect.collector import BaseCollector, Span, Stopwatch
 from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Report, TensorSlots, WeightsWriter
 from sparring.contract import EnvSpec
-from sparring.errors import StageFailed, UserError
+from sparring.errors import Diverged, StageFailed, UserError
 from sparring.policies.policy import Policy
 from sparring.processes.child import Child
 from sparring.processes.heartbeat import FIRST_TIME, StageDeadlines
@@ -80,6 +80,9 @@ class ActorProcess:
         self._has_reported = self._has_reported or isinstance(message, Report)
         if not isinstance(message, Failure):
             return message
+        if message.diverged:
+            self.close()
+            raise Diverged(message.message)
         trace = f"\n\nTraceback of the collecting process:\n{message.traceback}" if message.traceback else ""
         failed = self._failed(f"{_DOING[message.stage]}: {message.message}{trace}")
         raise failed if trace or message.stage != "make" else UserError(message.message)

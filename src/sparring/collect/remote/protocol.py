@@ -59,6 +59,7 @@ class Failure:
     stage: str
     # None: a mistake that a person can mend, which needs none
     traceback: str | None
+    diverged: bool = False
 
 
 @dataclass(frozen=True)
