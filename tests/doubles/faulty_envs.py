@@ -18,7 +18,10 @@ VARIANTS = ["inf", "wrong dtype", "nan reward", "shape changes", "prints", "sys.
 
 
 class Faulty(gymnasium.Env):
-    """Goes wrong in step `at` of its life, in its first reset after that, or when it is drawn or closed."""
+    """Goes wrong in step `at` of its life, in its first reset after that, or when it is drawn or closed.
+
+    The file named by $FAULTY_SINCE is made when that happens first.
+    """
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -59,12 +62,20 @@ class Faulty(gymnasium.Env):
         return self.np_random.uniform(-1, 1, 4).astype(np.float32)
 
     def _fail(self, where: str) -> None:
+        if self.how.endswith(f" in {where}"):
+            self._tell()
         if self.how == f"hang in {where}":
             time.sleep(100_000)
         if self.how == f"raise in {where}":
             raise ValueError("the motor is on fire")
 
+    def _tell(self) -> None:
+        if file := os.environ.get("FAULTY_SINCE"):
+            with open(file, "a"):
+                pass
+
     def _go_wrong(self) -> None:
+        self._tell()
         if self.how == "hang in C":
             # locked twice: no signal ends this
             lock, take = ctypes.create_string_buffer(256), ctypes.CDLL(None).pthread_mutex_lock

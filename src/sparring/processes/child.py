@@ -234,15 +234,16 @@ def error_report(error: BaseException) -> tuple[str, str | None]:
 
 
 def describe_env_failure(error: Exception) -> str | None:
-    """A sentence about an error that an env raised, and below it what the env's own code says. None: any other error."""
+    """A sentence about an error that an env raised, and below it the lines of the env's own. None: any other error."""
     stage = getattr(error, "failed_at", None)
     if stage is None:
         return None
     said = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    # of a worker, its traceback is in the message; lines of ours say nothing
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_ours = Path(last).is_relative_to(Path(__file__).parents[1])
-    return f"{DOING[stage]} failed: {said}" + ("" if is_ours else f"\n\n{''.join(traceback.format_exception(error))}")
+    # of a worker they are in the message
+    frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
+    own = next((n for n, frame in enumerate(reversed(frames)) if Path(frame.filename).is_relative_to(ours)), 0)
+    lines = traceback.format_list(frames[len(frames) - own :])
+    return "".join([f"{DOING[stage]} failed: {said}", *(["\n\nTraceback of the env:\n", *lines] if own else [])]).rstrip()
 
 
 @contextmanager

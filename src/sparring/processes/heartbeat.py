@@ -228,7 +228,10 @@ class OwnStages:
     def check(self, after_s: float = 0.0) -> None:
         """Raises StageFailed where a stage is late, by so many seconds."""
         if (why := self._late(after_s)) is not None:
-            # once: what is done to leave is not broken off
+            # once: what is done to leave is not broken off. An env that takes no notice is told again; one of a group,
+            # in a thread of its own, does not notice
+            table = self.deadlines.table
+            table[table > 0] = time.monotonic() + FIRST_TIME * self.deadlines.watchdog_s if len(table) == 1 else math.inf
             self.stop_at = math.inf
             raise StageFailed(why)
 

@@ -7,10 +7,13 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +34,8 @@ log = logging.getLogger(LOGGER)
 AFTER_AN_ERROR_S = 2.0
 FLUSH_S = 10  # age of what a browser shows of TensorBoard, at most
 UPLOAD_S = 300.0  # how long the end of a run waits for uploads
+_START_S = 90.0  # how long its beginning waits for W&B
+_SINK_S = 60.0  # what a sink gets to take a line or a video; they only put it into a queue of their own
 
 
 class Sink(Protocol):
@@ -106,7 +111,7 @@ class Recorder:
                 file.writelines(json.dumps(vars(span)) + "\n" for span in spans)
 
     def close(self, failed: bool = False) -> None:
-        self._each_sink(lambda sink: sink.close(failed))
+        self._each_sink(lambda sink: sink.close(failed), UPLOAD_S + _SINK_S)
         self.sinks = []
 
     def state_dict(self) -> dict:
@@ -136,13 +141,32 @@ class Recorder:
             file = self._complete.popleft()
             self._each_sink(lambda sink, file=file: sink.video(file.stem, file))  # type: ignore[misc]
 
-    def _each_sink(self, call: Callable[[Sink], None]) -> None:
+    def _each_sink(self, call: Callable[[Sink], None], patience_s: float = _SINK_S) -> None:
         for sink in list(self.sinks):
             try:
-                call(sink)
+                _within(patience_s, partial(call, sink))
             except Exception as error:  # a sink is somebody else's code; training goes on without it
                 self.sinks.remove(sink)
                 log.warning("%s failed and gets no more numbers: %s", type(sink).__name__, error)
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """In a thread that nobody waits for any longer than that."""
+    done: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:  # whatever it is, it is raised below
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="sink", daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(f"no answer for {seconds:g} seconds") from None
 
 
 def _append(file: Path, line: dict) -> None:
@@ -232,7 +256,9 @@ class _WeightsAndBiases:
                 dir=folder,
                 config=settings,
                 # messages go to our logs
-                settings=wandb.Settings(console="off", silent=True, finish_timeout=UPLOAD_S),
+                settings=wandb.Settings(
+                    console="off", silent=True, init_timeout=_START_S, finish_timeout=UPLOAD_S
+                ),
             )
         except (wandb.Error, OSError) as error:
             reason = str(error).rstrip(".")
