@@ -27,8 +27,8 @@ WORKERS = {"vectorize": "process", "workers": 2}
 
 
 def faulty(folder, how, watchdog_s=1.0, groups=1, **env) -> dict:
-    """Settings of a run whose envs go wrong in their 40th step, in update 3."""
-    env = {"name": "faulty_envs:Faulty", "kwargs": {"how": how}} | env
+    """Settings of a run whose envs go wrong in update 3; a rollout before the first fits normalisers."""
+    env = {"name": "faulty_envs:Faulty", "kwargs": {"how": how, "at": 56}} | env
     rollout = SMALL["rollout"] | {"watchdog_s": watchdog_s, "groups": groups}
     return {"env": env, "rollout": rollout, "training": {"iterations": 100, "save_every": 100}}
 
@@ -53,7 +53,7 @@ def test_a_hang_ends_the_run_which_is_saved(tmp_path, how, more):
     ("how", "groups", "left"), [("hang in C", 1, []), ("hang in step", 2, ["checkpoint-2"])], ids=["C", "groups"]
 )
 def test_what_nothing_breaks_off_ends_with_the_process(tmp_path, how, groups, left):
-    words = [f"env.kwargs.how={how}", f"rollout.groups={groups}", "rollout.steps=16", "rollout.watchdog_s=1"]
+    words = [f"env.kwargs.how={how}", "env.kwargs.at=56", f"rollout.groups={groups}", "rollout.steps=16", "rollout.watchdog_s=1"]
     words += ["env.name=faulty_envs:Faulty", "--envs", "2", "rollout.render_episodes=0", "policy.hidden=[8]"]
     words += ["ppo.mini_batch_size=16", "device=cpu", "training.iterations=100", "--output", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "sparring", "train", "finetune", *words], capture_output=True, timeout=90)
@@ -93,7 +93,7 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
     ],
 )
 def test_what_an_env_raises_is_a_sentence_and_its_own_lines(tmp_path, capsys, how, says):
-    words = ["env.name=faulty_envs:Faulty", f"env.kwargs.how={how}", "rollout.steps=64", "rollout.render_episodes=0"]
+    words = ["env.name=faulty_envs:Faulty", f"env.kwargs.how={how}", "rollout.steps=16", "rollout.render_episodes=0"]
     assert main(["train", "finetune", "--envs", "2", "device=cpu", "--output", str(tmp_path), *words]) in (1, 2)
     _, _, said = capsys.readouterr().err.partition("sparring: ")
     assert said.startswith(says)
@@ -106,7 +106,7 @@ def test_what_an_env_in_a_worker_started_ends_with_it():
     env = make_env(config_in("", **faulty("", "child", **WORKERS)).env, 2)
     env.reset(0)
     workers = [worker.process.pid for worker in env.backend._pool.workers]
-    for _ in range(40):
+    for _ in range(56):
         env.backend.step(np.zeros((2, 1, 2), np.float32))
     children = [child for pid in workers for child in psutil.Process(pid).children()]
     assert [child.name() for child in children] == ["sleep", "sleep"]
