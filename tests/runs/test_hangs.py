@@ -53,10 +53,18 @@ def test_a_hang_ends_the_run_which_is_saved(tmp_path, how, more):
     ("how", "groups", "left"), [("hang in C", 1, []), ("hang in step", 2, ["checkpoint-2"])], ids=["C", "groups"]
 )
 def test_what_nothing_breaks_off_ends_with_the_process(tmp_path, how, groups, left):
-    words = [f"env.kwargs.how={how}", "env.kwargs.at=56", f"rollout.groups={groups}", "rollout.steps=16", "rollout.watchdog_s=1"]
+    words = [
+        f"env.kwargs.how={how}",
+        "env.kwargs.at=56",
+        f"rollout.groups={groups}",
+        "rollout.steps=16",
+        "rollout.watchdog_s=1",
+    ]
     words += ["env.name=faulty_envs:Faulty", "--envs", "2", "rollout.render_episodes=0", "policy.hidden=[8]"]
     words += ["ppo.mini_batch_size=16", "device=cpu", "training.iterations=100", "--output", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "sparring", "train", "finetune", *words], capture_output=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, "-m", "sparring", "train", "finetune", *words], capture_output=True, timeout=90
+    )
     said = done.stderr.decode()
     assert done.returncode == 1 and "Traceback" not in said
     assert said.count("sparring: simulating (a step of the env) has not come to an end") == 1

@@ -243,7 +243,9 @@ def describe_env_failure(error: Exception) -> str | None:
     frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
     own = next((n for n, frame in enumerate(reversed(frames)) if Path(frame.filename).is_relative_to(ours)), 0)
     lines = traceback.format_list(frames[len(frames) - own :])
-    return "".join([f"{DOING[stage]} failed: {said}", *(["\n\nTraceback of the env:\n", *lines] if own else [])]).rstrip()
+    return "".join(
+        [f"{DOING[stage]} failed: {said}", *(["\n\nTraceback of the env:\n", *lines] if own else [])]
+    ).rstrip()
 
 
 @contextmanager

@@ -231,7 +231,9 @@ class OwnStages:
             # once: what is done to leave is not broken off. An env that takes no notice is told again; one of a group,
             # in a thread of its own, does not notice
             table = self.deadlines.table
-            table[table > 0] = time.monotonic() + FIRST_TIME * self.deadlines.watchdog_s if len(table) == 1 else math.inf
+            table[table > 0] = (
+                time.monotonic() + FIRST_TIME * self.deadlines.watchdog_s if len(table) == 1 else math.inf
+            )
             self.stop_at = math.inf
             raise StageFailed(why)
 

@@ -141,10 +141,10 @@ class Recorder:
             file = self._complete.popleft()
             self._each_sink(lambda sink, file=file: sink.video(file.stem, file))  # type: ignore[misc]
 
-    def _each_sink(self, call: Callable[[Sink], None], patience_s: float = _SINK_S) -> None:
+    def _each_sink(self, call: Callable[[Sink], None], patience_s: float | None = None) -> None:
         for sink in list(self.sinks):
             try:
-                _within(patience_s, partial(call, sink))
+                _within(patience_s or _SINK_S, partial(call, sink))
             except Exception as error:  # a sink is somebody else's code; training goes on without it
                 self.sinks.remove(sink)
                 log.warning("%s failed and gets no more numbers: %s", type(sink).__name__, error)
@@ -256,9 +256,7 @@ class _WeightsAndBiases:
                 dir=folder,
                 config=settings,
                 # messages go to our logs
-                settings=wandb.Settings(
-                    console="off", silent=True, init_timeout=_START_S, finish_timeout=UPLOAD_S
-                ),
+                settings=wandb.Settings(console="off", silent=True, init_timeout=_START_S, finish_timeout=UPLOAD_S),
             )
         except (wandb.Error, OSError) as error:
             reason = str(error).rstrip(".")
