@@ -16,7 +16,7 @@ from small_runs import SMALL, config_in, status_in
 from sparring.cli.main import main
 from sparring.envs.env import make_env
 from sparring.errors import StageFailed
-from sparring.processes.heartbeat import OwnStages, own_stage
+from sparring.processes.heartbeat import OwnStage, OwnStages
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
@@ -125,14 +125,14 @@ def test_what_an_env_in_a_worker_started_ends_with_it():
 def test_stages_are_late_by_their_own_time_and_once_asked_to_stop(monkeypatch):
     stages = OwnStages(np.zeros((2, OwnStages.columns())), 1.0)
     monkeypatch.setattr(OwnStages, "now", stages)
-    with own_stage("simulate", 1, patience_s=math.inf):
+    with OwnStage("simulate", 1, patience_s=math.inf):
         stages.check()
         stages.stop_at = time.monotonic()
         with pytest.raises(StageFailed, match=r"asked to stop, it broke off simulating \(a step of the env\)"):
             stages.check()
         # what is done to leave is not broken off
         stages.check()
-    with own_stage("state", patience_s=-1.0):
+    with OwnStage("state", patience_s=-1.0):
         with pytest.raises(StageFailed, match="asking the env where it is, or putting it back has not come to an end"):
             stages.check()
         # this process was stopped itself, as by Ctrl-Z

@@ -1,8 +1,6 @@
 """Env: a backend's numpy arrays as TensorDicts of the contract, and how it is made from the `env` section."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +15,7 @@ from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.errors import StageFailed, UserError
 from sparring.processes.child import usable_cores
-from sparring.processes.heartbeat import DOING, MAKING_S, own_stage
+from sparring.processes.heartbeat import DOING, MAKING_S, OwnStage
 
 if TYPE_CHECKING:
     from sparring.config.schema import Config
@@ -63,13 +61,13 @@ class Env:
         group_size = self.group_size if split == "train" else 1
         log.debug("resets %d robots to episode %d of seed %d, %s", self.num_envs, first_episode, seed, split)
         seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs, group_size, first_episode)
-        with _watched("reset", self.lane):
+        with _Watched("reset", self.lane):
             observation = self.backend.reset(seeds)
         return self._root(observation, np.ones(self.num_envs, bool))
 
     def step(self, td: TensorDict) -> TensorDict:
         """`next/*` is what the action led to; the root is where the next decision is taken, after auto-reset."""
-        with _watched("simulate", self.lane):
+        with _Watched("simulate", self.lane):
             step = self.backend.step(td["action"].numpy(force=True))
         is_first = np.zeros(self.num_envs, bool)
         is_first[step.ended] = True
@@ -82,19 +80,19 @@ class Env:
         return root.set("next", TensorDict(following, [self.num_envs]))
 
     def state(self) -> Arrays | None:
-        with _watched("state", self.lane):
+        with _Watched("state", self.lane):
             return self.backend.state()
 
     def set_state(self, state: Arrays) -> None:
-        with _watched("state", self.lane):
+        with _Watched("state", self.lane):
             self.backend.set_state(state)
 
     def close(self) -> None:
-        with _watched("close", self.lane):
+        with _Watched("close", self.lane):
             self.backend.close()
 
     def render(self, robot: int) -> np.ndarray | None:
-        with _watched("render", self.lane):
+        with _Watched("render", self.lane):
             return self.backend.render(robot)
 
     def _root(self, observation: Arrays, is_first: np.ndarray) -> TensorDict:
@@ -124,18 +122,16 @@ class Env:
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
-@contextmanager
-def _watched(stage: str, lane: int = 0, patience_s: float | None = None) -> Iterator[None]:
+class _Watched(OwnStage):
     """What an env raises is marked with the stage that it failed in."""
-    try:
-        with own_stage(stage, lane, patience_s):
-            yield
-    except SystemExit as error:
-        # a simulator's, which must not end this process as if all was well
-        raise StageFailed(f"{DOING[stage]} failed: the env called sys.exit({error.code})") from error
-    except Exception as error:
-        error.failed_at = stage  # type: ignore[attr-defined]
-        raise
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, SystemExit):
+            # a simulator's, which must not end this process as if all was well
+            raise StageFailed(f"{DOING[self.stage]} failed: the env called sys.exit({error.code})") from error
+        if isinstance(error, Exception):
+            error.failed_at = self.stage  # type: ignore[attr-defined]
 
 
 _GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
@@ -159,7 +155,7 @@ def make_env(
     if num_envs % group_size:
         raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
     known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)  # type: ignore[attr-defined]
-    with _watched("make", patience_s=MAKING_S):
+    with _Watched("make", patience_s=MAKING_S):
         backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
     env = Env(backend, device, first_env, total_envs, group_size)
     env.config = config

@@ -251,9 +251,12 @@ def describe_env_failure(error: Exception) -> str | None:
 @contextmanager
 def forward_signals(children: list[subprocess.Popen]) -> Iterator[None]:
     """While children run that save and leave on their own: a terminal tells them of Ctrl-C itself, `kill` only us."""
-    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN}
-    handlers |= dict.fromkeys(_TO_LEAVE, lambda number, _: [child.send_signal(number) for child in children])
-    handlers = {number: handler for number, handler in handlers.items() if number == signal.SIGINT or _is_heard(number)}
+
+    def tell(number: int, frame: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, **dict.fromkeys(filter(_is_heard, _TO_LEAVE), tell)}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

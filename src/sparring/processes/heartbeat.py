@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -220,7 +220,7 @@ class OwnStages:
         self._wakes = threading.current_thread() is threading.main_thread()
         if self._wakes:
             # ignored by who does not handle it, as by programs that an env starts
-            signal.signal(signal.SIGURG, lambda *_: OwnStages.now and OwnStages.now.check(_AFTER_S))
+            signal.signal(signal.SIGURG, lambda *_: self.check(_AFTER_S))
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
             self._thread.start()
@@ -262,7 +262,7 @@ class OwnStages:
             if self._late(_AFTER_S + _END_S) is not None and self.is_ours:
                 self._end_process()
             elif self._late(_AFTER_S) is not None and self._wakes:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGURG)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
     def _end_process(self) -> None:
         why = self._late() or ""
@@ -273,15 +273,17 @@ class OwnStages:
         os._exit(error.exit_code)
 
 
-@contextlib.contextmanager
-def own_stage(stage: str, lane: int = 0, patience_s: float | None = None) -> Iterator[None]:
-    """Around what this process does with envs of its own."""
-    stages = OwnStages.now
-    if stages is None:
-        yield
-        return
-    stages.deadlines.enter(lane, stage, patience_s)
-    try:
-        yield
-    finally:
-        stages.deadlines.leave(lane, stage)
+class OwnStage:
+    """Around what this process does with envs of its own. (A class: it is entered for each step of an env.)"""
+
+    def __init__(self, stage: str, lane: int = 0, patience_s: float | None = None):
+        self.stage, self.lane, self.patience_s = stage, lane, patience_s
+
+    def __enter__(self) -> None:
+        self.stages = OwnStages.now
+        if self.stages is not None:
+            self.stages.deadlines.enter(self.lane, self.stage, self.patience_s)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if self.stages is not None:
+            self.stages.deadlines.leave(self.lane, self.stage)

@@ -156,7 +156,8 @@ def _within(seconds: float, call: Callable[[], None]) -> None:
 
     def work() -> None:
         try:
-            done.set_result(call())
+            call()
+            done.set_result(None)
         except Exception as error:  # whatever it is, it is raised below
             done.set_exception(error)
 

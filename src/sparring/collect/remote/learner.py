@@ -19,7 +19,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import StageFailed, UserError
 from sparring.policies.policy import Policy
 from sparring.processes.child import Child
-from sparring.processes.heartbeat import DOING, FIRST_TIME, MAKING_S, OwnStages, StageDeadlines, own_stage
+from sparring.processes.heartbeat import DOING, FIRST_TIME, MAKING_S, OwnStage, OwnStages, StageDeadlines
 from sparring.processes.memory import Column, SharedMemory
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class RemoteCollector(BaseCollector):
             self._weights = WeightsWriter(self.policy, self.version, self.folder)
             self.actor.send(Begin(self.version, self._weights.handle(), self._to_film, self.allowed))
         # its deadlines are the collecting process's; but it is broken off when the run is to stop
-        with self.stopwatch.stage("wait", self.version), own_stage("rollout", patience_s=math.inf):
+        with self.stopwatch.stage("wait", self.version), OwnStage("rollout", patience_s=math.inf):
             # what has come is read first, so that a failure is known although rollouts are waiting
             self._finished += self.actor.reports(wait=not self._finished)
             report = self._finished.popleft()
