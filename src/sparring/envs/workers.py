@@ -139,7 +139,9 @@ class _WorkerPool:
         check = partial(self._check, time.monotonic() + LONGEST_S)
         try:
             for worker in workers:
-                worker.send((method, arguments(worker)), check)
+                given = arguments(worker)
+                # without arguments, as of a step, there is room: it has read all that came before
+                worker.send((method, given), check if given else None)
             answers = [worker.answer(check) for worker in workers]
         except (WorkerError, StageFailed):
             self.close()
