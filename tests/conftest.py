@@ -24,6 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 TIMED = {
     "test_console",
     "test_distributed",
+    "test_hangs",
     "test_imports",
     "test_launch",
     "test_process",

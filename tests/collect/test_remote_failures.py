@@ -17,7 +17,7 @@ import pytest
 from test_remote import ROLLOUT, SMALL, assert_equal, config_in, trained, weights
 
 from sparring.algorithms import ALGORITHMS
-from sparring.collect.remote.learner import _DOING, ActorProcess
+from sparring.collect.remote.learner import ActorProcess
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
 from sparring.envs import ENVS
@@ -25,7 +25,7 @@ from sparring.envs.env import make_env
 from sparring.errors import StageFailed, UserError
 from sparring.policies import POLICIES
 from sparring.processes.child import Child, MessagePipe
-from sparring.processes.heartbeat import StageDeadlines
+from sparring.processes.heartbeat import DOING, StageDeadlines
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
@@ -227,7 +227,7 @@ def test_what_goes_wrong_between_two_stages_has_a_name_too(tmp_path):
 
 def test_every_stage_that_may_fail_has_words():
     used = re.findall(r'stopwatch\.stage\("(\w+)"', "".join(path.read_text() for path in COLLECT.rglob("*.py")))
-    assert set(used) - {"learn", "take", "publish"} <= _DOING.keys() and len(set(used)) > 8
+    assert set(used) - {"learn", "take", "publish"} <= DOING.keys() and len(set(used)) > 8
 
 
 @pytest.fixture

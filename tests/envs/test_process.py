@@ -190,10 +190,10 @@ def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
     backend = make()
     backend.reset(EpisodeSeeds(0))
 
-    def interrupted(workers):
+    def interrupted(check):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend._pool, "_gather", interrupted)
+    monkeypatch.setattr(backend._pool.workers[0], "answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         backend.step(chunks(2))
     with pytest.raises(RuntimeError, match="interrupted in the middle of a step"):

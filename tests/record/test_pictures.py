@@ -89,6 +89,18 @@ def test_an_encoder_that_is_missing_or_fails_is_told_and_leaves_nothing(tmp_path
         _write_video(tmp_path / "v.mp4", [plain(1)], 10)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_encoder_that_hangs_is_ended(tmp_path, monkeypatch, reads):
+    """Also while it takes no more pictures."""
+    encoder = tmp_path / "ffmpeg"
+    encoder.write_text(f"#!/bin/sh\n{'cat > /dev/null;' if reads else ''} exec sleep 1000\n")
+    encoder.chmod(0o755)
+    monkeypatch.setattr(videos_module, "find_ffmpeg", lambda: str(encoder))
+    monkeypatch.setattr(videos_module, "LONGEST_S", 0.5)
+    with pytest.raises(UserError, match=r"ffmpeg failed \(it was not done after 0.5 seconds\)"):
+        _write_video(tmp_path / "v.mp4", [plain(1)] * 50, 10)
+
+
 @pytest.mark.parametrize(("own", "told"), [(0, 10), (15, 15)])
 def test_encoding_never_gives_way_less_than_the_run_does(tmp_path, monkeypatch, own, told):
     asked = []

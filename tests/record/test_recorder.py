@@ -1,6 +1,7 @@
 """Numbers and pictures."""
 
 import json
+import threading
 
 from sparring.collect.collector import Span
 from sparring.phases.phase import Progress
@@ -114,6 +115,20 @@ def test_a_sink_that_fails_is_told_of_once_and_training_goes_on(tmp_path, monkey
     recorder.close()
     assert warned == ["Deaf failed and gets no more numbers: nobody there"]
     assert len((tmp_path / "episode_metrics.jsonl").read_text().splitlines()) == 3 and deaf.closed == []
+
+
+def test_a_sink_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    warned, go = [], threading.Event()
+    monkeypatch.setattr("sparring.record.recorder.log.warning", lambda text, *words: warned.append(text % words))
+    monkeypatch.setattr("sparring.record.recorder._SINK_S", 0.1)
+    deaf = Deaf()
+    deaf.write = lambda *_: go.wait(60)
+    recorder = Recorder(tmp_path, [deaf])
+    for update in (1, 2):
+        recorder.write(Progress(update), {"loss": 1.0})
+    go.set()
+    assert warned == ["Deaf failed and gets no more numbers: no answer for 0.1 seconds"]
+    assert len((tmp_path / "episode_metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_sinks_are_told_how_it_ended_once():

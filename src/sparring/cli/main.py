@@ -8,10 +8,21 @@ from sparring import __version__
 from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.errors import UserError
+from sparring.processes.heartbeat import OwnStages
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    OwnStages.is_ours = True
+    code = _exit_code(argv)
+    if OwnStages.now is not None and OwnStages.now.has_hung:
+        # in a thread, for which the end of the interpreter would wait
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _exit_code(argv: list[str]) -> int:
     try:
         try:
             return _run(argv)
@@ -29,6 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `sparring config finetune | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:  # an env is somebody else's code
+        from sparring.processes.child import describe_env_failure
+
+        if (failure := describe_env_failure(error)) is None:
+            raise
+        print(f"sparring: {failure}", file=sys.stderr)
+        return 1
 
 
 def _build_parser() -> argparse.ArgumentParser:

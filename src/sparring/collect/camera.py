@@ -180,7 +180,7 @@ class Camera:
         for robot in sorted(robots):
             picture = self._sketch(robot)
             if picture is None:
-                picture = self.env.backend.render(robot)
+                picture = self.env.render(robot)
             self.reels[robot] = _Reel([] if picture is None else [picture])
         self.env.backend.record(sorted(self.reels))
 

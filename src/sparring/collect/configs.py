@@ -36,7 +36,9 @@ class RolloutConfig(Section):
     )
     groups: int = Field(1, gt=0, description="robots in so many groups: while one simulates, another is decided for")
     watchdog_s: float = Field(
-        60.0, gt=0, description="seconds without a sign of life of the collecting process, or a rank, that end a run"
+        60.0,
+        gt=0,
+        description="seconds without a sign of life of an env, the collecting process or a rank that end a run",
     )
     render_episodes: int = Field(
         2, ge=0, description="videos of training episodes (after checkpoints) and of each evaluation"

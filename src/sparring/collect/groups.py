@@ -5,7 +5,7 @@ turn, always in the same order: the same batches meet the same weights, whatever
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -18,6 +18,9 @@ from sparring.collect.collector import BaseCollector, Collector, Span, Stopwatch
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
+
+# seconds that a group gets to end its step, after another one failed
+_PATIENCE_S = 1.0
 
 
 class GroupedEnv:
@@ -84,9 +87,11 @@ class GroupedCollector(BaseCollector):
                 self.collectors[0].camera.appraise(values)
 
     def forget_robots(self) -> None:
-        """Each when what it simulates is done."""
+        """Each when what it simulates is done; one that hangs is not waited for."""
         for thread, collector in zip(self.threads, self.collectors, strict=True):
-            thread.submit(collector.forget_robots).result()
+            with suppress(TimeoutError):
+                thread.submit(collector.forget_robots).result(_PATIENCE_S)
+            collector.forget_robots()
 
     def _act(self, buffer: RolloutBuffer) -> None:
         for thread, collector in zip(self.threads, self.collectors, strict=True):

@@ -6,6 +6,7 @@ cost, and clips can be joined at any frame. One encoder thread: the same picture
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from sparring.errors import UserError
 
 CODEC = "h264"
 _QUALITY = "12"
+# seconds that ffmpeg may take for one file
+_LONGEST_S = 1800.0
 # of ffmpeg's colour conversion, which by default is fast rather than right
 _EXACT = "accurate_rnd+full_chroma_int+full_chroma_inp"
 
@@ -80,4 +83,8 @@ def _run(arguments: list[str], path: Path, given: bytes | None = None) -> bytes:
 def _ffmpeg(arguments: list[str], given: bytes | None = None) -> subprocess.CompletedProcess:
     command = [find_ffmpeg(), "-y", "-v", "error", *arguments]
     # without input ffmpeg must not read the terminal's; its own session, as Ctrl-C must not cut a clip short
-    return subprocess.run(command, input=given or b"", capture_output=True, start_new_session=True)
+    kept: dict[str, Any] = {"input": given or b"", "capture_output": True, "start_new_session": True}
+    try:
+        return subprocess.run(command, timeout=_LONGEST_S, **kept)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"ffmpeg was not done after {_LONGEST_S:g} seconds: {' '.join(arguments)}") from None

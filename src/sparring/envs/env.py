@@ -13,8 +13,9 @@ from sparring.contract import EnvSpec
 from sparring.envs import ENVS
 from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
-from sparring.errors import UserError
+from sparring.errors import StageFailed, UserError
 from sparring.processes.child import usable_cores
+from sparring.processes.heartbeat import DOING, MAKING_S, OwnStage
 
 if TYPE_CHECKING:
     from sparring.config.schema import Config
@@ -41,6 +42,7 @@ class Env:
         self.group_size = group_size
         self.config: Section | None = None  # the `env` section it was made from, where there is one
         self.last: Step | None = None  # the last step in numpy, for counting and filming
+        self.lane = 0  # of those whose stages are watched: one for each group of robots
 
     @property
     def num_envs(self) -> int:
@@ -59,11 +61,14 @@ class Env:
         group_size = self.group_size if split == "train" else 1
         log.debug("resets %d robots to episode %d of seed %d, %s", self.num_envs, first_episode, seed, split)
         seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs, group_size, first_episode)
-        return self._root(self.backend.reset(seeds), np.ones(self.num_envs, bool))
+        with _Watched("reset", self.lane):
+            observation = self.backend.reset(seeds)
+        return self._root(observation, np.ones(self.num_envs, bool))
 
     def step(self, td: TensorDict) -> TensorDict:
         """`next/*` is what the action led to; the root is where the next decision is taken, after auto-reset."""
-        step = self.backend.step(td["action"].numpy(force=True))
+        with _Watched("simulate", self.lane):
+            step = self.backend.step(td["action"].numpy(force=True))
         is_first = np.zeros(self.num_envs, bool)
         is_first[step.ended] = True
         root = self._root(step.observation, is_first)
@@ -75,13 +80,20 @@ class Env:
         return root.set("next", TensorDict(following, [self.num_envs]))
 
     def state(self) -> Arrays | None:
-        return self.backend.state()
+        with _Watched("state", self.lane):
+            return self.backend.state()
 
     def set_state(self, state: Arrays) -> None:
-        self.backend.set_state(state)
+        with _Watched("state", self.lane):
+            self.backend.set_state(state)
 
     def close(self) -> None:
-        self.backend.close()
+        with _Watched("close", self.lane):
+            self.backend.close()
+
+    def render(self, robot: int) -> np.ndarray | None:
+        with _Watched("render", self.lane):
+            return self.backend.render(robot)
 
     def _root(self, observation: Arrays, is_first: np.ndarray) -> TensorDict:
         shown = self._observation(observation, self.num_envs)
@@ -110,6 +122,18 @@ class Env:
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
+class _Watched(OwnStage):
+    """What an env raises is marked with the stage that it failed in."""
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, SystemExit):
+            # a simulator's, which must not end this process as if all was well
+            raise StageFailed(f"{DOING[self.stage]} failed: the env called sys.exit({error.code})") from error
+        if isinstance(error, Exception):
+            error.failed_at = self.stage  # type: ignore[attr-defined]
+
+
 _GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
 
 
@@ -131,7 +155,8 @@ def make_env(
     if num_envs % group_size:
         raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
     known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)  # type: ignore[attr-defined]
-    backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
+    with _Watched("make", patience_s=MAKING_S):
+        backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
     env = Env(backend, device, first_env, total_envs, group_size)
     env.config = config
     last = env.first_env + num_envs - 1
@@ -149,4 +174,6 @@ def make_training_env(config: "Config", distributed: "Distributed", group: int =
         shared = "workers" if isinstance(env, GymConfig) else "threads"
         env = env.model_copy(update={shared: own}) if getattr(env, shared, None) == 0 else env
     first, total = distributed.rank * rollout.n_envs + group * robots, distributed.world_size * rollout.n_envs
-    return make_env(env, robots, rollout.max_episode_steps, distributed.device, first, total, rollout.group_size)
+    made = make_env(env, robots, rollout.max_episode_steps, distributed.device, first, total, rollout.group_size)
+    made.lane = group
+    return made

@@ -181,8 +181,11 @@ class GymRobot:
             self.frames = []
         for index, action in enumerate(actions):
             self._observation, reward, terminated, truncated, info = self.env.step(action)
-            rewards[index] = reward
-            self._return += reward  # type: ignore[operator]
+            try:
+                rewards[index] = reward
+                self._return += reward  # type: ignore[operator]
+            except (TypeError, ValueError):
+                raise UserError(f"step() of {self._name} gave the reward {reward!r}; expected a number") from None
             self._elapsed += 1
             if self._elapsed == self._limit:
                 truncated = True

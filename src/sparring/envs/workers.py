@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,16 @@ from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym_batch import StepArrays
-from sparring.errors import UserError
+from sparring.errors import StageFailed, UserError
 from sparring.processes.child import Child, usable_cores
+from sparring.processes.heartbeat import MAKING_S, OwnStages
 from sparring.processes.memory import SharedMemory
 
 CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5  # seconds to close envs: idle, and in the middle of a step
+
+
+# seconds until a worker must have answered, where nobody watches for longer than a step may take
+LONGEST_S = MAKING_S
 
 
 class WorkerError(RuntimeError):
@@ -94,10 +100,7 @@ class _WorkerPool:
         self.workers = [_Worker(number, envs) for number, envs in enumerate(slices)]
 
     def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
-        self._busy = True
-        for worker in self.workers:
-            worker.send(("make", (config, worker.envs, max_episode_steps)))
-        return self._gather(self.workers)[0]
+        return self._ask(self.workers, "make", lambda worker: (config, worker.envs, max_episode_steps))[0]
 
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
         columns = StepArrays.columns(spec, num_envs, chunk)
@@ -110,11 +113,8 @@ class _WorkerPool:
     def call(self, method: str, *arguments: Any, owner_of: int | None = None) -> list[Any]:
         """The answers of all workers, or of the one that has that env."""
         self.check_open()
-        self._busy = True  # stays set where a KeyboardInterrupt leaves answers unread
         workers = [worker for worker in self.workers if owner_of is None or owner_of in worker.envs]
-        for worker in workers:
-            worker.send((method, arguments))
-        return self._gather(workers)
+        return self._ask(workers, method, lambda worker: arguments)
 
     def check_open(self) -> None:
         if self._closed:
@@ -133,11 +133,17 @@ class _WorkerPool:
             worker.end(max(0.0, deadline - time.monotonic()))
         self.arrays = self.memory = None
 
-    def _gather(self, workers: list["_Worker"]) -> list[Any]:
+    def _ask(self, workers: list["_Worker"], method: str, arguments: Callable[["_Worker"], tuple]) -> list[Any]:
         """All answers are read before an error is raised, so that none is left for the next call."""
+        self._busy = True  # stays set where a KeyboardInterrupt leaves answers unread
+        check = partial(self._check, time.monotonic() + LONGEST_S)
         try:
-            answers = [worker.answer(self._check_alive) for worker in workers]
-        except WorkerError:
+            for worker in workers:
+                given = arguments(worker)
+                # without arguments, as of a step, there is room: it has read all that came before
+                worker.send((method, given), check if given else None)
+            answers = [worker.answer(check) for worker in workers]
+        except (WorkerError, StageFailed):
             self.close()
             raise
         self._busy = False
@@ -148,10 +154,15 @@ class _WorkerPool:
                 raise WorkerError(f"{worker.name} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in answers]
 
-    def _check_alive(self) -> None:
+    def _check(self, deadline: float) -> None:
+        """While workers are waited for: they live, and are not late."""
         for worker in self.workers:
             if worker.process.poll() is not None:
                 raise worker.failure()
+        if OwnStages.now is not None:
+            OwnStages.now.check()
+        if time.monotonic() > deadline:
+            raise WorkerError(f"the workers of the env have not answered for {LONGEST_S:g} seconds")
 
 
 class _Worker(Child):

@@ -21,6 +21,7 @@ from sparring.errors import UserError
 from sparring.evaluation.files import EvaluationResult, text_table
 from sparring.policies.policy import Policy
 from sparring.policies.random import RandomPolicy
+from sparring.processes.heartbeat import OwnStages
 
 Device = torch.device | str
 NEVER_ENDING = 20_000  # decisions without the end of any episode, after which an evaluation gives up
@@ -56,6 +57,9 @@ def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
 
 def held_out_env(config: Config, device: Device, robots: int | None = None) -> Env:
     """With `robots` or as many as the run had, rounded up to the same number for each task."""
+    if OwnStages.now is None:
+        # of a run they are watched already
+        OwnStages(np.zeros((1, OwnStages.columns())), config.rollout.watchdog_s).watch()
     tasks = len(getattr(config.env, "task", ())) or 1
     robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
     return make_env(config.env, robots, config.rollout.max_episode_steps, device)

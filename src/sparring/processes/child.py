@@ -1,6 +1,7 @@
 """Child interpreters: how they start, talk, are noticed to die and end; what parent and child do about signals."""
 
 import logging
+import math
 import os
 import pickle
 import select
@@ -8,14 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.errors import UserError
+from sparring.processes.heartbeat import DOING, OwnStages
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,6 +35,8 @@ _LOOK_S = 0.2
 # bytes of a message that are written at once: of up to 16,384 a reader who sees the first has all
 _PART = 16_000
 _MORE, _LAST = b"+", b"."
+# what a scheduler, or a terminal that is closed, sends
+_TO_LEAVE = (signal.SIGTERM, signal.SIGHUP)
 # exit code of a child that a signal ended -> what that often means
 _HINTS = {
     -signal.SIGKILL: "; killed, by hand or by the system: that often means out of memory, try fewer envs",
@@ -150,6 +156,9 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        # what an env started, and did not end
+        with suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def _wait(ready: "select.poll", check: Callable[[], None]) -> None:
@@ -190,7 +199,7 @@ class _Output:
 
 
 def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
-    """In a child: its end of the pipe. Ctrl-C and SIGTERM are left to the parent, which saves and then hangs up.
+    """In a child: its end of the pipe. Ctrl-C, SIGTERM and SIGHUP are left to the parent, which saves and hangs up.
 
     It also hangs up by dying. Then `leave` is called in a thread of its own, and the process ends, whatever it is at.
     """
@@ -198,10 +207,11 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by a handler: all that the child starts would ignore it as well, and an env could not end its simulator
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    # calls in libraries go on as if there had been none
-    signal.siginterrupt(signal.SIGTERM, False)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+        # calls in libraries go on as if there had been none
+        signal.siginterrupt(number, False)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     connection = Connection(int(sys.argv[1]))
 
     def leave_with_parent() -> None:
@@ -216,18 +226,37 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
     return MessagePipe(connection)
 
 
-def error_report(error: Exception) -> tuple[str, str | None]:
+def error_report(error: BaseException) -> tuple[str, str | None]:
     """For the parent: what happened, and the traceback; None for a mistake that a person can mend, which needs none."""
     mendable = isinstance(error, UserError)
     what = str(error) if mendable else f"{type(error).__name__}: {error}"
     return " ".join([what, *getattr(error, "__notes__", ())]), None if mendable else traceback.format_exc()
 
 
+def describe_env_failure(error: Exception) -> str | None:
+    """A sentence about an error that an env raised, and below it the lines of the env's own. None: any other error."""
+    stage = getattr(error, "failed_at", None)
+    if stage is None:
+        return None
+    said = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    # of a worker they are in the message
+    frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
+    own = next((n for n, frame in enumerate(reversed(frames)) if Path(frame.filename).is_relative_to(ours)), 0)
+    lines = traceback.format_list(frames[len(frames) - own :])
+    return "".join(
+        [f"{DOING[stage]} failed: {said}", *(["\n\nTraceback of the env:\n", *lines] if own else [])]
+    ).rstrip()
+
+
 @contextmanager
 def forward_signals(children: list[subprocess.Popen]) -> Iterator[None]:
     """While children run that save and leave on their own: a terminal tells them of Ctrl-C itself, `kill` only us."""
-    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN}
-    handlers[signal.SIGTERM] = lambda *_: [child.terminate() for child in children]  # type: ignore[func-returns-value]
+
+    def tell(number: int, frame: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, **dict.fromkeys(filter(_is_heard, _TO_LEAVE), tell)}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -236,17 +265,26 @@ def forward_signals(children: list[subprocess.Popen]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Interrupt:
-    """The first Ctrl-C (or SIGTERM) asks the loop to stop after this update; the second stops at once."""
+def _is_heard(number: int) -> bool:
+    """Not where nohup has it ignored."""
+    return signal.getsignal(number) is not signal.SIG_IGN
 
-    def __init__(self, speaks: bool = True):
-        self.speaks, self.asked = speaks, False
+
+class Interrupt:
+    """The first Ctrl-C (or SIGTERM, SIGHUP) asks the loop to stop after this update; the second stops at once.
+
+    An env that is at work `grace_s` seconds after the first is broken off.
+    """
+
+    def __init__(self, speaks: bool = True, grace_s: float = math.inf):
+        self.speaks, self.grace_s, self.asked = speaks, grace_s, False
         self._before: dict[int, Any] = {}
 
     def __enter__(self):
         # in another thread, whoever runs us there handles its own signals
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+            numbers = [signal.SIGINT, *filter(_is_heard, _TO_LEAVE)]
+            self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def __exit__(self, *error):
@@ -257,6 +295,8 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        if OwnStages.now is not None:
+            OwnStages.now.stop_at = time.monotonic() + self.grace_s
         if self.speaks:
             asked = "stopping after this update, then saving; once more gives up without saving"
             logging.getLogger(__name__).warning("\n%s", asked)

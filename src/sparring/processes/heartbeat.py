@@ -1,23 +1,32 @@
 """Heartbeats and watchdogs: one process finds out that another one hangs. No torch, no numpy.
 
 Each rank of `--gpus N` writes a row of whole numbers in a file that all of them map; the launcher measures by its own
-clock how long these stay the same. The collecting process shows its learner by when each of its stages has to be over.
+clock how long these stay the same. The collecting process shows its learner by when each of its stages has to be over;
+what a process does with envs of its own, a thread of it watches in the same way.
 """
 
 import atexit
 import contextlib
+import logging
+import math
 import mmap
 import os
+import signal
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparring.errors import StageFailed
+
 if TYPE_CHECKING:
     import numpy as np
+
+log = logging.getLogger("sparring.env")
 
 # names the file, in the environment of the ranks
 FILE = "SPARRING_HEARTBEATS"
@@ -32,6 +41,32 @@ FIRST_TIME = 10
 _BEAT_S = 0.2
 # seconds until a rank must have begun: libraries are read from slow disks
 _BEGIN_S = 600.0
+# seconds to make the env and the policy: weights of gigabytes are read
+MAKING_S = 1800.0
+# stages that can hang, in words
+DOING = {
+    "collect": "collecting",
+    "load": "loading weights, or a checkpoint",
+    "report": "telling of a rollout (the env's state, films)",
+    "make": "making the env and the policy",
+    "reset": "resetting the env",
+    "simulate": "simulating (a step of the env)",
+    "infer": "deciding (the policy's act)",
+    "complete": "completing a rollout (the policy's complete and value)",
+    "gate": "scoring a rollout again (for the parity gate)",
+    "share": "handing over a rollout",
+    "wait": "waiting for weights",
+    "render": "drawing the env",
+    "state": "asking the env where it is, or putting it back",
+    "close": "closing the env",
+    "rollout": "waiting for a rollout",
+}
+# of a process's own envs, in the order of their columns; and those that are broken off where a run was asked to stop
+_OWN = ("make", "reset", "simulate", "render", "state", "close", "rollout")
+_BROKEN_OFF = ("reset", "simulate", "rollout")
+# how often the thread looks; how long after a deadline it acts: whoever waits for a worker has noticed by then; and how
+# much later it ends the process, if that had no effect
+_WATCH_S, _AFTER_S, _END_S = 0.2, 0.5, 3.0
 
 
 @cache
@@ -135,11 +170,120 @@ class StageDeadlines:
             self.table[lane, self.stages.index(stage)] = 0
             self._known.add((lane, stage))
 
-    def look(self) -> tuple[tuple[int, str] | None, float]:
+    def look(self, now: float | None = None) -> tuple[tuple[int, str] | None, float]:
         """A lane and its stage that is late; and for how many seconds no stage has been at work."""
         # one copy: a stage may end at any time
-        now, table = time.monotonic(), self.table.copy()
+        now, table = now or time.monotonic(), self.table.copy()
         self.idle_since = None if table.any() else self.idle_since or now
         late = ((table > 0) & (table < now)).nonzero()
         first = (int(late[0][0]), self.stages[int(late[1][0])]) if len(late[0]) else None
         return first, now - (self.idle_since or now)
+
+
+class OwnStages:
+    """What this process does with its own envs: a thread watches by when each stage has to be over.
+
+    Where it waits for a worker, whoever waits calls `check`. Any other hang is broken off by a signal, whose handler
+    raises in the main thread: simulators in Python, and calls of the system, wake up. If that has no effect, a process
+    that is ours (a command) is ended.
+    """
+
+    # who is watched now; None: nobody, or by another process
+    now: "OwnStages | None" = None
+    # whether the process may be ended
+    is_ours = False
+
+    def __init__(self, table: "np.ndarray", watchdog_s: float):
+        """`table`: `[lanes, columns]` of zeros; a lane for each thread that has envs."""
+        self.deadlines = StageDeadlines(table, _OWN, watchdog_s)
+        # what is broken off if it is at work then: somebody asked to stop before
+        self.stop_at = math.inf
+        # gives what is to be called with the error that ends the process, or None
+        self.last_words: Callable[[], Callable[[StageFailed], None] | None] = lambda: None
+        self._thread: threading.Thread | None = None
+        # of the clock: until then nothing is late
+        self._patient_until = 0.0
+        # whether envs are the main thread's, which a signal wakes
+        self._wakes = False
+
+    @classmethod
+    def columns(cls) -> int:
+        return len(_OWN)
+
+    @property
+    def has_hung(self) -> bool:
+        """Whether something never came back, which would hold up the end of the process."""
+        return bool(self.deadlines.table.any())
+
+    def watch(self) -> None:
+        OwnStages.now, self.stop_at = self, math.inf
+        self._wakes = threading.current_thread() is threading.main_thread()
+        if self._wakes:
+            # ignored by who does not handle it, as by programs that an env starts
+            signal.signal(signal.SIGURG, lambda *_: self.check(_AFTER_S))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def check(self, after_s: float = 0.0) -> None:
+        """Raises StageFailed where a stage is late, by so many seconds."""
+        if (why := self._late(after_s)) is not None:
+            # once: what is done to leave is not broken off. An env that takes no notice is told again; one of a group,
+            # in a thread of its own, does not notice
+            table = self.deadlines.table
+            table[table > 0] = (
+                time.monotonic() + FIRST_TIME * self.deadlines.watchdog_s if len(table) == 1 else math.inf
+            )
+            self.stop_at = math.inf
+            raise StageFailed(why)
+
+    def _late(self, after_s: float = 0.0) -> str | None:
+        now, watchdog_s = time.monotonic() - after_s, self.deadlines.watchdog_s
+        if now < self._patient_until:
+            return None
+        late, _ = self.deadlines.look(now)
+        if late:
+            group, stage = late
+            given = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
+            given = f"{MAKING_S:g} seconds" if stage == "make" else given
+            return f"{DOING[stage]} has not come to an end, in group {group}; it is given {given}"
+        busy = [stage for stage in _BROKEN_OFF if self.deadlines.table[:, _OWN.index(stage)].any()]
+        return f"asked to stop, it broke off {DOING[busy[0]]}" if busy and now > self.stop_at else None
+
+    def _look_on(self) -> None:
+        last = time.monotonic()
+        while OwnStages.now is self:
+            time.sleep(_WATCH_S)
+            now = time.monotonic()
+            # this process was stopped itself, as by Ctrl-Z: what took so long is given its time again
+            if now - last > 10 * _WATCH_S:
+                self._patient_until = now + self.deadlines.watchdog_s
+            last = now
+            if self._late(_AFTER_S + _END_S) is not None and self.is_ours:
+                self._end_process()
+            elif self._late(_AFTER_S) is not None and self._wakes:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+
+    def _end_process(self) -> None:
+        why = self._late() or ""
+        error = StageFailed(f"{why}, and nothing but the end of the process ends it")
+        if (tell := self.last_words()) is not None:
+            tell(error)
+        print(f"sparring: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+
+class OwnStage:
+    """Around what this process does with envs of its own. (A class: it is entered for each step of an env.)"""
+
+    def __init__(self, stage: str, lane: int = 0, patience_s: float | None = None):
+        self.stage, self.lane, self.patience_s = stage, lane, patience_s
+
+    def __enter__(self) -> None:
+        self.stages = OwnStages.now
+        if self.stages is not None:
+            self.stages.deadlines.enter(self.lane, self.stage, self.patience_s)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if self.stages is not None:
+            self.stages.deadlines.leave(self.lane, self.stage)

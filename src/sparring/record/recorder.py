@@ -5,10 +5,13 @@ TensorBoard and Weights & Biases are extras, imported where used.
 
 import logging
 import math
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +32,8 @@ log = logging.getLogger(LOGGER)
 AFTER_AN_ERROR_S = 2.0
 FLUSH_S = 10  # age of what a browser shows of TensorBoard, at most
 UPLOAD_S = 300.0  # how long the end of a run waits for uploads
+_START_S = 90.0  # how long its beginning waits for W&B
+_SINK_S = 60.0  # what a sink gets to take a line or a video; they only put it into a queue of their own
 
 
 class Sink(Protocol):
@@ -101,7 +106,7 @@ class Recorder:
             self._timeline.append(map(vars, spans))
 
     def close(self, failed: bool = False) -> None:
-        self._each_sink(lambda sink: sink.close(failed))
+        self._each_sink(lambda sink: sink.close(failed), UPLOAD_S + _SINK_S)
         self.sinks = []
 
     def state_dict(self) -> dict:
@@ -133,10 +138,10 @@ class Recorder:
             file = self._complete.popleft()
             self._each_sink(lambda sink, file=file: sink.video(file.stem, file))  # type: ignore[misc]
 
-    def _each_sink(self, call: Callable[[Sink], None]) -> None:
+    def _each_sink(self, call: Callable[[Sink], None], patience_s: float | None = None) -> None:
         for sink in list(self.sinks):
             try:
-                call(sink)
+                _within(patience_s or _SINK_S, partial(call, sink))
             except Exception as error:  # a sink is somebody else's code; training goes on without it
                 self.sinks.remove(sink)
                 log.warning("%s failed and gets no more numbers: %s", type(sink).__name__, error)
@@ -146,6 +151,26 @@ def _stamped(row: dict) -> dict:
     """For JSON, which has no NaN and no infinity: they become null."""
     clean = {name: value if _is_finite(value) else None for name, value in row.items()}
     return clean | {"timestamp": time.time()}
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """In a thread that nobody waits for any longer than that."""
+    done: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            call()
+            done.set_result(None)
+        except Exception as error:  # whatever it is, it is raised below
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="sink", daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(f"no answer for {seconds:g} seconds") from None
 
 
 def _is_finite(value: float | int | None) -> bool:
@@ -224,7 +249,7 @@ class _WeightsAndBiases:
                 dir=folder,
                 config=settings,
                 # messages go to our logs
-                settings=wandb.Settings(console="off", silent=True, finish_timeout=UPLOAD_S),
+                settings=wandb.Settings(console="off", silent=True, init_timeout=_START_S, finish_timeout=UPLOAD_S),
             )
         except (wandb.Error, OSError) as error:
             reason = str(error).rstrip(".")

@@ -31,6 +31,7 @@ from sparring.record.overlay import Scene, filmstrip, write_png
 log = logging.getLogger(LOGGER)
 WAITING = 32  # jobs that wait for the encoder; a run films a few episodes at a time
 PATIENCE_S = 120.0  # seconds that the end of a run waits for the encoder
+LONGEST_S = 300.0  # seconds that a video may take; one that takes longer hangs
 FIRST_GUESS_S = 1.5  # seconds that a video takes, until one was made
 # small files soon; yuv420p and the index in front are what browsers want; one thread, as training goes on
 _CODING = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1"]
@@ -188,6 +189,10 @@ def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
     with tempfile.TemporaryFile() as output:
         # in its own session: Ctrl-C is ours to answer, and must not cut a video short
         ffmpeg = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=output, start_new_session=True)
+        # `write` and `wait` end when it is dead
+        limit = threading.Timer(LONGEST_S, ffmpeg.kill)
+        limit.daemon = True
+        limit.start()
         try:
             try:
                 # never below our own niceness, which an unprivileged process may not lower
@@ -203,10 +208,12 @@ def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
             ffmpeg.kill()
             raise
         finally:
-            code = ffmpeg.wait()
+            code, late = ffmpeg.wait(), limit.finished.is_set()
+            limit.cancel()
         if code:
             output.seek(0)
             reason = output.read().decode(errors="replace").strip().splitlines()
+            reason += [f"it was not done after {LONGEST_S:g} seconds"] if late else []
             partial.unlink(missing_ok=True)
             raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {code}'})")
     partial.replace(path)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from sparring.config.inherit import LIMITS
 from sparring.config.resolve import resolve
 from sparring.config.schema import Config
 from sparring.config.text import saved_settings
-from sparring.errors import Diverged, OtherFailed, PeerGone
+from sparring.errors import Diverged, OtherFailed, PeerGone, StageFailed
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
@@ -26,6 +27,7 @@ from sparring.phases import PHASES
 from sparring.phases.phase import Phase
 from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
+from sparring.processes.heartbeat import OwnStages
 from sparring.record.log import LOGGER, Console, RunLog
 from sparring.record.recorder import Recorder, check_installed, make_sinks
 from sparring.runs.checkpoint import CheckpointError, not_finite, remove_old, save_checkpoint
@@ -35,6 +37,8 @@ from sparring.runs.folder import RunFolder, Status, folder_lock
 log = logging.getLogger(LOGGER)
 
 _NOT_SAVED = "this update is not saved; another process of this run says why"
+# what the update under way gets to end by itself when the run is asked to stop: schedulers kill after 30 s and more
+_GRACE_S = 20.0
 
 
 class Run:
@@ -43,6 +47,8 @@ class Run:
     def __init__(self, config: Config, phase: Phase | None = None, folder: bool = True, quiet: bool = False):
         self.config = config
         self.distributed = phase.distributed if phase else Distributed(config.device)
+        self.stages = OwnStages(np.zeros((config.rollout.groups, OwnStages.columns())), config.rollout.watchdog_s)
+        self.stages.watch()
         # `folder`: of the main process only, which writes nearly everything
         self.writes, self.folder = folder, config.run_folder if folder and self.distributed.is_main else None
         self.log = RunLog(config.logging, quiet, self.distributed.rank)
@@ -73,6 +79,7 @@ class Run:
         self.distributed.barrier()
         goes_on = checkpoint is not None and run_folder.holds(checkpoint)
         self.status = Status.of(config, self.folder, self.phase, self.distributed.device, goes_on)
+        self.stages.last_words = weakref.WeakMethod(self._fail)
         with folder_lock(self.folder):
             if self.folder:
                 run_folder.open()
@@ -160,11 +167,22 @@ class Run:
 
     def _train(self) -> bool:
         self.recorder.film_next(self)
-        with Interrupt(speaks=self.distributed.is_main) as interrupt, self.console:
+        grace_s = min(_GRACE_S, self.config.rollout.watchdog_s)
+        with Interrupt(self.distributed.is_main, grace_s) as interrupt, self.console:
             while self.fraction < 1:
-                metrics = self._step()
-                for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
-                    part.after_update(self, metrics)
+                metrics = None
+                try:
+                    metrics = self._step(interrupt)
+                    for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
+                        part.after_update(self, metrics)
+                except StageFailed:
+                    # an evaluation is broken off; of several processes, the others wait for it
+                    if metrics is not None and self.distributed.world_size == 1:
+                        self._stop_early("stopped" if interrupt.asked else "failed")
+                    # whether because of the signal or by itself: it was asked to stop, and did
+                    if interrupt.asked and self.checkpoints.saved_at == self.phase.progress.updates:
+                        return False
+                    raise
                 # all processes must leave together
                 if self.distributed.max(float(interrupt.asked)):
                     self._stop_early()
@@ -172,7 +190,7 @@ class Run:
         self.checkpoints.save_last(self)
         return True
 
-    def _step(self) -> dict[str, float]:
+    def _step(self, interrupt: Interrupt) -> dict[str, float]:
         progress = self.phase.progress
         started, steps_before = time.perf_counter(), progress.env_steps
         try:
@@ -187,7 +205,7 @@ class Run:
         except Exception:
             # in the middle of an update weights and optimiser do not belong together
             if not self.phase.learning:
-                self._save_after_failure()
+                self._save_after_failure("stopped" if interrupt.asked else "failed")
             raise
         return metrics | {"steps_per_second": (progress.env_steps - steps_before) / (time.perf_counter() - started)}
 
@@ -210,14 +228,14 @@ class Run:
         self.console.end()
         log.warning("what it diverged on is kept in '%s' (docs/troubleshooting.md)", file)
 
-    def _save_after_failure(self) -> None:
+    def _save_after_failure(self, how: str) -> None:
         """Collecting failed: all else is as the last update left it."""
         if unfit := self.checkpoints.unfit(self):
             self.console.end()
             log.warning("failed, and is not saved: NaN, infinite or impossible numbers in %s by now", unfit)
         # a start that fails does not take the folder
         elif self.phase.progress.updates:
-            self._stop_early("failed")
+            self._stop_early(how)
 
     def _stop_early(self, how: str = "stopped") -> None:
         self.console.end()
@@ -270,6 +288,7 @@ class Run:
     def _status_open(self, trains: bool = True) -> Iterator[None]:
         """status.json says that it runs, and then how it ended, also while videos are still being encoded."""
         self.log.activate()
+        self.stages.watch()
         before = self.status.ended
         self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
         self._link_log()
@@ -286,8 +305,11 @@ class Run:
         except BaseException as error:
             # whoever catches it writes to the console
             log.debug("ended by an exception", exc_info=True)
-            self.status.fail(self.phase.progress, self.fraction, error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self.status.fail(self.phase.progress, self.fraction, error)
 
     def _link_log(self) -> None:
         """Keep train.log of the training session; a later evaluation must not replace it."""

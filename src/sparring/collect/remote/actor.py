@@ -230,7 +230,7 @@ def _serve(pipe: _ActorPipe) -> None:
         actor.act(message)
     except _HungUp:
         return
-    except Exception as error:  # the robots and the policy are somebody else's code: whatever it raises is reported
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever somebody else's robots and policy raise
         (what, trace), diverged = error_report(error), isinstance(error, Diverged)
         collectors = [*actor.collector.lanes, actor.collector] if actor else []
         stages = [collector.stopwatch.failed for collector in collectors]

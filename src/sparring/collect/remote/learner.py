@@ -1,5 +1,6 @@
 """The learner's side of rollout.mode=async: robots that another process owns, seen as an env and a collector."""
 
+import math
 import os
 import time
 import weakref
@@ -18,7 +19,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import Diverged, StageFailed, UserError
 from sparring.policies.policy import Policy
 from sparring.processes.child import Child
-from sparring.processes.heartbeat import FIRST_TIME, StageDeadlines
+from sparring.processes.heartbeat import DOING, FIRST_TIME, MAKING_S, OwnStage, OwnStages, StageDeadlines
 from sparring.processes.memory import Column, SharedMemory
 
 if TYPE_CHECKING:
@@ -26,25 +27,10 @@ if TYPE_CHECKING:
 
 # good rollouts after which robots may be further behind again, at most
 _MOST_NEEDED = 32
-# seconds to make the env and the policy: weights of gigabytes are read
-_MAKING_S = 1800.0
 # what it gets to leave by itself when it hangs, which takes it 1 s
 _CLOSE_HUNG_S = 2.0
 # of the learner's rank; the collecting process belongs to no group of processes
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_DOING = {
-    "collect": "collecting",
-    "load": "loading weights, or a checkpoint",
-    "report": "telling of a rollout (the env's state, films)",
-    "make": "making the env and the policy",
-    "reset": "resetting the env",
-    "simulate": "simulating (a step of the env)",
-    "infer": "deciding (the policy's act)",
-    "complete": "completing a rollout (the policy's complete and value)",
-    "gate": "scoring a rollout again (for the parity gate)",
-    "share": "handing over a rollout",
-    "wait": "waiting for weights",
-}
 
 
 class ActorProcess:
@@ -55,7 +41,7 @@ class ActorProcess:
         # kept until the other has attached it
         self._table = SharedMemory.make({("deadlines",): Column((rollout.groups, len(WATCHED)), np.dtype("float64"))})
         self.deadlines = StageDeadlines(self._table.arrays["deadlines",], WATCHED, rollout.watchdog_s)
-        self.deadlines.enter(0, "make", _MAKING_S)
+        self.deadlines.enter(0, "make", MAKING_S)
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         self.child = Child("sparring.collect.remote.actor", "collecting process", environment)
         # also runs when this is garbage, and when the interpreter ends
@@ -84,7 +70,7 @@ class ActorProcess:
             self.close()
             raise Diverged(message.message)
         trace = f"\n\nTraceback of the collecting process:\n{message.traceback}" if message.traceback else ""
-        failed = self._failed(f"{_DOING[message.stage]}: {message.message}{trace}")
+        failed = self._failed(f"{DOING[message.stage]}: {message.message}{trace}")
         raise failed if trace or message.stage != "make" else UserError(message.message)
 
     def reports(self, wait: bool) -> list[Report]:
@@ -102,13 +88,15 @@ class ActorProcess:
     def _check(self) -> None:
         """While the learner waits for it."""
         self._check_alive()
+        if OwnStages.now is not None:
+            OwnStages.now.check()
         late, idle_s = self.deadlines.look()
         watchdog_s = self.deadlines.watchdog_s
         if late:
             group, stage = late
             given = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
-            given = f"{_MAKING_S:g} seconds" if stage == "make" else given
-            what = f"{_DOING[stage]} has not come to an end, in group {group}; it is given {given}"
+            given = f"{MAKING_S:g} seconds" if stage == "make" else given
+            what = f"{DOING[stage]} has not come to an end, in group {group}; it is given {given}"
             raise self._failed(what, _CLOSE_HUNG_S)
         # between two stages hardly any time goes by, and it is not the weights that it waits for: we wait for it
         patience = watchdog_s * (1 if self._has_reported else FIRST_TIME)
@@ -199,7 +187,8 @@ class RemoteCollector(BaseCollector):
         if self._weights is None:
             self._weights = WeightsWriter(self.policy, self.version, self.folder)
             self.actor.send(Begin(self.version, self._weights.handle(), self._to_film, self.allowed))
-        with self.stopwatch.stage("wait", self.version):
+        # its deadlines are the collecting process's; but it is broken off when the run is to stop
+        with self.stopwatch.stage("wait", self.version), OwnStage("rollout", patience_s=math.inf):
             # what has come is read first, so that a failure is known although rollouts are waiting
             self._finished += self.actor.reports(wait=not self._finished)
             report = self._finished.popleft()
