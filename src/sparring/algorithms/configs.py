@@ -10,13 +10,16 @@ from sparring.config.section import Section
 class AlgorithmConfig(Section):
     """How a policy takes gradient steps; part of every algorithm's section."""
 
-    mini_batch_size: int = Field(512, gt=0, description="decisions per gradient step, on each process")
+    mini_batch_size: int = Field(512, gt=0, le=10**7, description="decisions per gradient step, on each process")
     micro_batch_size: int | None = Field(
-        None, gt=0, description="decisions that fit into memory at once; gradients add up to a minibatch's; null: all"
+        None,
+        gt=0,
+        le=10**7,
+        description="decisions that fit into memory at once; gradients add up to a minibatch's; null: all",
     )
     policy_lr: float = Field(1e-3, gt=0, description="learning rate of everything but the critic")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="how learning rates fall to 0")
-    warmup_updates: int = Field(0, ge=0, description="updates over which learning rates rise from 0")
+    warmup_updates: int = Field(0, ge=0, le=10**9, description="updates over which learning rates rise from 0")
     max_grad_norm: float = Field(0.5, gt=0, description="gradients are scaled down to this norm")
     target_kl: float | None = Field(None, gt=0, description="ends an update's epochs past this KL; null: off")
     adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
@@ -50,9 +53,9 @@ class PPOConfig(AlgorithmConfig):
     dual_clip: float | None = Field(
         None, gt=1, description="most that a bad decision's ratio counts, however likely it became; null: off"
     )
-    ppo_epochs: int = Field(5, gt=0, description="passes over a rollout")
+    ppo_epochs: int = Field(5, gt=0, le=10_000, description="passes over a rollout")
     critic_lr: float | None = Field(None, gt=0, description="learning rate of the critic; null: policy_lr")
-    critic_warmup_updates: int = Field(0, ge=0, description="first updates in which the critic alone learns")
+    critic_warmup_updates: int = Field(0, ge=0, le=10**9, description="first updates in which the critic alone learns")
     gamma: float = Field(0.97, ge=0, le=1, description="discount per env step")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
@@ -76,5 +79,5 @@ class GRPOConfig(AlgorithmConfig):
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="how far the probability ratio may fall below 1")
     clip_high: float = Field(0.28, gt=0, description="how far the probability ratio may rise above 1")
-    epochs: int = Field(5, gt=0, description="passes over the episodes of a rollout")
+    epochs: int = Field(5, gt=0, le=10_000, description="passes over the episodes of a rollout")
     advantage_eps: float = Field(1e-4, gt=0, description="added to a group's standard deviation of rewards")

@@ -57,7 +57,9 @@ class Config(Section):
     algorithm: str = Field("ppo", description="what updates the policy: ppo, grpo, or your.module:Class")
     seed: int = Field(0, ge=0, lt=2**31, description="of weights, episodes and noise; evaluation has its own episodes")
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
-    threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's choice")
+    threads: int = Field(
+        0, ge=0, le=10_000, description="CPU threads of the networks; 0: one without images, else torch's choice"
+    )
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
     resume: str = Field("auto", description="auto: go on where the folder stopped; never: start anew; or a checkpoint")

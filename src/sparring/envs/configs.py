@@ -81,7 +81,9 @@ class TabletopConfig(Section):
     video_renderer: Literal["builtin", "mujoco"] = Field(
         "builtin", description="what draws videos; mujoco is prettier and needs the GL libraries EGL or OSMesa"
     )
-    threads: int = Field(0, ge=0, description="threads that step and draw a group of robots; 0: one per core in all")
+    threads: int = Field(
+        0, ge=0, le=10_000, description="threads that step and draw a group of robots; 0: one per core in all"
+    )
 
 
 class GymConfig(Section):
@@ -91,6 +93,8 @@ class GymConfig(Section):
     vectorize: Literal["serial", "process"] = Field(
         "serial", description="serial: all envs in this process; process: worker processes with shared memory"
     )
-    workers: int = Field(0, ge=0, description="processes of a group when vectorize=process; 0: one per core in all")
+    workers: int = Field(
+        0, ge=0, le=10_000, description="processes of a group when vectorize=process; 0: one per core in all"
+    )
     success_return: float | None = Field(None, description="an episode that returns at least this much is a success")
     kwargs: dict = Field(default_factory=dict, description="passed on to gymnasium.make")

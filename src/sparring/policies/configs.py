@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from sparring.config.section import Section
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, le=100_000)]
 # settings of a flow policy that one method reads, and all that only some methods read
 OF_ONE_METHOD = {"denoising_mdp": ("kernel", "denoising_steps", "denoising_discount"), "fpo": ("loss_samples",)}
 OF_A_METHOD = (*sum(OF_ONE_METHOD.values(), ()), "noise_level", "noise_range")
@@ -16,7 +16,7 @@ OF_A_METHOD = (*sum(OF_ONE_METHOD.values(), ()), "noise_level", "noise_range")
 class LoraConfig(Section):
     """Low-rank adapters beside weights that stay as they are; part of the section of everything pretrained."""
 
-    lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: none, all weights learn")
+    lora_r: int = Field(0, ge=0, le=10_000, description="rank of the LoRA adapters; 0: none, all weights learn")
     lora_alpha: float = Field(16.0, gt=0, description="adapters count lora_alpha / lora_r times")
     lora_dropout: float = Field(
         0.0, ge=0, lt=1, description="before the adapters; of a policy while it imitates, never in RL"
@@ -42,15 +42,19 @@ class EncoderConfig(Section):
         "flat",
         description="flat: a CNN's last map as it is; keypoints: where its channels see something, for few demos",
     )
-    image_features: int = Field(256, gt=0, description="features the image encoder gives to actor and critic")
+    image_features: int = Field(
+        256, gt=0, le=100_000, description="features the image encoder gives to actor and critic"
+    )
     use_images: bool = Field(True, description="read the cameras' images; false: points, state and language only")
     point_channels: tuple[PositiveInt, ...] = Field((64, 128), description="widths of the MLP each point goes through")
-    point_features: int = Field(128, gt=0, description="features the point encoder gives, where the env shows points")
+    point_features: int = Field(
+        128, gt=0, le=100_000, description="features the point encoder gives, where the env shows points"
+    )
     point_frame: Literal["world", "gripper"] = Field(
         "world", description="where points are told from; gripper: from the hand's position (from each, with two arms)"
     )
     language_features: int = Field(
-        0, ge=0, description="features of the instruction, read byte by byte; 0: the policy is not told it"
+        0, ge=0, le=100_000, description="features of the instruction, read byte by byte; 0: the policy is not told it"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
     freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
@@ -77,8 +81,12 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
         "auto",
         description="auto: discrete where the env's actions are, else gaussian; gsde: smooth exploration; tokens: bins",
     )
-    bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
-    sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
+    bins: int = Field(
+        64, ge=2, le=10_000, description="tokens: how many choices each action dim has, evenly over [-1, 1]"
+    )
+    sde_sample_freq: int = Field(
+        4, gt=0, le=10**6, description="decisions over which gsde keeps its exploration direction"
+    )
     init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
     normalize_actions: bool = Field(
         False, description="gaussian, gsde: think in actions that are scaled as the demonstrations' are"
@@ -89,9 +97,14 @@ class DenoisingConfig(Section):
     """How a policy that denoises draws its chunks, and scores them; part of the section of every such policy."""
 
     horizon: int | None = Field(
-        None, gt=0, description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps"
+        None,
+        gt=0,
+        le=10_000,
+        description="steps of a chunk that are planned; null: those that are executed, rollout.action_steps",
     )
-    sampling_steps: int = Field(4, gt=0, description="denoising steps of a decision, in training and evaluation alike")
+    sampling_steps: int = Field(
+        4, gt=0, le=10_000, description="denoising steps of a decision, in training and evaluation alike"
+    )
     method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp", "fpo"] = Field(
         "flow_sde",
         description="how noise is drawn and scored in RL; flow_sde_one_step: one drawn step, K times cheaper; "
@@ -103,13 +116,16 @@ class DenoisingConfig(Section):
     )
     kernel: Literal["sde", "noise"] = Field("sde", description="of denoising_mdp: the noise of flow_sde or flow_noise")
     denoising_steps: int | None = Field(
-        None, gt=0, description="of denoising_mdp: the last so many steps are random and scored; null: all"
+        None, gt=0, le=10_000, description="of denoising_mdp: the last so many steps are random and scored; null: all"
     )
     denoising_discount: float = Field(
         0.99, gt=0, le=1, description="of denoising_mdp: advantage per step before the last"
     )
     loss_samples: int = Field(
-        8, gt=0, description="of fpo: times and noises of a decision at which the flow-matching loss is taken"
+        8,
+        gt=0,
+        le=10_000,
+        description="of fpo: times and noises of a decision at which the flow-matching loss is taken",
     )
     reduction: Literal["sum", "mean"] = Field(
         "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"
@@ -120,9 +136,9 @@ class FlowConfig(DenoisingConfig, EncoderConfig, CriticConfig):
     """Action chunks by flow matching: a transformer denoises them in a few steps."""
 
     name: str = Field("flow", description="which policy: actor_critic, flow, or your.module:Class")
-    width: int = Field(128, gt=0, description="of the action transformer")
-    layers: int = Field(2, gt=0, description="of the action transformer")
-    heads: int = Field(4, gt=0, description="attention heads of the action transformer")
+    width: int = Field(128, gt=0, le=100_000, description="of the action transformer")
+    layers: int = Field(2, gt=0, le=10_000, description="of the action transformer")
+    heads: int = Field(4, gt=0, le=10_000, description="attention heads of the action transformer")
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
     consistency: float = Field(
         0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"
@@ -141,9 +157,11 @@ class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
         None, description="folder with a tokenizer; null: the checkpoint's own; bytes: byte by byte, for a fresh model"
     )
     cameras: tuple[str, ...] = Field((), description="which cameras it is shown, in the checkpoint's order; []: all")
-    horizon: int | None = Field(None, gt=0, description="steps that are planned: the checkpoint's chunk_size, or null")
+    horizon: int | None = Field(
+        None, gt=0, le=10_000, description="steps that are planned: the checkpoint's chunk_size, or null"
+    )
     sampling_steps: int | None = Field(  # type: ignore[assignment]
-        None, gt=0, description="denoising steps of a decision; null: the checkpoint's num_inference_steps"
+        None, gt=0, le=10_000, description="denoising steps of a decision; null: the checkpoint's num_inference_steps"
     )
     frozen: tuple[str, ...] = Field(
         (), description="parts that keep their weights: names, ends of names, globs or regexes; without LoRA"
@@ -168,7 +186,10 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     model_settings: dict = Field({}, description="what the class is constructed with; `model_config` in documents")
     strict: bool = Field(True, description="the checkpoint has every weight of the model, and no other")
     action_dim: int | None = Field(
-        None, gt=0, description="numbers the model gives a decision, checked; null: what env and action_steps take"
+        None,
+        gt=0,
+        le=10**6,
+        description="numbers the model gives a decision, checked; null: what env and action_steps take",
     )
     observation_keys: dict = Field(
         {}, description="the model's key: ours, or a list of ours to stack, e.g. {rgb: [image/head]}; null: not shown"
@@ -177,7 +198,9 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     tokenizer: str = Field(
         "bytes", description="of the instruction: bytes, text (as it is), checkpoint (model_path's own), or a folder"
     )
-    max_tokens: int | None = Field(None, gt=0, description="instructions are padded to so many; null: to the longest")
+    max_tokens: int | None = Field(
+        None, gt=0, le=10**6, description="instructions are padded to so many; null: to the longest"
+    )
     normalize_observations: bool = Field(False, description="proprio by its running mean/std, or the demonstrations'")
     normalize_actions: bool = Field(False, description="the model thinks in actions scaled as the demonstrations' are")
     draws: Literal["rows", "batch"] = Field(

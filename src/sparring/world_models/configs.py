@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from sparring.policies.configs import LoraConfig
 
-Levels = Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)]
+Levels = Annotated[tuple[Annotated[int, Field(ge=2, le=10_000)], ...], Field(min_length=1)]
 
 PRESETS = {
     "tiny": {"channels": 32, "width": 96, "layers": 1, "heads": 4, "members": 3, "memory_channels": 16},
@@ -25,17 +25,24 @@ class TokenWorldModelConfig(LoraConfig):
         "context_fsq", description="what a token tells: how a patch changes (context_fsq), or how it looks (fsq, vq)"
     )
     levels: Levels = Field((8, 8, 8), description="values of each of the numbers that an fsq token is made of")
-    codebook_size: int = Field(512, ge=2, description="tokens that vq chooses from")
+    codebook_size: int = Field(512, ge=2, le=10**6, description="tokens that vq chooses from")
     tokenizer_steps: int = Field(
-        2000, ge=0, description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good"
+        2000,
+        ge=0,
+        le=10**7,
+        description="gradient steps in which the tokenizer learns, alone; then it stays as it is, for good",
     )
-    channels: int | None = Field(None, gt=0, description="of the convolutions of the tokenizer; null: the preset's")
-    width: int | None = Field(None, gt=0, description="of the transformers; null: the preset's")
-    layers: int | None = Field(None, gt=0, description="of each member's transformer; null: the preset's")
-    heads: int | None = Field(None, gt=0, description="attention heads; null: the preset's")
-    members: int | None = Field(None, gt=0, description="separate transformers of the ensemble; null: the preset's")
+    channels: int | None = Field(
+        None, gt=0, le=10_000, description="of the convolutions of the tokenizer; null: the preset's"
+    )
+    width: int | None = Field(None, gt=0, le=100_000, description="of the transformers; null: the preset's")
+    layers: int | None = Field(None, gt=0, le=10_000, description="of each member's transformer; null: the preset's")
+    heads: int | None = Field(None, gt=0, le=10_000, description="attention heads; null: the preset's")
+    members: int | None = Field(
+        None, gt=0, le=100, description="separate transformers of the ensemble; null: the preset's"
+    )
     memory_channels: int | None = Field(
-        None, gt=0, description="numbers that the memory keeps of each patch; null: the preset's"
+        None, gt=0, le=10_000, description="numbers that the memory keeps of each patch; null: the preset's"
     )
     trunk: str | None = Field(
         None,
@@ -46,7 +53,9 @@ class TokenWorldModelConfig(LoraConfig):
     remembers: bool = Field(
         True, description="false: every decision is met with an empty memory, to see what a memory is worth"
     )
-    language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
+    language_features: int = Field(
+        32, ge=0, le=100_000, description="features of the instruction; 0: the model is not told it"
+    )
     camera_dropout: float = Field(
         0.25, ge=0, lt=1, description="share of windows in which the cameras of dropped_cameras are not seen"
     )

@@ -85,12 +85,18 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         None, description="folder with tokenizer.json, or bytes; null: the checkpoint's own, bytes where there is none"
     )
     horizon: int | None = Field(
-        None, gt=0, description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps"
+        None,
+        gt=0,
+        le=10_000,
+        description="steps that are planned; null: a pi0 checkpoint's chunk_size, else rollout.action_steps",
     )
     sampling_steps: int | None = Field(  # type: ignore[assignment]
-        None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
+        None,
+        gt=0,
+        le=10_000,
+        description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4",
     )
-    text_tokens: int = Field(256, gt=0, description="tokens that an instruction may have")
+    text_tokens: int = Field(256, gt=0, le=10**6, description="tokens that an instruction may have")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="of the network; what does not learn is kept in it too; densities are fp32 or finer"
     )
@@ -100,24 +106,46 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
         True, description="scale observation/state: by its running mean/std, or as imitate.state_normalization says"
     )
     normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
-    memory_size: int = Field(0, ge=0, description="numbers remembered of an episode, told as a token; 0: none")
-    image_size: int | None = Field(None, gt=0, description="images are resized to so many pixels; null: preset's")
-    patch_size: int | None = Field(None, gt=0, description="pixels of a patch, a token each; null: the preset's")
-    vision_width: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
-    vision_layers: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
-    vision_heads: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
-    vision_mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
-    vocabulary: int | None = Field(None, gt=0, description="tokens that have an embedding; null: the preset's")
-    width: int | None = Field(None, gt=0, description="of the transformer over images and words; null: the preset's")
-    mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
-    layers: int | None = Field(None, gt=0, description="of this transformer and the expert; null: the preset's")
-    heads: int | None = Field(None, gt=0, description="attention heads of both; null: the preset's")
-    kv_heads: int | None = Field(None, gt=0, description="heads of keys and values, shared; null: the preset's")
-    head_dim: int | None = Field(None, gt=0, multiple_of=2, description="numbers of a head; null: the preset's")
-    expert_width: int | None = Field(None, gt=0, multiple_of=2, description="of the action expert; null: the preset's")
-    expert_mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
-    max_state_dim: int | None = Field(None, gt=0, description="what a state is padded to; null: the preset's")
-    max_action_dim: int | None = Field(None, gt=0, description="what an action is padded to; null: the preset's")
+    memory_size: int = Field(
+        0, ge=0, le=100_000, description="numbers remembered of an episode, told as a token; 0: none"
+    )
+    image_size: int | None = Field(
+        None, gt=0, le=10_000, description="images are resized to so many pixels; null: preset's"
+    )
+    patch_size: int | None = Field(
+        None, gt=0, le=10_000, description="pixels of a patch, a token each; null: the preset's"
+    )
+    vision_width: int | None = Field(None, gt=0, le=100_000, description="of the vision encoder; null: the preset's")
+    vision_layers: int | None = Field(None, gt=0, le=10_000, description="of the vision encoder; null: the preset's")
+    vision_heads: int | None = Field(None, gt=0, le=10_000, description="of the vision encoder; null: the preset's")
+    vision_mlp: int | None = Field(None, gt=0, le=10**6, description="width within its MLPs; null: the preset's")
+    vocabulary: int | None = Field(
+        None, gt=0, le=10**7, description="tokens that have an embedding; null: the preset's"
+    )
+    width: int | None = Field(
+        None, gt=0, le=100_000, description="of the transformer over images and words; null: the preset's"
+    )
+    mlp: int | None = Field(None, gt=0, le=10**6, description="width within its MLPs; null: the preset's")
+    layers: int | None = Field(
+        None, gt=0, le=10_000, description="of this transformer and the expert; null: the preset's"
+    )
+    heads: int | None = Field(None, gt=0, le=10_000, description="attention heads of both; null: the preset's")
+    kv_heads: int | None = Field(
+        None, gt=0, le=10_000, description="heads of keys and values, shared; null: the preset's"
+    )
+    head_dim: int | None = Field(
+        None, gt=0, le=10_000, multiple_of=2, description="numbers of a head; null: the preset's"
+    )
+    expert_width: int | None = Field(
+        None, gt=0, le=100_000, multiple_of=2, description="of the action expert; null: the preset's"
+    )
+    expert_mlp: int | None = Field(None, gt=0, le=10**6, description="width within its MLPs; null: the preset's")
+    max_state_dim: int | None = Field(
+        None, gt=0, le=10_000, description="what a state is padded to; null: the preset's"
+    )
+    max_action_dim: int | None = Field(
+        None, gt=0, le=10_000, description="what an action is padded to; null: the preset's"
+    )
 
     def sizes(self, saved: Sizes | None = None) -> Sizes:
         """Those of the preset or of `saved` weights; the config may change the preset's, and give weights a memory."""
