@@ -1,19 +1,38 @@
 """The command line. Parsing, help and completion import nothing heavy; a command imports what it needs."""
 
 import argparse
+import errno
+import io
 import os
 import sys
+from contextlib import suppress
 
 from sparring import __version__
 from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.errors import UserError
 
+# errors of the machine, and of files that were given; any other OSError is a mistake of ours
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_THE_MACHINE = (*_FULL, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.EAGAIN)
+_OF_WHAT_IS_GIVEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR)
+_OF_WHAT_IS_GIVEN += (errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW)
+_MENDS = {
+    **dict.fromkeys(_FULL, "make room, or give another folder; the same command goes on from the last checkpoint"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit (ulimit -n), or use fewer processes"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give another place, or change who may read and write"),
+    errno.ENAMETOOLONG: "give a shorter name",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show
     try:
         try:
+            if any("\0" in word for word in argv):
+                raise UserError("a NUL character was given, which no name holds; leave it out")
             return _run(argv)
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled
@@ -27,8 +46,28 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `sparring config finetune | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 0
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE + _OF_WHAT_IS_GIVEN:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # what cannot be written is this
+            _forget_stdout()
+        mend = f"; {_MENDS[error.errno]}" if error.errno in _MENDS else ""
+        print(f"sparring: {_place(error)}{error.strerror}{mend}", file=sys.stderr)
+        return 2 if error.errno in _OF_WHAT_IS_GIVEN else 1
+
+
+def _place(error: OSError) -> str:
+    return f"'{os.fsdecode(error.filename)}': " if isinstance(error.filename, (str, bytes)) else ""
+
+
+def _forget_stdout() -> None:
+    """What is left to be said there would fail once more as the process ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _build_parser() -> argparse.ArgumentParser:

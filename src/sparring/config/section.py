@@ -52,6 +52,7 @@ class Section(pydantic.BaseModel, metaclass=_SectionType):
 
 # of a list; of a text, which may be a path or the name of a class; a bound from which on it is the machine that ends it
 _ENTRIES, _CHARACTERS, _VAST = 1000, 10_000, 10_000
+_PROBLEMS = 50  # to look for what was meant takes a while
 
 
 def _beyond_reason(value: Any) -> str | None:
@@ -141,7 +142,10 @@ class Schema:
                 continue
             home, problem = self._place(key, setting, keys)
             if problem:
-                problems.append(f"{setting.as_written} (from {setting.where}): {problem}")
+                problems.append(f"{shortened(setting.as_written)} (from {setting.where}): {problem}")
+            if len(problems) == _PROBLEMS:
+                problems.append("these are the first; mend them, then the others are shown")
+                break
             if home is None:
                 continue
             earlier = placed.pop(home, None)

@@ -33,7 +33,7 @@ class Setting:
 
 
 # a config has some 200 keys, its file 20 kB; what is read takes two seconds at the very most
-_FILE_BYTES, _NODES, _DEPTH = 200_000, 10_000, 40
+_FILE_BYTES, _NODES, _DEPTH = 200_000, 5000, 40
 _CORE = "tag:yaml.org,2002:"
 
 

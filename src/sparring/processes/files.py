@@ -22,7 +22,7 @@ def open_regular(file: Path) -> BinaryIO:
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
-        code, why = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(kind) else (errno.EINVAL, "not a regular file")
+        code, why = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(kind) else (errno.ENXIO, "not a regular file")
         raise OSError(code, why, str(file))
     return os.fdopen(descriptor, "rb")
 
@@ -32,7 +32,7 @@ def read_small(file: Path, most: int = _SMALL) -> bytes:
     with open_regular(file) as opened:
         content = opened.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"larger than {most / 1e6:.2g} MB, the most that is read", str(file))
+        raise OSError(errno.EOVERFLOW, f"larger than {most / 1e6:.2g} MB, the most that is read", str(file))
     return content
 
 
@@ -49,13 +49,16 @@ def flush(path: Path, tree: bool = False) -> None:
             os.close(descriptor)
 
 
-def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
-    """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk.
-
-    Nothing is written through a link, nor put in place of one, or of a FIFO or device: OSError."""
+def refuse_special(path: Path) -> None:
+    """Nothing is written through a link, nor put in place of one, or of a FIFO or a device: OSError."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         what = "a link" if path.is_symlink() else "Is a directory" if path.is_dir() else "not a regular file"
-        raise OSError(errno.EISDIR if path.is_dir() else errno.ELOOP, what, str(path))
+        raise OSError(errno.ENXIO, what, str(path))
+
+
+def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
+    """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk."""
+    refuse_special(path)
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)  # what a process that was killed left, or a link
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from sparring.processes.files import open_regular
+
 BUCKETS = 1024
 AXES = ("update", "total_steps", "episode", "timestamp")  # what a curve may be drawn over
 BINS = 480
@@ -37,16 +39,16 @@ class Tail:
         if not self.offset:
             return False
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset - len(self._seen))
                 return file.read(len(self._seen)) != self._seen
-        except FileNotFoundError:
+        except OSError:
             return True
 
     def rows(self) -> Iterator[list[dict]]:
         try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
+            file = open_regular(self.path)
+        except OSError:  # none yet, or nothing that can be read
             return
         with file:
             end = os.fstat(file.fileno()).st_size  # a line that is being written now is for the next time

@@ -102,12 +102,13 @@ def _files(folder: Path, suffix: str) -> dict[str, int]:
     """Names and sizes; a video that is being encoded is empty at first."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     sizes = {}
     for entry in entries:
         # it may have been removed since it was listed
         with suppress(FileNotFoundError):
-            if entry.name.endswith(suffix) and (size := entry.stat().st_size):
+            is_file = entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False)
+            if is_file and (size := entry.stat().st_size):
                 sizes[entry.name] = size
     return sizes

@@ -18,6 +18,7 @@ import orjson
 
 from sparring import __version__
 from sparring.errors import UserError
+from sparring.processes.files import write_whole
 from sparring.record.names import meanings
 from sparring.report.media import TYPES, Picture
 from sparring.report.run_folder import RunFolder
@@ -96,7 +97,7 @@ class Collection:
         collection = Collection(runs, lambda path: RunFolder(path, data_uri, share))
         collection.refresh()
         try:
-            output.write_bytes(collection.page(live=False))
+            write_whole(output, collection.page(live=False))
         except OSError as error:
             advice = "give --output FILE in a folder that is there and yours"
             raise UserError(f"'{output}': cannot write there ({error.strerror}); {advice}") from None
