@@ -4,6 +4,7 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 
@@ -27,12 +28,15 @@ _MENDS = {
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show
     try:
         try:
             if any("\0" in word for word in argv):
                 raise UserError("a NUL character was given, which no name holds; leave it out")
+            if empty := [word for word in argv if re.fullmatch("--[a-z-]+=--", word)]:  # argparse makes a list of it
+                raise UserError(f"{empty[0]}: the value is missing; give one")
             return _run(argv)
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled

@@ -15,6 +15,7 @@ from sparring.processes.files import open_regular
 BUCKETS = 1024
 AXES = ("update", "total_steps", "episode", "timestamp")  # what a curve may be drawn over
 BINS = 480
+_LAST_TIME = 1e11  # seconds: a later time is none
 CLOSE = 1200  # turns that can be told apart on a screen
 # stages within a rollout (collect), of which every turn is written for the first updates only
 FINE = ("simulate", "infer")
@@ -233,9 +234,8 @@ class Timeline(Follower):
         self._since_fine: list[tuple[str, str, float, float]] = []
 
     def add(self, rows: list[dict]) -> None:
-        named = (row for row in rows if row.keys() >= {"who", "stage", "begin", "end"})
-        spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in named]
-        spans = [span for span in spans if isinstance(span[2], float) and isinstance(span[3], float)]
+        spans = [(row.get("who"), row.get("stage"), row.get("begin"), row.get("end")) for row in rows]
+        spans = [span for span in spans if _is_turn(*span)]
         if not spans:
             return
         if self.began is None:
@@ -260,6 +260,11 @@ class Timeline(Follower):
             # [S], [S]
             begin, end = (np.array(turns).T - self.began).clip(0)
             self.busy.setdefault(lane, np.zeros(BINS))[:] += _spread(begin, end, self.width)
+
+
+def _is_turn(who: object, stage: object, begin: object, end: object) -> bool:
+    is_timed = isinstance(begin, float) and isinstance(end, float) and 0 <= begin <= end < _LAST_TIME
+    return is_timed and isinstance(who, str) and isinstance(stage, str)
 
 
 def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:

@@ -101,7 +101,8 @@ class RunFolder:
         unread = {reader.path.name: reader.unreadable for reader in (self.metrics, self.evaluations, self.timeline)}
         task = status.get("task") or self.config.get("env.task") or self.config.get("env.name")
         about = {"path": str(self.path), "phase": status.get("phase") or self.config.get("phase"), "task": task}
-        about |= {"state": status["state"], "seconds": status.get("seconds"), "kinds": _kinds(self.config)}
+        about |= {"state": status.get("state", "unknown"), "seconds": status.get("seconds")}
+        about["kinds"] = _kinds(self.config)
         about["unreadable"] = {name: lines for name, lines in unread.items() if lines}
         return about | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 

@@ -10,9 +10,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 from sparring.errors import UserError
+from sparring.processes.files import read_small
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.folder import folder_lock
 from sparring.runs.listing import is_held, size_of, why_no_checkpoint
+
+_MOST_BYTES = 1 << 30  # of evaluations.jsonl
 
 
 class _Measure(NamedTuple):
@@ -79,17 +82,22 @@ class Pruning:
                 shutil.rmtree(gone)
 
 
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e300
+
+
 def _evaluations(run: Path) -> tuple[_Measure, list[tuple[int, float]]]:
     """The first measure that any evaluation has; (update, figure) of each, in order."""
     file, lines = run / "evaluations.jsonl", []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in read_small(file, _MOST_BYTES).splitlines() if file.exists() else ():
         # a run that was killed may have left half a line
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
+        with suppress(ValueError, RecursionError):
+            read = json.loads(line)
+            lines += [read] if isinstance(read, dict) and isinstance(read.get("update"), int) else []
     for measure in _MEASURES:
         figures = ((line["update"], [line[name] for name in line if name.endswith(measure.name)]) for line in lines)
         # of several cameras, their mean
-        evaluations = [(update, fmean(found)) for update, found in figures if found and None not in found]
+        evaluations = [(update, fmean(found)) for update, found in figures if found and all(map(_is_figure, found))]
         if evaluations:
             return measure, sorted(evaluations)
     return _MEASURES[0], []
