@@ -52,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `sparring config finetune | head`
         _forget_stdout()
         return 0
-    except OSError as error:
-        if error.errno not in _OF_THE_MACHINE + _OF_WHAT_IS_GIVEN:
+    except Exception as raised:
+        error = _os_error(raised)
+        if error is None:
             raise
         try:
             sys.stdout.flush()
@@ -62,6 +63,17 @@ def main(argv: list[str] | None = None) -> int:
         mend = f"; {_MENDS[error.errno]}" if error.errno in _MENDS else ""
         print(f"sparring: {_place(error)}{error.strerror}{mend}", file=sys.stderr)
         return 2 if error.errno in _OF_WHAT_IS_GIVEN else 1
+
+
+def _os_error(error: Exception) -> OSError | None:
+    """An error of the machine or of what was given; libraries in other languages tell of one in words of their own."""
+    if isinstance(error, OSError):
+        return error if error.errno in _OF_THE_MACHINE + _OF_WHAT_IS_GIVEN else None
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
+        return _os_error(OSError(int(match[1]), os.strerror(int(match[1]))))
+    if "PytorchStreamWriter failed writing" in str(error):
+        return OSError(errno.EIO, "a file could not be written; is the disk full?")
+    return None
 
 
 def _place(error: OSError) -> str:

@@ -3,10 +3,11 @@
 `adversarial.*`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from sparring.config.text import Setting, read_settings
+from sparring.config.text import Setting, read_settings, shortened
 from sparring.errors import UserError
 from sparring.policies.configs import OF_A_METHOD
 from sparring.processes.files import read_small
@@ -71,9 +72,12 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
     from sparring.runs.fits import other_origin
 
     path = given[key]
-    saved = [] if Path(path).exists() else _of_the_run_itself(key, given)
+    saved = [] if os.path.exists(path) else _of_the_run_itself(key, given)
     if not saved:
-        found = find_checkpoint(path)
+        try:
+            found = find_checkpoint(path)
+        except OSError as error:  # a name that is too long, a folder that may not be read
+            raise UserError(f"{key} = '{shortened(path)}': cannot be read ({error.strerror})") from None
         file = (found.parent if found.is_file() else found) / "config.yaml"
         saved = read_settings(file) if file.is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
