@@ -16,12 +16,13 @@ from sparring.errors import UserError
 # errors of the machine, and of files that were given; any other OSError is a mistake of ours
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_THE_MACHINE = (*_FULL, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.EAGAIN)
-_OF_WHAT_IS_GIVEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR)
-_OF_WHAT_IS_GIVEN += (errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW)
+_NOT_YOURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_ODD = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW)
+_OF_WHAT_IS_GIVEN = (*_NOT_YOURS, *_ODD)
 _MENDS = {
     **dict.fromkeys(_FULL, "make room, or give another folder; the same command goes on from the last checkpoint"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit (ulimit -n), or use fewer processes"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give another place, or change who may read and write"),
+    **dict.fromkeys(_NOT_YOURS, "give another place, or change who may read and write"),
     errno.ENAMETOOLONG: "give a shorter name",
 }
 
@@ -53,22 +54,22 @@ def main(argv: list[str] | None = None) -> int:
         _forget_stdout()
         return 0
     except Exception as raised:
-        error = _os_error(raised)
-        if error is None:
+        failed = _os_error(raised)
+        if failed is None:
             raise
         try:
             sys.stdout.flush()
         except OSError:  # what cannot be written is this
             _forget_stdout()
-        mend = f"; {_MENDS[error.errno]}" if error.errno in _MENDS else ""
-        print(f"sparring: {_place(error)}{error.strerror}{mend}", file=sys.stderr)
-        return 2 if error.errno in _OF_WHAT_IS_GIVEN else 1
+        mend = f"; {_MENDS[failed.errno]}" if failed.errno in _MENDS else ""
+        print(f"sparring: {_place(failed)}{failed.strerror}{mend}", file=sys.stderr)
+        return 2 if failed.errno in _OF_WHAT_IS_GIVEN else 1
 
 
 def _os_error(error: Exception) -> OSError | None:
     """An error of the machine or of what was given; libraries in other languages tell of one in words of their own."""
     if isinstance(error, OSError):
-        return error if error.errno in _OF_THE_MACHINE + _OF_WHAT_IS_GIVEN else None
+        return error if error.errno in (*_OF_THE_MACHINE, *_OF_WHAT_IS_GIVEN) else None
     if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
         return _os_error(OSError(int(match[1]), os.strerror(int(match[1]))))
     if "PytorchStreamWriter failed writing" in str(error):

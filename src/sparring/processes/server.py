@@ -109,7 +109,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def setup(self) -> None:
-        self.timeout = self.server.answer_s  # also where nobody looks after times
+        self.request.settimeout(self.server.answer_s)  # also where nobody looks after times
         super().setup()
 
     def handle_one_request(self) -> None:

@@ -234,7 +234,8 @@ class Timeline(Follower):
         self._since_fine: list[tuple[str, str, float, float]] = []
 
     def add(self, rows: list[dict]) -> None:
-        spans = [(row.get("who"), row.get("stage"), row.get("begin"), row.get("end")) for row in rows]
+        named = (row for row in rows if row.keys() >= {"who", "stage", "begin", "end"})
+        spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in named]
         spans = [span for span in spans if _is_turn(*span)]
         if not spans:
             return
