@@ -91,7 +91,8 @@ def measure_report(folder: Path) -> dict:
 
 def measure_watch(folder: Path) -> dict:
     """A refresh is asked for over HTTP, as the page does, after a line was written, and read to its end."""
-    from sparring.report.page import HOST, open_server
+    from sparring.processes.server import HOST
+    from sparring.report.page import open_server
 
     began = time.perf_counter()
     server = open_server([folder], 17500)

@@ -9,7 +9,17 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 # a part is a module, or a package with all that is in it; the longest name that fits decides
 LAYERS = [
-    {"contract", "errors", "noise", "normalize", "config.section", "config.text", "config.resolve", "config"},
+    {
+        "contract",
+        "errors",
+        "noise",
+        "normalize",
+        "config.section",
+        "config.text",
+        "config.resolve",
+        "config",
+        "processes.files",
+    },
     {"processes"},
     {"envs", "policies", "data"},
     {"world_models", "rewards"},

@@ -212,9 +212,18 @@ def test_an_empty_file_or_section_asks_for_nothing(tmp_path, text):
         ("seed: 1\nppo: [1,\n", "config file 'FILE' line 3: not valid YAML or JSON (expected the node content, but"),
         ("seed: 1\n\tx: 2\n", "config file 'FILE' line 2: not valid YAML or JSON (found character '\\t' that cannot"),
         ("a: 1\n---\nb: 2\n", "config file 'FILE' line 2: not valid YAML or JSON (but found another document)"),
-        ("x: 1\nseed: !!int abc\n", "config file 'FILE' line 2: not valid YAML or JSON (invalid literal for int()"),
-        ("a: !!python/object:os.system x\n", "config file 'FILE' line 1: not valid YAML or JSON (could not determine"),
-        ("a: &a {b: *a}\n", "config file 'FILE': is nested too deeply, or refers to itself"),
+        (
+            "x: 1\nseed: !!int abc\n",
+            "config file 'FILE' line 2: not valid YAML or JSON (the tag !!int is not read here; write ",
+        ),
+        (
+            "a: !!python/object:os.system x\n",
+            "config file 'FILE' line 1: not valid YAML or JSON (the tag !!python/object:os",
+        ),
+        (
+            "a: &a {b: *a}\n",
+            "config file 'FILE' line 1: not valid YAML or JSON (the alias *a stands for what it lies in)",
+        ),
         ("a: \x00\n", "config file 'FILE': not valid YAML or JSON (unacceptable character #x0000"),
     ],
 )

@@ -8,7 +8,8 @@ from doubles_report import make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
 from sparring.config.schema import load_config
-from sparring.report.page import HOST, open_server
+from sparring.processes.server import HOST
+from sparring.report.page import open_server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 

@@ -7,14 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-from threading import Thread
+import time
+from threading import Thread, active_count
 
 import pytest
 from doubles_report import make_run, metrics_line, write_lines
 
 from sparring.cli.main import main
 from sparring.errors import UserError
-from sparring.report.page import HOST, _byte_range, open_server
+from sparring.processes.server import HOST
+from sparring.report.page import _byte_range, open_server
 
 
 @pytest.fixture
@@ -118,6 +120,10 @@ def test_videos_are_served_in_ranges(tmp_path, serve):
         ("bytes=100-", None),
         ("bytes=7-5", None),
         ("bytes=-0", None),
+        ("bytes=99999999999999999999999-", None),
+        (f"bytes={'9' * 5000}-", None),
+        (f"bytes=-{'9' * 5000}", (0, 99)),
+        ("bytes=00000000000000000000005-7", (5, 7)),
         # of a kind that we do not know: the whole
         ("lines=1-2", (0, 99)),
         ("bytes=1-2,5-6", (0, 99)),
@@ -151,6 +157,38 @@ def test_nothing_but_pictures_of_the_runs_can_be_read(tmp_path, serve):
     # by another name this could be a page of anybody's
     assert ask(server, "/data.json", Host="evil.example")[0] == 403
     assert ask(server, "/data.json", Host="localhost:8000")[0] == 200
+
+
+def test_odd_addresses_are_answered_without_a_traceback(tmp_path, serve, capfd):
+    run = make_run(tmp_path / "run", pictures=True)
+    (run / "videos" / "fifo.mp4").unlink(missing_ok=True)
+    os.mkfifo(run / "videos" / "fifo.mp4")
+    server = serve(run)
+    for path, expected in {
+        f"/runs/0/videos/{'a' * 5000}.mp4": 404,
+        "/runs/99999999999999999999999/videos/a.mp4": 404,
+        "/runs/%D9%A0/videos/episode_000160_0.mp4": 404,
+        "/runs/0/videos/episode_000160_0.mp4%00.mp4": 404,
+        "/runs/0/videos/fifo.mp4": 404,
+        f"/data.json?since={'9' * 5000}": 200,
+        "/data.json?since=%C2%B2": 200,
+        "/data.json?since=-1": 200,
+    }.items():
+        assert ask(server, path)[0] == expected, path[:40]
+    assert capfd.readouterr().err == ""
+
+
+def test_300_half_requests_do_not_keep_the_page_from_anybody(tmp_path, serve):
+    server = serve(make_run(tmp_path / "run"))
+    before = active_count()
+    held = [socket.create_connection(server.server_address, timeout=10) for _ in range(300)]
+    for half in held:
+        half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
+    began = time.monotonic()
+    assert ask(server, "/data.json")[0] == 200
+    assert time.monotonic() - began < 2 and active_count() - before <= server.connections
+    for half in held:
+        half.close()
 
 
 def test_a_port_that_is_taken(tmp_path, serve):

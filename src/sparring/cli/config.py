@@ -65,6 +65,7 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.config.convert import import_config
+    from sparring.processes.files import write_whole
 
     if not 2 <= len(arguments.what) <= 3 or overrides or arguments.config:
         raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]`, and nothing else")
@@ -78,7 +79,7 @@ def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if output.is_file():
         raise UserError(f"--output {output}: is there already, and stays; choose another name")
     try:
-        output.write_text(text, encoding="utf-8")
+        write_whole(output, text)
     except OSError as error:
         with suppress(OSError):
             output.unlink()

@@ -1,14 +1,31 @@
 """The command line. Parsing, help and completion import nothing heavy; a command imports what it needs."""
 
 import argparse
+import errno
+import io
 import os
+import re
 import sys
+from contextlib import suppress
 
 from sparring import __version__
 from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.errors import UserError
 from sparring.processes.heartbeat import OwnStages
+
+# errors of the machine, and of files that were given; any other OSError is a mistake of ours
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_THE_MACHINE = (*_FULL, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.EAGAIN)
+_NOT_YOURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_ODD = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW)
+_OF_WHAT_IS_GIVEN = (*_NOT_YOURS, *_ODD)
+_MENDS = {
+    **dict.fromkeys(_FULL, "make room, or give another folder; the same command goes on from the last checkpoint"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit (ulimit -n), or use fewer processes"),
+    **dict.fromkeys(_NOT_YOURS, "give another place, or change who may read and write"),
+    errno.ENAMETOOLONG: "give a shorter name",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,8 +40,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _exit_code(argv: list[str]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show
     try:
         try:
+            if any("\0" in word for word in argv):
+                raise UserError("a NUL character was given, which no name holds; leave it out")
+            if empty := [word for word in argv if re.fullmatch("--[a-z-]+=--", word)]:  # argparse makes a list of it
+                raise UserError(f"{empty[0]}: the value is missing; give one")
             return _run(argv)
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled
@@ -38,15 +62,46 @@ def _exit_code(argv: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `sparring config finetune | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 0
-    except Exception as error:  # an env is somebody else's code
-        from sparring.processes.child import describe_env_failure
+    except Exception as raised:
+        failed = _os_error(raised)
+        if failed is None:
+            from sparring.processes.child import describe_env_failure
 
-        if (failure := describe_env_failure(error)) is None:
-            raise
-        print(f"sparring: {failure}", file=sys.stderr)
-        return 1
+            # an env is somebody else's code
+            if (failure := describe_env_failure(raised)) is None:
+                raise
+            print(f"sparring: {failure}", file=sys.stderr)
+            return 1
+        try:
+            sys.stdout.flush()
+        except OSError:  # what cannot be written is this
+            _forget_stdout()
+        mend = f"; {_MENDS[failed.errno]}" if failed.errno in _MENDS else ""
+        print(f"sparring: {_place(failed)}{failed.strerror}{mend}", file=sys.stderr)
+        return 2 if failed.errno in _OF_WHAT_IS_GIVEN else 1
+
+
+def _os_error(error: Exception) -> OSError | None:
+    """An error of the machine or of what was given; libraries in other languages tell of one in words of their own."""
+    if isinstance(error, OSError):
+        return error if error.errno in (*_OF_THE_MACHINE, *_OF_WHAT_IS_GIVEN) else None
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
+        return _os_error(OSError(int(match[1]), os.strerror(int(match[1]))))
+    if "PytorchStreamWriter failed writing" in str(error):
+        return OSError(errno.EIO, "a file could not be written; is the disk full?")
+    return None
+
+
+def _place(error: OSError) -> str:
+    return f"'{os.fsdecode(error.filename)}': " if isinstance(error.filename, (str, bytes)) else ""
+
+
+def _forget_stdout() -> None:
+    """What is left to be said there would fail once more as the process ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -90,7 +90,7 @@ def _watch(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _tell(port: int, arguments) -> None:
-    from sparring.report.page import HOST
+    from sparring.processes.server import HOST
 
     if port != arguments.port:
         print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)

@@ -3,12 +3,14 @@
 `adversarial.*`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from sparring.config.text import Setting, read_settings
+from sparring.config.text import Setting, read_settings, shortened
 from sparring.errors import UserError
 from sparring.policies.configs import OF_A_METHOD
+from sparring.processes.files import read_small
 
 USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 _PLAYGROUND = {
@@ -71,9 +73,12 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
     from sparring.runs.fits import other_origin
 
     path = given[key]
-    saved = [] if Path(path).exists() else _of_the_run_itself(key, given)
+    saved = [] if os.path.exists(path) else _of_the_run_itself(key, given)
     if not saved:
-        found = find_checkpoint(path)
+        try:
+            found = find_checkpoint(path)
+        except OSError as error:  # a name that is too long, a folder that may not be read
+            raise UserError(f"{key} = '{shortened(path)}': cannot be read ({error.strerror})") from None
         file = (found.parent if found.is_file() else found) / "config.yaml"
         saved = read_settings(file) if file.is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
@@ -106,8 +111,9 @@ def _of_the_run_itself(key: str, given: dict[str, Any]) -> list[Setting]:
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     """The env that the first dataset was recorded in, with the tasks of all of them; nothing of others' datasets."""
-    demos = given.get("imitate.demos") or []
-    files = [Path(path) / "meta/sparring.json" for path in ([demos] if isinstance(demos, str) else demos)]
+    demos = given.get("imitate.demos")
+    folders = [demos] if isinstance(demos, str) else demos if isinstance(demos, (list, tuple)) else []
+    files = [Path(path) / "meta/sparring.json" for path in folders if isinstance(path, str)]
     if not files or not all(file.is_file() for file in files):
         return []
     envs = [_recorded_env(file) for file in files]
@@ -123,11 +129,11 @@ def _recorded_env(file: Path) -> dict[str, Any]:
     from sparring.data.lerobot import DatasetError
 
     try:
-        env = json.loads(file.read_text(encoding="utf-8"))["env"]
+        env = json.loads(read_small(file))["env"]
         return env | {"name": env["name"], "task": list(env["task"])}
     except (OSError, ValueError) as error:
         why = str(error)
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, RecursionError):
         why = "it does not say env.name and env.task"
     mend = "copy the dataset again, or delete this file and say with env.* what the demonstrations were recorded in"
     raise DatasetError(f"'{file}' cannot be read ({why}); {mend}")

@@ -2,6 +2,8 @@
 key, its source, the nearest valid key and the accepted values. No section is known by name here."""
 
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -12,7 +14,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from sparring.config.text import Setting, value_text
+from sparring.config.text import Setting, shortened, value_text
 from sparring.errors import UserError
 
 if typing.TYPE_CHECKING:
@@ -39,12 +41,37 @@ class Section(pydantic.BaseModel, metaclass=_SectionType):
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """A flag that was meant to have a value (`--ppo_epochs`) must not count as 1."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
+    def _within_reason(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Refuses endless lists and texts, and a flag that was meant to have a value: `--ppo_epochs` is not 1."""
+        field = cls.model_fields[str(info.field_name)]
+        annotation = field.annotation
+        has_own_bound = any(hasattr(limit, name) for limit in field.metadata for name in ("le", "lt"))
+        is_whole = annotation in _WHOLE and not has_own_bound
+        if why := _beyond_reason(value, _MOST if is_whole else math.inf):
+            raise PydanticCustomError("bounds", "{why}", {"why": why})
         if isinstance(value, bool) and any(kind in (annotation, *typing.get_args(annotation)) for kind in (int, float)):
             raise PydanticCustomError("bool", "true or false is not a value of this field")
         return value
+
+
+# of a list; of a text, which may be a path or the name of a class; a bound from which on it is the machine that ends it
+_ENTRIES, _CHARACTERS, _VAST = 1000, 10_000, 10_000
+_PROBLEMS = 50  # to look for what was meant takes a while
+# of whole numbers without a bound of their own
+_WHOLE, _MOST = (int, int | None), 10**9
+
+
+def _beyond_reason(value: Any, most: float) -> str | None:
+    if isinstance(value, (int, float)) and value > most:
+        return f"expected at most {most:,}: more takes more memory or time than there is"
+    if isinstance(value, (list, tuple)) and len(value) > _ENTRIES:
+        return f"has {len(value):,} entries; expected at most {_ENTRIES:,}, or checking them would take too long"
+    if isinstance(value, str) and len(value) > _CHARACTERS:
+        return f"has {len(value):,} characters; expected at most {_CHARACTERS:,}: no path or name is as long"
+    texts = (text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str))
+    if any("\0" in text or not text.isascii() and re.search("[\ud800-\udfff]", text) for text in texts):
+        return "holds a NUL or half a character, which is no text; expected letters, digits and signs"
+    return None
 
 
 class ConfigError(UserError):
@@ -123,7 +150,10 @@ class Schema:
                 continue
             home, problem = self._place(key, setting, keys)
             if problem:
-                problems.append(f"{setting.as_written} (from {setting.where}): {problem}")
+                problems.append(f"{shortened(setting.as_written)} (from {setting.where}): {problem}")
+            if len(problems) == _PROBLEMS:
+                problems.append("these are the first; mend them, then the others are shown")
+                break
             if home is None:
                 continue
             earlier = placed.pop(home, None)
@@ -198,7 +228,8 @@ class Schema:
                     return self.root.model_validate(values)
                 values[name] = cls.model_validate(values.get(name, {}))
             except pydantic.ValidationError as error:
-                for problem in error.errors():
+                # a list of wrong entries is one problem
+                for problem in {(p["loc"][:1], p["type"], p["msg"]): p for p in error.errors()}.values():
                     leaf = str(problem["loc"][0]) if problem["loc"] else ""
                     if not name and self._is_section(leaf):
                         continue  # it was not made, and why is known
@@ -225,7 +256,8 @@ def _in_words(annotation: Any, metadata: Iterable = ()) -> str:
         return f"a list, each {_in_words(args[0])}"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    bounds = [f"{sign} {getattr(m, name)}" for m in metadata for name, sign in signs.items() if hasattr(m, name)]
+    found = [(name, getattr(m, name)) for m in metadata for name in signs if hasattr(m, name)]
+    bounds = [f"{signs[name]} {bound}" for name, bound in found if not (name == "le" and bound >= _VAST)]
     return " ".join([names.get(annotation, str(annotation)), " and ".join(bounds)]).rstrip()
 
 
@@ -250,7 +282,7 @@ def _given(key: str, placed: dict[str, Setting]) -> str:
     if setting is None:
         return key
     spelled = "" if setting.as_written == key else f", given as {setting.as_written}"
-    return f"{key} = {value_text(setting.value)} (from {setting.where}{spelled})"
+    return f"{key} = {shortened(value_text(setting.value))} (from {setting.where}{spelled})"
 
 
 def _section_problem(cls: Any, values: dict, problem: Any) -> str:
@@ -264,7 +296,9 @@ def _section_problem(cls: Any, values: dict, problem: Any) -> str:
 
 
 def _why(problem: Any, info: FieldInfo | None) -> str:
-    if problem["type"] == "value_error" or info is None:
+    if problem["type"] in ("value_error", "bounds") or info is None:
         return problem["msg"].removeprefix("Value error, ")
     missing = "has no default and was not given; " if problem["type"] == "missing" else ""
-    return f"{missing}expected {_accepted(info)}"
+    is_vast = problem["type"] == "less_than_equal" and problem["ctx"]["le"] >= _VAST
+    more = f", at most {problem['ctx']['le']:,}: more takes more memory or time than there is" if is_vast else ""
+    return f"{missing}expected {_accepted(info)}{more}"

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from sparring.errors import UserError
+from sparring.processes.files import read_small
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,57 @@ class Setting:
         return self.source if self.line is None else f"{self.source} line {self.line}"
 
 
+# a config has some 200 keys, its file 20 kB; what is read takes two seconds at the very most
+_FILE_BYTES, _NODES, _DEPTH = 200_000, 5000, 40
+_CORE = "tag:yaml.org,2002:"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text."""
+    """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text. And within bounds."""
 
     yaml_implicit_resolvers: dict = {}
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._depth, self._values = 0, 0
+        self._sizes: dict[int, int] = {}  # values in each node that is whole, by id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A value, its depth and number counted; an alias counts as all that it stands for."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            node = super().compose_node(parent, index)
+            self._count(self._sizes.get(id(node)), event)
+            return node
+        before, self._depth = self._values, self._depth + 1
+        self._count(1, event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._sizes[id(node)] = self._values - before
+        if event.tag not in (None, "!"):
+            self._check_tag(node)
+        return node
+
+    def _count(self, values: int | None, event: yaml.Event) -> None:
+        self._values += values or 0
+        problem = None if values else f"the alias *{event.anchor} stands for what it lies in"
+        if self._depth > _DEPTH:
+            problem = f"values lie more than {_DEPTH} deep"
+        elif self._values > _NODES:
+            problem = f"there are more than {_NODES:,} values, counting what aliases stand for"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+    @staticmethod
+    def _check_tag(node: yaml.Node) -> None:
+        kind = node.tag.removeprefix(_CORE)
+        if kind in ("str", "seq", "map"):
+            return
+        read_as = {"float": ("int", "float")}.get(kind, (kind,))
+        patterns = [_SCALARS[name][0] for name in read_as if name in _SCALARS]
+        if not (isinstance(node, yaml.ScalarNode) and any(re.fullmatch(pattern, node.value) for pattern in patterns)):
+            why = f"the tag {node.tag.replace(_CORE, '!!')} is not read here; write the value without it"
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -68,14 +116,14 @@ def read_settings(path: str | Path) -> list[Setting]:
     """The leaves of a YAML or JSON file (JSON may have // comments), each with its line."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path, _FILE_BYTES).decode()
     except OSError as error:
         raise UserError(f"config file '{path}': cannot read it ({error.strerror})") from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise UserError(f"config file '{path}': is not text; give a YAML or JSON file") from None
     if path.suffix.lower() == ".json":
         # without // comments, and tabs, which YAML does not take; a string is matched first, so "http://..." survives
-        text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|\t', lambda match: match.group(1) or " ", text)
+        text = re.sub(r'("(?:\\.|[^"\\])*+"?)|//[^\n]*|\t', lambda match: match.group(1) or " ", text)
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -90,8 +138,6 @@ def read_settings(path: str | Path) -> list[Setting]:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
-    except RecursionError:
-        raise UserError(f"config file '{path}': is nested too deeply, or refers to itself") from None
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
@@ -107,12 +153,14 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
     for word in [*others, *overrides]:
         key, equals, text = word.removeprefix("--").partition("=")
         if word in others or not re.fullmatch(_KEY, key):
-            problems.append(f"'{word}' is not an override; write key=value or --key value")
+            problems.append(f"'{shortened(word)}' is not an override; write key=value or --key value")
             continue
         try:
             settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))
         except (yaml.YAMLError, ValueError) as error:
-            problems.append(f"{key} = {text} (from command line): the value is not valid YAML ({_problem(error)})")
+            problems.append(
+                f"{key} = {shortened(text)} (from command line): the value is not valid YAML ({_problem(error)})"
+            )
     if problems:
         raise UserError("\n".join(problems))
     return settings
@@ -145,6 +193,10 @@ def value_text(value: Any) -> str:
     return yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf).rstrip("\n")[1:-1]
 
 
+def shortened(text: str, most: int = 300) -> str:
+    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"
+
+
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     """{"ppo": {"gamma": 1}} -> {"ppo.gamma": 1}; empty dicts stay as leaves."""
     flat: dict[str, Any] = {}
@@ -158,6 +210,8 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
 
 def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str) -> Iterator[Setting]:
     for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key is a list or has keys itself", problem_mark=key_node.start_mark)
         key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(loader, value_node, f"{key}.", filename)

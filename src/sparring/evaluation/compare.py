@@ -19,6 +19,7 @@ from sparring.evaluation.of_run import SAME_EPISODES, episode_differences, load_
 from sparring.evaluation.play import held_out_env, play, wilson
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.processes.distributed import pick_device
+from sparring.processes.files import write_whole
 
 FLIPS, AT_A_TIME = 10_000, 500  # flips of signs of the permutation test; so many at a time, for the memory's sake
 SIGNIFICANT = 0.05  # below this p, a difference counts as shown
@@ -202,7 +203,7 @@ class Comparison:
         return f"{doubt}; by reward, {by_reward[0].winner()}" if by_reward else doubt
 
     def write(self, path: Path) -> Path:
-        path.write_text(json.dumps(asdict(self) | {"split": "eval", "verdict": self.verdict()}, indent=2) + "\n")
+        write_whole(path, json.dumps(asdict(self) | {"split": "eval", "verdict": self.verdict()}, indent=2) + "\n")
         return path
 
 

@@ -1,7 +1,6 @@
 """Result files of evaluations (eval.json, eval_<changed settings>.json, videos/<same name>_0.mp4), and text tables."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -14,6 +13,7 @@ from zlib import crc32
 
 from sparring.config.text import value_text
 from sparring.errors import UserError
+from sparring.processes.files import refuse_special, write_whole
 
 LONGEST = 120  # letters of a file name; file systems allow some more
 _NARROWEST = 6  # characters of a column that is cut
@@ -60,7 +60,7 @@ class EvaluationResult(ABC):
 
     def write(self, path: Path, about: dict | None = None) -> Path:
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {}) | self.content()
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        write_whole(path, json.dumps(content, indent=2) + "\n")
         return path
 
 
@@ -89,11 +89,13 @@ class EvaluationFiles:
 
 
 def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder that is there and yours") -> None:
-    """Called before hours are spent. It opens the file: permissions alone do not tell."""
-    existed = os.path.lexists(file)  # a link to a missing file belongs to somebody
+    """Called before hours are spent. It writes the file: permissions alone do not tell."""
     try:
-        file.open("a").close()
+        refuse_special(file)
+        if file.exists():
+            file.open("a").close()
+        probe = file.with_suffix(".probe")
+        write_whole(probe, "")
+        probe.unlink()
     except OSError as error:
         raise UserError(f"'{file}': cannot write there ({error.strerror}); {instead}") from None
-    if not existed:
-        file.unlink()

@@ -1,15 +1,40 @@
-"""Files that survive a power cut, and the lock of a folder that one process writes to."""
+"""Regular files, read within bounds and written whole, and the lock of a folder that one process writes to."""
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from sparring.errors import UserError
 
 LOCK = "writer.lock"
 # whoever only asks whether somebody writes holds the lock for a moment
 _LOCK_S = 0.3
+# bytes of a file that is read at once: status, settings, results
+_SMALL = 16 << 20
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """To read it. A FIFO would be waited for, a device read for ever: OSError."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        code, why = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(kind) else (errno.ENXIO, "not a regular file")
+        raise OSError(code, why, str(file))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(file: Path, most: int = _SMALL) -> bytes:
+    """All of a regular file of at most so many bytes; else OSError."""
+    with open_regular(file) as opened:
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EOVERFLOW, f"larger than {most / 1e6:.2g} MB, the most that is read", str(file))
+    return content
 
 
 def flush(path: Path, tree: bool = False) -> None:
@@ -25,10 +50,21 @@ def flush(path: Path, tree: bool = False) -> None:
             os.close(descriptor)
 
 
-def write_whole(path: Path, text: str, sync: bool = False) -> None:
+def refuse_special(path: Path) -> None:
+    """Nothing is written through a link, nor put in place of one, or of a FIFO or a device: OSError."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        what = "a link" if path.is_symlink() else "Is a directory" if path.is_dir() else "not a regular file"
+        raise OSError(errno.ENXIO, what, str(path))
+
+
+def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
     """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk."""
+    refuse_special(path)
     partial = path.with_suffix(".partial")
-    partial.write_text(text, "utf-8")
+    partial.unlink(missing_ok=True)  # what a process that was killed left, or a link
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(partial, flags, 0o666), "wb") as opened:
+        opened.write(content.encode() if isinstance(content, str) else content)
     if sync:
         flush(partial)
     partial.replace(path)
@@ -38,7 +74,7 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
 
 def take_lock(folder: Path) -> int:
     """A file descriptor: the lock is held until it is closed or the process ends, in whatever way."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparring.processes.files import flush, write_whole
+from sparring.processes.files import flush, open_regular, write_whole
 
 _CHECKSUM = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
 _LENGTH = 20  # of such an ending
@@ -78,16 +78,22 @@ class RowFile:
         ending = _CHECKSUM.fullmatch(line[-_LENGTH:])
         return ending is not None and int(ending[1], 16) != zlib.crc32(line[:-_LENGTH] + b"}")
 
+    def _content(self) -> bytes:
+        if not self.path.exists():
+            return b""
+        with open_regular(self.path) as file:
+            return file.read()
+
     def _rows(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         """Lines that have an end; None: altered."""
-        text = self.path.read_bytes() if self.path.exists() else b""
+        text = self._content()
         for line in text.split(b"\n")[:-1]:
             intact = _CHECKSUM.fullmatch(line[-_LENGTH:]) and not self.is_altered(line)
             yield line, {k: v for k, v in json.loads(line).items() if k != "crc"} if intact else None
 
     def _cut_torn(self) -> int:
         """How many bytes are left, where a last row without its end is gone."""
-        text = self.path.read_bytes() if self.path.exists() else b""
+        text = self._content()
         whole = text.rfind(b"\n") + 1
         if whole < len(text):
             os.truncate(self.path, whole)

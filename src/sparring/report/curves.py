@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from sparring.processes.files import open_regular
 from sparring.processes.rows import RowFile
 
 BUCKETS = 1024
 AXES = ("update", "total_steps", "episode", "timestamp")  # what a curve may be drawn over
 BINS = 480
+_LAST_TIME = 1e11  # seconds: a later time is none
 CLOSE = 1200  # turns that can be told apart on a screen
 # stages within a rollout (collect), of which every turn is written for the first updates only
 FINE = ("simulate", "infer")
@@ -40,16 +42,16 @@ class Tail:
         if not self.offset:
             return False
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset - len(self._seen))
                 return file.read(len(self._seen)) != self._seen
-        except FileNotFoundError:
+        except OSError:
             return True
 
     def rows(self) -> Iterator[list[dict]]:
         try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
+            file = open_regular(self.path)
+        except OSError:  # none yet, or nothing that can be read
             return
         with file:
             end = os.fstat(file.fileno()).st_size  # a line that is being written now is for the next time
@@ -235,7 +237,7 @@ class Timeline(Follower):
     def add(self, rows: list[dict]) -> None:
         named = (row for row in rows if row.keys() >= {"who", "stage", "begin", "end"})
         spans = [(row["who"], row["stage"], row["begin"], row["end"]) for row in named]
-        spans = [span for span in spans if isinstance(span[2], float) and isinstance(span[3], float)]
+        spans = [span for span in spans if _is_turn(*span)]
         if not spans:
             return
         if self.began is None:
@@ -259,6 +261,11 @@ class Timeline(Follower):
         for lane, turns in times.items():
             begin, end = (np.array(turns).T - self.began).clip(0)  # [S] each
             self.busy.setdefault(lane, np.zeros(BINS))[:] += _spread(begin, end, self.width)
+
+
+def _is_turn(who: object, stage: object, begin: object, end: object) -> bool:
+    is_timed = isinstance(begin, float) and isinstance(end, float) and 0 <= begin <= end < _LAST_TIME
+    return is_timed and isinstance(who, str) and isinstance(stage, str)
 
 
 def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:

@@ -15,6 +15,9 @@ from sparring.report.curves import Tail
 
 STRIPS = 12
 VIDEOS = 48
+# what a line of index.jsonl says, and of which kind it is
+_KINDS: dict[str, type | tuple[type, ...]] = dict.fromkeys(("kind", "task", "settings"), str)
+_KINDS |= dict.fromkeys(("update", "episode", "steps"), int) | {"success": bool, "reward": (int, float)}
 TYPES = {".mp4": "video/mp4", ".png": "image/png"}
 
 
@@ -94,7 +97,7 @@ def _video(name: str, size: int, line: dict) -> Picture:
         guess = {"kind": "rollout", "update": int(match[1])}
     elif match := re.match(r"episode_(\d+)(_?)", name):
         guess = {"kind": "evaluation" if match[2] else "prediction", "episode": int(match[1])}
-    known = {key: line[key] for key in Picture.__dataclass_fields__ if line.get(key) is not None}
+    known = {key: line[key] for key, kind in _KINDS.items() if isinstance(line.get(key), kind)}
     return Picture(**(guess | known | {"file": f"videos/{name}", "bytes": size}))
 
 
@@ -102,11 +105,13 @@ def _files(folder: Path, suffix: str) -> dict[str, int]:
     """Names and sizes; a video that is being encoded is empty at first."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     sizes = {}
     for entry in entries:
-        with suppress(FileNotFoundError):  # it may have been removed since it was listed
-            if entry.name.endswith(suffix) and (size := entry.stat().st_size):
+        # it may have been removed since it was listed
+        with suppress(FileNotFoundError):
+            is_file = entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False)
+            if is_file and (size := entry.stat().st_size):
                 sizes[entry.name] = size
     return sizes

@@ -4,20 +4,21 @@ import base64
 import errno
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from threading import Lock
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote
 
 import orjson
 
 from sparring import __version__
 from sparring.errors import UserError
+from sparring.processes.files import open_regular, write_whole
+from sparring.processes.server import BoundedHandler, BoundedServer
 from sparring.record.names import meanings
 from sparring.report.media import TYPES, Picture
 from sparring.report.run_folder import RunFolder
@@ -96,23 +97,20 @@ class Collection:
         collection = Collection(runs, lambda path: RunFolder(path, data_uri, share))
         collection.refresh()
         try:
-            output.write_bytes(collection.page(live=False))
+            write_whole(output, collection.page(live=False))
         except OSError as error:
             advice = "give --output FILE in a folder that is there and yours"
             raise UserError(f"'{output}': cannot write there ({error.strerror}); {advice}") from None
         return collection
 
 
-HOST = "127.0.0.1"
 _MORE_PORTS = 50  # ports that are tried after the one that was asked for
+_BLOCK = 1 << 20
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_port = False  # else a second server would share the port of a first one
-
+class _Server(BoundedServer):
     def __init__(self, paths: list[Path], port: int):
-        super().__init__((HOST, port), _Handler)
+        super().__init__(port, _Handler)
         self.collection = Collection(
             paths, lambda path: RunFolder(path, lambda run, seen: f"runs/{self.collection.numbers[run]}/{seen.file}")
         )
@@ -127,15 +125,12 @@ class _Server(ThreadingHTTPServer):
         """A file that the page may show: right below videos/ or samples/ of a run, and nothing else."""
         with self.lock:
             runs = {known: path for path, known in self.collection.numbers.items()}
-        if number not in runs or not re.fullmatch(r"(videos/[^/\\]+\.mp4|samples/[^/\\]+\.png)", file):
+        if number not in runs or not re.fullmatch(r"(videos/[^/\\\0]+\.mp4|samples/[^/\\\0]+\.png)", file):
             return None
         path = runs[number] / file
-        return path if path.is_file() and path.resolve().is_relative_to(runs[number].resolve()) else None
-
-    def handle_error(self, request, client_address) -> None:
-        """A browser that hangs up in the middle of a video is no error."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        with suppress(OSError):  # a name that is too long for any file
+            return path if path.is_file() and path.resolve().is_relative_to(runs[number].resolve()) else None
+        return None
 
 
 def open_server(paths: list[Path], port: int) -> _Server:
@@ -156,74 +151,51 @@ def open_server(paths: list[Path], port: int) -> _Server:
     raise UserError(f"--port {port}: this one and those after it are taken or not allowed; give another")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     server: _Server
-    protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        # a page of another site may not read this one by a name that resolves to this machine
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        address = urlsplit(self.path)
-        if host not in (HOST, "localhost"):
-            self._refuse(HTTPStatus.FORBIDDEN)
-        elif address.path == "/":
-            self._send(self.server.refreshed(lambda runs: runs.page(live=True)), "text/html; charset=utf-8")
+    def answer(self, address: SplitResult) -> None:
+        if address.path == "/":
+            self.send(self.server.refreshed(lambda runs: runs.page(live=True)), "text/html; charset=utf-8")
         elif address.path == "/data.json":
             text = parse_qs(address.query).get("since", ["0"])[0]
-            since = int(text) if text.isdecimal() else 0
-            self._send(self.server.refreshed(lambda runs: runs.changes(since)), "application/json")
-        elif match := re.fullmatch(r"/runs/(\d+)/(.+)", unquote(address.path)):
+            since = int(text) if re.fullmatch("[0-9]{1,15}", text) else 0
+            self.send(self.server.refreshed(lambda runs: runs.changes(since)), "application/json")
+        elif match := re.fullmatch(r"/runs/([0-9]{1,9})/(.+)", unquote(address.path)):
             path = self.server.picture(int(match[1]), match[2])
-            self._send_file(path) if path else self._refuse(HTTPStatus.NOT_FOUND)
+            self._send_file(path) if path else self.refuse(HTTPStatus.NOT_FOUND)
         else:
-            self._refuse(HTTPStatus.NOT_FOUND)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_) -> None:
-        """No line for every request."""
-
-    def _refuse(self, status: HTTPStatus) -> None:
-        self._send(status.phrase.encode(), "text/plain", status)
-
-    def _send(self, body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
-        self._begin(status, {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"})
-        if self.command == "GET":
-            self.wfile.write(body)
+            self.refuse(HTTPStatus.NOT_FOUND)
 
     def _send_file(self, path: Path) -> None:
         """All, or the range of the request: without ranges a browser cannot seek in a video."""
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             asked = _byte_range(self.headers.get("Range"), size)
             if asked is None:
                 refusal = {"Content-Range": f"bytes */{size}", "Content-Length": "0"}
-                self._begin(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, refusal)
+                self.begin(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, refusal)
                 return
             first, last = asked
-            part = "Range" in self.headers
-            headers = {"Content-Type": TYPES[path.suffix], "Accept-Ranges": "bytes", "Content-Length": last - first + 1}
+            left, part = last - first + 1, "Range" in self.headers
+            headers = {"Content-Type": TYPES[path.suffix], "Accept-Ranges": "bytes", "Content-Length": left}
             headers |= {"Content-Range": f"bytes {first}-{last}/{size}"} if part else {}
-            self._begin(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK, headers)
-            if self.command == "GET":
-                file.seek(first)
-                self.wfile.write(file.read(last - first + 1))
-
-    def _begin(self, status: HTTPStatus, headers: dict) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, str(value))
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
+            self.begin(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK, headers)
+            file.seek(first)
+            while self.command == "GET" and (block := file.read(min(left, _BLOCK))):
+                self.wfile.write(block)
+                left -= len(block)
 
 
 def _byte_range(header: str | None, size: int) -> tuple[int, int] | None:
     """First and last byte of `bytes=first-last`, `bytes=first-` or `bytes=-count`; None if there are no such bytes."""
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "bytes=0-")
+    match = re.fullmatch("bytes=([0-9]*)-([0-9]*)", header or "bytes=0-")
     if not match or match[0] == "bytes=-":
         return 0, size - 1
-    if not match[1]:
-        first, last = max(size - int(match[2]), 0), size - 1
+    # of a long number the first digits say that it is past the end
+    given = [int(text[:18]) if text else None for text in (text.lstrip("0") or text[:1] for text in match.groups())]
+    if given[0] is None:
+        first, last = max(size - (given[1] or 0), 0), size - 1
     else:
-        first, last = int(match[1]), min(int(match[2] or size - 1), size - 1)
+        first, last = given[0], size - 1 if given[1] is None else min(given[1], size - 1)
     return (first, last) if first <= last else None

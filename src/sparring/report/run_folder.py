@@ -12,7 +12,7 @@ from sparring.config.text import Setting, flatten, saved_settings, value_text
 from sparring.errors import UserError
 from sparring.report import media
 from sparring.report.curves import Curves, Follower, Timeline
-from sparring.runs.listing import lives, read_json, run_folders
+from sparring.runs.listing import lives, read_status, run_folders
 
 IDLE = ("output", "resume", "logging.")  # settings that say where and how loudly, not what is trained
 _IN_A_LABEL = 3  # with more differences than this, a folder's name says more
@@ -101,7 +101,8 @@ class RunFolder:
         unread = {reader.path.name: reader.unreadable for reader in (self.metrics, self.evaluations, self.timeline)}
         task = status.get("task") or self.config.get("env.task") or self.config.get("env.name")
         about = {"path": str(self.path), "phase": status.get("phase") or self.config.get("phase"), "task": task}
-        about |= {"state": status["state"], "seconds": status.get("seconds"), "kinds": _kinds(self.config)}
+        about |= {"state": status.get("state", "unknown"), "seconds": status.get("seconds")}
+        about["kinds"] = _kinds(self.config)
         about["unreadable"] = {name: lines for name, lines in unread.items() if lines}
         return about | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 
@@ -129,7 +130,7 @@ def _kinds(config: dict[str, Any]) -> dict[str, str]:
 
 def _read_status(folder: Path) -> dict:
     """`status.json`, with the state `killed` where a run had no time to write how it ended."""
-    status = read_json(folder / "status.json")
+    status = read_status(folder)
     if not status:
         started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
         why = "this run kept no status.json" if started else "nothing has been written here yet"

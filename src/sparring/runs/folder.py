@@ -36,7 +36,7 @@ from sparring.processes.files import take_lock, write_whole
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
 from sparring.runs.fits import refuse_other_config
-from sparring.runs.listing import read_json
+from sparring.runs.listing import read_status
 
 log = logging.getLogger(LOGGER)
 
@@ -166,7 +166,7 @@ class Status:
 
     def __init__(self, folder: Path | None, phase: str, task: str, system: dict, goes_on: bool = False):
         self.file = folder / "status.json" if folder else None
-        earlier = read_json(self.file) if self.file and goes_on else {}
+        earlier = read_status(folder) if folder and goes_on else {}
         fraction = (earlier.get("progress") or {}).get("fraction", 0.0)
         self.was_finished = earlier.get("state") == "finished" and fraction >= 1
         self.system, self._process = system, {"pid": os.getpid(), "host": socket.gethostname(), "system": system}

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from sparring.config.text import read_settings
 from sparring.errors import UserError
+from sparring.processes.files import read_small
 
 # what a run writes next to its config, any of it
 _TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
@@ -21,6 +23,12 @@ _PROOF = {"status.json", "episode_metrics.jsonl"}
 # folders in a run folder that hold no runs
 _INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos", "wandb"}
 _HOW = {"running": "goes on", "interrupted": "was interrupted", "crashed": "crashed", "killed": "was killed"}
+# status.json: key -> kind of its value
+_STATUS: dict[str, type | tuple[type, ...]] = dict.fromkeys(("state", "why", "phase", "task", "host"), str)
+_STATUS |= dict.fromkeys(("progress", "last", "best", "system"), dict) | {"pid": int}
+_STATUS |= dict.fromkeys(("started", "updated", "ended", "seconds"), (int, float))
+_COUNTS = ("updates", "env_steps", "fraction")
+_DIGITS = 19  # a longer integer is no count of anything
 # most runs that a hint names
 _NAMED = 5
 
@@ -93,12 +101,12 @@ def _is_run(names: set[str]) -> bool:
 
 
 def _look_at(folder: Path) -> RunState:
-    status = read_json(folder / "status.json")
+    status = read_status(folder)
     progress = status.get("progress") or {}
     told = {name: status.get(name) for name in ("phase", "task", "why", "best")}
     told |= {name: progress.get(name) for name in ("updates", "env_steps", "fraction")}
     files = [folder / name for name in {"config.yaml", *_TRACES} if (folder / name).exists()]
-    updated = status.get("updated") or max(file.stat().st_mtime for file in files)
+    updated = status.get("updated") or max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     state, age = _state(folder, status), time.time() - updated
     return RunState(path=str(folder), state=state, bytes=size_of(folder), age=age, **told)
 
@@ -106,7 +114,7 @@ def _look_at(folder: Path) -> RunState:
 def is_held(folder: Path) -> bool | None:
     """Whether a process trains there; None: unknown. Asking takes the lock for a moment, see `take_lock`."""
     try:
-        handle = os.open(folder / "writer.lock", os.O_RDONLY)
+        handle = os.open(folder / "writer.lock", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except PermissionError:
@@ -162,7 +170,27 @@ def _state(folder: Path, status: dict) -> str:
 def read_json(file: Path) -> dict:
     """A JSON object; an empty one where there is none, or where it cannot be read."""
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(read_small(file), parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else None)
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """What `status.json` says and is of the kind that a run writes."""
+    status = read_json(folder / "status.json")
+    known = {name: status[name] for name, kind in _STATUS.items() if isinstance(status.get(name), kind)}
+    for name in known.keys() & {"progress", "last", "best", "system"}:
+        known[name] = {key: value for key, value in known[name].items() if not isinstance(value, (dict, list))}
+    progress, best = known.get("progress", {}), known.get("best")
+    if not 0 < known.get("pid", 1) < 2**31:
+        del known["pid"]
+    for name in [name for name in progress if name in _COUNTS and not _is_number(progress[name])]:
+        del progress[name]
+    if best is not None and not all(_is_number(best.get(name)) for name in ("success_rate", "low", "high")):
+        del known["best"]
+    return known
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

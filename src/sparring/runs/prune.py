@@ -16,6 +16,7 @@ from sparring.runs.folder import folder_lock
 from sparring.runs.listing import is_held, size_of, why_no_checkpoint
 
 
+
 class _Measure(NamedTuple):
     name: str  # how it ends in evaluations.jsonl
     sign: int  # 1: more is better, -1: less
@@ -88,13 +89,17 @@ def _whole(paths: Iterable[Path], most: int) -> list[Path]:
     return list(islice((path for path in paths if not damage_of(path)), most))
 
 
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e300
+
+
 def _evaluations(run: Path) -> tuple[_Measure, list[tuple[int, float]]]:
     """The first measure that any evaluation has; (update, figure) of each, in order."""
     rows = RowFile(run / "evaluations.jsonl").read()
     for measure in _MEASURES:
         figures = ((row["update"], [row[name] for name in row if name.endswith(measure.name)]) for row in rows)
         # of several cameras, their mean
-        evaluations = [(update, fmean(found)) for update, found in figures if found and None not in found]
+        evaluations = [(update, fmean(found)) for update, found in figures if found and all(map(_is_figure, found))]
         if evaluations:
             return measure, sorted(evaluations)
     return _MEASURES[0], []

@@ -1,0 +1,278 @@
+"""Does any config or override end in anything but a config or a sentence? Seeded, structure-aware, in one process.
+
+    python benchmarks/config_fuzz.py --count 10000 --cli 100
+
+Real keys meet values of wrong types and extremes; files are broken, nested, aliased, tagged, huge or no files at all.
+What is accepted is printed and read again, and must be the same. A sample goes through the command line. Seconds are of
+the processor, as the machine may be shared. Memory is the growth of the peak by one load, in this process.
+"""
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from report import RESULTS, metadata, write_json
+
+import sparring.runs.checkpoint  # noqa: F401  (torch, which `pretrained` needs: its 250 MB are not those of a config)
+from sparring.config.inherit import PHASE_DEFAULTS
+from sparring.config.schema import SCHEMA, configure
+from sparring.config.text import Setting, parse_overrides, read_settings
+from sparring.errors import UserError
+
+PHASES = ["finetune", "imitate", *PHASE_DEFAULTS]
+SLOW_S, LARGE_MB = 2.0, 500
+_NESTED = [f"{'[' * deep}{']' * deep}" for deep in (2, 30, 45, 500, 5000)]
+_LAUGHS = "&a [x, x], &b [*a, *a], &c [*b, *b], &d [*c, *c], &e [*d, *d], &f [*e, *e], &g [*f, *f], &h [*g, *g]"
+_USUAL = ["0", "1", "2", "8", "0.5", "true", "false", "null", "[1]", "[a]", "x", "{}"]
+_TEXTS = """-1 0 1 -0 0.0 1e308 -1e308 1e309 1e-320 .nan .inf -.inf nan inf true false null ~ '' [] {} [[]] [null]
+[true] [-1] [0] [.nan] 2147483647 2147483648 9223372036854775808 -9223372036854775809 0x10 1_000 1e3 1.5 12:30
+2024-01-02 yes on
+../../etc/passwd /etc/passwd /dev/null /dev/zero /proc/self/mem . .. ~root $(true) *a %TAG [ ] { } : | > @ ` ' "
+# - -- = ppo grpo tabletop gym:CartPole-v1 gym: gym:Nope-v9 :: a: :b
+1.0 ٣ ½ üñí 日本語 🤖 \u202e cuda:99999999999 cuda:٣ cuda:-1
+all flow vla pi0 native_vla token original async fpo flow_noise"""
+VALUES = _TEXTS.split() + [
+    *(
+        "",
+        "{a: 1}",
+        "{1: 2}",
+        "{null: 1}",
+        "{[1]: 2}",
+        "{a: {b: {c: 1}}}",
+        "[reach_d0, reach_d0]",
+        "- a",
+        "? a",
+        "a: b: c",
+    ),
+    *(
+        "!!python/name:os.system",
+        "!!binary YQ==",
+        "!!set {a}",
+        "!!int abc",
+        "!!float x",
+        "!!timestamp 2001",
+        "!!null x",
+    ),
+    *("!!bool x", "!!int ''", "!!omap [a: 1]", "!!map [1]", "!!seq {a: 1}", "!!str [1]", "!x y", "! 1", "!!float 3"),
+    *("&a [*a]", "&a {b: *a}", "[&a 1, *a, *a]", f"[{_LAUGHS}]", f"[{', '.join(['1'] * 2000)}]", "a" * 20_000),
+    *(
+        "9" * 30,
+        "9" * 400,
+        "9" * 5000,
+        "1" + "0" * 308,
+        "[1e308]",
+        "[1,2,3,4,5,6,7,8,9]",
+        '"\\0"',
+        '"\\ud800"',
+        "\x00",
+        "\t",
+    ),
+    *(f"[{', '.join(['head'] * 2000)}]", f"{{{', '.join(f'k{i}: 1' for i in range(3000))}}}", "a\nb", "\x1b[31mred"),
+    *_NESTED,
+]
+_LEAVES = [1, -1, 0.5, None, True, "x", [], [1], {}, {"a": 1}, "é", 1e308, -5, float("inf"), "1e-3", 10**18, [1] * 2000]
+_SPLICES = [
+    *(b"\t", b"  ", b":", b"{", b"[", b"&a ", b"*a", b"\xff", b"\x00", b"!!x ", b"---\n", b"...\n", b"? ", b"- "),
+    *(b"<<: ", b"\xef\xbb\xbf", b"%YAML 9\n", b"// c\n", b'"', b"\\", b"!!timestamp ", b"\xf0\x9f\xa4\x96", b"\r"),
+]
+
+
+@dataclass
+class Found:
+    """What became of the cases."""
+
+    verdicts: collections.Counter = field(default_factory=collections.Counter)
+    tracebacks: collections.Counter = field(default_factory=collections.Counter)
+    differ: list[str] = field(default_factory=list)  # printed and read again
+    slowest_s: float = 0.0
+    slowest: str = ""
+    most_mb: float = 0.0
+    most: str = ""
+    longest_message: int = 0
+
+
+class Cases:
+    """`next()` is the phase, the words of the command line and the config file of another case."""
+
+    def __init__(self, seed: int, work: Path):
+        self.rng, self.work = random.Random(seed), work
+        self.keys = [*SCHEMA.keys(SCHEMA.classes()), *(f"{name}.{leaf}" for name, leaf in _own_keys())]
+        self.spelled = [*self.keys, *(alias.rstrip(".") for alias in SCHEMA.aliases), *SCHEMA.root.model_fields]
+
+    def next(self) -> tuple[str, list[str], Path | None]:
+        rng, how = self.rng, self.rng.random()
+        phase = rng.choice([*PHASES] * 5 + ["", "all", "nope"])
+        if how < 0.45:
+            values = _USUAL if rng.random() < 0.4 else VALUES
+            return phase, [f"{rng.choice(self.keys)}={rng.choice(values)}"], None
+        if how < 0.65:
+            words = [f"{rng.choice(self.spelled)}={rng.choice(VALUES)}" for _ in range(rng.randrange(1, 6))]
+            return phase, [rng.choice(["", "--"]) + word for word in words], None
+        if how < 0.75:
+            return phase, [self._misspelt() + "=" + rng.choice(VALUES)], None
+        if how < 0.8:
+            return phase, [rng.choice(VALUES) for _ in range(rng.randrange(1, 4))], None
+        return phase, [], self._broken_file() if how < 0.97 else self._odd_file()
+
+    def _misspelt(self) -> str:
+        key = list(self.rng.choice(self.spelled))
+        for _ in range(self.rng.randrange(1, 3)):
+            key[self.rng.randrange(len(key))] = self.rng.choice("abz._-[]{}: \u0301é0")
+        return "".join(key)
+
+    def _broken_file(self) -> Path:
+        rng, tree = self.rng, {}
+        for _ in range(rng.randrange(1, 8)):
+            *sections, leaf = rng.choice(self.spelled).split(".")
+            node = tree
+            for section in sections:
+                inner = node.setdefault(section, {})
+                node = inner if isinstance(inner, dict) else {}
+            node[leaf] = rng.choice(_LEAVES)
+        kind = rng.choice(["yaml", "json", "yml", "txt"])
+        text = json.dumps(tree, indent=rng.choice([None, 1])) if kind == "json" else yaml.safe_dump(tree)
+        data = bytearray(text.encode())
+        for _ in range(rng.choice([0, 1, 1, 2, 10])):
+            at, how = rng.randrange(len(data) + 1), rng.randrange(4)
+            if how == 0 and data:
+                data[at % len(data)] = rng.randrange(256)
+            elif how == 1:
+                data[at:at] = rng.choice(_SPLICES)
+            elif how == 2:
+                del data[at : at + rng.randrange(1, 9)]
+            else:
+                data += data[: rng.randrange(1, 40)]
+        file = self.work / f"broken.{kind}"
+        file.write_bytes(data)
+        return file
+
+    def _odd_file(self) -> Path:
+        """Of a size, depth or kind that no config has."""
+        rng, file = self.rng, self.work / f"odd.{self.rng.choice(['yaml', 'json'])}"
+        odd = rng.randrange(9)
+        if odd < 3:
+            return [self.work, Path("/dev/zero"), self.work / "fifo"][odd]
+        deep, wide = 10 ** rng.randrange(2, 6), 10 ** rng.randrange(2, 5)
+        laughs = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]" for i in range(9))
+        texts = ["seed: " + "[" * deep, '{"a":' * deep, laughs, "\n".join(f"k{i}: {i}" for i in range(wide))]
+        texts += ["seed: '" + "x" * wide * 30, '{"a": "' + '\\"' * wide * 9]
+        file.write_text(texts[odd - 3])
+        return file
+
+
+def fuzz(count: int, seed: int, work: Path) -> Found:
+    found, cases = Found(), Cases(seed, work)
+    if not (work / "fifo").exists():
+        os.mkfifo(work / "fifo")
+    for number in range(count):
+        phase, words, file = cases.next()
+        told = f"{number}: {phase} {' '.join(words)[:100]!r} {file.name if file else ''}"
+        before, began = _peak_mb(), time.process_time()
+        verdict = _try(phase, words, file, number % 2 == 0, told, found)
+        took, grown = time.process_time() - began, _peak_mb() - before
+        found.verdicts[verdict] += 1
+        found.verdicts["slow"] += took > SLOW_S
+        found.verdicts["large"] += grown > LARGE_MB
+        if took > found.slowest_s:
+            found.slowest_s, found.slowest = took, told
+        if grown > found.most_mb:
+            found.most_mb, found.most = grown, told
+    return found
+
+
+def _try(phase: str, words: list[str], file: Path | None, to_run: bool, told: str, found: Found) -> str:
+    try:
+        settings = (read_settings(file) if file else []) + parse_overrides(words)
+        if phase:
+            settings.append(Setting("phase", phase, "command line"))
+        config, _ = configure(settings, inherit=True, to_run=to_run)
+        printed = config.to_yaml()
+        again = (
+            file.parent / "again.yaml"
+            if file and file.is_file()
+            else Path(tempfile.gettempdir()) / f"{os.getpid()}.yaml"
+        )
+        again.write_text(printed, encoding="utf-8")
+        if configure(read_settings(again), inherit=False, to_run=False)[0].dump() != config.dump():
+            found.differ.append(told)
+        return "accepted"
+    except UserError as error:
+        found.longest_message = max(found.longest_message, len(str(error)))
+        return "refused"
+    except Exception as error:
+        ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "sparring" in frame.filename][-1]
+        found.tracebacks[f"{type(error).__name__}: {str(error)[:80]} at {ours.name}:{ours.lineno}, e.g. {told}"] += 1
+        return "traceback"
+
+
+def by_command(count: int, seed: int, work: Path) -> dict[str, int]:
+    """The same kinds of cases through `sparring config` in processes of their own."""
+    cases, verdicts = Cases(seed, work), collections.Counter()
+    while verdicts.total() < count:
+        phase, words, file = cases.next()
+        if any("\0" in word for word in words) or phase == "all":
+            continue  # no process can be given a NUL
+        command = [sys.executable, "-m", "sparring", "config", phase or "finetune", *words]
+        command += ["--config", str(file)] if file else []
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, cwd=work)
+        kind = "traceback" if "Traceback" in done.stderr else f"exit code {done.returncode}"
+        verdicts[kind] += 1
+        if kind not in ("exit code 0", "exit code 2"):
+            print(kind, command[3:], done.stderr[-500:], file=sys.stderr)
+    return dict(verdicts)
+
+
+def settings_of(kinds: list[tuple[str, str]]) -> list[Setting]:
+    return [Setting(f"{section}.name", name, "") for section, name in kinds]
+
+
+def _own_keys() -> list[tuple[str, str]]:
+    """Keys of other kinds of envs and networks, which are not those of the defaults."""
+    classes = [pair for kinds in KINDS for pair in SCHEMA.classes(settings_of(kinds)).items()]
+    return sorted({(section, leaf) for section, cls in classes for leaf in cls.model_fields})
+
+
+KINDS = [[("policy", name)] for name in ("flow", "vla", "pi0", "native_vla")] + [[("env", "gym:CartPole-v1")]]
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cli", type=int, default=100, help="cases that go through the command line, too")
+    arguments = parser.parse_args()
+    about = metadata()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        found = fuzz(arguments.count, arguments.seed, Path(folder))
+        commands = by_command(arguments.cli, arguments.seed + 1, Path(folder))
+    content = {"about": about, "configs": arguments.count, "seed": arguments.seed, "by_command": commands}
+    content |= {
+        "verdicts": {name: found.verdicts[name] for name in ("accepted", "refused", "traceback", "slow", "large")}
+    }
+    content |= {"tracebacks": dict(found.tracebacks), "differ_when_read_again": found.differ}
+    content |= {"slowest_s": round(found.slowest_s, 3), "slowest": found.slowest}
+    content |= {"most_mb_grown": round(found.most_mb, 1), "most": found.most, "peak_mb": round(_peak_mb(), 1)}
+    content |= {"longest_message": found.longest_message}
+    write_json(RESULTS / "config_fuzz.json", json.loads(json.dumps(content).replace(folder, "")))
+    print(json.dumps({name: value for name, value in content.items() if name != "about"}, indent=1, ensure_ascii=True))
+
+
+if __name__ == "__main__":
+    main()

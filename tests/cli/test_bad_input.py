@@ -1,0 +1,216 @@
+"""Nonsense on the command line, odd files and a machine that has no more: a sentence and an exit code, no traceback."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+
+import pytest
+from doubles_report import make_run
+from test_cli import COMMANDS, SHORT, SPARRING, told
+
+from sparring.cli.main import main
+from sparring.errors import UserError
+from sparring.runs.checkpoint import checkpoints
+from sparring.runs.folder import folder_lock
+
+NONSENSE = ["", "\0", "a" * 5000, "a/" * 3000, "-1", "0", "nan", "1e999", "9" * 5000, "fifo", "dir", "link", "--", "["]
+NONSENSE += ["/dev/null/x", "\udcff", "é\u202e\n", "&a [*a]", "gym:", "a:b", "x=y", "ppo.gamma=["]
+# what a command needs besides
+WORDS = {
+    "train": ["finetune"],
+    "eval": ["none"],
+    "compare": ["none", "none"],
+    "report": ["run"],
+    "watch": ["run", "--no-browser"],
+    "prune": ["run", "--dry-run"],
+    "config": ["finetune"],
+    "completion": ["bash"],
+    "check": ["tabletop"],
+    "demos": ["reach_d0", "--episodes", "1"],
+}
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with a run and odd files; commands stop where they would take long."""
+
+    def stop(*_, **__):
+        raise UserError("this is as far as it goes here")
+
+    for heavy in ("runs.run.Run.__init__", "processes.launch.launch", "runs.dry_run.dry_run", "evaluation.check.check"):
+        monkeypatch.setattr(f"sparring.{heavy}", stop)
+    for heavy in ("report.page._Server.serve_forever", "demos.record.record", "demos.show.task_rows"):
+        monkeypatch.setattr(f"sparring.{heavy}", stop)
+    make_run(tmp_path / "run")
+    (tmp_path / "dir").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("gone")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, command):
+    actions = [action for action in COMMANDS[command]._actions if action.nargs != 0]
+    words = WORDS.get(command, [])
+    given = [
+        [*words, flag, text] for a in actions if a.option_strings for flag in a.option_strings for text in NONSENSE
+    ]
+    given += [[*words, f"{a.option_strings[0]}={text}"] for a in actions if a.option_strings for text in NONSENSE]
+    given += [[text, *words[1:]] for a in actions if not a.option_strings for text in NONSENSE]
+    for case in given:
+        code, _, err = told(capsys, command, *case)  # another exception ends the test
+        assert code in (0, 1, 2), case
+        assert code == 0 or err.strip(), case
+    assert (work / "link").is_symlink() and (work / "fifo").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "'a/b': No space left on device; make room, or"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "Disk quota exceeded; make room"),
+        (OSError(errno.EMFILE, "Too many open files", "x"), 1, "'x': Too many open files; raise the limit (ulimit -n)"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "'x': File name too long; give a shorter name"),
+        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another place"),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another place"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 2, "'x': Is a directory"),
+    ],
+)
+def test_errors_of_the_machine_are_sentences(monkeypatch, capsys, error, code, said):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("sparring.runs.listing.find_runs", fail)
+    got, out, err = told(capsys, "runs")
+    assert (got, out) == (code, "") and err.startswith(f"sparring: {said}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "No such file", "x"), OSError("odd"), ValueError("x")]
+)
+def test_mistakes_of_ours_are_not_hidden(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("sparring.runs.listing.find_runs", fail)
+    with pytest.raises(type(error)):
+        main(["runs"])
+
+
+def limited(limit, number, words, **options):
+    """The command in a process that may have so much of something."""
+    return subprocess.run(
+        [*SPARRING, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(limit, (number, number)),
+        **options,
+    )
+
+
+def test_a_full_stdout_is_a_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*SPARRING, "config"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("sparring: No space left on device; make room") and done.stderr.count("\n") == 1
+
+
+def test_a_report_that_the_disk_does_not_take(tmp_path):
+    make_run(tmp_path / "run")
+    (tmp_path / "run/report.html").write_text("the last one")
+    done = limited(resource.RLIMIT_FSIZE, 10_000, ["report", "run"], cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "'run/report.html': cannot write there (File too large)" in done.stderr
+    assert (tmp_path / "run/report.html").read_text() == "the last one"
+
+
+def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
+    words = ["train", "finetune", *SHORT, "--output", str(tmp_path / "run"), "training.save_every=1"]
+    first = subprocess.run([*SPARRING, *words], capture_output=True, text=True, timeout=300)
+    assert first.returncode == 0, first.stderr
+    whole = {path.name: path.read_bytes() for path in checkpoints(tmp_path / "run")[-1].iterdir()}
+    # less than a checkpoint takes, more than a line of metrics
+    done = limited(resource.RLIMIT_FSIZE, 30_000, [*words, "training.iterations=6"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    newest = checkpoints(tmp_path / "run")[-1]
+    assert newest.name == "checkpoint-2"
+    assert {path.name: path.read_bytes() for path in newest.iterdir()} == whole
+
+
+def test_nothing_is_written_through_a_link(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run, precious = make_run(tmp_path / "run"), tmp_path / "precious"
+    precious.write_text("kept")
+    (run / "report.html").symlink_to(precious)
+    assert told(capsys, "report", "run")[0] == 2
+    (tmp_path / "other.partial").symlink_to(precious)
+    assert told(capsys, "report", "run", "--output", "other.html")[0] == 0
+    assert precious.read_text() == "kept" and (run / "report.html").is_symlink()
+    assert not (tmp_path / "other.html").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        *("fifo", "/dev/zero", "gone", "folder", "[" * 100_000),
+        {"progress": 5, "best": {"success_rate": "x"}, "phase": [], "task": 3, "why": {}},
+        {"progress": {"updates": "x", "fraction": 10**400, "env_steps": [1]}, "best": [], "updated": "x"},
+        {"state": "running", "pid": 10**30, "host": "x", "updated": 1e308, "progress": {"fraction": float("nan")}},
+        {"state": 7, "last": {"x": [[[[]]]]}, "system": {"a": {"b": "c"}}, "seconds": "long"},
+    ],
+)
+def test_any_status_is_listed_and_reported(tmp_path, monkeypatch, capsys, status):
+    monkeypatch.chdir(tmp_path)
+    file = make_run(tmp_path / "run") / "status.json"
+    file.unlink()
+    if isinstance(status, dict):
+        file.write_text(json.dumps(status))
+    elif status == "fifo":
+        os.mkfifo(file)
+    elif status == "folder":
+        file.mkdir()
+    elif status.startswith("["):
+        file.write_text(status)
+    else:
+        file.symlink_to(status)
+    for words in (["runs", "."], ["runs", ".", "--json"], ["report", "run", "--output", "page.html"]):
+        code, out, err = told(capsys, *words)
+        assert (code, err) == (0, "") and out
+
+
+@pytest.mark.parametrize("name", ["episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "videos/index.jsonl"])
+def test_any_line_is_read_past(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    file = make_run(tmp_path / "run") / name
+    file.parent.mkdir(exist_ok=True)
+    odd = [None, -1, 10**30, 10**400, 1e308, "", "x", [1], {}, {"a": 1}, True, [[[[]]]]]
+    keys = ("update", "timestamp", "who", "stage", "begin", "end", "file", "reward", "eval/success_rate", "success")
+    lines = [json.dumps({key: value for key in keys} | {"file": "x.mp4"}) for value in odd]
+    lines += [
+        json.dumps({"who": [1], "stage": "a", "begin": 1.0, "end": 2.0}),
+        '{"begin": 1e999, "end": 1e999}',
+        "[" * 9000,
+    ]
+    with file.open("a") as opened:
+        opened.write("\n".join(lines) + "\n")
+    assert told(capsys, "report", "run", "--output", "page.html")[0] == 0
+    file.unlink()
+    os.mkfifo(file)
+    assert told(capsys, "report", "run", "--output", "page.html")[0] == 0
+    assert told(capsys, "runs", ".")[0] == 0
+
+
+def test_a_lock_that_is_no_file_is_not_waited_for(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    (run / "writer.lock").unlink(missing_ok=True)
+    os.mkfifo(run / "writer.lock")
+    assert told(capsys, "runs", str(run))[0] == 0
+    (run / "writer.lock").unlink()
+    (run / "writer.lock").symlink_to(tmp_path / "made")
+    with pytest.raises(UserError, match="cannot write there"), folder_lock(run):
+        pass
+    assert not (tmp_path / "made").exists()

@@ -1,0 +1,140 @@
+"""Any file and any override becomes a config or a sentence: no traceback, no hang, no memory without end."""
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import config_fuzz
+import pytest
+
+from sparring.config.schema import SCHEMA, load_config
+from sparring.config.section import ConfigError
+from sparring.config.text import parse_overrides, read_settings
+from sparring.errors import UserError
+
+
+def said_of(*words, phase="finetune"):
+    with pytest.raises(UserError) as told:
+        load_config(None, parse_overrides(list(words)), phase, to_run=False)
+    return str(told.value)
+
+
+def said_of_file(path):
+    with pytest.raises(UserError) as told:
+        load_config(path, to_run=False)
+    return str(told.value).replace(str(path), "FILE")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_random_is_a_config_or_refused(tmp_path, seed):
+    found = config_fuzz.fuzz(200, seed, tmp_path)
+    assert found.tracebacks == {} and found.differ == []
+    assert found.verdicts["slow"] == found.verdicts["large"] == 0
+    assert found.verdicts["refused"] > 100 and found.verdicts["accepted"] > 5
+    assert found.longest_message < 25_000
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("ppo.gamma=&a [*a]", "the alias *a stands for what it lies in"),
+        ("ppo.gamma=" + "[" * 500 + "]" * 500, "values lie more than 40 deep"),
+        ("ppo.gamma=!!timestamp 2001", "the tag !!timestamp is not read here; write the value without it"),
+        ("ppo.gamma=!!bool x", "the tag !!bool is not read here"),
+        ("seed=!!int ''", "the tag !!int is not read here"),
+        ("ppo.gamma=[" + "1," * 6000 + "]", "there are more than 5,000 values, counting what aliases stand for"),
+        ("seed=" + "9" * 5000, "Exceeds the limit"),
+        ("env.cameras=[" + "1," * 2000 + "]", "has 2,000 entries; expected at most 1,000, or checking them would take"),
+        ("output=" + "a" * 20_000, "has 20,000 characters; expected at most 10,000: no path or name is as long"),
+        ('output="a\\0b"', "holds a NUL or half a character, which is no text"),
+        ('output="\\ud800"', "holds a NUL or half a character, which is no text"),
+        ("rollout.n_envs=1000000000000000000", "an integer > 0, at most 100,000: more takes more memory or time than"),
+        ("policy.hidden=[100001]", "a list, each an integer > 0, at most 100,000: more takes more memory"),
+        ("algorithm={a: 1}", "expected text"),
+        ("imitate.demos=1", "expected a list, each text"),
+        ("imitate.demos={a: 1}", "expected a list, each text"),
+    ],
+)
+def test_an_override_beyond_bounds_says_why(word, said):
+    message = said_of(word, phase="imitate" if "demos" in word else "finetune")
+    assert said in message and len(message) < 1000
+
+
+def test_aliases_within_bounds_are_read(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("policy:\n  hidden: &sizes [8, 8]\n  channels: *sizes\nseed: !!int 3\n")
+    assert {s.key: s.value for s in read_settings(file)} == {
+        "policy.hidden": [8, 8],
+        "policy.channels": [8, 8],
+        "seed": 3,
+    }
+
+
+def test_an_alias_counts_as_all_that_it_stands_for(tmp_path):
+    file = tmp_path / "laughs.yaml"
+    file.write_text("\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]" for i in range(7)))
+    assert "more than 5,000 values" in said_of_file(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("? [a, b]\n: 1\n", "line 1: not valid YAML or JSON (a key is a list or has keys itself)"),
+        ("a: 1\n" * 60_000, "cannot read it (larger than 0.2 MB, the most that is read)"),
+        ("{" * 100_000, "values lie more than 40 deep"),
+    ],
+)
+def test_a_file_beyond_bounds_says_why(tmp_path, text, said):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert said in said_of_file(file)
+
+
+def test_json_that_does_not_end_is_read_once(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"a": "' + '\\"' * 90_000)
+    began = time.process_time()
+    assert "not valid YAML or JSON" in said_of_file(file)
+    assert time.process_time() - began < 2
+
+
+def test_only_a_regular_file_is_a_config(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    waiting = threading.Thread(target=lambda: said_of_file(fifo), daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()  # nobody ever writes into it
+    assert said_of_file(fifo) == "config file 'FILE': cannot read it (not a regular file)"
+    assert said_of_file(Path("/dev/zero")) == "config file 'FILE': cannot read it (not a regular file)"
+    assert said_of_file(tmp_path) == "config file 'FILE': cannot read it (Is a directory)"
+
+
+def test_checks_take_time_in_proportion():
+    """2,000 wrong entries took 75 seconds."""
+    began = time.process_time()
+    said_of("env.cameras=[" + "1," * 999 + "1]")
+    said_of("env.task=[" + "1," * 999 + "1]")
+    assert time.process_time() - began < 1
+
+
+def test_of_many_mistakes_the_first_are_told(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("\n".join(f"key_{i}: {i}" for i in range(2000)))
+    with pytest.raises(ConfigError) as told:
+        load_config(file)
+    assert len(told.value.problems) == 51 and "mend them, then the others" in told.value.problems[-1]
+
+
+def test_every_integer_has_a_largest_value():
+    rng = random.Random(0)
+    for kinds in config_fuzz.KINDS:
+        classes = SCHEMA.classes(config_fuzz.settings_of(kinds))
+        keys = [key for key, info in SCHEMA.keys(classes).items() if info.annotation in (int, int | None)]
+        assert len(keys) > 50
+        for key in rng.sample(keys, 20):
+            with pytest.raises(UserError, match="at most|<"):
+                words = [f"{section}.name={name}" for section, name in kinds]
+                load_config(None, parse_overrides([*words, f"{key}=1000000000000000000"]), to_run=False)

@@ -1,0 +1,155 @@
+"""A server that nobody can tie up: half requests, slow readers, nonsense."""
+
+import http.client
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from sparring.processes.server import HOST, BoundedHandler, BoundedServer
+
+PAGE = b"x" * (16 << 20)  # more than the buffers of a connection hold
+
+
+class Handler(BoundedHandler):
+    def answer(self, address):
+        if address.path == "/wrong":
+            raise RuntimeError("a mistake of ours")
+        self.send(PAGE if address.path == "/large" else b"fine", "text/plain")
+
+
+class Server(BoundedServer):
+    connections, request_s, answer_s = 8, 2.0, 3.0
+
+
+@pytest.fixture
+def server():
+    server = Server(0, Handler)
+    threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True, name="accepts").start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def ask(server, path="/"):
+    connection = http.client.HTTPConnection(HOST, server.server_address[1], timeout=10)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def send(server, text, wait_s=10):
+    """All that is answered to these bytes, until the server hangs up or has nothing more to say."""
+    with socket.create_connection(server.server_address, timeout=wait_s) as connection:
+        connection.sendall(text)
+        answer = b""
+        while not answer.endswith(b"fine") and (more := connection.recv(1 << 16)):
+            answer += more
+    return answer
+
+
+def until(happens, limit_s=10):
+    end = time.monotonic() + limit_s
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert happens()
+
+
+def test_half_requests_keep_nobody_out_and_hold_few_threads(server):
+    before = threading.active_count()
+    with ExitStack() as held:
+        for _ in range(300):
+            half = held.enter_context(socket.create_connection(server.server_address, timeout=10))
+            half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
+        assert threading.active_count() - before <= Server.connections
+        began = time.monotonic()
+        assert ask(server) == (200, b"fine")
+        assert time.monotonic() - began < 2
+        # all of them are still held, and yet their threads are free after `request_s`
+        until(lambda: threading.active_count() <= before)
+    assert server._open == {} and server._lost == set()
+
+
+def test_a_head_that_never_ends_is_not_waited_for(server):
+    """A byte now and then would begin a limit for each byte anew."""
+    began = time.monotonic()
+    with socket.create_connection(server.server_address, timeout=10) as slow, pytest.raises(OSError):
+        slow.sendall(b"GET / HTTP/1.1\r\n")
+        while True:
+            slow.sendall(b"X")
+            time.sleep(0.1)
+            assert time.monotonic() - began < 10
+    assert time.monotonic() - began > Server.request_s - 0.5
+
+
+def test_somebody_who_reads_nothing_is_not_waited_for(server):
+    with socket.create_connection(server.server_address, timeout=10) as slow:
+        slow.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: [waits for waits, _ in server._open.values()] == [False])
+        until(lambda: not server._open)
+
+
+def test_where_all_are_being_answered_a_new_one_is_told_to_come_again(server):
+    with ExitStack() as held:
+        for _ in range(Server.connections):
+            slow = held.enter_context(socket.create_connection(server.server_address, timeout=10))
+            slow.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: [waits for waits, _ in server._open.values()] == [False] * Server.connections)
+        assert ask(server)[0] == 503
+    until(lambda: not server._open)
+    assert ask(server) == (200, b"fine")
+
+
+def test_one_connection_may_ask_often(server):
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(server.server_address, timeout=10) as connection:
+        for _ in range(5):
+            connection.sendall(request)
+            answer = connection.recv(1 << 16)
+            while not answer.endswith(b"fine"):
+                answer += connection.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: [\r\n\r\n", 400),
+        (b"GET http://[/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n", 403),
+        (b"GET / HTTP/1.1\r\nHost: 127.0.0.1.evil.example\r\n\r\n", 403),
+        (b"GET / HTTP/1.1\r\nHost: localhost@evil.example\r\n\r\n", 403),
+        (b"GET / HTTP/1.1\r\n\r\n", 403),
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/9.9.9\r\n\r\n", 400),
+        (b"GET / HTTP/" + b"9" * 5000 + b".1\r\n\r\n", 400),
+        (b"\xff\xfe\x00 / HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc", 501),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 431),
+    ],
+)
+def test_nonsense_is_refused_without_a_traceback(server, capfd, text, status):
+    assert send(server, text).split()[1] == str(status).encode()
+    assert ask(server) == (200, b"fine")
+    assert capfd.readouterr().err == ""
+
+
+def test_what_follows_a_body_is_no_request(server):
+    body = b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert send(server, head + body).count(b"HTTP/1.1 200") == 1
+
+
+def test_a_mistake_of_ours_is_told_in_a_line(server, capfd):
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        ask(server, "/wrong")
+    assert ask(server) == (200, b"fine")
+    told = capfd.readouterr().err
+    assert told.startswith("sparring: a request failed: RuntimeError: a mistake of ours (") and told.count("\n") == 1
