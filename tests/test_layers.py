@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 # a part is a module, or a package with all that is in it; the longest name that fits decides
 LAYERS = [
     {"contract", "errors", "noise", "normalize", "config.section", "config.text", "config.resolve", "config"},
-    {"processes"},
+    {"processes", "config.trust"},
     {"envs", "policies", "data"},
     {"world_models", "rewards"},
     {"collect", "algorithms", "runs.checkpoint", "runs.listing"},

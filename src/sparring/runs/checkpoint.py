@@ -22,6 +22,7 @@ from torch import nn
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.processes.files import flush
+from sparring.processes.manifest import entry, write_manifest
 from sparring.runs.listing import why_no_checkpoint
 
 
@@ -43,6 +44,7 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     torch.save(state, partial / "training_state.pt")
     (partial / "config.yaml").write_text(config_yaml)
     (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
+    write_manifest(partial, "checkpoint", {path.name: entry(path) for path in sorted(partial.iterdir())})
     for path in (*partial.iterdir(), partial):
         flush(path)
     partial.rename(target)
