@@ -3,11 +3,11 @@
 import difflib
 import importlib
 import inspect
-import os
 import pkgutil
 import sys
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -84,9 +84,8 @@ def config_class(cls: Any, kind: str) -> type[Section]:
 
 def _holds_results(folder: str) -> bool:
     """A run, a checkpoint or a dataset."""
-    known = ("manifest.json", "status.json", "spec.json", "meta/info.json")
-    there = any(os.path.lexists(os.path.join(folder, name)) for name in known)
-    return there or any(name.startswith("checkpoint-") for name in os.listdir(folder))
+    patterns = ("manifest.json", "status.json", "spec.json", "meta/info.json", "checkpoint-*")
+    return any(True for pattern in patterns for _ in Path(folder).glob(pattern))
 
 
 def _nearest_module(name: str) -> str:
