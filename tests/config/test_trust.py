@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from sparring.config.text import parse_overrides
 from sparring.config.trust import TrustError, trusting
 from sparring.errors import UserError
 from sparring.processes import manifest
+from sparring.report.run_folder import RunFolder
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
@@ -31,14 +33,16 @@ CODE = {
     "env with settings": {"env.name": "{m}:Thing", "env.kwargs": {"a": 1}},
     "gymnasium id": {"env.name": "gym:{m}:Thing-v0"},
     "gymnasium id that is none": {"env.name": "gym:{m}:2 D"},
-    "gymnasium id by our own package": {"env.name": "gym:sparring:{m}:Thing-v0"},
     "policy": {"policy": {"name": "{m}:Thing"}},
     "world model": {"world_model": {"name": "{m}:Thing"}},
     "algorithm": {"algorithm": "{m}:Thing"},
-    "env as the originals call it": {"env": {}, "env_name": "{m}:Thing"},
 }
 # what eval does not get to, or the second line of defence refuses
+OURS = {"env.name": "sparring.processes.files:write_whole", "env.kwargs": {"path": "{mark}", "text": "x"}}
 REFUSED = {
+    "a function of ours": OURS,
+    "gymnasium id by our own package": {"env.name": "gym:sparring:{m}:Thing-v0"},
+    "env as the originals call it": {"env": {}, "env_name": "{m}:Thing"},
     "os.system": {"env.name": "os:system", "env.kwargs": {"command": "touch {mark}"}},
     "posix.system": {"env.name": "posix:system", "env.kwargs": {"command": "touch {mark}"}},
     "exec": {"env.name": "builtins:exec", "env.kwargs": {"source": "open('{mark}', 'w')"}},
@@ -65,10 +69,6 @@ REFUSED = {
 CALLED = {
     "subprocess.call": {"env.name": "subprocess:call", "env.kwargs": {"args": ["touch", "{mark}"]}},
     "runpy": {"env.name": "runpy:run_path", "env.kwargs": {"path_name": "{source}"}},
-    "a function of ours": {
-        "env.name": "sparring.processes.files:write_whole",
-        "env.kwargs": {"path": "{mark}", "text": "x"},
-    },
     "shutil": {"env.name": "shutil:copyfile", "env.kwargs": {"src": "{source}", "dst": "{mark}"}},
 }
 
@@ -141,19 +141,20 @@ def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
     folder, mark = hostile((CODE | REFUSED | CALLED)[what], signed=signed)
     before = set(sys.modules)
     assert str(checkpoints(folder)[-1] / "config.yaml") in refused(capsys, "eval", folder)
-    if "reward" in what:
+    if signed != "no":
         assert not mark.exists()
         return
     refused(capsys, "eval", checkpoints(folder)[-1])
     refused(capsys, "compare", folder, folder)
-    is_inherited = ("env", "VLA", "policy", "gym", "spaces", "lines", "list", "letters", "old gym", *CALLED)
-    if any(word in what for word in is_inherited) and what != "VLA by a bare key" and "originals" not in what:
+    if what in ("env", "os.system", "VLA by its class", "settings of an env, deep"):
         refused(capsys, "train", "finetune", "--dry-run", f"pretrained={folder}")
         refused(capsys, "config", "finetune", f"pretrained={folder}")
     if what in ("policy", "VLA by a dotted class"):
         with pytest.raises(TrustError, match="names code to import"):
             load_policy(folder)
-    assert main(["report", str(folder), "--output", str(folder / "report.html")]) == 0
+    page = RunFolder(folder, lambda *_: "")
+    page.refresh(1)
+    RunFolder.side_by_side([page])
     assert main(["runs", str(folder)]) == 0
     assert not mark.exists() and not {name for name in set(sys.modules) - before if name.startswith("hostile_")}
 
@@ -161,11 +162,14 @@ def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
 @pytest.mark.parametrize("what", [*CODE, *CALLED])
 def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what):
     folder, mark = hostile((CODE | CALLED)[what])
-    main(["eval", str(folder), "--trust"])
+    with suppress(TypeError):  # what came back is no env
+        main(["eval", str(folder), "--trust"])
     said = capsys.readouterr().err
     checkpoint = checkpoints(folder)[-1]
     assert f"trusted {checkpoint / 'config.yaml'}, which imports" in said and f"signed '{checkpoint}'" in said
     assert mark.exists()
+    if what in CALLED:
+        return
     main(["eval", str(folder)])
     assert "names code" not in capsys.readouterr().err
     # a folder that was moved
@@ -184,7 +188,7 @@ def test_trusted_builtins_and_other_kinds_are_not_called(hostile, capsys, what):
         pytest.skip("these are imported once they are trusted")
     folder, mark = hostile(REFUSED[what])
     assert main(["eval", str(folder), "--trust"]) == 2
-    assert re.search("expected a class, or a function written in Python|first parameter must", capsys.readouterr().err)
+    assert re.search("expected a function written in Python, or a class|first parameter must", capsys.readouterr().err)
     assert not mark.exists()
 
 
@@ -308,7 +312,7 @@ def test_one_s_own_runs_never_ask(tmp_path, capsys, what):
     words = ["train", "finetune", "--config", str(folder / "config.yaml"), "training.iterations=4"]
     assert main(words) == 0
     assert main(["eval", str(folder), "--episodes", "2"]) == 0
-    assert main(["compare", str(folder), str(folder / "checkpoint-4"), "--episodes", "2"]) == 0
+    assert main(["compare", str(folder), str(folder / "checkpoint-4"), "--episodes", "6"]) == 0
     assert main(["train", "finetune", "--dry-run", f"pretrained={folder}", "device=cpu", "--envs", "2"]) == 0
     moved = folder.rename(tmp_path / "moved")
     assert main(["eval", str(moved), "--episodes", "2"]) == 0
@@ -334,29 +338,20 @@ def test_the_config_that_was_signed_is_the_one_that_is_trusted(tmp_path, capsys)
     assert "names code" not in capsys.readouterr().err
 
 
-def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, caplog):
+def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     manifest._say_once.cache_clear()
     folder = tmp_path / "run"
-    with caplog.at_level("WARNING"):
-        run = Run(load_config(SMALL | OWN["env"] | {"output": str(folder), "training": {"save_every": 1, "iterations": 3}}))
-        assert run.run()
-    said = [record.message for record in caplog.records if "is not signed" in record.message]
-    log = next((folder / "logs").iterdir()).read_text()
-    assert len(said) <= 1 and log.count("the key that signs runs cannot be used") == 1
+    config = SMALL | OWN["env"] | {"output": str(folder), "training": {"save_every": 1, "iterations": 3}}
+    assert Run(load_config(config | {"logging": {"console_level": "WARNING"}})).run()
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("the key that signs runs cannot be used") == 1
     content = manifest.read_manifest(folder)
     assert "hmac" not in content and not manifest.is_signed(content) and not manifest.damage(folder, content)
-    with pytest.raises(TrustError):
-        main_raises(["eval", str(folder)])
+    refused(capsys, "eval", folder)
     # where nothing can be signed, the flag holds for the command
     assert main(["eval", str(folder), "--trust", "--episodes", "2"]) == 0
-
-
-def main_raises(words):
-    from sparring.cli.main import _run
-
-    return _run(words)
 
 
 def test_the_key_is_made_once_and_is_one_s_own(tmp_path, monkeypatch):
@@ -384,7 +379,7 @@ def test_values_that_only_look_like_code():
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "os:path", "sys:argv", "string:digits"])
 def test_what_is_called_is_a_class_or_a_function(path):
-    with pytest.raises(UserError, match=f"env '{path}': is a .*; expected a class, or a function written in Python"):
+    with pytest.raises(UserError, match=f"env '{path}': is a .*; expected a function written in Python, or a class"):
         resolve(path, {}, "env")
 
 

@@ -38,6 +38,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert load_spec(path) == SPEC
     assert sorted(p.name for p in path.iterdir()) == [
         "config.yaml",
+        "manifest.json",
         "model.safetensors",
         "spec.json",
         "training_state.pt",

@@ -31,7 +31,7 @@ def resolve(name: str, known: dict[str, str], kind: str) -> Any:
     found = getattr(module, attribute)
     # what is called with settings of a file is made to be: os:system is not
     if path not in known.values() and not (isinstance(found, type) or inspect.isfunction(found)):
-        expected = "expected a class, or a function written in Python"
+        expected = "expected a function written in Python, or a class"
         raise UserError(f"{kind} '{path}': is a {type(found).__name__}; {expected}")
     return found
 
