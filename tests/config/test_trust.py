@@ -19,7 +19,7 @@ from sparring.cli.main import main
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
-from sparring.config.trust import TrustError, trusting
+from sparring.config.trust import TrustError, refuse_code, trusting
 from sparring.errors import UserError
 from sparring.processes import manifest
 from sparring.report.run_folder import RunFolder
@@ -182,10 +182,8 @@ def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what):
     refused(capsys, "eval", file.parent)
 
 
-@pytest.mark.parametrize("what", ["os.system", "posix.system", "exec", "a builtin policy", *REFUSED])
+@pytest.mark.parametrize("what", [name for name in REFUSED if name.startswith(("os", "posix", "exec", "a b", "Popen"))])
 def test_trusted_builtins_and_other_kinds_are_not_called(hostile, capsys, what):
-    if not what.startswith(("os", "posix", "exec", "a builtin", "Popen")):
-        pytest.skip("these are imported once they are trusted")
     folder, mark = hostile(REFUSED[what])
     assert main(["eval", str(folder), "--trust"]) == 2
     assert re.search("expected a function written in Python, or a class|first parameter must", capsys.readouterr().err)
@@ -369,12 +367,14 @@ def test_the_key_is_made_once_and_is_one_s_own(tmp_path, monkeypatch):
     assert not manifest.is_signed(manifest.read_manifest(tmp_path))
 
 
-def test_values_that_only_look_like_code():
-    settings = "device=cuda:0 env.name=gym:CartPole-v1 a=http://x/y b=12:30 c='note: this' d=gym:sparring:sparring/lift_d0"
-    settings = parse_overrides(settings.replace("d=", "env.name=").replace("'", "").split(" this")[0].split(" "))
-    from sparring.config.trust import refuse_code
-
-    refuse_code(Path(), "config.yaml", settings)
+def test_values_that_are_no_import_paths():
+    words = "device=cuda:0 env.name=gym:CartPole-v1 output=/a/b:c pretrained=https://x/y logging.name=12:30 seed=1"
+    for name in ("gym:sparring:sparring/lift_d0", "gym:ALE/Pong-v5", "tabletop"):
+        refuse_code(Path(), "config.yaml", parse_overrides([*words.split(), f"env.name={name}"]))
+    with pytest.raises(
+        TrustError, match="'config.yaml' names code to import.*: env.name='?a:b'?, policy.model_class=c.D"
+    ):
+        refuse_code(Path(), "config.yaml", parse_overrides(["seed=1", "env.name=a:b", "policy.model_class=c.D"]))
 
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "os:path", "sys:argv", "string:digits"])
@@ -431,7 +431,8 @@ class Mine(CartPoleEnv):
         return super().reset(**options)
 """
 BRIEF = ["--envs", "2", "rollout.steps=8", "threads=1", "device=cpu", "training.iterations=1", "evaluation.episodes=2"]
-BRIEF += ["rollout.render_episodes=0", "rollout.max_episode_steps=10", "env.name=mine:Mine", "evaluation.baseline=false"]
+BRIEF += ["rollout.render_episodes=0", "rollout.max_episode_steps=10", "evaluation.baseline=false"]
+BRIEF += ["env.name=mine:Mine"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Whose config may name code. The settings of a folder (a run, a checkpoint, a dataset) are anybody's: import paths among
-them are imported only if its manifest is signed by this user, or with --trust, which signs it (docs/security.md).
+"""Whose config may name code. The settings of a folder (a run, a checkpoint, a dataset) are anybody's: import paths
+among them are imported only if its manifest is signed by this user, or with --trust, which signs it (docs/security.md).
 
 The command line, Python and the file of --config are the user's own words, and are not looked at. Reading a config to
 compare or to show it imports nothing.
@@ -56,9 +56,9 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
         return
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
-        who = "somebody else's, or it was changed"
+        why = f"names code to import, and is somebody else's, or it was changed: {', '.join(found)}"
         mend = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
-        raise TrustError(f"'{file}' names code to import, and is {who}: {', '.join(found)}. Nothing was imported; {mend}")
+        raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
     signed = folder is not None and _sign(folder, name)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"

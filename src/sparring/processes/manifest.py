@@ -1,10 +1,10 @@
 """manifest.json: binds the files of a folder together by checksum, and is signed with this user's own key.
 
-{"format": 1, "kind": "checkpoint", "files": {"model.safetensors": {"size": 8, "sha256": "..."}, ...}, ..., "hmac": "..."}
+{"format": 1, "kind": "checkpoint", "files": {"spec.json": {"size": 8, "sha256": "..."}, ...}, ..., "hmac": "..."}
 
 It is written last, so a folder with a manifest is whole. Checksums find accidents. The HMAC says that this user wrote
-the folder, or chose to trust it; what it lists may then name code to import (docs/security.md). Where no key can be kept,
-as in a container whose home cannot be written, nothing is signed.
+the folder, or chose to trust it; what it lists may then name code to import (docs/security.md). Where no key can be
+kept, as in a container whose home cannot be written, nothing is signed.
 """
 
 import hashlib
