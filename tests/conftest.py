@@ -3,12 +3,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 # the tests are about numbers on a CPU, also on a machine with GPUs; said before torch looks for them
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # two test processes on two cores, and the processes that tests start, are fastest with one thread each
 os.environ["OMP_NUM_THREADS"] = "1"
+# the key that signs what tests write is not that of whoever runs them; the processes of xdist have it in common
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _HOME = tempfile.TemporaryDirectory(prefix="sparring-tests-")
+    os.environ["XDG_CONFIG_HOME"] = _HOME.name
 
 # a job in the background is started with Ctrl-C ignored, and would hand that on to the processes that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,7 +20,7 @@ LAYERS = [
         "config",
         "processes.files",
     },
-    {"processes"},
+    {"processes", "config.trust"},
     {"envs", "policies", "data"},
     {"world_models", "rewards"},
     {"collect", "algorithms", "runs.checkpoint", "runs.listing"},

@@ -22,7 +22,8 @@ from sparring.algorithms.grpo import GRPO
 from sparring.algorithms.ppo import PPO, Algorithm
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
-from sparring.config.text import read_settings
+from sparring.config.text import saved_settings
+from sparring.config.trust import trusted_settings, trusting
 from sparring.envs.env import Env, make_env
 from sparring.errors import UserError
 from sparring.evaluation.play import Evaluation, evaluate
@@ -117,13 +118,17 @@ class Trainer:
             self.run.phase.env.close()
 
 
-def load_policy(path: str | Path, device: str = "cpu") -> Policy:
-    """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env."""
+def load_policy(path: str | Path, device: str = "cpu", trust: bool = False) -> Policy:
+    """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env.
+
+    `trust`: also a class that somebody else's config names is imported (docs/security.md).
+    """
     checkpoint = checkpoint_folder(path)
-    settings, needed = read_settings(checkpoint / "config.yaml"), ("policy.", "rollout.action_steps", "student.cameras")
-    config = load_config(None, [s for s in settings if s.key.startswith(needed)], inherit=False)
+    with trusting(trust):
+        needed = ("policy.", "rollout.action_steps", "student.cameras")
+        config = load_config(None, trusted_settings(checkpoint, needed), inherit=False)
     spec = load_spec(checkpoint)
-    phase = next((s.value for s in settings if s.key == "phase"), None)
+    phase = saved_settings(checkpoint).get("phase")
     if phase in ("student", "adversarial"):
         spec = with_cameras(spec, config.student.cameras)  # it has fewer cameras than its env shows
     policy = make_policy(config.policy, spec, config.rollout.action_steps, device)
@@ -131,15 +136,18 @@ def load_policy(path: str | Path, device: str = "cpu") -> Policy:
     return policy.eval()
 
 
-def load_world_model(path: str | Path, device: str = "cpu") -> WorldModel:
-    """The trained world model of a teacher's or adversarial run or checkpoint; strict about every weight."""
+def load_world_model(path: str | Path, device: str = "cpu", trust: bool = False) -> WorldModel:
+    """The trained world model of a teacher's or adversarial run or checkpoint; strict about every weight.
+
+    `trust`: also a class that somebody else's config names is imported (docs/security.md).
+    """
     checkpoint = checkpoint_folder(path)
-    settings = read_settings(checkpoint / "config.yaml")
-    phase = next(setting.value for setting in settings if setting.key == "phase")
+    phase = saved_settings(checkpoint).get("phase")
     if phase not in ("teacher", "adversarial"):
         raise UserError(f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run")
-    needed = ("world_model.", "rollout.action_steps")
-    config = load_config(None, [setting for setting in settings if setting.key.startswith(needed)], inherit=False)
+    with trusting(trust):
+        settings = trusted_settings(checkpoint, ("world_model.", "rollout.action_steps"))
+        config = load_config(None, settings, inherit=False)
     model = make_world_model(config.world_model, load_spec(checkpoint), config.rollout.action_steps)
     load_weights(model, checkpoint, "world_model." if phase == "adversarial" else "")
     return model.to(device).eval()

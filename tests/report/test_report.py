@@ -290,8 +290,8 @@ def test_runs_are_called_by_what_differs(tmp_path):
 def test_one_run_is_compared_with_the_defaults(tmp_path):
     run = make_run(tmp_path / "run", seed=3)
     config = saved_settings(run)
-    assert _differences([config, _defaults(config)]) == [{"key": "seed", "values": ["3", "0"]}]
-    assert _defaults(config | {"env.name": "not.there:Env"}) is None
+    assert _differences([config, _defaults(config, run)]) == [{"key": "seed", "values": ["3", "0"]}]
+    assert _defaults(config | {"env.name": "not.there:Env"}, run) is None
 
 
 def test_what_losses_and_rewards_are_of_is_told(tmp_path):

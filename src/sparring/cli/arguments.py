@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sparring.config.text import Setting
 
 OPTIONS: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+TRUST: dict[str, Any] = {"action": "store_true"}
+TRUST["help"] = "import code that the config of somebody else's run or dataset names; signs it (docs/security.md)"
 EPILOG = """\
 examples:
   sparring train finetune                                    the built-in arm learns reach_d0, about a minute

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
 from sparring import algorithms, envs, phases, policies
-from sparring.cli.arguments import OPTIONS, config_of
+from sparring.cli.arguments import OPTIONS, TRUST, config_of
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def add(commands) -> None:
     config.add_argument("what", metavar="PHASE | import FILE", nargs="*", help=what)
     config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
     config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
+    config.add_argument("--trust", **TRUST)
     config.set_defaults(command=_config, takes_overrides=True, offered={"what": [*phases.PHASES, "import"]})
     completion = commands.add_parser("completion", help="print a shell completion script", **OPTIONS)
     completion.add_argument("shell", choices=list(SCRIPTS))

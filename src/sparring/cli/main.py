@@ -11,6 +11,7 @@ from contextlib import suppress
 from sparring import __version__
 from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
+from sparring.config import IMPORTED_FROM
 from sparring.errors import UserError
 from sparring.processes.heartbeat import OwnStages
 
@@ -124,8 +125,7 @@ def _run(argv: list[str]) -> int:
     if argv[:1] == ["__complete"]:
         print("\n".join(config.candidates(commands, argv[1:])))
         return 0
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # your.module:Class is found beside you, as with `python -m`
+    _distrust_the_working_directory()
     words, command = argv, commands.get(argv[0], parser) if argv else parser
     overrides: list[str] = []
     takes_overrides = command.get_default("takes_overrides")
@@ -140,7 +140,21 @@ def _run(argv: list[str]) -> int:
         message = f"unrecognized arguments: {' '.join(others)}; `sparring {argv[0]} --help` shows what it takes"
         raise UserError(message + (_how_settings_are_written(others) if takes_overrides else ""))
     arguments.words = words
-    return arguments.command(arguments, overrides) or 0
+    if not getattr(arguments, "trust", False):
+        return arguments.command(arguments, overrides) or 0
+    from sparring.config.trust import trusting
+
+    with trusting():
+        return arguments.command(arguments, overrides) or 0
+
+
+def _distrust_the_working_directory() -> None:
+    """It may be somebody else's run. your.module:Class is found there, and nothing else is read from it."""
+    with suppress(FileNotFoundError):
+        IMPORTED_FROM[:] = [os.getcwd()]
+    # numba would read these from .numba_config.yaml there, and load what it finds in that cache
+    for name in ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES"):
+        os.environ.setdefault(name, "")
 
 
 def _dry_run_in_one_word(argv: list[str]) -> list[str]:

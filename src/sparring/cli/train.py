@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sparring import phases
-from sparring.cli.arguments import EPILOG, OPTIONS, config_of, count, flag_settings, positive, settings_of
+from sparring.cli.arguments import EPILOG, OPTIONS, TRUST, config_of, count, flag_settings, positive, settings_of
 from sparring.errors import UserError
 
 DRY_RUNS = ("rollout", "training")  # what --dry-run tries, in the words of ManiFlow's test_rl_rollout.py
@@ -29,6 +29,7 @@ def add(commands) -> None:
     train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help=resume)
     tried = "try one rollout and one update, and write nothing; with the word rollout, only the rollout"
     train.add_argument("--dry-run", choices=DRY_RUNS, nargs="?", metavar="rollout", help=tried)
+    train.add_argument("--trust", **TRUST)
     offered = {"phase": [*phases.PHASES, "all"], "resume": ["auto", "never"]}
     train.set_defaults(command=_train, takes_overrides=True, offered=offered)
     evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **OPTIONS)
@@ -46,6 +47,7 @@ def add(commands) -> None:
     evaluate.add_argument("--world-model", action="store_true", help=predictions)
     evaluate.add_argument("--exploration", action="store_true", help="what a policy touches and where it gets to")
     evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
+    evaluate.add_argument("--trust", **TRUST)
     evaluate.set_defaults(command=_evaluate, takes_overrides=True)
     compare = commands.add_parser("compare", help="which of two is better, on the same held-out episodes", **OPTIONS)
     compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
@@ -54,6 +56,7 @@ def add(commands) -> None:
     compare.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: A's)")
     compare.add_argument("--json", metavar="FILE", help="write the numbers there, too")
     compare.add_argument("--world-model", action="store_true", help="compare the predictions of two world models")
+    compare.add_argument("--trust", **TRUST)
     compare.set_defaults(command=_compare, takes_overrides=True)
 
 
@@ -97,7 +100,8 @@ def _train_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         raise UserError("--dry-run goes with a phase; try teacher first, the others start from what it leaves")
     output = Path(arguments.output or os.environ.get("OUTPUT_BASE", "outputs"))
-    return train_all(settings_of(arguments, overrides), output, arguments.gpus, arguments.resume or "auto")
+    settings, resume = settings_of(arguments, overrides), arguments.resume or "auto"
+    return train_all(settings, output, arguments.gpus, resume, arguments.trust)
 
 
 def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -8,4 +8,6 @@ if TYPE_CHECKING:
     from sparring.config.section import Section
 
 __all__ = ["Section"]
+# folders at the end of sys.path while your.module:Class is looked for; of the command line, the one that it is given in
+IMPORTED_FROM: list[str] = []
 __getattr__, __dir__ = lazy_names("sparring.config", {"Section": "section"})

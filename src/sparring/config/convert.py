@@ -5,6 +5,7 @@ from pathlib import Path
 from sparring.config.legacy import rename
 from sparring.config.schema import SCHEMA, kinds_with, load_config
 from sparring.config.text import Setting, read_settings, to_yaml, value_text
+from sparring.config.trust import refuse_code
 from sparring.errors import UserError
 from sparring.phases import ALIASES, CHAIN, PHASES, unknown_phase
 from sparring.policies.configs import LoraConfig
@@ -18,6 +19,8 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     given = read_settings(file)
     if not given:
         raise UserError(f"config file '{file}': says nothing, so there is nothing to import")
+    # a model is not made to write its config
+    refuse_code(None, str(file), [setting for setting in given if not setting.key.endswith("model_class")])
     asked = phase or next((setting.value for setting in reversed(given) if setting.key == "phase"), None)
     names_a_phase = any(setting.key.partition(".")[0] in CHAIN for setting in given)
     phase = asked or ("all" if names_a_phase else "finetune")

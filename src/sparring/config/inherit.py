@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config.text import Setting, read_settings, shortened
+from sparring.config.trust import refuse_code
 from sparring.errors import UserError
 from sparring.policies.configs import OF_A_METHOD
 from sparring.processes.files import read_small
@@ -73,14 +74,14 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
     from sparring.runs.fits import other_origin
 
     path = given[key]
-    saved = [] if os.path.exists(path) else _of_the_run_itself(key, given)
-    if not saved:
+    folder, saved = (None, []) if os.path.exists(path) else _of_the_run_itself(key, given)
+    if folder is None:
         try:
             found = find_checkpoint(path)
         except OSError as error:  # a name that is too long, a folder that may not be read
             raise UserError(f"{key} = '{shortened(path)}': cannot be read ({error.strerror})") from None
-        file = (found.parent if found.is_file() else found) / "config.yaml"
-        saved = read_settings(file) if file.is_file() else []
+        folder = found.parent if found.is_file() else found
+        saved = read_settings(folder / "config.yaml") if (folder / "config.yaml").is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
         # before its env is found not to fit
         if trained and "world_model" in sections and (other := other_origin("world_model", trained)):
@@ -93,20 +94,21 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
     same = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
     wanted = (*same, "rollout.action_steps", *keys)
     saved = [s for s in saved if s.key.startswith(wanted) and s.key not in _OF_THE_RUN]
+    refuse_code(folder, "config.yaml", saved)
     return [Setting(s.key, s.value, f"{key}={path}") for s in saved]
 
 
-def _of_the_run_itself(key: str, given: dict[str, Any]) -> list[Setting]:
-    """The config of a run that started from `given[key]` and goes on: it holds all that came along."""
+def _of_the_run_itself(key: str, given: dict[str, Any]) -> tuple[Path | None, list[Setting]]:
+    """The folder and config of a run that started from `given[key]` and goes on: it holds all that came along."""
     from sparring.config.schema import Config
     from sparring.runs.checkpoint import checkpoints
 
     named = {name: given[name] for name in ("output", "phase") if name in given}
     folder = Config.model_construct(**named).run_folder
     if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
-        return []
+        return None, []
     saved = read_settings(folder / "config.yaml")
-    return saved if any(s.key == key and s.value == given[key] for s in saved) else []
+    return (folder, saved) if any(s.key == key and s.value == given[key] for s in saved) else (None, [])
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
@@ -121,8 +123,10 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
         return []
     tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
     values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
-    source = f"imitate.demos={files[0].parents[1]}"
-    return [Setting(key, value, source) for key, value in values.items() if key not in _OF_THE_RUN]
+    folder = files[0].parents[1]
+    settings = [Setting(k, value, f"imitate.demos={folder}") for k, value in values.items() if k not in _OF_THE_RUN]
+    refuse_code(folder, "meta/sparring.json", settings)
+    return settings
 
 
 def _recorded_env(file: Path) -> dict[str, Any]:

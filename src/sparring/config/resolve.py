@@ -7,9 +7,11 @@ import pkgutil
 import sys
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sparring.config import IMPORTED_FROM
 from sparring.config.section import Section
 from sparring.errors import UserError, describe_error
 
@@ -26,7 +28,12 @@ def resolve(name: str, known: dict[str, str], kind: str) -> Any:
     if not hasattr(module, attribute):
         near = _nearest(attribute, dir(module))
         raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{near}")
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    # what is called with settings of a file is made to be: os:system is not
+    if path not in known.values() and not (isinstance(found, type) or inspect.isfunction(found)):
+        expected = "expected a function written in Python, or a class"
+        raise UserError(f"{kind} '{path}': is a {type(found).__name__}; {expected}")
+    return found
 
 
 def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: str | None = None) -> Any:
@@ -37,13 +44,18 @@ def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: s
 
 def import_module(name: str, asked_by: str, or_else: str = "") -> ModuleType:
     """`or_else`: what to do about a missing module beside looking where it is."""
+    here = [] if f"{name}.".startswith("sparring.") else [place for place in IMPORTED_FROM if not _holds_results(place)]
+    # last, where it cannot stand in for what is installed; to stay, for what the module imports later
+    sys.path += [place for place in here if place not in sys.path]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         hint = f"'{name}' itself needs '{error.name}', which is not installed"
         if f"{name}.".startswith(f"{error.name}."):
             more = f" Else: {or_else}" if or_else else _nearest_module(str(error.name))
-            hint = f"is it in this folder or on PYTHONPATH?{more}"
+            # in a folder of results lies what its author put there
+            where = "on PYTHONPATH? (In a folder of a run nothing is looked for.)"
+            hint = f"is it {'in this folder or on PYTHONPATH?' if here or not IMPORTED_FROM else where}{more}"
         raise UserError(f"{asked_by}: no module '{error.name}'; {hint}") from None
     except Exception as error:
         raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error
@@ -68,6 +80,12 @@ def config_class(cls: Any, kind: str) -> type[Section]:
         example = "e.g. class MyConfig(Section)"
         raise UserError(f"{where}: its config {section} must be a sparring.config.Section, {example}")
     return section
+
+
+def _holds_results(folder: str) -> bool:
+    """A run, a checkpoint or a dataset."""
+    patterns = ("manifest.json", "status.json", "spec.json", "meta/info.json", "checkpoint-*")
+    return any(True for pattern in patterns for _ in Path(folder).glob(pattern))
 
 
 def _nearest_module(name: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium import spaces, wrappers
 from gymnasium.envs import registration
 
+from sparring.config.resolve import resolve
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
@@ -264,7 +265,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
             limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
             env = gymnasium.make(name, **{**_render_kwargs(_creator(name)), **config.kwargs, **limit})
         else:
-            creator = getattr(importlib.import_module(source), name)
+            creator = resolve(config.name, {}, "env")
             env = creator(**{**_render_kwargs(creator), **config.kwargs})
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
         lacks = isinstance(error, ImportError | gymnasium.error.DependencyNotInstalled)

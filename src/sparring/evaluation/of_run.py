@@ -7,6 +7,7 @@ from typing import Literal
 from sparring.api import load_policy, load_world_model
 from sparring.config.schema import Config, load_config
 from sparring.config.text import Setting, flatten, value_text
+from sparring.config.trust import trusted_settings
 from sparring.contract import EnvSpec
 from sparring.envs.env import make_env
 from sparring.errors import UserError
@@ -39,7 +40,7 @@ def evaluate_checkpoint(
 ) -> EvaluationResult:
     """Print the table; write the numbers and videos next to the checkpoint."""
     checkpoint, config = open_checkpoint(path, settings, is_policy=kind != "eval_world_model")
-    now, trained = flatten(config.dump()), load_config(checkpoint / "config.yaml", inherit=False)
+    now, trained = flatten(config.dump()), load_config(None, trusted_settings(checkpoint), inherit=False)
     changed = {key: now[key] for key in episode_differences(trained, config, SAME_EPISODES) if key in now}
     files = EvaluationFiles.of(Path(path) if Path(path).is_dir() else checkpoint, kind, changed, json_file)
     refuse_unwritable(files.json_file)
@@ -78,8 +79,8 @@ def evaluate_checkpoint(
 def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) -> tuple[Path, Config]:
     """The checkpoint at `path` and its config with `settings`; refuses what does not fit them."""
     checkpoint = checkpoint_folder(path)
-    file = checkpoint / "config.yaml"
-    trained, config = load_config(file, inherit=False), load_config(file, settings, inherit=False)
+    saved = trusted_settings(checkpoint)
+    trained, config = load_config(None, saved, inherit=False), load_config(None, saved + settings, inherit=False)
     before, now = flatten(trained.dump()), flatten(config.dump())
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
     if changed:
@@ -94,7 +95,7 @@ def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) 
 def load_other_world_model(other: str, path: str, config: Config) -> WorldModel:
     """A world model that can predict the episodes of the one at `path`, which has this config."""
     _refuse_other_env(checkpoint_folder(other), config)
-    steps = load_config(checkpoint_folder(other) / "config.yaml", inherit=False).rollout.action_steps
+    steps = load_config(None, trusted_settings(checkpoint_folder(other)), inherit=False).rollout.action_steps
     if steps != config.rollout.action_steps:
         unlike = f"its decisions are {steps} steps long, those of '{path}' {config.rollout.action_steps}"
         raise UserError(f"'{other}': {unlike}; they cannot be told the same episodes")

@@ -67,7 +67,8 @@ def _start(processes: int, arguments: list[str], heartbeats: Path) -> list[subpr
     environment = os.environ | {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), FILE: str(heartbeats)}
     environment.setdefault("OMP_NUM_THREADS", str(usable_cores(processes)))
-    command = [sys.executable, "-m", "sparring", *arguments]
+    # -P: without the working directory, see __main__.py
+    command = [sys.executable, "-P", "-m", "sparring", *arguments]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     return [subprocess.Popen(command, env=environment | rank) for rank in ranks]
 

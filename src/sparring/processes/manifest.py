@@ -3,20 +3,25 @@
 {"format": 1, "kind": "checkpoint", "files": {"model.safetensors": {"size": 8, "sha256": "..."}, ...}, "hmac": "..."}
 
 It is written last, so a folder with a manifest is whole. Checksums find accidents. The HMAC says that this user wrote
-the folder, or chose to trust it; what it lists may then name code to import (docs/security.md).
+the folder, or chose to trust it; what it lists may then name code to import (docs/security.md). Where no key can be
+kept, as in a container whose home cannot be written, nothing is signed.
 """
 
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sparring.errors import UserError
 from sparring.processes.files import flush, write_whole
+
+log = logging.getLogger("sparring.manifest")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -43,9 +48,23 @@ def entry(file: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **about: Any) -> None:
     """Signed and flushed, after the files it lists. `files`: path below the folder -> `entry`."""
-    content = {"format": FORMAT, "kind": kind, "files": files, **about}
-    content["hmac"] = _signature(content)
-    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n", sync=True)
+    _write(folder, {"format": FORMAT, "kind": kind, "files": files, **about})
+
+
+def sign(folder: Path, name: str, others: Iterable[str] = ()) -> bool:
+    """Trust a folder of somebody else's that is as its manifest says; one without gets one, over `name` and `others`.
+
+    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        names = dict.fromkeys([name, *others])
+        return _write(folder, {"format": FORMAT, "kind": "trusted", "files": {n: entry(folder / n) for n in names}})
+    if manifest.get("kind") in ("run", "trusted") or name not in manifest["files"]:
+        manifest["files"][name] = entry(folder / name)
+    if wrong := damage(folder, manifest):
+        raise ManifestError(f"'{folder}' is damaged: {'; '.join(wrong)}; copy the folder again")
+    return _write(folder, {key: value for key, value in manifest.items() if key != "hmac"})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -61,6 +80,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ManifestError(f"'{file}' cannot be read ({error}); copy the folder again") from None
     files = content.get("files") if isinstance(content, dict) else None
     known = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
+    known = known and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
     if not known or content.get("format") != FORMAT:
         raise ManifestError(f"'{file}' is no manifest of format {FORMAT}; copy the folder again, or update sparring")
     return content
@@ -87,12 +107,37 @@ def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None =
 
 def is_signed(manifest: dict[str, Any]) -> bool:
     """By this user's key, as it is."""
-    given = manifest.get("hmac")
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), _signature(manifest).encode())
+    given, file = manifest.get("hmac"), key_file()
+    if not isinstance(given, str) or file is None or not file.exists():
+        return False
+    try:
+        return hmac.compare_digest(given.encode(), _signature(manifest).encode())
+    except ManifestError as error:
+        _say_once(str(error))
+        return False
 
 
-def key_file() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "sparring" / "key"
+def key_file() -> Path | None:
+    """None: this user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "sparring" / "key"
+    except RuntimeError:
+        return None
+
+
+def _write(folder: Path, content: dict[str, Any]) -> bool:
+    """Whether it could be signed. Training goes on where it cannot."""
+    try:
+        content["hmac"] = _signature(content)
+    except ManifestError as error:
+        _say_once(str(error))
+    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n", sync=True)
+    return "hmac" in content
+
+
+@cache
+def _say_once(why: str) -> None:
+    log.warning("%s. Until then what is written is not signed, and code that its config names asks for --trust", why)
 
 
 def _signature(content: dict[str, Any]) -> str:
@@ -104,6 +149,9 @@ def _signature(content: dict[str, Any]) -> str:
 def _key() -> bytes:
     """This user's own; made at first use, whole, however many processes want it at once."""
     file = key_file()
+    mend = "set XDG_CONFIG_HOME to a folder that can be written, or remove a damaged key: a new one is made"
+    if file is None:
+        raise ManifestError(f"there is no home to keep the key in that signs runs; {mend}")
     try:
         if not file.exists():
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,12 +164,13 @@ def _key() -> bytes:
                 os.link(partial, file)
             except FileExistsError:
                 pass  # another process was first
+            except OSError:  # a file system without links
+                partial.rename(file)
             finally:
-                partial.unlink()
+                partial.unlink(missing_ok=True)
         key = bytes.fromhex(file.read_text().strip())
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is damaged"
-        mend = "set XDG_CONFIG_HOME to a folder that can be written, or remove a damaged key: a new one is made"
         raise ManifestError(f"the key that signs runs cannot be used: '{file}' ({why}); {mend}") from None
     if len(key) != _KEY_BYTES:
         raise ManifestError(f"'{file}' holds {len(key)} bytes, a key has {_KEY_BYTES}; remove it: a new one is made")

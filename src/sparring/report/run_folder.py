@@ -9,6 +9,7 @@ from typing import Any
 
 from sparring.config.schema import load_config
 from sparring.config.text import Setting, flatten, saved_settings, value_text
+from sparring.config.trust import refuse_code
 from sparring.errors import UserError
 from sparring.report import media
 from sparring.report.curves import Curves, Follower, Timeline
@@ -48,7 +49,7 @@ class RunFolder:
         """Names and labels of runs, and their settings that differ: from each other, or from the defaults."""
         configs, names = [run.config for run in runs], _short_names([run.path for run in runs])
         settings, columns = _differences(configs), None
-        if len(runs) == 1 and configs[0] and (usual := _defaults(configs[0])) is not None:
+        if len(runs) == 1 and configs[0] and (usual := _defaults(configs[0], runs[0].path)) is not None:
             settings, columns = _differences([configs[0], usual]), ["this run", "default"]
         return {"labels": _labels(configs, names), "names": names, "settings": settings, "columns": columns}
 
@@ -147,12 +148,13 @@ def _differences(configs: list[dict[str, Any]]) -> list[dict]:
     return [row for row in rows if len(set(row["values"])) > 1]
 
 
-def _defaults(config: dict[str, Any]) -> dict[str, Any] | None:
+def _defaults(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """The config of a run with the same phase, env, policy, ... and nothing else set; None where it is unknown."""
     chosen = [Setting(key, config[key], "the run") for key in _CHOICES if config.get(key) is not None]
     try:
+        refuse_code(folder, "config.yaml", chosen)
         return flatten(load_config(None, chosen, inherit=False, to_run=False).dump())
-    except UserError:  # with classes that are not here
+    except UserError:  # with classes that are not here, or not trusted
         return None
 
 

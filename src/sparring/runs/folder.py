@@ -1,8 +1,8 @@
 """The run folder: starting in it, going on in it, and never mixing two runs; and status.json, the state of the run.
 
 outputs/<phase>_rl/
-  config.yaml  status.json  episode_metrics.jsonl  evaluations.jsonl  timeline.jsonl  evaluation.json  writer.lock
-  checkpoint-<n>/  samples/*.png  videos/*.mp4  logs/  train.log  tensorboard/  wandb/
+  config.yaml  manifest.json  status.json  episode_metrics.jsonl  evaluations.jsonl  timeline.jsonl  evaluation.json
+  writer.lock  checkpoint-<n>/  samples/*.png  videos/*.mp4  logs/  train.log  tensorboard/  wandb/
 
 status.json is for those who look at the folder from outside. `state` is running, finished, interrupted or crashed. One
 that says `running` while nobody holds writer.lock was killed.
@@ -33,6 +33,7 @@ from sparring.config.text import saved_settings
 from sparring.errors import UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import take_lock, write_whole
+from sparring.processes.manifest import entry, write_manifest
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
 from sparring.runs.fits import refuse_other_config
@@ -108,17 +109,21 @@ class RunFolder:
         try:
             for file in earlier:
                 file.unlink(missing_ok=True)
-            (path / "config.yaml").write_text(self.config.to_yaml())
+            self.write_config(self.config)
         except OSError as error:
             raise ConfigError([f"output = '{path}': cannot write there ({error.strerror})"]) from None
 
     def keep_config(self, config: Config) -> None:
         """Of a run that goes on: config.yaml says the limits and the other free settings that it has from now on."""
-        file, saved = self.path / "config.yaml", saved_settings(self.path)
         # the same command as at first must find its checkpoint again
-        text = config.model_copy(update={"resume": saved.get("resume", config.resume)}).to_yaml()
-        if not file.exists() or file.read_text(encoding="utf-8") != text:
-            write_whole(file, text)
+        resume = saved_settings(self.path).get("resume", config.resume)
+        self.write_config(config.model_copy(update={"resume": resume}))
+
+    def write_config(self, config: Config) -> None:
+        """Signed: what it names may be imported when the run is read again."""
+        file = self.path / "config.yaml"
+        write_whole(file, config.to_yaml())
+        write_manifest(self.path, "run", {file.name: entry(file)})
 
     def holds(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.path.resolve()

@@ -16,7 +16,6 @@ from sparring.runs.folder import folder_lock
 from sparring.runs.listing import is_held, size_of, why_no_checkpoint
 
 
-
 class _Measure(NamedTuple):
     name: str  # how it ends in evaluations.jsonl
     sign: int  # 1: more is better, -1: less

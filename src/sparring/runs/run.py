@@ -102,7 +102,7 @@ class Run:
         """Go on in the same process and folder, further than was first asked."""
         self.config = config
         if self.folder is not None:
-            (self.folder / "config.yaml").write_text(config.to_yaml())
+            RunFolder(config).write_config(config)
 
     @property
     def fraction(self) -> float:

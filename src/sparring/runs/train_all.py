@@ -29,7 +29,7 @@ _STARTS_FROM["adversarial"] = {"adversarial.teacher": "teacher", "adversarial.st
 _CURVES = {"rollout/contact_share": "share of decisions in touch with an object", "episode_reward": "pay of an episode"}
 
 
-def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto") -> int:
+def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto", trust: bool = False) -> int:
     """0, or the code of the phase that failed or was interrupted; the same call goes on there."""
     if resume not in ("auto", "never"):
         raise UserError(f"--resume {resume}: all phases go on (auto) or start anew (never); name a phase to branch off")
@@ -56,7 +56,8 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         how = "never" if phase in anew else "auto"
         anew = [other for other in anew if other != phase]
         _write(record, done, anew)
-        code = _run(["train", phase, "--gpus", str(gpus), "--resume", how, *words])
+        flags = ["--gpus", str(gpus), "--resume", how, *(["--trust"] if trust else [])]
+        code = _run(["train", phase, *flags, *words])
         if code:
             return code
         # what started from another one of these is out of date
@@ -122,7 +123,8 @@ def _write(record: Path, done: dict, anew: list[str]) -> None:
 
 def _run(words: list[str]) -> int:
     """`sparring WORDS` in a process of its own; its exit code."""
-    child = subprocess.Popen([sys.executable, "-m", "sparring", *words])
+    # -P: without the working directory, see __main__.py
+    child = subprocess.Popen([sys.executable, "-P", "-m", "sparring", *words])
     with forward_signals([child]):
         code = child.wait()
     # killed by a signal: as a shell has it

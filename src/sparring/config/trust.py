@@ -1,0 +1,104 @@
+"""Whose config may name code. The settings of a folder (a run, a checkpoint, a dataset) are anybody's: import paths
+among them are imported only if its manifest is signed by this user, or with --trust, which signs it (docs/security.md).
+
+The command line, Python and the file of --config are the user's own words, and are not looked at. Reading a config to
+compare or to show it imports nothing.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from sparring.config.text import Setting, read_settings, value_text
+from sparring.errors import UserError
+from sparring.processes.manifest import damage, is_signed, read_manifest, sign
+
+_GIVEN = ContextVar("trust", default=False)
+# module:anything; gymnasium imports the module whatever follows
+_IMPORT_PATH = re.compile(r"\s*[^\W\d][\w.-]*:\s*\S.*", re.DOTALL)
+_HARMLESS = re.compile(r"(cpu|cuda|mps|xpu|meta):\d+|https?://.*", re.DOTALL)
+# which file of a folder names code -> what else --trust signs there; of a run nothing else stays as it is
+_REST = {"config.yaml": ("spec.json", "training_state.pt", "model*")}
+_REST["meta/sparring.json"] = ("meta/**/*", "data/**/*", "videos/**/*")
+
+
+class TrustError(UserError):
+    """A folder that this user neither wrote nor trusted names code to import."""
+
+
+@contextmanager
+def trusting(given: bool = True) -> Iterator[None]:
+    """--trust: folders that are read meanwhile are signed."""
+    token = _GIVEN.set(given or _GIVEN.get())
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def trusted_settings(folder: Path, keys: tuple[str, ...] = ("",)) -> list[Setting]:
+    """The settings of the config.yaml in a run folder or checkpoint whose keys begin with one of `keys`."""
+    settings = [setting for setting in read_settings(folder / "config.yaml") if setting.key.startswith(keys)]
+    refuse_code(folder, "config.yaml", settings)
+    return settings
+
+
+def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> None:
+    """Before any of `settings` is used, which came from the file `name` of `folder`: refused if they name code and
+    nobody trusts it. None: a file that belongs to no folder, and cannot be signed."""
+    found = list(dict.fromkeys(f"{s.key}={value_text(s.value)}" for s in settings if _names_code(s)))
+    if not found or folder is not None and _is_own(folder, name):
+        return
+    file = name if folder is None else str(folder / name)
+    if not _GIVEN.get():
+        why = f"names code to import, and is somebody else's, or it was changed: {', '.join(found)}"
+        mend = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
+        raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
+    signed = folder is not None and _sign(folder, name)
+    if "RANK" not in os.environ:
+        how = f"signed '{folder}'" if signed else "for this command only"
+        print(f"trusted {file}, which imports {', '.join(found)}: {how}", file=sys.stderr)
+
+
+def _names_code(setting: Setting) -> bool:
+    if ":" in setting.key:  # rewards.your.module:term
+        return True
+    # the one key that also takes your.module.Class
+    if setting.key.rpartition(".")[2] == "model_class" and setting.value:
+        return True
+    value = setting.value
+    if setting.key == "env.name" and isinstance(value, str) and value.startswith("gym:"):
+        return value.removeprefix("gym:").rpartition(":")[0] not in ("", "gymnasium", "sparring")
+    return any(_IMPORT_PATH.fullmatch(text) and not _HARMLESS.fullmatch(text) for text in _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text in a value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _texts(each)
+
+
+def _is_own(folder: Path, name: str) -> bool:
+    manifest = read_manifest(folder)
+    return manifest is not None and is_signed(manifest) and not damage(folder, manifest, [name])
+
+
+def _sign(folder: Path, name: str) -> bool:
+    """False: it cannot be written, or this user has no key."""
+    found = sorted(path for pattern in _REST[name] for path in folder.glob(pattern))
+    try:
+        return sign(folder, name, [str(path.relative_to(folder)) for path in found if path.is_file()])
+    except OSError:
+        return False

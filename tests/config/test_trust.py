@@ -1,0 +1,458 @@
+"""What somebody else's run, checkpoint or dataset names is not imported; one's own is, without asking."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import SMALL
+
+from sparring.api import load_policy, load_world_model
+from sparring.cli.main import main
+from sparring.config.resolve import resolve
+from sparring.config.schema import load_config
+from sparring.config.text import parse_overrides
+from sparring.config.trust import TrustError, refuse_code, trusting
+from sparring.errors import UserError
+from sparring.processes import manifest
+from sparring.report.run_folder import RunFolder
+from sparring.runs.checkpoint import checkpoints
+from sparring.runs.run import Run
+
+# dotted key -> value; {m} is a module that leaves a mark when it is imported, {mark} the mark
+CODE = {
+    "env": {"env.name": "{m}:Thing"},
+    "env in a package": {"env.name": "{m}.inner:Thing"},
+    "env with settings": {"env.name": "{m}:Thing", "env.kwargs": {"a": 1}},
+    "gymnasium id": {"env.name": "gym:{m}:Thing-v0"},
+    "gymnasium id that is none": {"env.name": "gym:{m}:2 D"},
+    "policy": {"policy": {"name": "{m}:Thing"}},
+    "world model": {"world_model": {"name": "{m}:Thing"}},
+    "algorithm": {"algorithm": "{m}:Thing"},
+}
+# what eval does not get to, or the second line of defence refuses
+OURS = {"env.name": "sparring.processes.files:write_whole", "env.kwargs": {"path": "{mark}", "text": "x"}}
+REFUSED = {
+    "a function of ours": OURS,
+    "gymnasium id by our own package": {"env.name": "gym:sparring:{m}:Thing-v0"},
+    "env as the originals call it": {"env": {}, "env_name": "{m}:Thing"},
+    "os.system": {"env.name": "os:system", "env.kwargs": {"command": "touch {mark}"}},
+    "posix.system": {"env.name": "posix:system", "env.kwargs": {"command": "touch {mark}"}},
+    "exec": {"env.name": "builtins:exec", "env.kwargs": {"source": "open('{mark}', 'w')"}},
+    "a builtin policy": {"policy": {"name": "os:system"}},
+    "Popen as a policy": {"policy": {"name": "subprocess:Popen", "args": ["touch", "{mark}"]}},
+    "Popen as an algorithm": {"algorithm": "subprocess:Popen", "algorithm_config": {"args": ["touch", "{mark}"]}},
+    "Popen as a world model": {"world_model": {"name": "subprocess:Popen", "args": ["touch", "{mark}"]}},
+    "VLA by its class": {"policy": {"name": "vla", "model_class": "{m}:Thing"}},
+    "VLA by a dotted class": {"policy": {"name": "vla", "model_class": "{m}.Thing"}},
+    "VLA by a bare key": {"policy": {"name": "vla"}, "model_class": "{m}.Thing"},
+    "reward": {"rewards.{m}:term": 1.0},
+    "reward among terms": {"rewards.terms": {"{m}:term": 1.0}},
+    "reward in a package": {"rewards": {"{m}": {"inner:term": 1.0}}},
+    "env that makes another": {"env.name": "gym:GymV26Environment-v0", "env.kwargs": {"env_id": "{m}:Thing-v0"}},
+    "settings of an env, deep": {"env.kwargs": {"wrappers": [{"inner": [{"entry_point": "{m}:Thing"}]}]}},
+    "settings of an env, a key": {"env.kwargs": {"wrappers": [{"{m}:Thing": {}}]}},
+    "spaces around it": {"env.name": " {m}:Thing "},
+    "lines around it": {"env.name": "\n{m}:Thing\n"},
+    "a list": {"env.name": ["{m}:Thing"]},
+    "the old gym": {"policy": {"name": "gym:make"}},
+    "letters of others": {"env.name": "módulo:Thing"},
+}
+# functions that are called with what the config says
+CALLED = {
+    "subprocess.call": {"env.name": "subprocess:call", "env.kwargs": {"args": ["touch", "{mark}"]}},
+    "runpy": {"env.name": "runpy:run_path", "env.kwargs": {"path_name": "{source}"}},
+    "shutil": {"env.name": "shutil:copyfile", "env.kwargs": {"src": "{source}", "dst": "{mark}"}},
+}
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory):
+    """A run of a moment; its settings name no code."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    run = Run(load_config(SMALL | {"env": {}, "output": str(folder)}), quiet=True)
+    assert run.run()
+    return folder
+
+
+@pytest.fixture
+def hostile(own_run, tmp_path, monkeypatch):
+    """Writes a run as if downloaded, whose config says such settings; returns it and the mark of what it ran."""
+    name, mark = f"hostile_{abs(hash(str(tmp_path)))}", tmp_path / "mark"
+    package = tmp_path / "elsewhere" / name
+    package.mkdir(parents=True)
+    source = package / "__init__.py"
+    source.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass Thing: pass\n")
+    (package / "inner.py").write_text("class Thing: pass\n")
+    monkeypatch.syspath_prepend(package.parent)
+
+    def filled(value):
+        if isinstance(value, str):
+            return value.replace("{m}", name).replace("{mark}", str(mark)).replace("{source}", str(source))
+        if isinstance(value, dict):
+            return {filled(key): filled(each) for key, each in value.items()}
+        return [filled(each) for each in value] if isinstance(value, list) else value
+
+    def write(settings, of="both", signed="no"):
+        folder = tmp_path / "downloaded"
+        shutil.copytree(own_run, folder)
+        places = {"run": [folder], "checkpoint": [checkpoints(folder)[-1]]}
+        places["both"] = places["run"] + places["checkpoint"]
+        for place in places[of]:
+            config = yaml.safe_load((place / "config.yaml").read_text())
+            for key, value in filled(settings).items():
+                *sections, leaf = key.split(".", 1)
+                (config[sections[0]] if sections else config)[leaf] = value
+                if key == "env.name":
+                    config["env"] = {k: v for k, v in config["env"].items() if k in ("name", "kwargs")}
+            (place / "config.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
+            if signed == "by another":
+                content = manifest.read_manifest(place)
+                files = {each: manifest.entry(place / each) for each in content["files"]}
+                with monkeypatch.context() as patch:
+                    patch.setenv("XDG_CONFIG_HOME", str(tmp_path / "attacker"))
+                    manifest.write_manifest(place, content["kind"], files)
+            elif signed == "no":
+                (place / "manifest.json").unlink()
+        return folder, mark
+
+    yield write
+    for module in [module for module in sys.modules if module.startswith(name)]:
+        del sys.modules[module]
+
+
+def refused(capsys, *words):
+    assert main(list(map(str, words))) == 2
+    said = capsys.readouterr().err
+    assert "names code to import" in said and "--trust" in said, said
+    return said
+
+
+@pytest.mark.parametrize("signed", ["no", "by another", "before it was changed"])
+@pytest.mark.parametrize("what", [*CODE, *REFUSED, *CALLED])
+def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
+    folder, mark = hostile((CODE | REFUSED | CALLED)[what], signed=signed)
+    before = set(sys.modules)
+    assert str(checkpoints(folder)[-1] / "config.yaml") in refused(capsys, "eval", folder)
+    if signed != "no":
+        assert not mark.exists()
+        return
+    refused(capsys, "eval", checkpoints(folder)[-1])
+    refused(capsys, "compare", folder, folder)
+    if what in ("env", "os.system", "VLA by its class", "settings of an env, deep"):
+        refused(capsys, "train", "finetune", "--dry-run", f"pretrained={folder}")
+        refused(capsys, "config", "finetune", f"pretrained={folder}")
+    if what in ("policy", "VLA by a dotted class"):
+        with pytest.raises(TrustError, match="names code to import"):
+            load_policy(folder)
+    page = RunFolder(folder, lambda *_: "")
+    page.refresh(1)
+    RunFolder.side_by_side([page])
+    assert main(["runs", str(folder)]) == 0
+    assert not mark.exists() and not {name for name in set(sys.modules) - before if name.startswith("hostile_")}
+
+
+@pytest.mark.parametrize("what", [*CODE, *CALLED])
+def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what):
+    folder, mark = hostile((CODE | CALLED)[what])
+    with suppress(TypeError):  # what came back is no env
+        main(["eval", str(folder), "--trust"])
+    said = capsys.readouterr().err
+    checkpoint = checkpoints(folder)[-1]
+    assert f"trusted {checkpoint / 'config.yaml'}, which imports" in said and f"signed '{checkpoint}'" in said
+    assert mark.exists()
+    if what in CALLED:
+        return
+    main(["eval", str(folder)])
+    assert "names code" not in capsys.readouterr().err
+    # a folder that was moved
+    folder.rename(folder.with_name("elsewhere_now"))
+    main(["eval", str(folder.with_name("elsewhere_now"))])
+    assert "names code" not in capsys.readouterr().err
+    # what it named when it was trusted, not what it names later
+    file = folder.with_name("elsewhere_now") / checkpoint.name / "config.yaml"
+    file.write_text(file.read_text() + "# more\n")
+    refused(capsys, "eval", file.parent)
+
+
+@pytest.mark.parametrize("what", [name for name in REFUSED if name.startswith(("os", "posix", "exec", "a b", "Popen"))])
+def test_trusted_builtins_and_other_kinds_are_not_called(hostile, capsys, what):
+    folder, mark = hostile(REFUSED[what])
+    assert main(["eval", str(folder), "--trust"]) == 2
+    assert re.search("expected a function written in Python, or a class|first parameter must", capsys.readouterr().err)
+    assert not mark.exists()
+
+
+def test_own_words_are_trusted(hostile, tmp_path):
+    """The command line, Python, the file of --config."""
+    folder, mark = hostile(CODE["env"])
+    with pytest.raises(UserError, match="first parameter must be annotated"):
+        load_config(folder / "config.yaml", inherit=False)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("signed", ["no", "by another"])
+@pytest.mark.parametrize("what", ["policy", "VLA by a dotted class"])
+def test_python_asks_for_trust_in_its_own_words(hostile, what, signed):
+    folder, mark = hostile((CODE | REFUSED)[what], signed=signed)
+    with pytest.raises(TrustError, match=r"trust=True"):
+        load_policy(folder)
+    assert not mark.exists()
+    with pytest.raises(UserError) as caught:
+        load_policy(folder, trust=True)
+    assert not isinstance(caught.value, TrustError) and mark.exists()
+    with pytest.raises(UserError, match="not a world model"):
+        load_world_model(folder)
+
+
+def test_only_what_would_be_imported_asks(hostile):
+    """A policy needs no env."""
+    folder, mark = hostile({"env.name": "{m}:Thing", "rewards.{m}:term": 1.0})
+    assert load_policy(folder).chunk == 1
+    assert not mark.exists()
+
+
+def test_one_of_two_configs_is_enough(hostile, capsys):
+    """A run goes on by the config of its folder, where what it started from is gone."""
+    folder, mark = hostile({"env.name": "{m}:Thing", "pretrained": "gone"}, of="run")
+    refused(capsys, "config", "finetune", "pretrained=gone", f"output={folder}")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("key", ["student.teacher", "rollout.imagined", "adversarial.student"])
+def test_runs_that_others_start_from(hostile, capsys, key):
+    settings = {"phase": "adversarial", "env.name": "{m}:Thing", "policy": {"name": "{m}:Thing"}}
+    folder, mark = hostile(settings)
+    phase = {"student.teacher": "student", "rollout.imagined": "finetune"}.get(key, "adversarial")
+    refused(capsys, "config", phase, f"{key}={folder}")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"name": "os:system", "task": [], "kwargs": {"command": "touch {mark}"}},
+        {"name": "{m}:Thing", "task": ["a"]},
+        {"name": "gym:{m}:Thing-v0", "task": ["a"]},
+        {"name": "gym:CartPole-v1", "task": ["a"], "kwargs": {"inner": ["{m}:Thing"]}},
+    ],
+)
+def test_datasets(hostile, capsys, tmp_path, env):
+    _, mark = hostile({})
+    (module,) = os.listdir(tmp_path / "elsewhere")
+    text = json.dumps({"env": env}).replace("{m}", module).replace("{mark}", str(mark))
+    file = tmp_path / "demos" / "meta" / "sparring.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    words = ["train", "imitate", "--dry-run", f"imitate.demos={file.parents[1]}"]
+    assert str(file) in refused(capsys, *words)
+    assert not mark.exists()
+    main([*words, "--trust"])
+    assert "trusted " in capsys.readouterr().err
+    assert manifest.is_signed(manifest.read_manifest(file.parents[1]))
+    if env["name"].endswith(("Thing", "Thing-v0")):
+        assert mark.exists()
+
+
+def test_a_config_of_the_originals_is_only_converted(hostile, capsys, tmp_path):
+    _, mark = hostile({})
+    (module,) = os.listdir(tmp_path / "elsewhere")
+    (tmp_path / "theirs.yaml").write_text(f"env: {{name: '{module}:Thing'}}\n")
+    refused(capsys, "config", "import", tmp_path / "theirs.yaml")
+    assert not mark.exists()
+    main(["config", "import", str(tmp_path / "theirs.yaml"), "--trust"])
+    assert mark.exists() and "for this command only" in capsys.readouterr().err
+
+
+def test_trust_does_not_hide_damage(hostile, capsys):
+    folder, _ = hostile(CODE["env"], signed="by another")
+    (checkpoints(folder)[-1] / "spec.json").write_text("{}")
+    assert main(["eval", str(folder), "--trust"]) == 2
+    assert "is damaged: spec.json has" in capsys.readouterr().err
+
+
+def test_a_manifest_names_files_of_its_folder(hostile, capsys):
+    folder, mark = hostile(CODE["env"], signed="by another")
+    file = checkpoints(folder)[-1] / "manifest.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"files": content["files"] | {"../../x": {}}}))
+    assert main(["eval", str(folder)]) == 2
+    assert "is no manifest of format" in capsys.readouterr().err and not mark.exists()
+
+
+OWN = {
+    "env": {"env": {"name": "gym_doubles:Succeeds"}},
+    "policy": {"policy": {"name": "doubles_memory:MemoryPolicy"}},
+    "reward": {"rewards": {"terms": {"test_trust:one": 1.0}}},
+}
+
+
+def one(td):
+    return td["is_first"].float()
+
+
+@pytest.mark.parametrize("what", ["env", "reward"])
+def test_one_s_own_runs_never_ask(tmp_path, capsys, what):
+    folder = tmp_path / "run"
+    config = SMALL | OWN[what] | {"output": str(folder)}
+    run = Run(load_config(config), quiet=True)
+    assert run.run()
+    run.extend(load_config(config | {"training": {"iterations": 3}}))
+    assert run.run()
+    # going on in a new process, and from its weights
+    words = ["train", "finetune", "--config", str(folder / "config.yaml"), "training.iterations=4"]
+    assert main(words) == 0
+    assert main(["eval", str(folder), "--episodes", "2"]) == 0
+    assert main(["compare", str(folder), str(folder / "checkpoint-4"), "--episodes", "6"]) == 0
+    assert main(["train", "finetune", "--dry-run", f"pretrained={folder}", "device=cpu", "--envs", "2"]) == 0
+    moved = folder.rename(tmp_path / "moved")
+    assert main(["eval", str(moved), "--episodes", "2"]) == 0
+    assert load_policy(moved)
+    # a part of it, sent to another machine of the same user
+    shutil.copytree(moved / "checkpoint-4", tmp_path / "sent")
+    assert main(["eval", str(tmp_path / "sent"), "--episodes", "2"]) == 0
+    for place in (moved, moved / "checkpoint-4"):
+        content = manifest.read_manifest(place)
+        assert manifest.is_signed(content) and not manifest.damage(place, content)
+    assert not re.search("trust", capsys.readouterr().err)
+
+
+def test_the_config_that_was_signed_is_the_one_that_is_trusted(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert Run(load_config(SMALL | OWN["env"] | {"output": str(folder)}), quiet=True).run()
+    file = checkpoints(folder)[-1] / "config.yaml"
+    file.write_text(file.read_text().replace("gym_doubles:Succeeds", "gym_doubles:Counter"))
+    refused(capsys, "eval", folder)
+    # settings that name no code are not asked about: whether a checkpoint is whole is found out where it is loaded
+    file.write_text(file.read_text().replace("gym_doubles:Counter", "gym:CartPole-v1"))
+    main(["eval", str(folder)])
+    assert "names code" not in capsys.readouterr().err
+
+
+def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    manifest._say_once.cache_clear()
+    folder = tmp_path / "run"
+    config = SMALL | OWN["env"] | {"output": str(folder), "training": {"save_every": 1, "iterations": 3}}
+    assert Run(load_config(config | {"logging": {"console_level": "WARNING"}})).run()
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("the key that signs runs cannot be used") == 1
+    content = manifest.read_manifest(folder)
+    assert "hmac" not in content and not manifest.is_signed(content) and not manifest.damage(folder, content)
+    refused(capsys, "eval", folder)
+    # where nothing can be signed, the flag holds for the command
+    assert main(["eval", str(folder), "--trust", "--episodes", "2"]) == 0
+
+
+def test_the_key_is_made_once_and_is_one_s_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "a").write_text("x")
+    # asking makes no key
+    assert not manifest.is_signed({"hmac": "x", "files": {}}) and not manifest.key_file().exists()
+    manifest.write_manifest(tmp_path, "run", {"a": manifest.entry(tmp_path / "a")})
+    key = manifest.key_file()
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600 and [key] == list(key.parent.iterdir())
+    assert manifest.is_signed(manifest.read_manifest(tmp_path))
+    key.write_text("ab" * 32)
+    assert not manifest.is_signed(manifest.read_manifest(tmp_path))
+    key.write_text("not a key")
+    assert not manifest.is_signed(manifest.read_manifest(tmp_path))
+
+
+def test_values_that_are_no_import_paths():
+    words = "device=cuda:0 env.name=gym:CartPole-v1 output=/a/b:c pretrained=https://x/y logging.name=12:30 seed=1"
+    for name in ("gym:sparring:sparring/lift_d0", "gym:ALE/Pong-v5", "tabletop"):
+        refuse_code(Path(), "config.yaml", parse_overrides([*words.split(), f"env.name={name}"]))
+    with pytest.raises(
+        TrustError, match="'config.yaml' names code to import.*: env.name='?a:b'?, policy.model_class=c.D"
+    ):
+        refuse_code(Path(), "config.yaml", parse_overrides(["seed=1", "env.name=a:b", "policy.model_class=c.D"]))
+
+
+@pytest.mark.parametrize("path", ["os:system", "builtins:exec", "os:path", "sys:argv", "string:digits"])
+def test_what_is_called_is_a_class_or_a_function(path):
+    with pytest.raises(UserError, match=f"env '{path}': is a .*; expected a function written in Python, or a class"):
+        resolve(path, {}, "env")
+
+
+# --- the working directory
+
+LIBRARIES = ["torch", "yaml", "json", "numpy", "pydantic", "gymnasium", "wandb", "pandas", "tensorboard", "numba"]
+LIBRARIES += ["sparring_envs", "sitecustomize_not", "argparse", "tensordict", "safetensors", "accelerate", "mujoco"]
+
+
+def shell(folder, *words, script=None):
+    """`sparring WORDS` there as users start it; `script`: the console script, else by `python -m`."""
+    start = [sys.executable, "-m", "sparring"] if script is None else [sys.executable, str(script)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    return subprocess.run([*start, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_files_in_a_run_do_not_stand_in_for_libraries(own_run, tmp_path, how):
+    folder, mark, script = tmp_path / "run", tmp_path / "mark", tmp_path / "bin" / "sparring"
+    shutil.copytree(own_run, folder)
+    attack = f"import pathlib; pathlib.Path({str(mark)!r}).write_text(__name__)\n"
+    for name in [*LIBRARIES, "evil_plugin"]:
+        (folder / f"{name}.py").write_text(attack)
+    # what gymnasium and numba would find there
+    entry_points = folder / "evil-1.0.dist-info" / "entry_points.txt"
+    entry_points.parent.mkdir()
+    entry_points.write_text("[gymnasium.envs]\n__root__ = evil_plugin:register\n")
+    (entry_points.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (folder / ".numba_config.yaml").write_text("cache_dir: numba\ncache_locator_classes: evil_plugin.Locator\n")
+    script.parent.mkdir()
+    script.write_text("from sparring.cli.main import main\nraise SystemExit(main())\n")
+    done = shell(folder, "eval", ".", "--episodes", "2", script=script if how == "script" else None)
+    assert done.returncode == 0, done.stderr
+    assert not mark.exists(), mark.read_text()
+    assert not (folder / "numba").exists()
+    # nor where a run that is trusted, or the command line, names a module of that folder
+    done = shell(folder, "eval", ".", "env.name=evil_plugin:Env", script=script if how == "script" else None)
+    assert done.returncode == 2 and not mark.exists()
+    assert "In a folder of a run nothing is looked for" in done.stderr
+
+
+MINE = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Mine(CartPoleEnv):
+    def reset(self, **options):
+        import beside_mine  # later than Mine itself
+        return super().reset(**options)
+"""
+BRIEF = ["--envs", "2", "rollout.steps=8", "threads=1", "device=cpu", "training.iterations=1", "evaluation.episodes=2"]
+BRIEF += ["rollout.render_episodes=0", "rollout.max_episode_steps=10", "evaluation.baseline=false"]
+BRIEF += ["env.name=mine:Mine"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["env.vectorize=process", "env.workers=2"], ["rollout.mode=async"], ["--gpus", "2"]],
+    ids=["workers", "async", "processes"],
+)
+def test_modules_of_ones_own_are_found_beside_the_command(tmp_path, more):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "beside_mine.py").write_text("")
+    # after what is installed, in all processes
+    (tmp_path / "yaml.py").write_text("raise SystemExit('a file stood in for a library')")
+    done = shell(tmp_path, "train", "finetune", *BRIEF, *more, "--output", "runs/a")
+    assert done.returncode == 0, done.stderr
+    if more[0] != "--gpus":
+        done = shell(tmp_path, "eval", "runs/a", "--episodes", "2")
+        assert done.returncode == 0 and "trust" not in done.stderr, done.stderr
+
+
+def test_trusting_ends_with_the_command(hostile):
+    folder, _ = hostile(CODE["policy"])
+    with trusting(False), pytest.raises(TrustError):
+        load_policy(folder)
