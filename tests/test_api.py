@@ -163,7 +163,9 @@ def test_asynchronous_training_starts_from_the_policy_given_and_goes_on():
     process = at_once.run.phase.env.actor.child.process
     assert process.poll() is None
     at_once.close(), in_turns.close()
-    assert process.poll() is not None
+    assert process.poll() is not None and in_turns.train(257)
+    with pytest.raises(UserError, match="was closed"):
+        at_once.train(512)
 
 
 @pytest.mark.usefixtures("forked")

@@ -86,6 +86,7 @@ class Trainer:
             raise UserError("output=... saves a run by its config: make env and policy with make_env and make_policy")
         self.algorithm.seed = seed
         self.run: Run | None = None
+        self._closed = False
 
     def train(self, total_timesteps: int) -> bool:
         """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
@@ -96,6 +97,8 @@ class Trainer:
                 env = cast(Env, build_env(config, distributed, env.device))
             phase = Finetune.of(config, env, self.policy, self.algorithm, distributed)
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
+        elif self._closed:
+            raise UserError("this Trainer was closed, and its collecting process has ended; make another one to go on")
         else:
             self.run.extend(config)
         return self.run.run()
@@ -115,6 +118,7 @@ class Trainer:
         """End the collecting process of mode="async", for good; otherwise it ends with the program."""
         if self.run is not None and self.run.config.rollout.mode == "async":
             self.run.phase.env.close()
+            self._closed = True
 
 
 def load_policy(path: str | Path, device: str = "cpu") -> Policy:
