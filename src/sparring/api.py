@@ -31,6 +31,7 @@ from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
 from sparring.policies import POLICIES
 from sparring.policies.policy import Policy, make_policy
+from sparring.record.log import RunLog
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
 from sparring.runs.fits import load_weights
 from sparring.runs.run import Run
@@ -93,10 +94,12 @@ class Trainer:
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}}, inherit=False)
         if self.run is None:
             distributed, env = self.algorithm.distributed, self.env
+            # before there is a collecting process, whose output it takes
+            run_log = RunLog(config.logging, self.quiet, distributed.rank)
             if config.rollout.mode == "async":
                 env = cast(Env, build_env(config, distributed, env.device))
             phase = Finetune.of(config, env, self.policy, self.algorithm, distributed)
-            self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
+            self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet, run_log=run_log)
         elif self._closed:
             raise UserError("this Trainer was closed, and its collecting process has ended; make another one to go on")
         else:

@@ -34,13 +34,21 @@ log = logging.getLogger(LOGGER)
 
 
 class Run:
-    """One training run. `phase` is built from the config unless it is given; `folder=False` writes no files."""
+    """One training run. `phase` is built from the config unless it is given, with the `run_log` that took what was said
+    meanwhile; `folder=False` writes no files."""
 
-    def __init__(self, config: Config, phase: Phase | None = None, folder: bool = True, quiet: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        phase: Phase | None = None,
+        folder: bool = True,
+        quiet: bool = False,
+        run_log: RunLog | None = None,
+    ):
         self.config = config
         self.distributed = phase.distributed if phase else Distributed(config.device)
         self.folder = config.run_folder if folder and self.distributed.is_main else None
-        self.log = RunLog(config.logging, quiet, self.distributed.rank)
+        self.log = run_log or RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
             check_installed(config.logging)
         run_folder = RunFolder(config)
