@@ -32,6 +32,7 @@ from sparring.phases.finetune import Finetune
 from sparring.phases.student import with_cameras
 from sparring.policies import POLICIES
 from sparring.policies.policy import Policy, make_policy
+from sparring.record.log import RunLog
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
 from sparring.runs.fits import load_weights
 from sparring.runs.run import Run
@@ -87,16 +88,21 @@ class Trainer:
             raise UserError("output=... saves a run by its config: make env and policy with make_env and make_policy")
         self.algorithm.seed = seed
         self.run: Run | None = None
+        self._closed = False
 
     def train(self, total_timesteps: int) -> bool:
         """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}}, inherit=False)
         if self.run is None:
             distributed, env = self.algorithm.distributed, self.env
+            # before there is a collecting process, whose output it takes
+            run_log = RunLog(config.logging, self.quiet, distributed.rank)
             if config.rollout.mode == "async":
                 env = cast(Env, build_env(config, distributed, env.device))
             phase = Finetune.of(config, env, self.policy, self.algorithm, distributed)
-            self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet)
+            self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet, run_log=run_log)
+        elif self._closed:
+            raise UserError("this Trainer was closed, and its collecting process has ended; make another one to go on")
         else:
             self.run.extend(config)
         return self.run.run()
@@ -116,6 +122,7 @@ class Trainer:
         """End the collecting process of mode="async", for good; otherwise it ends with the program."""
         if self.run is not None and self.run.config.rollout.mode == "async":
             self.run.phase.env.close()
+            self._closed = True
 
 
 def load_policy(path: str | Path, device: str = "cpu", trust: bool = False) -> Policy:

@@ -106,8 +106,9 @@ def test_terms_are_added_to_the_envs_reward_on_the_last_executed_step():
 
 def test_beside_terms_the_env_rewards_as_before_unless_its_weight_is_set():
     word = f"rewards.{__name__}:two=0"
-    weights = [load_config(None, parse_overrides(w)).rewards.task_reward for w in ([], [word])]
-    assert weights == [0.0, 1.0]
+    whole = f"rewards.terms={{{__name__}:two: 0}}"
+    weights = [load_config(None, parse_overrides(w)).rewards.task_reward for w in ([], [word], [whole])]
+    assert weights == [0.0, 1.0, 1.0]
     assert load_config(None, parse_overrides([word, "rewards.task_reward=0"])).rewards.task_reward == 0.0
     buffer, rewards = rollout_and_rewards(terms=own(two=0.0, Counts=1.0), task_reward=1.0)
     before = buffer.rollout()["next", "reward"].clone()

@@ -30,7 +30,9 @@ class AlgorithmConfig(Section):
         "decoupled", description="what makes up for older weights having acted; fresh data is learned from as ever"
     )
     weight_cap: float = Field(
-        2.0, ge=1, description="largest weight of a stale decision: decoupled drops one past it, truncated cuts it down"
+        2.0,
+        ge=1,
+        description="largest weight of a stale decision: decoupled drops one past it, truncated cuts it; not of vtrace",
     )
     proximal: Literal["exact", "interpolated"] = Field(
         "exact", description="log-probs as an update begins: scored once more where stale, or guessed from versions"

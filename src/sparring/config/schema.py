@@ -143,7 +143,7 @@ def _phase_defaults(phase: str, settings: list[Setting]) -> list[Setting]:
     names = {s.key: s.value for s in settings}
     others = tuple(f"{section}." for section, name in USUAL.items() if names.get(f"{section}.name", name) != name)
     values = dict(PHASE_DEFAULTS.get(phase, {}))
-    if phase == "finetune" and any(key.startswith("rewards.terms.") for key in names):
+    if phase == "finetune" and (names.get("rewards.terms") or any(key.startswith("rewards.terms.") for key in names)):
         # terms are added to the env's own reward
         values["rewards.task_reward"] = 1.0
     return [Setting(key, value, f"phase {phase}") for key, value in values.items() if not key.startswith(others)]

@@ -155,7 +155,7 @@ class Finetune(Phase):
 
     def learn(self, fraction: float) -> dict[str, float]:
         """An update from the rollout in the buffer."""
-        with self.stopwatch.stage("learn", self.progress.updates):
+        with self.stopwatch.stage("learn", self.collector.version):
             measured = self._check_remote_parity()
             metrics = self.algorithm.update(self.buffer.rollout(), fraction)
             # each compares what the other cannot

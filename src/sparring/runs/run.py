@@ -40,16 +40,19 @@ _GRACE_S = 20.0
 
 
 class Run:
-    """One training run. `phase` is built from the config unless it is given; `folder=False` writes no files."""
+    """One training run; `folder=False` writes no files. `phase` is built from the config unless it is given, with the
+    `run_log` of the meantime."""
 
-    def __init__(self, config: Config, phase: Phase | None = None, folder: bool = True, quiet: bool = False):
+    def __init__(
+        self, config: Config, phase: Phase | None = None, folder=True, quiet=False, run_log: RunLog | None = None
+    ):
         self.config = config
         self.distributed = phase.distributed if phase else Distributed(config.device)
         self.stages = OwnStages(np.zeros((config.rollout.groups, OwnStages.columns())), config.rollout.watchdog_s)
         self.stages.watch()
         # `folder`: of the main process only, which writes nearly everything
         self.writes, self.folder = folder, config.run_folder if folder and self.distributed.is_main else None
-        self.log = RunLog(config.logging, quiet, self.distributed.rank)
+        self.log = run_log or RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
             check_installed(config.logging)
         run_folder = RunFolder(config)
