@@ -32,7 +32,7 @@ class AlgorithmConfig(Section):
     weight_cap: float = Field(
         2.0,
         ge=1,
-        description="largest weight of a stale decision: decoupled drops one past it, truncated cuts it; not of vtrace",
+        description="largest weight of a stale decision: decoupled drops it beyond, truncated cuts; not for vtrace",
     )
     proximal: Literal["exact", "interpolated"] = Field(
         "exact", description="log-probs as an update begins: scored once more where stale, or guessed from versions"

@@ -40,8 +40,7 @@ _GRACE_S = 20.0
 
 
 class Run:
-    """One training run; `folder=False` writes no files. `phase` is built from the config unless it is given, with the
-    `run_log` of the meantime."""
+    """One training run; `folder=False` writes no files. `phase`, if not given, is built; its `run_log` comes along."""
 
     def __init__(
         self, config: Config, phase: Phase | None = None, folder=True, quiet=False, run_log: RunLog | None = None
