@@ -61,12 +61,13 @@ class Subject:
     commands: dict[str, tuple[list[str], Callable[[str], object]]]
 
 
-def fork(argv: list[str], seconds: float = HANG_S) -> tuple[int | None, str]:
-    """Exit code and output of a `sparring` command; -signal where one ended it, None where nothing did in time."""
+def fork(argv: list[str], seconds: float = HANG_S, act: Callable | None = None) -> tuple[int | None, str]:
+    """Exit code and output of a `sparring` command, or of `act(argv)`; -signal where one ended it, None where nothing
+    did in time."""
     with tempfile.TemporaryFile() as out:
         child = os.fork()
         if child == 0:
-            _be(argv, out.fileno())
+            _be(argv, out.fileno(), act)
         end, done, status = time.monotonic() + seconds, 0, 0
         while not done and time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -78,7 +79,7 @@ def fork(argv: list[str], seconds: float = HANG_S) -> tuple[int | None, str]:
         return os.waitstatus_to_exitcode(status) if done else None, out.read().decode(errors="replace")
 
 
-def _be(argv: list[str], out: int) -> None:
+def _be(argv: list[str], out: int, act: Callable | None) -> None:
     code = 1
     try:
         os.setsid()
@@ -89,7 +90,7 @@ def _be(argv: list[str], out: int) -> None:
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         from sparring.cli.main import main
 
-        code = main(argv)
+        code = (act or main)(argv)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

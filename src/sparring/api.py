@@ -130,16 +130,16 @@ def load_policy(path: str | Path, device: str = "cpu", trust: bool = False) -> P
 
     `trust`: also a class that somebody else's config names is imported (docs/security.md).
     """
-    checkpoint = checkpoint_folder(path)
     with trusting(trust):
+        checkpoint = checkpoint_folder(path)
         needed = ("policy.", "rollout.action_steps", "student.cameras")
         config = load_config(None, trusted_settings(checkpoint, needed), inherit=False)
-    spec = load_spec(checkpoint)
-    phase = saved_settings(checkpoint).get("phase")
-    if phase in ("student", "adversarial"):
-        spec = with_cameras(spec, config.student.cameras)  # it has fewer cameras than its env shows
-    policy = make_policy(config.policy, spec, config.rollout.action_steps, device)
-    load_weights(policy, checkpoint, "policy." if phase == "adversarial" else "")
+        spec = load_spec(checkpoint)
+        phase = saved_settings(checkpoint).get("phase")
+        if phase in ("student", "adversarial"):
+            spec = with_cameras(spec, config.student.cameras)  # it has fewer cameras than its env shows
+        policy = make_policy(config.policy, spec, config.rollout.action_steps, device)
+        load_weights(policy, checkpoint, "policy." if phase == "adversarial" else "")
     return policy.eval()
 
 
@@ -148,15 +148,17 @@ def load_world_model(path: str | Path, device: str = "cpu", trust: bool = False)
 
     `trust`: also a class that somebody else's config names is imported (docs/security.md).
     """
-    checkpoint = checkpoint_folder(path)
-    phase = saved_settings(checkpoint).get("phase")
-    if phase not in ("teacher", "adversarial"):
-        raise UserError(f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run")
     with trusting(trust):
+        checkpoint = checkpoint_folder(path)
+        phase = saved_settings(checkpoint).get("phase")
+        if phase not in ("teacher", "adversarial"):
+            raise UserError(
+                f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run"
+            )
         settings = trusted_settings(checkpoint, ("world_model.", "rollout.action_steps"))
         config = load_config(None, settings, inherit=False)
-    model = make_world_model(config.world_model, load_spec(checkpoint), config.rollout.action_steps)
-    load_weights(model, checkpoint, "world_model." if phase == "adversarial" else "")
+        model = make_world_model(config.world_model, load_spec(checkpoint), config.rollout.action_steps)
+        load_weights(model, checkpoint, "world_model." if phase == "adversarial" else "")
     return model.to(device).eval()
 
 

@@ -437,14 +437,14 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_fo
     for checkpoint in ("checkpoint-1", "checkpoint-2"):
         (run_folder / checkpoint / name).write_bytes(b"torn")
     code, _, err = told(capsys, *words)
-    assert code == 2 and f"sparring: 'run/checkpoint-2/{name}' cannot be read" in err
-    assert "remove 'run/checkpoint-2' to go on from 'run/checkpoint-1' with --resume auto, or start anew with" in err
+    assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, written were " in err
+    assert f"  checkpoint-1: {name} has 4 bytes" in err and "start anew (--resume never moves the run aside)" in err
     # from elsewhere
     code, _, err = told(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
-    assert code == 2 and "branch off from an older one with --resume run/checkpoint-1, or start anew" in err
-    shutil.rmtree(run_folder / "checkpoint-2")
-    code, _, err = told(capsys, *words)
-    assert code == 2 and "to go on all the same: start anew with --resume never (a run in the folder is moved" in err
+    assert code == 2 and f"'run/checkpoint-2' is damaged: {name} has 4 bytes" in err
+    assert "use another checkpoint, or copy it again from where it is whole" in err
+    # trust is in whom, not in files
+    assert told(capsys, *words, "--trust")[0] == 2
     assert told(capsys, *words, "--resume", "never")[0] == 0
     assert (here / "run-old-1/checkpoint-1" / name).read_bytes() == b"torn"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_runs import SMALL
+from small_runs import SMALL, seal
 
 from sparring.api import load_policy, load_world_model
 from sparring.cli.main import main
@@ -100,7 +100,7 @@ def hostile(own_run, tmp_path, monkeypatch):
             return {filled(key): filled(each) for key, each in value.items()}
         return [filled(each) for each in value] if isinstance(value, list) else value
 
-    def write(settings, of="both", signed="no"):
+    def write(settings, of="both", signed="by another"):
         folder = tmp_path / "downloaded"
         shutil.copytree(own_run, folder)
         places = {"run": [folder], "checkpoint": [checkpoints(folder)[-1]]}
@@ -115,10 +115,13 @@ def hostile(own_run, tmp_path, monkeypatch):
             (place / "config.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
             if signed == "by another":
                 content = manifest.read_manifest(place)
-                files = {each: manifest.entry(place / each) for each in content["files"]}
                 with monkeypatch.context() as patch:
                     patch.setenv("XDG_CONFIG_HOME", str(tmp_path / "attacker"))
-                    manifest.write_manifest(place, content["kind"], files)
+                    if content["kind"] == "checkpoint":
+                        seal(place)
+                    else:
+                        files = {each: manifest.entry(place / each) for each in content["files"]}
+                        manifest.write_manifest(place, "run", files)
             elif signed == "no":
                 (place / "manifest.json").unlink()
         return folder, mark
@@ -128,10 +131,10 @@ def hostile(own_run, tmp_path, monkeypatch):
         del sys.modules[module]
 
 
-def refused(capsys, *words):
+def refused(capsys, *words, of=("names code to import", "--trust")):
     assert main(list(map(str, words))) == 2
     said = capsys.readouterr().err
-    assert "names code to import" in said and "--trust" in said, said
+    assert all(each in said for each in of), said
     return said
 
 
@@ -140,10 +143,13 @@ def refused(capsys, *words):
 def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
     folder, mark = hostile((CODE | REFUSED | CALLED)[what], signed=signed)
     before = set(sys.modules)
-    assert str(checkpoints(folder)[-1] / "config.yaml") in refused(capsys, "eval", folder)
-    if signed != "no":
+    if signed != "by another":
+        # not as it was written, whoever wrote it
+        why = "it has no manifest.json; --trust" if signed == "no" else "config.yaml has "
+        refused(capsys, "eval", folder, of=["are damaged", why])
         assert not mark.exists()
         return
+    assert str(checkpoints(folder)[-1] / "config.yaml") in refused(capsys, "eval", folder)
     refused(capsys, "eval", checkpoints(folder)[-1])
     refused(capsys, "compare", folder, folder)
     if what in ("env", "os.system", "VLA by its class", "settings of an env, deep"):
@@ -159,9 +165,10 @@ def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
     assert not mark.exists() and not {name for name in set(sys.modules) - before if name.startswith("hostile_")}
 
 
+@pytest.mark.parametrize("signed", ["no", "by another"])
 @pytest.mark.parametrize("what", [*CODE, *CALLED])
-def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what):
-    folder, mark = hostile((CODE | CALLED)[what])
+def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what, signed):
+    folder, mark = hostile((CODE | CALLED)[what], signed=signed)
     with suppress(TypeError):  # what came back is no env
         main(["eval", str(folder), "--trust"])
     said = capsys.readouterr().err
@@ -179,7 +186,7 @@ def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what):
     # what it named when it was trusted, not what it names later
     file = folder.with_name("elsewhere_now") / checkpoint.name / "config.yaml"
     file.write_text(file.read_text() + "# more\n")
-    refused(capsys, "eval", file.parent)
+    refused(capsys, "eval", file.parent, of=["is damaged: config.yaml has "])
 
 
 @pytest.mark.parametrize("what", [name for name in REFUSED if name.startswith(("os", "posix", "exec", "a b", "Popen"))])
@@ -198,10 +205,9 @@ def test_own_words_are_trusted(hostile, tmp_path):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("signed", ["no", "by another"])
 @pytest.mark.parametrize("what", ["policy", "VLA by a dotted class"])
-def test_python_asks_for_trust_in_its_own_words(hostile, what, signed):
-    folder, mark = hostile((CODE | REFUSED)[what], signed=signed)
+def test_python_asks_for_trust_in_its_own_words(hostile, what):
+    folder, mark = hostile((CODE | REFUSED)[what])
     with pytest.raises(TrustError, match=r"trust=True"):
         load_policy(folder)
     assert not mark.exists()
@@ -217,6 +223,15 @@ def test_only_what_would_be_imported_asks(hostile):
     folder, mark = hostile({"env.name": "{m}:Thing", "rewards.{m}:term": 1.0})
     assert load_policy(folder).chunk == 1
     assert not mark.exists()
+
+
+def test_what_is_signed_is_told_in_full(hostile, capsys):
+    """A later command uses more of the file."""
+    folder, _ = hostile({"env.name": "{m}:Thing", "policy": {"name": "{m}:Thing"}})
+    with suppress(UserError, TypeError):
+        load_policy(folder, trust=True)
+    said = capsys.readouterr().err
+    assert "imports env.name=" in said and "policy.name=" in said
 
 
 def test_one_of_two_configs_is_enough(hostile, capsys):
@@ -275,7 +290,7 @@ def test_trust_does_not_hide_damage(hostile, capsys):
     folder, _ = hostile(CODE["env"], signed="by another")
     (checkpoints(folder)[-1] / "spec.json").write_text("{}")
     assert main(["eval", str(folder), "--trust"]) == 2
-    assert "is damaged: spec.json has" in capsys.readouterr().err
+    assert "are damaged:\n  checkpoint-2: spec.json has" in capsys.readouterr().err
 
 
 def test_a_manifest_names_files_of_its_folder(hostile, capsys):
@@ -329,11 +344,37 @@ def test_the_config_that_was_signed_is_the_one_that_is_trusted(tmp_path, capsys)
     assert Run(load_config(SMALL | OWN["env"] | {"output": str(folder)}), quiet=True).run()
     file = checkpoints(folder)[-1] / "config.yaml"
     file.write_text(file.read_text().replace("gym_doubles:Succeeds", "gym_doubles:Counter"))
-    refused(capsys, "eval", folder)
-    # settings that name no code are not asked about: whether a checkpoint is whole is found out where it is loaded
-    file.write_text(file.read_text().replace("gym_doubles:Counter", "gym:CartPole-v1"))
-    main(["eval", str(folder)])
-    assert "names code" not in capsys.readouterr().err
+    for trust in ([], ["--trust"]):
+        refused(capsys, "eval", folder, *trust, of=["config.yaml has "])
+
+
+def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, capsys):
+    """Of an earlier version; no code is named."""
+    folder = tmp_path / "run"
+    shutil.copytree(own_run, folder)
+    for file in [folder / "manifest.json", *folder.glob("*/manifest.json")]:
+        file.unlink()
+    checkpoint = checkpoints(folder)[-1]
+    refused(capsys, "eval", folder, of=["it has no manifest.json; --trust takes it as it is"])
+    with pytest.raises(UserError, match="has no manifest"):
+        load_policy(folder)
+    assert main(["eval", str(folder), "--trust"]) == 0
+    assert f"trusted {checkpoint}, which had no manifest.json: signed" in capsys.readouterr().err
+    assert main(["eval", str(folder)]) == 0 and load_policy(folder).chunk == 1
+    assert "trust" not in capsys.readouterr().err
+    # damage is found from now on
+    (checkpoint / "model.safetensors").write_bytes(b"torn")
+    refused(capsys, "eval", checkpoint, "--trust", of=["model.safetensors has 4 bytes"])
+
+
+def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, tmp_path, monkeypatch):
+    shutil.copytree(own_run, tmp_path / "run")
+    checkpoint = checkpoints(tmp_path / "run")[-1]
+    (checkpoint / "manifest.json").unlink()
+    monkeypatch.setattr("sparring.config.trust.sign", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    assert load_policy(checkpoint, trust=True).chunk == 1
+    with pytest.raises(UserError, match="has no manifest"):
+        load_policy(checkpoint)
 
 
 def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, capsys):

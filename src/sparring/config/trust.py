@@ -16,7 +16,7 @@ from typing import Any
 
 from sparring.config.text import Setting, read_settings, value_text
 from sparring.errors import UserError
-from sparring.processes.manifest import damage, is_signed, read_manifest, sign
+from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manifest, sign
 
 _GIVEN = ContextVar("trust", default=False)
 # module:anything; gymnasium imports the module whatever follows
@@ -51,7 +51,7 @@ def trusted_settings(folder: Path, keys: tuple[str, ...] = ("",)) -> list[Settin
 def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> None:
     """Before any of `settings` is used, which came from the file `name` of `folder`: refused if they name code and
     nobody trusts it. None: a file that belongs to no folder, and cannot be signed."""
-    found = list(dict.fromkeys(f"{s.key}={value_text(s.value)}" for s in settings if _names_code(s)))
+    found = _code_in(settings)
     if not found or folder is not None and _is_own(folder, name):
         return
     file = name if folder is None else str(folder / name)
@@ -59,10 +59,29 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
         why = f"names code to import, and is somebody else's, or it was changed: {', '.join(found)}"
         mend = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
         raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
+    if folder is not None and name == "config.yaml":  # all of it is signed, whatever of it is used now
+        found = _code_in(read_settings(folder / name))
     signed = folder is not None and _sign(folder, name)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
         print(f"trusted {file}, which imports {', '.join(found)}: {how}", file=sys.stderr)
+
+
+def adopts(folder: Path) -> bool:
+    """Whether --trust takes a checkpoint that has no manifest as it is: what an earlier version wrote, or came without.
+
+    It gets one where it can be written.
+    """
+    if not _GIVEN.get() or not (folder / "config.yaml").is_file() or read_manifest(folder) is not None:
+        return False
+    refuse_code(folder, "config.yaml", read_settings(folder / "config.yaml"))
+    if read_manifest(folder) is None and _sign(folder, "config.yaml") and "RANK" not in os.environ:
+        print(f"trusted {folder}, which had no {MANIFEST}: signed '{folder}'", file=sys.stderr)
+    return True
+
+
+def _code_in(settings: Iterable[Setting]) -> list[str]:
+    return list(dict.fromkeys(f"{s.key}={value_text(s.value)}" for s in settings if _names_code(s)))
 
 
 def _names_code(setting: Setting) -> bool:

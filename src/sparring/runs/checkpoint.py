@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sparring.config.trust import adopts
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, RunningNormalizer
@@ -176,7 +177,7 @@ def damage_of(checkpoint: Path) -> list[str]:
 def _damage(checkpoint: Path) -> list[str]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return [f"it has no {MANIFEST}"]
+        return [f"it has no {MANIFEST}; --trust takes it as it is"]
     if manifest.get("kind") == "trusted":
         return damage(checkpoint, manifest)
     files, tensors = manifest["files"], manifest.get("tensors")
@@ -196,6 +197,11 @@ def _damage(checkpoint: Path) -> list[str]:
     here = {name: kind for file in shards for name, kind in _tensors_in(checkpoint / file).items()}
     unlike = [name for name in here.keys() | tensors.keys() if here.get(name) != tensors.get(name)]
     return found + ([f"{MANIFEST} tells other tensors than there are: {', '.join(unlike[:_NAMED])}"] if unlike else [])
+
+
+def _unfit(checkpoint: Path) -> list[str]:
+    """What is wrong with one that is to be used."""
+    return [] if adopts(checkpoint) else damage_of(checkpoint)
 
 
 def _weights_among(names: Iterable[str]) -> list[str]:
@@ -233,7 +239,7 @@ def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint of a run folder that is as it was written; warns of later ones. None: there are none."""
     told: list[tuple[str, str]] = []
     for path in reversed(checkpoints(folder)):
-        if not (wrong := damage_of(path)):
+        if not (wrong := _unfit(path)):
             for name, what in told:
                 # once, however often it is looked for
                 if folder / name not in _told:
@@ -254,7 +260,7 @@ def find_checkpoint(path: str | Path) -> Path:
     folder = path.parent if path.is_file() else path
     # written by a run: then it has a manifest
     is_ours = _is_numbered(folder) or any((folder / name).is_file() for name in ("training_state.pt", "spec.json"))
-    if folder.is_dir() and is_ours and (wrong := damage_of(folder)):
+    if folder.is_dir() and is_ours and (wrong := _unfit(folder)):
         advice = "use another checkpoint, or copy it again from where it is whole"
         raise CheckpointError(f"'{folder}' is damaged: {'; '.join(wrong)}; {advice}")
     if weights_file(path):

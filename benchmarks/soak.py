@@ -1,0 +1,172 @@
+"""Does a run that goes on and on need more and more memory?
+
+    python benchmarks/soak.py                              # 25 minutes: 2 min of warm-up, 6 measured, thrice
+    python benchmarks/soak.py --minutes 60 --only sync     # longer, for slopes below 1 MB/h
+
+A real `sparring train finetune` of `reach_d0`, as tiny as it can be, so that an hour holds as many updates,
+checkpoints, evaluations and videos as a day of a real one: in one process (sync), with a collecting process (async),
+and in one process with a single arena of malloc. Every second the resident memory of each of its processes is read.
+Kept are, of each process that lived all the while:
+
+- the slope after warm-up, by least squares over means of 20 s, with its standard error: neighbouring samples are not
+  independent, such means nearly are
+- memory at the beginning, after warm-up and at the end; open files and threads at both
+- the largest steps between two means, and when: what is allocated once is a step, what leaks is a slope
+
+and of the run how many updates, checkpoints and videos it made meanwhile, and the most that its encoders took beside.
+Results: results/soak.json.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import report
+
+RESULTS = report.RESULTS / "soak.json"
+EVERY_S, MEAN_S = 1.0, 20.0
+MB = 1e6
+WORDS = ["train", "finetune", "env.task=reach_d0", "--envs", "4", "rollout.steps=16", "rollout.max_episode_steps=20"]
+WORDS += [
+    "policy.hidden=[16]",
+    "ppo.mini_batch_size=32",
+    "ppo.ppo_epochs=1",
+    "threads=1",
+    "env.threads=1",
+    "device=cpu",
+]
+WORDS += [
+    "training.iterations=100000000",
+    "training.save_every=50",
+    "logging.video_share=1",
+    "rollout.render_episodes=1",
+]
+WORDS += ["evaluation.every=200", "evaluation.episodes=4", "evaluation.baseline=false"]
+# settings, and what the C library is told: without arenas of threads, what is left is the program's own
+MODES: dict[str, tuple[list[str], dict[str, str]]] = {"sync": ([], {}), "async": (["rollout.mode=async"], {})}
+MODES["sync, one arena"] = [], {"MALLOC_ARENA_MAX": "1"}
+
+
+def soak(mode: str, warm_s: float, measured_s: float) -> dict:
+    settings, told = MODES[mode]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        command = [sys.executable, "-m", "sparring", *WORDS, *settings, "--output", str(folder)]
+        with open(Path(place) / "said", "w") as said:
+            environment = os.environ | told
+            process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+        try:
+            # until the first update: imports and compiling are not the run
+            while not (folder / "episode_metrics.jsonl").is_file() and process.poll() is None:
+                time.sleep(0.2)
+            at_first = counted(folder)
+            samples, brief = sampled(process, warm_s + measured_s)
+            at_last = counted(folder)
+        finally:
+            code = ended(process)
+        if code != 130:
+            raise SystemExit(f"{mode}: the run ended with {code}:\n{(Path(place) / 'said').read_text()[-2000:]}")
+    rows = [judged(name, np.array(seen), warm_s) for name, seen in samples.items()]
+    made = {name: at_last[name] - at_first[name] for name in at_last}
+    return {"seconds": warm_s + measured_s, "made": made, "processes": rows, "most_of_encoders_mb": brief}
+
+
+def sampled(process: subprocess.Popen, seconds: float) -> tuple[dict[str, list], float]:
+    """Of each process that lived all the while (second, bytes, open files, threads); the most of all others at once."""
+    began, found, brief = time.monotonic(), defaultdict[psutil.Process, list](list), 0.0
+    while (at := time.monotonic() - began) < seconds and process.poll() is None:
+        others = 0
+        main = psutil.Process(process.pid)
+        for each in [main, *main.children(recursive=True)]:
+            with suppress(psutil.Error), each.oneshot():
+                rss = each.memory_info().rss
+                found[each].append((at, rss, each.num_fds(), each.num_threads()))
+                others += rss if each.name().startswith("ffmpeg") else 0
+        brief = max(brief, others / MB)
+        time.sleep(EVERY_S)
+    most = max(map(len, found.values()))
+    lasting = [seen for seen in found.values() if len(seen) > 0.9 * most]
+    names = ["learner", *(f"process {i}" for i in range(1, len(lasting)))]
+    return dict(zip(names, lasting, strict=True)), round(brief, 1)
+
+
+def judged(name: str, seen: np.ndarray, warm_s: float) -> dict:
+    """The slope of one process, in MB/h, and its standard error."""
+    warm = seen[seen[:, 0] >= warm_s]
+    blocks = [warm[(warm[:, 0] // MEAN_S) == b] for b in np.unique(warm[:, 0] // MEAN_S)]
+    hours = np.array([block[:, 0].mean() / 3600 for block in blocks])
+    size = np.array([block[:, 1].mean() / MB for block in blocks])
+    away = hours - hours.mean()
+    slope = float((away * size).sum() / (away**2).sum())
+    left = size - size.mean() - slope * away
+    error = float(np.sqrt((left**2).sum() / (len(size) - 2) / (away**2).sum()))
+    steps = sorted(zip(np.diff(size), hours[1:] * 3600, strict=True), key=lambda step: -abs(step[0]))[:3]
+    return {
+        "process": name,
+        "slope_mb_per_h": round(slope, 2),
+        "standard_error": round(error, 2),
+        "mb": {"first": mb(seen[0, 1]), "warm": mb(warm[0, 1]), "last": mb(seen[-1, 1]), "most": mb(seen[:, 1].max())},
+        "open_files": [int(warm[0, 2]), int(warm[-1, 2])],
+        "threads": [int(warm[0, 3]), int(warm[-1, 3])],
+        "largest_steps": [{"mb": round(float(by), 2), "at_s": round(float(at))} for by, at in steps],
+        "means_mb": [round(float(x), 2) for x in size],
+    }
+
+
+def mb(size: float) -> float:
+    return round(float(size) / MB, 1)
+
+
+def counted(folder: Path) -> dict[str, int]:
+    updates = json.loads((folder / "status.json").read_text())["progress"]["updates"]
+    checkpoints = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
+    index = folder / "videos" / "index.jsonl"
+    videos = len(index.read_text().splitlines()) if index.is_file() else 0
+    return {"updates": updates, "checkpoints": max(checkpoints, default=0) // 50, "videos": videos}
+
+
+def ended(process: subprocess.Popen) -> int:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--minutes", type=float, default=6.0, help="measured, of each (default: 6)")
+    parser.add_argument("--warm-up", type=float, default=2.0, metavar="MIN", help="before (default: 2)")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="more of them; nothing is kept")
+    args = parser.parse_args()
+    WORDS.extend(args.settings)
+    for mode in args.only:
+        before = report.load()
+        found = soak(mode, 60 * args.warm_up, 60 * args.minutes)
+        # another one may have ended meanwhile
+        kept = json.loads(RESULTS.read_text())["modes"] if RESULTS.is_file() else {}
+        kept[mode] = found | {"commit": report.commit(), "load": [before, report.load()]}
+        if not args.settings:
+            report.write_json(RESULTS, {"about": report.metadata(), "modes": kept})
+        print(mode, found["made"], f"encoders at most {found['most_of_encoders_mb']} MB", flush=True)
+        columns = ["process", "slope_mb_per_h", "standard_error", "mb", "open_files", "threads", "largest_steps"]
+        print(
+            report.table([tuple(columns), *(tuple(row[c] for c in columns) for row in found["processes"])]), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
