@@ -11,13 +11,13 @@ import textwrap
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from small_runs import seal
 from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
-from sparring.processes.manifest import read_manifest
+from sparring.processes.manifest import HashedFile, read_manifest
 from sparring.runs import checkpoint as module
 from sparring.runs.checkpoint import (
     CheckpointError,
@@ -114,8 +114,9 @@ def test_kill_9_while_writing_leaves_the_earlier_checkpoint_alone(tmp_path):
         from sparring.envs.backend import EnvSpec
         folder, spec = Path(sys.argv[1]), EnvSpec({}, 1)
         save_checkpoint(folder, 1, nn.Linear(3, 2), {"n": 1}, "", spec)
-        def half_a_save(state, path):
-            Path(path).write_bytes(b"half")
+        def half_a_save(state, file):
+            file.write(b"half")
+            file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         torch.save = half_a_save
         save_checkpoint(folder, 2, nn.Linear(3, 2), {"n": 2}, "", spec)
@@ -298,6 +299,26 @@ def test_many_weights_are_in_many_files(tmp_path, monkeypatch):
     (path / shards[1]).unlink()
     with pytest.raises(CheckpointError, match=f"{shards[1]} is missing"):
         load_weights(other, path)
+
+
+def test_weights_are_written_byte_by_byte_as_safetensors_does(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for dtype in module._DTYPES:
+        for name, shape in {"b": (3, 5), "a": (), "empty": (0, 4), 'é"\n/': (7,)}.items():
+            drawn = torch.randint(0, 100, shape, generator=generator)
+            weights[f"{name}.{dtype}"] = drawn.to(dtype) if dtype != torch.bool else drawn > 50
+    with HashedFile(tmp_path / "ours") as file:
+        module._write_weights(file, weights)
+    assert (tmp_path / "ours").read_bytes() == save(weights)
+    # views and tied weights, which it refuses
+    whole = torch.arange(24.0).reshape(4, 6)
+    shared = {"whole": whole, "tied": whole, "part": whole[1:3], "turned": whole.T, "strided": whole[:, ::2]}
+    with HashedFile(tmp_path / "ours") as file:
+        module._write_weights(file, shared)
+    alone = {name: value.clone().contiguous() for name, value in shared.items()}
+    assert (tmp_path / "ours").read_bytes() == save(alone)
+    assert all(torch.equal(value, shared[name]) for name, value in load_file(tmp_path / "ours").items())
 
 
 def to(dtype):

@@ -235,10 +235,11 @@ def test_kill_9_in_the_middle_of_a_checkpoint_write_and_the_run_goes_on(tmp_path
         from sparring.config.schema import load_config
         run = Run(load_config(json.loads(sys.argv[1])))
         whole_save = torch.save
-        def half_a_save(state, path):
-            whole_save(state, path)
+        def half_a_save(state, file):
+            whole_save(state, file)
             if run.phase.progress.updates == 3:
-                Path(path).write_bytes(Path(path).read_bytes()[:1000])
+                file.flush()
+                os.truncate(run.folder / ".partial-checkpoint-3/training_state.pt", 1000)
                 os.kill(os.getpid(), signal.SIGKILL)
         torch.save = half_a_save
         run.run()

@@ -100,25 +100,31 @@ class GradientStep:
             # without a gradient Adam leaves values and moments as they are
             group.vector.grad = None
         batch, loss = self._learned_from
-        # 0, or NaN: so all processes learn with the gradient, and without another sum, that a loss is not finite
-        learning[0].gradient[:1].add_(loss * 0)
+        at_once = loss.device.type == "cpu"
+        looks = at_once and self.distributed.world_size == 1
+        if not looks:
+            # 0, or NaN: so all processes learn with the gradient, and without another sum, that a loss is not finite
+            learning[0].gradient[:1].add_(loss * 0)
         for group in learning:
             group.vector.grad = group.gradient
             if weight != 1:
                 group.gradient.mul_(weight)
             self.distributed.average_(group.gradient)
         norm = nn.utils.clip_grad_norm_([g.vector for g in learning], self.max_grad_norm, foreach=self.foreach)
+        if looks and not math.isfinite(loss):
+            norm = norm * math.nan
         self._judge()
         step = self._newest = _Step(batch, loss, norm)
         self.tried += 1
-        if norm.device.type == "cpu":
-            self._judge()
+        if at_once:
+            is_finite = self._judge()
         else:
+            is_finite = True
             # where it is 1, a fused step on a GPU changes neither weights nor moments
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
             step.norm = norm.to("cpu", non_blocking=True)
             step.arrived = torch.cuda.current_stream(norm.device).record_event()
-        if norm.device.type != "cpu" or math.isfinite(norm):
+        if is_finite:
             with self.memory("taking a gradient step", 0):
                 self.optimizer.step()
         return norm
@@ -132,19 +138,20 @@ class GradientStep:
         left_out, self.left_out, self.tried, self._newest = self.left_out, 0, 0, None
         return left_out
 
-    def _judge(self) -> None:
-        """The newest step, once: was it left out, and is that once too often?"""
+    def _judge(self) -> bool:
+        """The newest step, once: was it left out, and is that once too often? False: it was."""
         step = self._newest
         if step is None or step.judged:
-            return
+            return True
         step.judged, norm = True, step.known_norm()
         if math.isfinite(norm):
-            return
+            return True
         self.left_out += 1
         if self.left_out > self.skips:
             loss = float(step.loss)
             spoiled = f"the norm of the gradient is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
             raise self._diverged(f"{spoiled} in gradient step {self.tried} of this update, which was not taken")
+        return False
 
     def _diverged(self, what: str) -> Diverged:
         step = self._newest

@@ -156,18 +156,19 @@ class StageDeadlines:
 
     def __init__(self, table: "np.ndarray", stages: Sequence[str], watchdog_s: float):
         self.table, self.stages, self.watchdog_s = table, stages, watchdog_s
+        self._columns = {stage: column for column, stage in enumerate(stages)}
         self._known: set[tuple[int, str]] = set()
         # since when no stage has been seen at work
         self.idle_since: float | None = None
 
     def enter(self, lane: int, stage: str, patience_s: float | None = None) -> None:
-        if stage in self.stages:
+        if (column := self._columns.get(stage)) is not None:
             patience_s = patience_s or self.watchdog_s * (1 if (lane, stage) in self._known else FIRST_TIME)
-            self.table[lane, self.stages.index(stage)] = time.monotonic() + patience_s
+            self.table[lane, column] = time.monotonic() + patience_s
 
     def leave(self, lane: int, stage: str) -> None:
-        if stage in self.stages:
-            self.table[lane, self.stages.index(stage)] = 0
+        if (column := self._columns.get(stage)) is not None:
+            self.table[lane, column] = 0
             self._known.add((lane, stage))
 
     def look(self, now: float | None = None) -> tuple[tuple[int, str] | None, float]:

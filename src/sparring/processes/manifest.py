@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ log = logging.getLogger("sparring.manifest")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_BLOCK = 1 << 20
+# bytes of a block that is worth a thread, and of those that are brought onto the disk at once
+_BLOCK, _SYNC_BYTES = 1 << 16, 1 << 26
 _KEY_BYTES = 32
 
 
@@ -34,16 +36,61 @@ class ManifestError(UserError):
 
 
 def checksum(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def entry(file: Path) -> dict[str, Any]:
     """What a manifest says about one file."""
     return {"size": file.stat().st_size, "sha256": checksum(file)}
+
+
+class HashedFile:
+    """A new file: while a block is written, one thread hashes it and another brings earlier ones onto the disk.
+
+    `entry` is what a manifest says about it, once it is closed, whole and on the disk.
+    """
+
+    def __init__(self, file: Path):
+        self.entry: dict[str, Any] = {}
+        self._opened, self._digest = file.open("wb"), hashlib.sha256()
+        self._threads = ThreadPoolExecutor(max_workers=2)
+        self._syncs: list[Future] = []
+        self._size = self._asked = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind: type | None, *error) -> None:
+        with self._opened, self._threads:
+            if kind is None:
+                self.flush()
+                # the system tells of a failure once
+                for sync in self._syncs:
+                    sync.result()
+                os.fsync(self._opened.fileno())
+                self.entry = {"size": self._size, "sha256": self._digest.hexdigest()}
+
+    def write(self, block: bytes | memoryview) -> int:
+        """Returns when it is hashed, too: whoever gave the block may change it then, or give its memory back."""
+        size = memoryview(block).nbytes
+        if size < _BLOCK:
+            self._digest.update(block)
+            self._opened.write(block)
+        else:
+            hashed = self._threads.submit(self._digest.update, block)
+            try:
+                self._opened.write(block)
+            finally:
+                hashed.result()
+        self._size += size
+        if self._size - self._asked >= _SYNC_BYTES and all(sync.done() for sync in self._syncs):
+            self._asked = self._size
+            self._syncs.append(self._threads.submit(os.fdatasync, self._opened.fileno()))
+        return size
+
+    def flush(self) -> None:
+        self._opened.flush()
 
 
 def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **about: Any) -> None:

@@ -15,13 +15,14 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from sparring.config.trust import adopts
@@ -29,7 +30,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.processes.files import flush
-from sparring.processes.manifest import MANIFEST, ManifestError, damage, entry, read_manifest, write_manifest
+from sparring.processes.manifest import MANIFEST, HashedFile, ManifestError, damage, read_manifest, write_manifest
 from sparring.runs.listing import why_no_checkpoint
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,13 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "model.pt")
 # what a run writes beside the weights
 _OURS = ("training_state.pt", "config.yaml", "spec.json")
+# of tensors in a file, in the order in which safetensors puts them there
+_DTYPES = {torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64"}
+_DTYPES |= {torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32"}
+_DTYPES |= {torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16"}
+_DTYPES |= {torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ"}
+_DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_DTYPES |= {torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 # of each kind, those that a message names
 _NAMED = 6
 # what was found of a checkpoint whose files are still the same
@@ -61,43 +69,38 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     partial = folder / f".partial-checkpoint-{update}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    # a file is hashed and brought onto the disk while the next one is written
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        entries, flushed = {}, []
+    files: dict[str, dict[str, Any]] = {}
 
-        def written(name: str) -> None:
-            flushed.append(pool.submit(flush, partial / name))
-            entries[name] = pool.submit(entry, partial / name)
+    @contextmanager
+    def new(name: str) -> Iterator[HashedFile]:
+        with HashedFile(partial / name) as file:
+            yield file
+        files[name] = file.entry
 
-        torch.save(state, partial / "training_state.pt")
-        written("training_state.pt")
-        for name, weights in _shards(model):
-            save_file(weights, partial / name)
-            written(name)
-        shards = _weights_among(entries)
-        tensors = {shard: _tensors_in(partial / shard) for shard in shards}
-        if len(shards) > 1:
-            places = {name: shard for shard, held in tensors.items() for name in held}
-            (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=1))
-            written(_INDEX)
-        (partial / "config.yaml").write_text(config_yaml)
-        (partial / "spec.json").write_text(json.dumps(asdict(spec), indent=2))
-        written("config.yaml")
-        written("spec.json")
-        files = {name: hashed.result() for name, hashed in entries.items()}
-        for one in flushed:
-            one.result()
-    about = {"update": update, "config": files["config.yaml"]["sha256"]}
-    about["tensors"] = {name: kind for held in tensors.values() for name, kind in held.items()}
-    write_manifest(partial, "checkpoint", files, **about)
+    with new("training_state.pt") as file:
+        torch.save(state, file)
+    shards = _shards(model)
+    for name, weights in shards.items():
+        with new(name) as file:
+            _write_weights(file, weights)
+    texts = {"config.yaml": config_yaml, "spec.json": json.dumps(asdict(spec), indent=2)}
+    if len(shards) > 1:
+        places = {name: shard for shard, weights in shards.items() for name in weights}
+        texts[_INDEX] = json.dumps({"metadata": {}, "weight_map": places}, indent=1)
+    for name, text in texts.items():
+        with new(name) as file:
+            file.write(text.encode())
+    tensors = {name: kind for shard in shards for name, kind in _tensors_in(partial / shard).items()}
+    config = files["config.yaml"]["sha256"]
+    write_manifest(partial, "checkpoint", files, update=update, config=config, tensors=tensors)
     flush(partial)
     partial.rename(target)
     flush(folder)
     return target
 
 
-def _shards(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """(file, weights) until all are named."""
+def _shards(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """File -> weights."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in model.state_dict().items():
@@ -106,10 +109,27 @@ def _shards(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
             size = 0
         parts[-1][name] = tensor
         size += tensor.nbytes
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
-        # cloned, because safetensors refuses tensors that share memory: tied weights, or views of one vector
-        yield file, {name: tensor.detach().cpu().clone().contiguous() for name, tensor in part.items()}
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> None:
+    """The bytes that `safetensors.torch.save_file` writes; from where they are, and tensors may share memory."""
+    kinds = [*_DTYPES]
+    names = sorted(weights, key=lambda name: (kinds.index(weights[name].dtype), name))
+    head: dict[str, dict] = {}
+    end = 0
+    for name in names:
+        tensor, first = weights[name], end
+        end += tensor.nbytes
+        head[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
+    packed = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    packed += b" " * (-len(packed) % 8)
+    file.write(len(packed).to_bytes(8, "little") + packed)
+    for name in names:
+        flat = weights[name].detach().cpu().contiguous().reshape(-1)
+        file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _move_aside(checkpoint: Path, wrong: list[str]) -> None:

@@ -166,21 +166,23 @@ class Run:
         self.checkpoints.save(self)
 
     def _train(self) -> bool:
+        progress = self.phase.progress
         self.recorder.film_next(self)
         grace_s = min(_GRACE_S, self.config.rollout.watchdog_s)
         with Interrupt(self.distributed.is_main, grace_s) as interrupt, self.console:
             while self.fraction < 1:
-                metrics = None
+                updated, started, steps_before = False, time.perf_counter(), progress.env_steps
                 try:
-                    metrics = self._step(interrupt)
+                    metrics = self.phase.step(self.fraction)
+                    rate = (progress.env_steps - steps_before) / (time.perf_counter() - started)
+                    updated, metrics = True, metrics | {"steps_per_second": rate}
                     for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
                         part.after_update(self, metrics)
-                except StageFailed:
-                    # an evaluation is broken off; of several processes, the others wait for it
-                    if metrics is not None and self.distributed.world_size == 1:
-                        self._stop_early("stopped" if interrupt.asked else "failed")
+                except Exception as error:
+                    self._save_what_is_whole(error, updated, "stopped" if interrupt.asked else "failed")
                     # whether because of the signal or by itself: it was asked to stop, and did
-                    if interrupt.asked and self.checkpoints.saved_at == self.phase.progress.updates:
+                    saved = self.checkpoints.saved_at == progress.updates
+                    if isinstance(error, StageFailed) and interrupt.asked and saved:
                         return False
                     raise
                 # all processes must leave together
@@ -190,33 +192,24 @@ class Run:
         self.checkpoints.save_last(self)
         return True
 
-    def _step(self, interrupt: Interrupt) -> dict[str, float]:
-        progress = self.phase.progress
-        started, steps_before = time.perf_counter(), progress.env_steps
-        try:
-            metrics = self.phase.step(self.fraction)
-        except PeerGone:
-            # the processes save together
-            raise
-        except Diverged as error:
+    def _save_what_is_whole(self, error: Exception, updated: bool, how: str) -> None:
+        """What a failure left: all of the last update, or what it was to learn from. `updated`: it came after that."""
+        if updated:
+            # an evaluation is broken off; of several processes, the others wait for it
+            if isinstance(error, StageFailed) and self.distributed.world_size == 1:
+                self._stop_early(how)
+        elif isinstance(error, Diverged):
             # weights that lead nowhere are not saved; in all processes alike
             if self.writes and error.batch is not None:
                 self.console.end()
-                RunFolder(self.config).keep_batch(error, self.distributed.rank, progress.updates + 1)
-            raise
-        except Exception:
-            # in the middle of an update weights and optimiser do not belong together
-            if not self.phase.learning:
-                self._save_after_failure("stopped" if interrupt.asked else "failed")
-            raise
-        return metrics | {"steps_per_second": (progress.env_steps - steps_before) / (time.perf_counter() - started)}
-
-    def _save_after_failure(self, how: str) -> None:
-        """Collecting failed: all else is as the last update left it."""
-        if unfit := self.checkpoints.unfit(self):
+                RunFolder(self.config).keep_batch(error, self.distributed.rank, self.phase.progress.updates + 1)
+        elif isinstance(error, PeerGone) or self.phase.learning:
+            # the processes save together; in the middle of an update weights and optimiser do not belong together
+            pass
+        elif unfit := self.checkpoints.unfit(self):
             self.console.end()
             log.warning("failed, and is not saved: NaN, infinite or impossible numbers in %s by now", unfit)
-        # a start that fails does not take the folder
+        # collecting failed, and all else is as the last update left it; a start that fails does not take the folder
         elif self.phase.progress.updates:
             self._stop_early(how)
 
