@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,7 +78,7 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
         files[name] = file.entry
 
     with new("training_state.pt") as file:
-        torch.save(state, file)
+        torch.save(state, cast(Any, file))
     shards = _shards(model)
     for name, weights in shards.items():
         with new(name) as file:
