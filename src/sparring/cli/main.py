@@ -42,8 +42,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _exit_code(argv: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show
+        # a name that this terminal cannot show; of a stream that was replaced below Python, the place is not known
+        with suppress(OSError):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
     try:
         try:
             if any("\0" in word for word in argv):
