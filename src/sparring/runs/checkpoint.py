@@ -8,6 +8,7 @@ checkpoint-<n>/
   manifest.json         sizes and checksums of these files, tensors with dtypes and shapes, the update; written last
 """
 
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,7 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
             flushed.append(pool.submit(flush, partial / name))
             entries[name] = pool.submit(entry, partial / name)
 
-        torch.save(state, partial / "training_state.pt")
+        _write_state(state, partial / "training_state.pt")
         written("training_state.pt")
         for name, weights in _shards(model):
             save_file(weights, partial / name)
@@ -93,6 +95,16 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     partial.rename(target)
     flush(folder)
     return target
+
+
+def _write_state(state: dict, file: Path) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if not re.search("inline_container|PytorchStreamWriter|iostream", str(error)):
+            raise
+        # torch does not tell which error it was
+        raise OSError(errno.EIO, "cannot be written; is the disk full?", str(file)) from error
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -225,7 +237,11 @@ def remove_old(folder: Path, keep: int, newest: Path) -> None:
     Later ones are damaged: the run could not go on from them.
     """
     found = checkpoints(folder)
-    for path in [*found[: found.index(newest) + 1][:-keep], *folder.glob(".partial-checkpoint-*")]:
+    for path in found[: found.index(newest) + 1][:-keep]:
+        # interrupted, it must not look like a damaged checkpoint; if it cannot be moved, it stays
+        with suppress(OSError):
+            path.rename(path.with_name(f".partial-{path.name}"))
+    for path in folder.glob(".partial-checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
