@@ -41,7 +41,14 @@ ROBOTS = [*QUICK, "env.threads=1", "rollout.max_episode_steps=20", "env.cameras=
 FINETUNE = ["train", "finetune", *ROBOTS, "training.save_every=2", "rollout.n_envs=4", "rollout.steps=16"]
 FINETUNE += ["evaluation.every=5"]
 PPO = [*FINETUNE, "ppo.mini_batch_size=32", "ppo.ppo_epochs=2"]
-SPARRING = [*QUICK, "env.threads=1", "env.image_size=32", "rollout.n_envs=2", "rollout.steps=4", "training.save_every=1"]
+SPARRING = [
+    *QUICK,
+    "env.threads=1",
+    "env.image_size=32",
+    "rollout.n_envs=2",
+    "rollout.steps=4",
+    "training.save_every=1",
+]
 SPARRING += ["rollout.max_episode_steps=8", "rollout.action_steps=2", "training.bptt_length=2", "policy.hidden=[8]"]
 SPARRING += ["policy.channels=[4,4]", "policy.image_features=8", "ppo.mini_batch_size=4", "ppo.ppo_epochs=1"]
 SPARRING += ["world_model.tokenizer_steps=4", "world_model.channels=8", "world_model.width=16", "world_model.members=2"]
@@ -67,10 +74,21 @@ CASES = {
         + ["training.iterations=20", "training.save_every=2", "policy.hidden=[16,16]", "rollout.n_envs=4"]
         + ["rollout.steps=16", "ppo.mini_batch_size=32", "ppo.ppo_epochs=2"]
     ),
-    "async0": Case([*PPO, "policy.hidden=[16,16]", "training.iterations=24", "rollout.mode=async", "rollout.staleness=0"]),
-    "async1": Case([*PPO, "policy.hidden=[16,16]", "training.iterations=24", "rollout.mode=async", "rollout.staleness=1"], equal=False),
+    "async0": Case(
+        [*PPO, "policy.hidden=[16,16]", "training.iterations=24", "rollout.mode=async", "rollout.staleness=0"]
+    ),
+    "async1": Case(
+        [*PPO, "policy.hidden=[16,16]", "training.iterations=24", "rollout.mode=async", "rollout.staleness=1"],
+        equal=False,
+    ),
     "grpo": Case(
-        [*FINETUNE, "policy.hidden=[16,16]", "training.iterations=16", "algorithm=grpo", "rollout.n_episodes_per_batch=8"]
+        [
+            *FINETUNE,
+            "policy.hidden=[16,16]",
+            "training.iterations=16",
+            "algorithm=grpo",
+            "rollout.n_episodes_per_batch=8",
+        ]
         + ["rollout.group_size=2", "grpo.mini_batch_size=16"]
     ),
     "flow": Case([*PPO, "training.iterations=12", "policy.name=flow"]),
@@ -106,7 +124,7 @@ def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
     rng, base = random.Random(args.seed), work / "base"
     for name, words in BASE.items():
         _to_the_end(words, base / name, work / f"{name}.log")
-    references = {name: _reference(name, base, work) for name in args.only}
+    references = {name: undisturbed(name, base, work) for name in args.only}
     share, found = -(-args.kills // len(args.only)), {name: list[dict]() for name in args.only}
     # a trial of each case in turn, so that all are measured alike when the time is over
     while due := [name for name in args.only if sum(t["kills"] for t in found[name]) < share]:
@@ -115,10 +133,10 @@ def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
                 return _summary(found, references)
             made = sum(trial["kills"] for trial in found[name])
             folder = work / f"{name}-{len(found[name])}"
-            told = _trial(CASES[name], folder, references[name], base, rng, min(args.per_trial, share - made))
+            told = killed(CASES[name], folder, references[name], base, rng, min(args.per_trial, share - made))
             found[name].append(told)
             print(name, told, flush=True)
-            if not _is_fine(told) and args.work is None:
+            if not is_fine(told) and args.work is None:
                 print(folder.with_suffix(".log").read_text()[-3000:], flush=True)
     return _summary(found, references)
 
@@ -131,7 +149,7 @@ def _summary(found: dict[str, list[dict]], references: dict) -> dict:
             total.update({key: value for key, value in told.items() if isinstance(value, int)})
             total.update({f"kills {how}": number for how, number in told["how"].items()})
         cases[name] = {"trials": len(trials), **total, "seconds": round(references[name][1], 1)}
-        cases[name]["bad"] = [told for told in trials if not _is_fine(told)]
+        cases[name]["bad"] = [told for told in trials if not is_fine(told)]
     keys = ("trials", "kills", "resumes", "finished", "equal", "lost", "twice", "changed", "damaged")
     keys += ("tracebacks", "orphans", "leftovers", "kills saving")
     total = {key: sum(case.get(key, 0) for case in cases.values()) for key in keys}
@@ -140,7 +158,7 @@ def _summary(found: dict[str, list[dict]], references: dict) -> dict:
     return {"fine": not any(case["bad"] for case in cases.values()), "total": total, "cases": cases}
 
 
-def _is_fine(told: dict) -> bool:
+def is_fine(told: dict) -> bool:
     bad = ("lost", "twice", "changed", "damaged", "tracebacks", "orphans", "leftovers")
     return bool(told["finished"] and told["equal"]) and not any(told[key] for key in bad)
 
@@ -162,13 +180,22 @@ def _words(case: Case, base: Path) -> list[str]:
     return [word.replace("{base}", str(base)) for word in case.words]
 
 
-def _reference(name: str, base: Path, work: Path) -> tuple[Path, float]:
+def undisturbed(name: str, base: Path, work: Path) -> tuple[Path, float]:
     """The folder of a run that nobody kills, and its seconds."""
     folder = work / f"{name}-reference"
     return folder, _to_the_end(_words(CASES[name], base), folder, folder.with_suffix(".log"))
 
 
-def _trial(case: Case, output: Path, reference: tuple[Path, float], base: Path, rng, kills: int) -> dict:
+def killed(
+    case: Case,
+    output: Path,
+    reference: tuple[Path, float],
+    base: Path,
+    rng: random.Random,
+    kills: int,
+    ways: tuple[str, ...] = ("anywhere", "saving"),
+) -> dict:
+    """Of a command that is killed so often, if it does not end before, what is not as it should be."""
     log = output.with_suffix(".log")
     told = {"kills": 0, "resumes": 0, "finished": 0, "equal": 0, "lost": 0, "twice": 0, "changed": 0, "damaged": 0}
     told |= {"orphans": 0, "tracebacks": 0, "leftovers": 0, "how": {}, "why": []}
@@ -176,7 +203,7 @@ def _trial(case: Case, output: Path, reference: tuple[Path, float], base: Path, 
     while True:
         process = _start(_words(case, base), output, log)
         told["resumes"] += bool(told["kills"])
-        how = rng.choice(["anywhere", "saving"]) if told["kills"] < kills else "nowhere"
+        how = rng.choice(ways) if told["kills"] < kills else "nowhere"
         _wait(process, output, how, reference[1], rng)
         if (code := process.poll()) is not None:
             break

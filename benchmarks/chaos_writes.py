@@ -48,7 +48,16 @@ def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
     environment = os.environ | {"LD_PRELOAD": str(library)}
     cases = {}
     for name in args.only:
-        words = [sys.executable, __file__, name, str(work), str(args.seed), str(end - time.monotonic()), *args.kinds]
+        words = [
+            sys.executable,
+            __file__,
+            name,
+            str(work),
+            str(args.seed),
+            str(end - time.monotonic()),
+            "0",
+            *args.kinds,
+        ]
         trials = []
         with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
@@ -64,7 +73,11 @@ def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
         cases[name]["bad"] = [trial for trial in trials if trial["verdict"] in BAD]
         print(name, {key: value for key, value in cases[name].items() if key != "bad"}, flush=True)
     columns = ("points", "trials")
-    print(report.table([("case", *columns, "bad"), *((n, *(c[k] for k in columns), len(c["bad"])) for n, c in cases.items())]))
+    print(
+        report.table(
+            [("case", *columns, "bad"), *((n, *(c[k] for k in columns), len(c["bad"])) for n, c in cases.items())]
+        )
+    )
     return {"fine": not any(case["bad"] for case in cases.values()), "cases": cases}
 
 
@@ -146,7 +159,7 @@ def preload() -> None:
 
 def main() -> None:
     """In a process that was started with the library: a line of JSON for each trial."""
-    case, work, seed, seconds, *kinds = sys.argv[1:]
+    case, work, seed, seconds, most, *kinds = sys.argv[1:]
     end = time.monotonic() + float(seconds)
     preload()
     injected = Injected(case, Path(work))
@@ -157,7 +170,8 @@ def main() -> None:
     points.sort(key=lambda point: "checkpoint" not in point.path)
     saves = sum("checkpoint" in point.path for point in points)
     print(json.dumps({"points": len(points), "points of the checkpoint": saves}), flush=True)
-    for told in trials(injected, points, kinds, end):
+    # 0: all of them
+    for told in trials(injected, points[: int(most) or None], kinds, end):
         print(json.dumps(told), flush=True)
 
 
