@@ -20,22 +20,29 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import report
 
 RESULTS = report.RESULTS / "chaos.json"
-# each a module chaos_<part>.py: CASES, names of what --only chooses from; and
-# measure(args, work, end) -> what is kept of it, with "fine": whether all went well
+# each a module chaos_<part>.py: CASES, what --only chooses from; add_arguments(parser); and measure(args, work, end):
+# what was found of each case: counts, and "bad", a list of what went wrong
 PARTS = ("kills", "writes")
 
 
-def keep(part: str, found: dict) -> None:
-    """Among the other parts, which may be measured at the same time."""
+def keep(part: str, about: dict, found: dict[str, dict]) -> dict:
+    """Among other parts, and other cases of this one, which may be measured at the same time."""
     with open(Path(tempfile.gettempdir()) / f"sparring-chaos-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        parts = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-        report.write_json(RESULTS, dict(sorted((parts | {part: found}).items())))
+        kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+        cases = kept.get(part, {}).get("cases", {}) | {name: {"about": about, **case} for name, case in found.items()}
+        total = Counter()
+        for case in cases.values():
+            total.update({name: count for name, count in case.items() if isinstance(count, int)})
+        total["bad"] = sum(len(case["bad"]) for case in cases.values())
+        report.write_json(RESULTS, dict(sorted((kept | {part: {"total": dict(total), "cases": cases}}).items())))
+    return total
 
 
 def main() -> int:
@@ -60,8 +67,12 @@ def main() -> int:
         os.environ |= {"XDG_CONFIG_HOME": str(work / "key"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         found = args.measure(args, work, end)
-    keep(args.part, {"about": about | {"load_after": report.load()}, "seed": args.seed, **found})
-    return 0 if found["fine"] else 1
+    about |= {"load_after": report.load(), "seed": args.seed}
+    names = list(dict.fromkeys(name for case in found.values() for name in case if isinstance(case[name], int)))
+    rows = [(name, *(case.get(each, 0) for each in names), len(case["bad"])) for name, case in found.items()]
+    print(report.table([("case", *names, "bad"), *rows]))
+    print("in all", dict(keep(args.part, about, found)))
+    return 1 if any(case["bad"] for case in found.values()) else 0
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A trial is a command that is killed up to --per-trial times, some time after its start or while it saves: its whole
 process group, or (one kill in four) its main process alone, after which nothing may be left. Then it runs to its end,
-which is compared with that of a run that nobody killed: weights of the last checkpoint, bit for bit; rows of metrics and
-evaluations but for times; of demonstrations, every file. With staleness 1 the end depends on which process is faster:
-there all rows must be there once.
+which is compared with that of a run that nobody killed: weights of the last checkpoint, bit for bit; rows of metrics
+and evaluations but for times; of demonstrations, every file. With staleness 1 the end depends on which process is
+faster: there all rows must be there once.
 
 Commands are forked from a process that has imported torch already (tests/doubles/preloaded.py).
 """
@@ -26,14 +26,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import report
-
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "doubles"))
 import preloaded  # noqa: E402
 
 # a run that has not ended by then hangs; a process that is left by then is left for good
 HANG_S, LEFT_S = 300.0, 20.0
-TIMED = re.compile(r"^perf/|timestamp|seconds|per_second|^time|^crc$")
+# times, and what the parity gate found: of the first rollout of a process it looks at all, later at a part
+NOT_COMPARED = re.compile(r"^perf/|timestamp|seconds|per_second|^time|^crc$|/parity(_ratio)?$")
 ROWS = ("episode_metrics.jsonl", "evaluations.jsonl")
 
 QUICK = ["device=cpu", "threads=1", "rollout.render_episodes=0", "evaluation.episodes=2", "evaluation.baseline=false"]
@@ -127,35 +126,23 @@ def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
     references = {name: undisturbed(name, base, work) for name in args.only}
     share, found = -(-args.kills // len(args.only)), {name: list[dict]() for name in args.only}
     # a trial of each case in turn, so that all are measured alike when the time is over
-    while due := [name for name in args.only if sum(t["kills"] for t in found[name]) < share]:
+    while due := [name for name in args.only if sum(told["kills"] for told in found[name]) < share]:
         for name in due:
             if time.monotonic() > end:
-                return _summary(found, references)
-            made = sum(trial["kills"] for trial in found[name])
-            folder = work / f"{name}-{len(found[name])}"
+                return {name: summary(trials) for name, trials in found.items()}
+            folder, made = work / f"{name}-{len(found[name])}", sum(told["kills"] for told in found[name])
             told = killed(CASES[name], folder, references[name], base, rng, min(args.per_trial, share - made))
             found[name].append(told)
             print(name, told, flush=True)
-            if not is_fine(told) and args.work is None:
-                print(folder.with_suffix(".log").read_text()[-3000:], flush=True)
-    return _summary(found, references)
+    return {name: summary(trials) for name, trials in found.items()}
 
 
-def _summary(found: dict[str, list[dict]], references: dict) -> dict:
-    cases = {}
-    for name, trials in found.items():
-        total = Counter()
-        for told in trials:
-            total.update({key: value for key, value in told.items() if isinstance(value, int)})
-            total.update({f"kills {how}": number for how, number in told["how"].items()})
-        cases[name] = {"trials": len(trials), **total, "seconds": round(references[name][1], 1)}
-        cases[name]["bad"] = [told for told in trials if not is_fine(told)]
-    keys = ("trials", "kills", "resumes", "finished", "equal", "lost", "twice", "changed", "damaged")
-    keys += ("tracebacks", "orphans", "leftovers", "kills saving")
-    total = {key: sum(case.get(key, 0) for case in cases.values()) for key in keys}
-    print(report.table([("case", *keys), *((n, *(c.get(k, 0) for k in keys)) for n, c in cases.items())]))
-    print(total)
-    return {"fine": not any(case["bad"] for case in cases.values()), "total": total, "cases": cases}
+def summary(trials: list[dict]) -> dict:
+    total = Counter(trials=len(trials))
+    for told in trials:
+        total.update({key: value for key, value in told.items() if isinstance(value, int)})
+        total.update({f"kills, {how}": number for how, number in told["how"].items()})
+    return {**total, "bad": [told for told in trials if not is_fine(told)]}
 
 
 def is_fine(told: dict) -> bool:
@@ -242,7 +229,7 @@ def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: 
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return
-    deadline = time.monotonic() + (rng.uniform(0.05, whole) if how == "anywhere" else HANG_S)
+    deadline = time.monotonic() + (rng.uniform(0.05, 0.8 * whole) if how == "anywhere" else HANG_S)
     skipped, seen = rng.randrange(3) if how == "saving" else 0, False
     while process.poll() is None and time.monotonic() < deadline:
         now = how == "saving" and _is_saving(output)
@@ -335,7 +322,7 @@ def weights(folder: Path) -> tuple[str, str]:
 
 def rows(file: Path) -> list[dict]:
     lines = file.read_text().splitlines() if file.exists() else []
-    return [{key: value for key, value in json.loads(line).items() if not TIMED.search(key)} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if not NOT_COMPARED.search(key)} for line in lines]
 
 
 def _differing_files(reference: Path, output: Path) -> list[str]:

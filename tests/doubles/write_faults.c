@@ -182,6 +182,12 @@ int mkdirat(int directory, const char *path, mode_t mode) {
     return real(directory, path, mode);
 }
 
+int symlink(const char *to, const char *path) {
+    REAL(symlink);
+    FAILS("symlink", AT_FDCWD, path, 0, 1);
+    return real(to, path);
+}
+
 int unlink(const char *path) {
     REAL(unlink);
     FAILS("unlink", AT_FDCWD, path, 0, 0);

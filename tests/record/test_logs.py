@@ -70,7 +70,7 @@ def test_a_full_disk_is_told_once_by_each_file_of_the_log(tmp_path, capsys):
     log.open_files(tmp_path)
     files = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
     for handler in files:
-        handler.setStream(open("/dev/full", "w")).close()
+        handler.setStream(open("/dev/full", "w")).close()  # noqa: SIM115
     for _ in range(3):
         logging.getLogger("sparring").warning("something")
     name = next(tmp_path.glob("logs/rl_training_*.log"))
