@@ -42,14 +42,8 @@ def test_a_run_whose_env_cannot_draw_says_so_once(tmp_path):
 
 def test_a_full_disk_does_not_hide_what_ended_a_run(tmp_path, monkeypatch):
     run = Run(config_in(tmp_path))
-    write = Path.write_text
-
-    def full(path, text, *rest):
-        if path.name == "status.partial":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, text, *rest)
-
-    monkeypatch.setattr(Path, "write_text", full)
+    full = fail_with(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("sparring.runs.folder.write_whole", full)
     monkeypatch.setattr(run.phase, "step", fail_with(ZeroDivisionError("what ended it")))
     with pytest.raises(ZeroDivisionError, match="what ended it"):
         run.run()
@@ -206,7 +200,7 @@ def test_a_start_that_fails_keeps_how_far_the_run_was(tmp_path, monkeypatch):
     stop_after(1, Run(config))
     told = status_in(tmp_path)
     assert told["progress"]["updates"] == 1 and told["best"]["update"] == 1
-    monkeypatch.setattr("sparring.runs.run.load_training_state", fail_with(CheckpointError("written by 2 processes")))
+    monkeypatch.setattr("sparring.runs.run.read_state", fail_with(CheckpointError("written by 2 processes")))
     with pytest.raises(CheckpointError):
         Run(config)
     now = status_in(tmp_path)
