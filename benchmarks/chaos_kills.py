@@ -229,8 +229,8 @@ def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: 
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return
-    deadline = time.monotonic() + (rng.uniform(0.05, 0.8 * whole) if how == "anywhere" else HANG_S)
-    skipped, seen = rng.randrange(3) if how == "saving" else 0, False
+    deadline = time.monotonic() + (rng.uniform(0.05, 0.6 * whole) if how == "anywhere" else HANG_S)
+    skipped, seen = rng.randrange(2) if how == "saving" else 0, False
     while process.poll() is None and time.monotonic() < deadline:
         now = how == "saving" and _is_saving(output)
         if now and not seen:

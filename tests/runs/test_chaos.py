@@ -48,6 +48,6 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(tmp_path, monkeyp
     short = chaos_kills.Case([*chaos_writes.CASES["finetune"], "training.iterations=30"])
     monkeypatch.setitem(chaos_kills.CASES, "short", short)
     reference = chaos_kills.undisturbed("short", tmp_path, tmp_path)
-    told = chaos_kills.killed(short, tmp_path / "killed", reference, tmp_path, random.Random(30), 2, ("saving",))
+    told = chaos_kills.killed(short, tmp_path / "killed", reference, tmp_path, random.Random(1), 2, ("saving",))
     assert told["kills"] == told["resumes"] == 2
     assert chaos_kills.is_fine(told), told
