@@ -27,7 +27,8 @@ class Distributed:
     """This process among `world_size`."""
 
     def __init__(self, device: str = "auto"):
-        self._asked = device
+        # as it was asked for: a name, or auto
+        self.asked = device
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exact_kernels()
         # what the launcher sees of this process
@@ -41,7 +42,7 @@ class Distributed:
     def lacks_gpus(self) -> str | None:
         """A warning where `--gpus N` found none."""
         processes, on = self.world_size, self.device.type
-        if processes == 1 or on != "cpu" or self._asked != "auto":
+        if processes == 1 or on != "cpu" or self.asked != "auto":
             return None
         return (
             f"--gpus {processes}, but no GPU is visible here: {processes} processes share the CPU; nvidia-smi and "
