@@ -280,8 +280,11 @@ def test_what_an_interrupted_removal_left_is_gone_also_where_nothing_is_saved_an
     left = finished.folder / ".partial-checkpoint-2"
     left.mkdir()
     (left / "spec.json").write_text("{}")
+    film = finished.folder / "videos" / "episode_000014.partial"
+    film.parent.mkdir(exist_ok=True)
+    film.write_bytes(b"half")
     Run(config_in(tmp_path))
-    assert not left.exists()
+    assert not left.exists() and not film.exists()
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

@@ -105,6 +105,8 @@ class RunFolder:
         # what an interrupted save or removal left
         for partial in path.glob(".partial-checkpoint-*"):
             shutil.rmtree(partial, ignore_errors=True)
+        for partial in path.glob("videos/*.partial"):
+            partial.unlink(missing_ok=True)
         if checkpoints(path):
             return
         # of a run that was stopped before its first checkpoint; they will be written again
