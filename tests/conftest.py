@@ -42,6 +42,7 @@ TIMED = {
 SLOW = TIMED | {
     "test_adversarial",
     "test_api",
+    "test_chaos",
     "test_cli",
     "test_compare",
     "test_demos",

@@ -65,6 +65,22 @@ def test_levels_and_no_files(tmp_path, capsys):
     assert not (tmp_path / "other").exists() and not logger.isEnabledFor(logging.DEBUG)
 
 
+def test_a_full_disk_is_told_once_by_each_file_of_the_log(tmp_path, capsys):
+    log = RunLog(LoggingConfig(console_level="ERROR"))
+    log.open_files(tmp_path)
+    files = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+    for handler in files:
+        handler.setStream(open("/dev/full", "w")).close()  # noqa: SIM115
+    for _ in range(3):
+        logging.getLogger("sparring").warning("something")
+    name = next(tmp_path.glob("logs/rl_training_*.log"))
+    # nothing else is shown: not where in the code it was to be written
+    assert capsys.readouterr().err == f"cannot write '{name}' (No space left on device); messages may be missing\n"
+    # the next run of this process takes over
+    RunLog(LoggingConfig())
+    assert not set(files) & set(logging.getLogger("sparring").handlers)
+
+
 @pytest.mark.parametrize(
     ("how", "shown"),
     [({"rank": 1}, "[process 1] careful\n[process 1] wrong\n"), ({"quiet": True}, "wrong\n")],

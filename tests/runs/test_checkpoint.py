@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, and loading is strict."""
 
+import errno
 import json
 import os
 import random
@@ -63,6 +64,41 @@ def test_newest_is_by_number_not_by_name(tmp_path):
     assert find_checkpoint(tmp_path).name == "checkpoint-100"
     remove_old(tmp_path, 1, tmp_path / "checkpoint-100")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-notes"]
+
+
+@pytest.mark.parametrize("fails", ["rmtree", "rename"])
+def test_an_old_checkpoint_is_whole_or_gone_however_far_its_removal_comes(tmp_path, monkeypatch, fails):
+    for update in (1, 2):
+        saved(tmp_path, update)
+
+    def half(folder, **_):
+        (folder / "config.yaml").unlink()
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(*(module.shutil, "rmtree", half) if fails == "rmtree" else (module.Path, "rename", fail))
+    remove_old(tmp_path, 1, tmp_path / "checkpoint-2")
+    assert [path.name for path in checkpoints(tmp_path) if damage_of(path)] == []
+    monkeypatch.undo()
+    # the next save makes up for it
+    remove_old(tmp_path, 1, tmp_path / "checkpoint-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_what_torch_says_of_a_full_disk_is_an_error_of_the_disk(tmp_path, monkeypatch):
+    words = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
+
+    def fail(*_):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="cannot be written; is the disk full") as error:
+        saved(tmp_path)
+    assert error.value.errno == errno.EIO and error.value.filename.endswith("training_state.pt")
+    words = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        saved(tmp_path)
 
 
 def test_strict_loading_reports_all_and_changes_nothing(tmp_path):

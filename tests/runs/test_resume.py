@@ -253,6 +253,41 @@ def test_kill_9_in_the_middle_of_a_checkpoint_write_and_the_run_goes_on(tmp_path
     assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(straight).items())
 
 
+def test_a_run_that_was_killed_before_an_evaluation_makes_up_for_it(tmp_path, monkeypatch):
+    settings = {"training": {"iterations": 4, "save_every": 2}, "evaluation": {"episodes": 2, "every": 2}}
+    straight = run_to_the_end(config_in(tmp_path / "straight", **settings))
+    killed = Run(config_in(tmp_path / "killed", **settings))
+
+    def kill(_):
+        raise KeyboardInterrupt
+
+    # update 2 is saved by then
+    monkeypatch.setattr(killed.evaluator, "_evaluate_here", kill)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    found = {}
+    for folder in (straight.folder, run_to_the_end(config_in(tmp_path / "killed", **settings)).folder):
+        rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+        found[folder] = [(row["update"], row["eval/reward"]) for row in rows]
+    assert [update for update, _ in found[straight.folder]] == [2, 4]
+    assert found[killed.folder] == found[straight.folder]
+    # not a second time
+    run_to_the_end(config_in(tmp_path / "killed", **settings))
+    assert len((killed.folder / "evaluations.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_an_interrupted_removal_left_is_gone_also_where_nothing_is_saved_any_more(tmp_path):
+    finished = run_to_the_end(config_in(tmp_path))
+    left = finished.folder / ".partial-checkpoint-2"
+    left.mkdir()
+    (left / "spec.json").write_text("{}")
+    film = finished.folder / "videos" / "episode_000014.partial"
+    film.parent.mkdir(exist_ok=True)
+    film.write_bytes(b"half")
+    Run(config_in(tmp_path))
+    assert not left.exists() and not film.exists()
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path):
     first = run_to_the_end(config_in(tmp_path))
     again = run_to_the_end(config_in(tmp_path))

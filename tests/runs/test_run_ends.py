@@ -122,10 +122,10 @@ def test_several_processes_without_a_gpu_are_warned_of(tmp_path, monkeypatch):
     run = Run(config_in(tmp_path))
     run.announce()
     monkeypatch.setattr(run.distributed, "world_size", 4)
-    monkeypatch.setattr(run, "config", run.config.model_copy(update={"device": "cpu"}))
+    monkeypatch.setattr(run.distributed, "asked", "cpu")
     run.announce()
     assert "--gpus" not in said.read_text()
-    monkeypatch.setattr(run, "config", run.config.model_copy(update={"device": "auto"}))
+    monkeypatch.setattr(run.distributed, "asked", "auto")
     run.announce()
     assert "--gpus 4, but no GPU is visible here: 4 processes share the CPU" in said.read_text()
 

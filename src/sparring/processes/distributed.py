@@ -27,6 +27,8 @@ class Distributed:
     """This process among `world_size`."""
 
     def __init__(self, device: str = "auto"):
+        # as it was asked for: a name, or auto
+        self.asked = device
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exact_kernels()
         # what the launcher sees of this process
@@ -35,6 +37,17 @@ class Distributed:
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.is_main = self.rank == 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
+
+    @property
+    def lacks_gpus(self) -> str | None:
+        """A warning where `--gpus N` found none."""
+        processes, on = self.world_size, self.device.type
+        if processes == 1 or on != "cpu" or self.asked != "auto":
+            return None
+        return (
+            f"--gpus {processes}, but no GPU is visible here: {processes} processes share the CPU; nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant"
+        )
 
     @torch.no_grad()
     def broadcast_weights(self, module: nn.Module) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Self, TextIO
@@ -69,7 +70,7 @@ class RunLog:
             for part in ("", *PARTS):
                 path = folder / "logs" / part / f"{part or 'rl_training'}_{stamp}.log"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(path)
+                file = _LogFile(path)
                 file.setLevel(self.config.file_level)
                 file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
                 file.addFilter(logging.Filter(f"{LOGGER}.{part}") if part else _is_for_all)
@@ -84,7 +85,8 @@ class RunLog:
         logger = logging.getLogger(LOGGER)
         for handler in [handler for handler in logger.handlers if handler not in self.handlers]:
             logger.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # of a full disk was told when it became full
+                handler.close()
         for handler in self.handlers:
             logger.addHandler(handler)
         logger.propagate = False
@@ -115,6 +117,20 @@ class RunLog:
             # one that has seen no numbers yet has nothing to say
             if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", True)):
                 log.debug("update %d: %s: %s", update, name, module.in_words())
+
+
+class _LogFile(logging.FileHandler):
+    """On a full disk training goes on without its log, or ends for a reason of its own; each file says so once."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_failed:
+            self.has_failed = True
+            print(f"cannot write '{self.baseFilename}' ({error.strerror}); messages may be missing", file=sys.stderr)
 
 
 class _EarlyMessages(logging.Handler):

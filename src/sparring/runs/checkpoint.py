@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -251,7 +251,11 @@ def remove_old(folder: Path, keep: int, newest: Path) -> None:
     Later ones are damaged: the run could not go on from them.
     """
     found = checkpoints(folder)
-    for path in [*found[: found.index(newest) + 1][:-keep], *folder.glob(".partial-checkpoint-*")]:
+    for path in found[: found.index(newest) + 1][:-keep]:
+        # interrupted, it must not look like a damaged checkpoint; if it cannot be moved, it stays
+        with suppress(OSError):
+            path.rename(path.with_name(f".partial-{path.name}"))
+    for path in folder.glob(".partial-checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

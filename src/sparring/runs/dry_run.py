@@ -43,7 +43,7 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
     finally:
         phase.env.close()
     head = f"dry run of '{config.phase}' on {run.distributed.device}: {what}, nothing written"
-    return "\n".join([*filter(None, [run.lacks_gpus]), head, *lines])
+    return "\n".join([*filter(None, [run.distributed.lacks_gpus]), head, *lines])
 
 
 def _rollout_and_update(phase: Finetune) -> list[str]:

@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -101,6 +102,11 @@ class RunFolder:
     def open(self) -> None:
         """Make it ready, after `make_room`; to be called while `folder_lock` it."""
         path = self.path
+        # what an interrupted save or removal left
+        for partial in path.glob(".partial-checkpoint-*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        for partial in path.glob("videos/*.partial"):
+            partial.unlink(missing_ok=True)
         if checkpoints(path):
             return
         # of a run that was stopped before its first checkpoint; they will be written again

@@ -136,21 +136,10 @@ class Run:
         for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
             if isinstance(threads, int) and threads > usable_cores():
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
-        if self.lacks_gpus and self.distributed.is_main:
-            log.warning("%s", self.lacks_gpus)
+        if self.distributed.lacks_gpus and self.distributed.is_main:
+            log.warning("%s", self.distributed.lacks_gpus)
         if self.fraction >= 1:
             log.info("already trained to the end (%s)", self.made)
-
-    @property
-    def lacks_gpus(self) -> str | None:
-        """A warning where `--gpus N` found none."""
-        processes, on = self.distributed.world_size, self.distributed.device.type
-        if processes == 1 or on != "cpu" or self.config.device != "auto":
-            return None
-        return (
-            f"--gpus {processes}, but no GPU is visible here: {processes} processes share the CPU; nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant"
-        )
 
     def run(self) -> bool:
         """Train to the end. False: interrupted; then a checkpoint is saved, and a message says how to go on."""
@@ -173,6 +162,7 @@ class Run:
             while self.fraction < 1:
                 updated, started, steps_before = False, time.perf_counter(), progress.env_steps
                 try:
+                    self.evaluator.catch_up(self)
                     metrics = self.phase.step(self.fraction)
                     rate = (progress.env_steps - steps_before) / (time.perf_counter() - started)
                     updated, metrics = True, metrics | {"steps_per_second": rate}
@@ -395,9 +385,20 @@ class _Evaluator:
     has_said_no_video = False
 
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
-        every = run.config.evaluation.every
-        if every and run.phase.progress.updates % every == 0:
+        if self._is_due(run):
             self.evaluate(run)
+
+    def _is_due(self, run: Run) -> bool:
+        every = run.config.evaluation.every
+        return bool(every) and run.phase.progress.updates % every == 0
+
+    def catch_up(self, run: Run) -> None:
+        """Of a run that was killed after it had saved: the evaluation that was to follow."""
+        updates = run.phase.progress.updates
+        if self._is_due(run) and run.checkpoints.saved_at == updates != self.newest[0]:
+            is_missing = run.folder and updates not in {line["update"] for line in run.recorder.evaluations()}
+            if run.distributed.max(float(bool(is_missing))):
+                self.evaluate(run)
 
     def evaluate(self, run: Run) -> EvaluationResult | None:
         """Once after an update, however often it is asked for."""

@@ -1,0 +1,333 @@
+"""`kill -9` at random instants of every phase and mode; the same command goes on, and ends as if nothing had happened.
+
+A trial is a command that is killed up to --per-trial times, some time after its start or while it saves: its whole
+process group, or (one kill in four) its main process alone, after which nothing may be left. Then it runs to its end,
+which is compared with that of a run that nobody killed: weights of the last checkpoint, bit for bit; rows of metrics
+and evaluations but for times; of demonstrations, every file. With staleness 1 the end depends on which process is
+faster: there all rows must be there once.
+
+Commands are forked from a process that has imported torch already (tests/doubles/preloaded.py).
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "doubles"))
+import preloaded  # noqa: E402
+
+# a run that has not ended by then hangs; a process that is left by then is left for good
+HANG_S, LEFT_S = 300.0, 20.0
+# times, and what the parity gate found: of the first rollout of a process it looks at all, later at a part
+NOT_COMPARED = re.compile(r"^perf/|timestamp|seconds|per_second|^time|^crc$|/parity(_ratio)?$")
+ROWS = ("episode_metrics.jsonl", "evaluations.jsonl")
+
+QUICK = ["device=cpu", "threads=1", "rollout.render_episodes=0", "evaluation.episodes=2", "evaluation.baseline=false"]
+ROBOTS = [*QUICK, "env.threads=1", "rollout.max_episode_steps=20", "env.cameras=[]", "env.object_state=state"]
+FINETUNE = ["train", "finetune", *ROBOTS, "training.save_every=2", "rollout.n_envs=4", "rollout.steps=16"]
+FINETUNE += ["evaluation.every=5"]
+PPO = [*FINETUNE, "ppo.mini_batch_size=32", "ppo.ppo_epochs=2"]
+SPARRING = [
+    *QUICK,
+    "env.threads=1",
+    "env.image_size=32",
+    "rollout.n_envs=2",
+    "rollout.steps=4",
+    "training.save_every=1",
+]
+SPARRING += ["rollout.max_episode_steps=8", "rollout.action_steps=2", "training.bptt_length=2", "policy.hidden=[8]"]
+SPARRING += ["policy.channels=[4,4]", "policy.image_features=8", "ppo.mini_batch_size=4", "ppo.ppo_epochs=1"]
+SPARRING += ["world_model.tokenizer_steps=4", "world_model.channels=8", "world_model.width=16", "world_model.members=2"]
+SPARRING += ["world_model.memory_channels=8", "teacher.gradient_steps=2", "teacher.batch_size=2"]
+SPARRING += ["adversarial.wm_updates_per_iter=2", "adversarial.batch_size=2", "adversarial.burn_in=1"]
+SPARRING += ["adversarial.warmup_steps=0"]
+TAUGHT = [*SPARRING, "training.iterations=6", "--teacher_checkpoint", "{base}/teacher"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command but for --output; {base} is the folder of what it learns from."""
+
+    words: list[str]
+    # weights and numbers are those of a run that was not interrupted
+    equal: bool = True
+
+
+CASES = {
+    "sync": Case([*PPO, "policy.hidden=[16,16]", "training.iterations=24"]),
+    "workers": Case(
+        ["train", "finetune", *QUICK, "env.name=gym:CartPole-v1", "env.vectorize=process", "env.workers=2"]
+        + ["training.iterations=20", "training.save_every=2", "policy.hidden=[16,16]", "rollout.n_envs=4"]
+        + ["rollout.steps=16", "ppo.mini_batch_size=32", "ppo.ppo_epochs=2"]
+    ),
+    "async0": Case(
+        [*PPO, "policy.hidden=[16,16]", "training.iterations=24", "rollout.mode=async", "rollout.staleness=0"]
+    ),
+    "async1": Case(
+        [*PPO, "policy.hidden=[16,16]", "training.iterations=24", "rollout.mode=async", "rollout.staleness=1"],
+        equal=False,
+    ),
+    "grpo": Case(
+        [
+            *FINETUNE,
+            "policy.hidden=[16,16]",
+            "training.iterations=16",
+            "algorithm=grpo",
+            "rollout.n_episodes_per_batch=8",
+        ]
+        + ["rollout.group_size=2", "grpo.mini_batch_size=16"]
+    ),
+    "flow": Case([*PPO, "training.iterations=12", "policy.name=flow"]),
+    "imitate": Case(
+        ["train", "imitate", *ROBOTS, "imitate.demos={base}/demos", "imitate.batch_size=16", "training.save_every=2"]
+        + ["imitate.steps_per_update=5", "training.iterations=30", "policy.hidden=[16,16]"]
+    ),
+    "teacher": Case(["train", "teacher", *SPARRING, "training.iterations=6"]),
+    "student": Case(["train", "student", *TAUGHT]),
+    "adversarial": Case(["train", "adversarial", *TAUGHT]),
+    "all": Case(["train", "all", *SPARRING, "training.iterations=2"]),
+    "demos": Case(["demos", "reach_d0", "--episodes", "24", "--image-size", "32"]),
+    # 430 MB a checkpoint, which take seconds
+    "wide": Case(
+        ["train", "finetune", *QUICK, "env.name=gym:CartPole-v1", "policy.hidden=[3000,3000,3000]"]
+        + ["training.iterations=4", "training.save_every=1", "rollout.n_envs=4", "rollout.steps=8"]
+        + ["ppo.mini_batch_size=32", "ppo.ppo_epochs=1"]
+    ),
+}
+BASE = {
+    "demos": ["demos", "reach_d0", "--episodes", "4", "--image-size", "16"],
+    "teacher": ["train", "teacher", *SPARRING, "training.iterations=4"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=208, help="in all, shared out over the cases")
+    parser.add_argument("--per-trial", type=int, default=8)
+
+
+def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
+    preloaded.Popen.server = preloaded.start_server()
+    rng, base = random.Random(args.seed), work / "base"
+    for name, words in BASE.items():
+        _to_the_end(words, base / name, work / f"{name}.log")
+    references = {name: undisturbed(name, base, work) for name in args.only}
+    share, found = -(-args.kills // len(args.only)), {name: list[dict]() for name in args.only}
+    # a trial of each case in turn, so that all are measured alike when the time is over
+    while due := [name for name in args.only if sum(told["kills"] for told in found[name]) < share]:
+        for name in due:
+            if time.monotonic() > end:
+                return {name: summary(trials) for name, trials in found.items()}
+            folder, made = work / f"{name}-{len(found[name])}", sum(told["kills"] for told in found[name])
+            told = killed(CASES[name], folder, references[name], base, rng, min(args.per_trial, share - made))
+            found[name].append(told)
+            print(name, told, flush=True)
+    return {name: summary(trials) for name, trials in found.items()}
+
+
+def summary(trials: list[dict]) -> dict:
+    total = Counter(trials=len(trials))
+    for told in trials:
+        total.update({key: value for key, value in told.items() if isinstance(value, int)})
+        total.update({f"kills, {how}": number for how, number in told["how"].items()})
+    return {**total, "bad": [told for told in trials if not is_fine(told)]}
+
+
+def is_fine(told: dict) -> bool:
+    bad = ("lost", "twice", "changed", "damaged", "tracebacks", "orphans", "leftovers")
+    return bool(told["finished"] and told["equal"]) and not any(told[key] for key in bad)
+
+
+def _start(words: list[str], output: Path, log: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "sparring", *words, "--output", str(output)]
+    with log.open("a") as said:
+        return preloaded.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _to_the_end(words: list[str], output: Path, log: Path) -> float:
+    began = time.monotonic()
+    if code := _start(words, output, log).wait():
+        raise SystemExit(f"sparring {' '.join(words)}: {code}\n{log.read_text()[-3000:]}")
+    return time.monotonic() - began
+
+
+def _words(case: Case, base: Path) -> list[str]:
+    return [word.replace("{base}", str(base)) for word in case.words]
+
+
+def undisturbed(name: str, base: Path, work: Path) -> tuple[Path, float]:
+    """The folder of a run that nobody kills, and its seconds."""
+    folder = work / f"{name}-reference"
+    return folder, _to_the_end(_words(CASES[name], base), folder, folder.with_suffix(".log"))
+
+
+def killed(
+    case: Case,
+    output: Path,
+    reference: tuple[Path, float],
+    base: Path,
+    rng: random.Random,
+    kills: int,
+    ways: tuple[str, ...] = ("anywhere", "saving"),
+) -> dict:
+    """Of a command that is killed so often, if it does not end before, what is not as it should be."""
+    log = output.with_suffix(".log")
+    told = {"kills": 0, "resumes": 0, "finished": 0, "equal": 0, "lost": 0, "twice": 0, "changed": 0, "damaged": 0}
+    told |= {"orphans": 0, "tracebacks": 0, "leftovers": 0, "how": {}, "why": []}
+    shared = set(os.listdir("/dev/shm"))
+    while True:
+        process = _start(_words(case, base), output, log)
+        told["resumes"] += bool(told["kills"])
+        how = rng.choice(ways) if told["kills"] < kills else "nowhere"
+        _wait(process, output, how, reference[1], rng)
+        if (code := process.poll()) is not None:
+            break
+        # with a bit of luck it has ended meanwhile
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL) if rng.random() < 0.25 else os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        told["kills"] += 1
+        told["how"][how] = told["how"].get(how, 0) + 1
+        told["orphans"] += _left(process.pid)
+        if damaged := [str(path) for path in _checkpoints(output) if not _is_whole(path)]:
+            told["damaged"] += len(damaged)
+            told["why"] += damaged
+    told["orphans"] += _left(process.pid)
+    text = log.read_text(errors="replace")
+    told["tracebacks"] = text.count("Traceback (most recent call last)")
+    told["finished"] = int(code == 0)
+    if code:
+        return told | {"why": [*told["why"], f"exit code {code}: {text.strip()[-300:]}"]}
+    left = [str(path.relative_to(output)) for path in output.rglob("*") if "partial" in path.name]
+    left += [name for name in set(os.listdir("/dev/shm")) - shared if "sparring" in name and _is_nobodys(name)]
+    told["leftovers"] = len(left)
+    told["why"] += left
+    if (reference[0] / "meta").is_dir():
+        differ = _differing_files(reference[0], output)
+        return told | {"equal": int(not differ), "why": [*told["why"], *differ][:8]}
+    return _compare(reference[0], output, case.equal, told)
+
+
+def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: random.Random) -> None:
+    """Until the instant of a kill, or the end of the process."""
+    if how == "nowhere":
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(HANG_S)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return
+    deadline = time.monotonic() + (rng.uniform(0.05, 0.6 * whole) if how == "anywhere" else HANG_S)
+    skipped, seen = rng.randrange(2) if how == "saving" else 0, False
+    while process.poll() is None and time.monotonic() < deadline:
+        now = how == "saving" and _is_saving(output)
+        if now and not seen:
+            if not skipped:
+                # of a save of milliseconds as of one of seconds
+                time.sleep(rng.choice([0.005, 0.05, 1.5]) * rng.random())
+                return
+            skipped -= 1
+        seen = now
+        time.sleep(0.0005)
+
+
+def _is_saving(output: Path) -> bool:
+    # folders come and go meanwhile
+    with suppress(OSError):
+        return any(output.glob(".partial-*")) or any(output.glob("*/*partial-*")) or any(output.glob("recording/*"))
+    return False
+
+
+def _left(session: int) -> int:
+    """How many processes of it are still there some seconds later; they are killed."""
+    end = time.monotonic() + LEFT_S
+    while (found := list(_of_session(session))) and time.monotonic() < end:
+        time.sleep(0.02)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(found)
+
+
+def _of_session(session: int) -> Iterator[int]:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                yield int(pid)
+
+
+def _is_nobodys(name: str) -> bool:
+    """Whoever uses shared memory holds the lock of its file; other runs of this machine do, too."""
+    with suppress(OSError), open(f"/dev/shm/{name}") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [*folder.glob("checkpoint-*"), *folder.glob("*/checkpoint-*")]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """By its manifest, read here without the library."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        return all(_digest(checkpoint / name) == entry["sha256"] for name, entry in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _compare(reference: Path, output: Path, equal: bool, told: dict) -> dict:
+    """Of `train all`, each of its runs."""
+    runs = [path.parent.relative_to(reference) for path in reference.glob("**/status.json")]
+    same = True
+    for run in runs:
+        x, y = reference / run, output / run
+        ends = [weights(folder) for folder in (x, y)]
+        same &= ends[0] == ends[1] or (not equal and ends[0][0] == ends[1][0])
+        told["why"] += [] if ends[0] == ends[1] or not equal else [f"{run}: {ends[1][0]}: other weights"]
+        for name in ROWS:
+            expected, found = rows(x / name), rows(y / name)
+            of = {row["update"]: row for row in found}
+            told["twice"] += len(found) - len(of)
+            told["lost"] += len(lost := [row["update"] for row in expected if row["update"] not in of])
+            changed = [row["update"] for row in expected if equal and row["update"] in of and row != of[row["update"]]]
+            told["changed"] += len(changed)
+            told["why"] += [f"{run}/{name}: {lost=} {changed=}"] if lost or changed else []
+    return told | {"equal": int(same), "why": told["why"][:8]}
+
+
+def weights(folder: Path) -> tuple[str, str]:
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    return newest.name, _digest(newest / "model.safetensors")
+
+
+def rows(file: Path) -> list[dict]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [{key: value for key, value in json.loads(line).items() if not NOT_COMPARED.search(key)} for line in lines]
+
+
+def _differing_files(reference: Path, output: Path) -> list[str]:
+    found = [
+        {str(path.relative_to(folder)): _digest(path) for path in folder.rglob("*") if path.is_file()}
+        for folder in (reference, output)
+    ]
+    return sorted(name for name in found[0].keys() | found[1].keys() if found[0].get(name) != found[1].get(name))
