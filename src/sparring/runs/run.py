@@ -260,11 +260,11 @@ class Run:
         if self.nothing_new:
             log.info("%s", self.phase.progress.passed(now))
         elif now != before:
-            change = f"the limit is {Progress.in_words(now)} now, it was {Progress.in_words(before)}"
-            schedules = ", ".join(schedules_of(self.config))
+            far, schedules = Progress.in_words(now), ", ".join(schedules_of(self.config))
+            change = f"the limit is {far} now, it was {Progress.in_words(before)}"
             then, share = self._share_of(before), self._share_of(now)
-            stretch = f"; {schedules} now runs over {Progress.in_words(now)} and continues from {share:.0%}"
-            log.info("%s%s", change, f"{stretch} (was at {then:.0%})" if schedules else f"; {share:.0%} of that is done")
+            stretch = f"{schedules} now runs over {far} and continues from {share:.0%} (was at {then:.0%})"
+            log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
         # of limits that were passed before, config.yaml keeps the larger
         if goes_on and (self.fraction < 1 or (now.keys() == before.keys() and all(now[n] > before[n] for n in now))):
             run_folder.keep_config(self.config)
