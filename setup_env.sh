@@ -26,7 +26,7 @@ answers() {
 }
 
 # On Linux, PyPI's torch brings CUDA. Without an NVIDIA driver PyTorch's own index has a build of a tenth of the size.
-choose_torch() { # choose_torch PYTHON: sets index and build
+choose_torch() { # choose_torch PYTHON: sets index and build (default: CPU or CUDA, which pip alone finds out)
   index="${TORCH_INDEX:-}" build=default
   if [ -z "$index" ]; then
     index=default
@@ -37,7 +37,7 @@ choose_torch() { # choose_torch PYTHON: sets index and build
     elif answers "$1" "$CPU_INDEX/torch/"; then
       index="$CPU_INDEX"
     else
-      say "$CPU_INDEX does not answer: torch comes from pip's default index, which may add several GB of CUDA"
+      say "$CPU_INDEX does not answer: torch comes from pip's default index, which may add CUDA"
     fi
   fi
   case "$index" in
@@ -49,15 +49,21 @@ choose_torch() { # choose_torch PYTHON: sets index and build
 
 install_into() { # install_into PYTHON VENV WHAT...: makes the virtual environment and has pip install WHAT
   local python="$1" venv="$2" index build free_mb needed_mb=3000
-  local size="about a minute: 0.4 GB to download, 1.4 GB on the disk"
+  local small="0.4 GB to download, 1.4 GB on the disk" large="3 GB to download, 5.3 GB on the disk" size
+  size="about a minute: $small"
   shift 2
   choose_torch "$python"
   if [ "$build" = CUDA ]; then
-    needed_mb=9000 size="some minutes: 3 GB to download, 5.3 GB on the disk"
+    needed_mb=9000 size="some minutes: $large"
+  elif [ "$build" = default ]; then
+    size="about a minute: $small; some minutes with CUDA: $large"
   fi
   free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
   [ "${free_mb:-0}" -ge "$needed_mb" ] \
     || fail "only $free_mb MB free on this disk; the virtual environment with the $build build of torch needs $needed_mb MB"
+  if [ "$build" = default ] && [ "$free_mb" -lt 9000 ]; then
+    say "only $free_mb MB free on this disk, and torch with CUDA needs 9000 MB: if pip brings it, the disk may be full"
+  fi
   say "making a virtual environment in $venv with $("$python" --version)"
   "$python" -m venv "$venv" || fail "could not make it; on Debian and Ubuntu: apt install python3-venv"
   say "installing sparring and what it needs, with the $build build of torch ($size)"

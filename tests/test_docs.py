@@ -101,8 +101,9 @@ def trained(tmp_path_factory):
     words = ["train", "imitate", f"imitate.demos={folder}/outputs/demos/lift_d0", *TINY, "training.iterations=1"]
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
     assert main([*words, "--output", str(folder / "outputs/imitate_rl")]) == 0
-    for name in ("flow", "from_state"):
-        (folder / "outputs" / name).symlink_to("imitate_rl")
+    (folder / "outputs/from_state").symlink_to("imitate_rl")
+    flow = ["policy.name=flow", "policy.width=32", "policy.image_features=8", "policy.channels=[4,4]"]
+    assert main([*words, *flow, "--output", str(folder / "outputs/flow")]) == 0
     return folder
 
 

@@ -160,12 +160,18 @@ def test_an_index_that_does_not_answer_soon_is_done_without(checkout, slow):
     started = time.monotonic()
     result = set_up(checkout, PYTHON=fake_python(checkout), SLOW=slow)
     assert result.returncode == 0 and time.monotonic() - started < 15
-    assert (
-        f"==> {CPU_INDEX} does not answer: torch comes from pip's default index, which may add several GB of CUDA"
-        in result.stdout
-    )
+    said = " ".join(result.stdout.split())
+    assert f"==> {CPU_INDEX} does not answer: torch comes from pip's default index, which may add CUDA" in said
+    small, large = "0.4 GB to download, 1.4 GB on the disk", "3 GB to download, 5.3 GB on the disk"
+    assert f"with the default build of torch (about a minute: {small}; some minutes with CUDA: {large})" in said
+    assert "==> only 3000 MB free on this disk, and torch with CUDA needs 9000 MB" in said
     assert lines(checkout / "asked.log") == [f"{CPU_INDEX}/torch/"]
     assert lines(checkout / "pip.log") == [f"{PIP} -e ."]
+
+
+def test_where_there_is_room_for_cuda_too_nothing_is_said_of_the_disk(checkout):
+    free_disk(checkout, 9000)
+    assert "free on this disk" not in set_up(checkout, PYTHON=fake_python(checkout)).stdout
 
 
 def test_macos_has_one_build(checkout):

@@ -37,7 +37,7 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparring.errors import UserError
 
@@ -107,6 +107,33 @@ def images_of(td: TensorDict, spec: EnvSpec, cameras: list[str]) -> list[torch.T
     return pictures
 
 
+def entry_of(td: TensorDict, spec: EnvSpec, name: str) -> torch.Tensor:
+    """`observation/<name>` of decisions ("state", "task", "depth/head"). As of pictures, dtype and shape are looked at;
+    numbers only where neither gradients are taken nor robots collect: a Collector looks at their actions itself."""
+    import torch
+
+    value, (shape, dtype) = td.get(("observation", *name.split("/")), None), spec.observation[name]
+    # whole numbers may be of any width
+    fits = value is not None and (_dtype(value) == dtype or (dtype == "int64" and not value.is_floating_point()))
+    given = () if value is None else value.shape[value.ndim - len(shape) :]
+    if not fits or given != shape:
+        raise ContractError(_entry_mistake(value, given, shape, dtype, name))
+    acts = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+    if acts and value.is_floating_point() and not value.isfinite().all():
+        mend = "the policy can make nothing of them, replace them before it acts"
+        raise ContractError(f"observation/{name} holds NaN or infinity, expected finite {dtype} numbers; {mend}")
+    return value
+
+
+def _entry_mistake(value: Any, given: tuple[int, ...], shape: tuple[int, ...], dtype: str, name: str) -> str:
+    expected = f"expected {dtype} [{', '.join(['B', *map(str, shape)])}]"
+    if value is None:
+        return f"observation/{name} is missing; {expected}"
+    advice = ["give what the policy was made for"] if given != shape else []
+    advice += [f"convert it: {name.partition('/')[0]}.to(torch.{dtype})"] if _dtype(value) != dtype else []
+    return f"observation/{name} is {_dtype(value)} {list(value.shape)}, {expected}; {', and '.join(advice)}"
+
+
 def _image_mistake(picture: torch.Tensor, shape: tuple[int, ...], name: str) -> str:
     given, kind = tuple(picture.shape[1:]), _dtype(picture)
     range_ = ""
@@ -117,7 +144,9 @@ def _image_mistake(picture: torch.Tensor, shape: tuple[int, ...], name: str) -> 
         advice.append("put the channels first: image.movedim(-1, -3)")
     elif len(given) != len(shape):
         advice.append("give a batch of images, also of one")
-    elif given != shape:
+    elif given[0] != shape[0]:
+        advice.append(f"give {shape[0]} channels, it has {given[0]}" + (": image[:, :3]" if given[0] == 4 else ""))
+    if len(given) == len(shape) and given[1:] != shape[1:] and given != (*shape[1:], shape[0]):
         advice.append("resize it to what the policy was made for")
     if kind != "uint8":
         scaled = picture.is_floating_point() and float(picture.max() if picture.numel() else 0) <= 1

@@ -50,12 +50,14 @@ class PeerGone(UserError):
     exit_code = LEFT_ALONE
 
 
-def describe_error(error: BaseException) -> str:
-    """What went wrong in somebody else's code, and where, in one line."""
+def describe_error(error: BaseException, file: str | None = None) -> str:
+    """What went wrong in somebody else's code, and where, in one line: at the last line of `file` that was reached, if
+    any was; it may have called others."""
     import traceback  # errors.py is imported by everything, this seldom
 
     message = " ".join(str(error).split())
     # frames of importlib itself say nothing
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [frame for frame in frames if frame.filename == file] or frames
     where = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' if message else ''}{message}{where}"

@@ -306,9 +306,13 @@ MISTAKES = {
     "env.cameras=[side]": "env.cameras = [side] (..): expected a list, each one of: head, wrist",
     "env.name=tabletap": (
         "env.name = tabletap (..): no env is called 'tabletap'; nearest: tabletop; known: "
-        "tabletop, or your.module:Class"
+        "tabletop, gym:ID, or your.module:Class"
     ),
-    "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, or your.module:Class",
+    "env.name=CartPole-v1": (
+        "env.name = CartPole-v1 (..): no env is called 'CartPole-v1'; did you mean gym:CartPole-v1? known: tabletop, "
+        "gym:ID, or your.module:Class"
+    ),
+    "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, gym:ID, or your.module:Class",
     "policy.name=mlp": (
         "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
         "your.module:Class"
@@ -345,9 +349,15 @@ def test_each_kind_of_mistake(words):
 def test_where_the_class_of_a_section_is_unknown_its_keys_are_not_judged():
     assert mistakes("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
         "env.name = tabletap (from command line): no env is called 'tabletap'; nearest: tabletop; "
-        "known: tabletop, or your.module:Class",
+        "known: tabletop, gym:ID, or your.module:Class",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
+
+
+def test_without_gymnasium_no_id_of_its_is_known(monkeypatch):
+    monkeypatch.setattr("sparring.config.schema.find_spec", lambda name: None)
+    (line,) = mistakes("env.name=CartPole-v1")
+    assert "no env is called 'CartPole-v1'; known: tabletop, gym:ID, or your.module:Class" in line
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate"])
@@ -371,6 +381,10 @@ def test_a_key_of_another_kind_is_told_which_kind_has_it():
     assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
     (line,) = mistakes("env.kwargs.gravity=1")
     assert line == "env.kwargs.gravity (from command line): unknown key; it is a key of env.name=gym:<id>"
+    (line,) = mistakes("policy.method=fpo")
+    kinds = [f"policy.name={name}" for name in ("flow", "vla", "native_vla", "pi0")]
+    many = f"unknown key; it is a key of {' and '.join(kinds)}; add policy.name=flow, or another of them"
+    assert line == f"policy.method (from command line): {many}"
     # one that none has is a slip of the pen
     assert mistakes("policy.metod=flow_sde")[0].startswith("policy.metod (from command line): unknown key; nearest: ")
 

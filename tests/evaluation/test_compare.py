@@ -218,7 +218,9 @@ def runs(tmp_path_factory):
 def test_a_run_beside_itself_is_no_better(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "one", "--episodes", "8"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "no difference: A and B did the same in all 8 episodes"
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == "no difference: A and B did the same in all 8 episodes"
+    assert "A plays 8 held-out episodes of seed 0 (gym:CartPole-v1), then B the same; this may" in told.err
 
 
 def test_two_runs_are_compared_in_a_table_a_sentence_and_a_file(runs, capsys, monkeypatch):

@@ -77,6 +77,13 @@ MISTAKES = {
     ),
     "both": (lambda image: image.movedim(1, -1) / 255, "image.movedim(-1, -3), and convert it: (image * 255)"),
     "another size": (lambda image: image[..., ::2], "[2, 3, 40, 28], expected uint8 [B, 3, 40, 56] with values of 0"),
+    "four channels": (
+        lambda image: torch.cat([image, image[:, :1]], 1),
+        "is uint8 [2, 4, 40, 56], expected uint8 [B, 3, 40, 56] with values of 0 to 255; give 3 channels, it has 4: "
+        "image[:, :3]",
+    ),
+    "one channel": (lambda image: image[:, :1], "values of 0 to 255; give 3 channels, it has 1"),
+    "one channel and another size": (lambda image: image[:, :1, :8], "it has 1, and resize it to what the policy was"),
     "no colours": (lambda image: image[:, 0], "is uint8 [2, 40, 56], expected"),
 }
 
@@ -90,6 +97,40 @@ def test_other_pictures_are_refused_in_a_sentence(name, mistake):
     with pytest.raises(ContractError) as caught:
         policy_of(name).act(td)
     assert said in str(caught.value) and str(caught.value).startswith("observation/image/head is ")
+
+
+STATES = {
+    "another size": (
+        lambda state: state[:, :4],
+        "observation/state is float32 [2, 4], expected float32 [B, 5]; give what the policy was made for",
+    ),
+    "numpy's numbers": (
+        lambda state: state.numpy().astype("float64"),
+        "observation/state is float64 [2, 5], expected float32 [B, 5]; convert it: state.to(torch.float32)",
+    ),
+    "both": (
+        lambda state: state.double()[:, 1:],
+        "is float64 [2, 4], expected float32 [B, 5]; give what the policy was made for, and convert it: state.to(",
+    ),
+    "NaN": (lambda state: state.log(), "observation/state holds NaN or infinity, expected finite float32 numbers"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("mistake", STATES)
+def test_another_state_is_refused_in_a_sentence(name, mistake):
+    change, said = STATES[mistake]
+    td = seen()
+    td["observation", "state"] = change(td["observation", "state"])
+    with pytest.raises(ContractError) as caught:
+        policy_of(name).act(td)
+    assert said in str(caught.value) and str(caught.value).startswith("observation/state ")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_missing_state_is_refused_by_name(name):
+    with pytest.raises(ContractError, match=r"^observation/state is missing; expected float32 \[B, 5\]$"):
+        policy_of(name).act(seen().exclude(("observation", "state")))
 
 
 def test_a_missing_picture_is_refused_by_name():

@@ -62,7 +62,7 @@ def test_everything_is_drawn_and_fits(browser, report, width, scheme):
     visit = Visit(browser, report, width, scheme)
     titles = [title.inner_text() for title in visit.page.locator("h2").all()]
     shown = (
-        "Success, Learning, Evaluation, Reward terms, Videos, Predicted and true, Stages, Staleness, Settings, System"
+        "Videos, Predicted and true, Success, Learning, Evaluation, Reward terms, Stages, Staleness, Settings, System"
     )
     assert titles == shown.split(", ")
     # of each run: evaluations with a band and rollouts; a dotted level each
@@ -79,7 +79,8 @@ def test_everything_is_drawn_and_fits(browser, report, width, scheme):
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
     dark = visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 20, 24)"
     assert dark == (scheme == "dark")
-    assert visit.said == [] and [url for url in visit.asked if not url.startswith("data:")] == [report]
+    # videos in sight are read from the page itself
+    assert visit.said == [] and [url for url in visit.asked if not url.startswith(("data:", "blob:"))] == [report]
     assert visit.page.eval_on_selector_all("figure.chart", "all => all.every(one => one.ariaLabel.length > 20)")
 
 
@@ -97,6 +98,18 @@ def test_what_cannot_be_compared_has_axes_of_its_own(browser, tmp_path):
     for kind in ("loss, ppo", "loss, world model"):
         assert any(title.startswith(kind) for title in titles), titles
     assert visit.said == []
+
+
+def test_what_was_measured_once_is_a_line_of_text(browser, tmp_path):
+    for name in "ab":
+        lines = (make_run(tmp_path / name, seed=ord(name)) / "evaluations.jsonl").read_text().splitlines()
+        (tmp_path / name / "evaluations.jsonl").write_text(lines[-1] + "\n")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
+    visit = Visit(browser, (tmp_path / "report.html").as_uri())
+    assert visit.text("#evaluation .constant").split() == ["Measured", "once:", "Reward", "8", "8"]
+    assert visit.count("#evaluation figure") == 0 and visit.said == []
+    titles = [visit.page.locator("#evaluation b").nth(i).get_attribute("title") for i in range(2)]
+    assert titles == ["seed 97", "seed 98"]
 
 
 def test_values_are_told_where_one_points(browser, report):

@@ -133,7 +133,11 @@ def test_a_class_learns_and_keeps_its_state():
         (f"{__name__}:no_parameters", r"takes \(\); expected a function of a TensorDict"),
         (f"{__name__}:one_number", r"returned shape \[\], expected \[2\]"),
         (f"{__name__}:no_tensor", r"returned float, expected a tensor \[2\]"),
-        (f"{__name__}:unknown_key", "failed on a sample of zeros with KeyError.* it finds observation, action"),
+        (
+            f"{__name__}:unknown_key",
+            rf"failed on a sample of zeros with KeyError.* \({re.escape(__file__)} line "
+            rf"{unknown_key.__code__.co_firstlineno + 1}\); it finds observation, action",
+        ),
         (f"{__name__}:NotATerm", "is another class; expected a function"),
         (f"{__name__}:DOCS", "expected a function"),
     ],

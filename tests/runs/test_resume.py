@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 
+from sparring.cli.main import main
 from sparring.config.schema import load_config
 from sparring.config.text import saved_settings
 from sparring.errors import UserError
@@ -337,9 +338,33 @@ def test_a_longer_run_says_how_its_schedules_stretch(tmp_path, monkeypatch):
     run.announce()
     assert run.run() and run.phase.progress.updates == 4
     run.phase.env.close()
-    assert any(line.startswith("already trained to the end") for line in told)
-    assert "the limit is 3 updates now, it was 4 updates, which is reached" in told
+    nothing = "4 updates are done already, more than 3: nothing to train; give more than 4 (training.iterations)"
+    assert nothing in told and not any("the end" in line or "the limit is" in line for line in told)
     assert saved_settings(tmp_path)["training.iterations"] == 4
+
+
+def test_a_larger_limit_that_is_passed_already_trains_and_evaluates_nothing(tmp_path, capsys):
+    words = ["train", "finetune", "env.name=gym:CartPole-v1", "policy.hidden=[8]", "--envs", "4", "rollout.steps=64"]
+    words += ["device=cpu", "evaluation.episodes=2", "rollout.render_episodes=0", "--output", str(tmp_path)]
+    assert main([*words, "--num_episodes", "1"]) == 0
+    played = json.loads((tmp_path / "status.json").read_text())["progress"]["episodes"]
+    assert played > 3
+    kept, found = (tmp_path / "evaluation.json").stat().st_mtime_ns, (tmp_path / "evaluations.jsonl").read_text()
+    capsys.readouterr()
+    for limit, than in ((3, "more than 3"), (2, "more than 2"), (played, "which is the limit")):
+        assert main([*words, "--num_episodes", str(limit)]) == 0
+        out, err = capsys.readouterr()
+        nothing = f"{played} episodes are done already, {than}: nothing to train; give more than {played} "
+        assert nothing in err and "held-out" not in err and out == ""
+        # the larger one
+        assert saved_settings(tmp_path)["training.num_episodes"] == max(limit, 3)
+    assert (tmp_path / "evaluation.json").stat().st_mtime_ns == kept
+    assert (tmp_path / "evaluations.jsonl").read_text() == found
+    # the very command of a finished run evaluates it, as ever; so does a limit where nothing was evaluated
+    assert main([*words, "--num_episodes", str(played)]) == 0 and "finetune is done" in capsys.readouterr().out
+    (tmp_path / "evaluations.jsonl").unlink()
+    assert main([*words, "--num_episodes", "2"]) == 0
+    assert "finetune is done" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_with_other_workers_keeps_its_episodes(tmp_path):

@@ -52,6 +52,21 @@ def test_every_command_can_be_given_as_it_is(output, settings, following, monkey
     assert os.path.exists(f"{following}/checkpoint-1")
 
 
+@pytest.mark.parametrize("of_the_task", [[], ["rewards.task_reward=0.5"]])
+def test_rewards_of_ones_own_go_along(of_the_task, monkeypatch, capsys):
+    with open("own_rewards.py", "w") as file:
+        file.write("def calm(td):\n    return -td['action'].abs().sum((-1, -2))\n")
+    monkeypatch.syspath_prepend(os.getcwd())
+    weights = ["rewards.own_rewards:calm=0.1", *of_the_task]
+    *_, train = recommended("outputs/calm", "env.name=gym:Pendulum-v1", *weights)
+    start = "sparring train finetune pretrained=outputs/calm --output outputs/calm-2"
+    assert shlex.split(train) == [*shlex.split(start), *weights]
+    more = [*TINY, "training.iterations=1", "evaluation.episodes=3"]
+    assert main([*shlex.split(train)[1:], *more]) == 0, capsys.readouterr().err
+    rewards = [load_config(f"outputs/{name}/config.yaml").rewards for name in ("calm", "calm-2")]
+    assert rewards[0] == rewards[1] and rewards[0].terms == {"own_rewards:calm": 0.1}
+
+
 def test_a_run_in_the_folder_one_is_in(tmp_path):
     *_, train = recommended(".", *POLE)
     assert train.endswith(f"--output {tmp_path}/work-2")

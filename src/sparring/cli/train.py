@@ -89,7 +89,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not run.run():
         return 130
     evaluation = run.evaluate()
-    if run.folder is not None:
+    if run.folder is not None and evaluation is not None:
         print(summary(config, run.phase.progress, cast(AnyEvaluation, evaluation)))
     return 0
 

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,7 +180,14 @@ def _env_class(name: Any) -> type[Section]:
     if isinstance(name, str) and name.startswith("gym:"):
         _check_gym_id(name.removeprefix("gym:"))
         return GymConfig
-    return _class_of("env", name, envs.ENVS)
+    known = envs.ENVS | {"gym:ID": ""}
+    if isinstance(name, str) and ":" not in name and name not in known and find_spec("gymnasium"):
+        import gymnasium
+
+        if any(name in (spec.id, spec.name) for spec in gymnasium.registry.values()):
+            choices = f"known: {', '.join(known)}, or your.module:Class"
+            raise UserError(f"no env is called '{name}'; did you mean gym:{name}? {choices}")
+    return _class_of("env", name, known)
 
 
 def _class_of(section: str, name: Any, known: dict[str, str]) -> type[Section]:
@@ -241,6 +249,8 @@ def _explain(key: str, setting: Setting) -> str | None:
     others = kinds_with(key)
     ours = "" if setting.as_written == key else f"as {key} "
     known = f"unknown key; {ours}it is a key of {' and '.join(others)}" if others else None
+    if len(others) > 1:
+        known = f"{known}; add {others[0]}, or another of them"
     return why_not(setting.as_written, setting.value) or known
 
 

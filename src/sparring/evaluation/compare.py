@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -157,6 +158,8 @@ class Comparison:
         _refuse_other_episodes(config, opened[1][1])
         episodes, seed = config.evaluation.episodes, config.seed
         _refuse_too_few(episodes)
+        said = f"A plays {episodes} held-out episodes of seed {seed} ({config.env.name}), then B the same"
+        print(f"{said}; this may take minutes", file=sys.stderr)
         played: list[list[Episode]] = []
         for checkpoint, own in opened:
             device = pick_device(own.device)
@@ -176,6 +179,8 @@ class Comparison:
         device = pick_device(config.device)
         models = [load_world_model(a, device), load_other_world_model(b, a, config)]
         _refuse_other_episodes(config, open_checkpoint(b, settings, is_policy=False)[1])
+        said = f"robots play {config.evaluation.episodes} held-out episodes of seed {config.seed} at random"
+        print(f"{said}, then A and B predict them; this may take minutes", file=sys.stderr)
         episodes, _ = WorldModelEvaluation.random_episodes(config, device)
         ratios = [WorldModelEvaluation.ratio_by_episode(model, episodes).numpy() for model in models]
         known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])  # episodes in which nothing changed have no ratio

@@ -20,6 +20,24 @@ class Progress:
     env_steps: int = 0
     episodes: int = 0
 
+    @property
+    def by_limit(self) -> dict[str, int]:
+        """What is counted, by the field of `training` that limits it."""
+        return {"total_timesteps": self.env_steps, "num_episodes": self.episodes, "iterations": self.updates}
+
+    @staticmethod
+    def in_words(counts: dict[str, int]) -> str:
+        units = {"total_timesteps": "env steps", "num_episodes": "episodes", "iterations": "updates"}
+        return " or ".join(f"{count:,} {units[name]}" for name, count in counts.items())
+
+    def passed(self, limits: dict[str, int]) -> str:
+        """That there is nothing to train, where one of the limits is reached."""
+        name, limit = next((name, limit) for name, limit in limits.items() if self.by_limit[name] >= limit)
+        made = self.by_limit[name]
+        than = f"more than {limit:,}" if made > limit else "which is the limit"
+        done = f"{self.in_words({name: made})} are done already, {than}: nothing to train"
+        return f"{done}; give more than {made:,} (training.{name})"
+
 
 class Phase:
     """One stage of training, built by `from_config(config, distributed)`. It returns numbers; the run writes them."""

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.contract import EnvSpec, images_of
+from sparring.contract import EnvSpec, entry_of, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import EncoderConfig
@@ -75,17 +75,17 @@ class ObservationEncoder(nn.Module):
             raise UserError(f"the policy reads nothing of what the env shows ({', '.join(shown)}); {advice}")
 
     def forward(self, td: TensorDict) -> torch.Tensor:
-        state = td[STATE] if self.has_state else None
+        state = entry_of(td, self.spec, "state") if self.has_state else None
         parts = []
         if self.images is not None:
             views = images_of(td, self.spec, self.cameras)
             parts.append(self.dropout(self.images(views if isinstance(self.images, _EachSize) else _stacked(views))))
         if self.points is not None:
-            parts.append(self.dropout(self.points(td["observation", "points"], state)))
+            parts.append(self.dropout(self.points(entry_of(td, self.spec, "points"), state)))
         if state is not None:
             parts.append(self.normalizer(state) if self.normalizer is not None else state)
         if self.language is not None:
-            parts.append(self.language(td[TASK]))
+            parts.append(self.language(entry_of(td, self.spec, "task")))
         features = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
         return features.detach() if self.frozen else features
 

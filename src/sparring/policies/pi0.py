@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch import nn
 
-from sparring.contract import EnvSpec, images_of
+from sparring.contract import EnvSpec, entry_of, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import PI0PolicyConfig
@@ -63,8 +63,8 @@ class PI0Policy(FlowChain):
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
         """Mean features [B, D]; and keys and values [B, N, heads, L, size], the tokens' mask and the padded state."""
-        task = td[TASK] if self.reads_task else torch.zeros(len(td), dtype=torch.int64, device=self.times.device)
-        tokens, mask = self.prompts(task)
+        none = torch.zeros(len(td), dtype=torch.int64, device=self.times.device)
+        tokens, mask = self.prompts(entry_of(td, self.spec, "task") if self.reads_task else none)
         mask = mask.long()
         # [B, cameras, 3, size, size]
         images = torch.stack([self.prepare(view) for view in images_of(td, self.spec, self.cameras)], 1)
@@ -78,7 +78,7 @@ class PI0Policy(FlowChain):
         counted = mask[..., None].float()
         features = (read.last_hidden_state.detach().float() * counted).sum(1) / counted.sum(1)
         # [B, max_state_dim], zero where there is no such entry
-        state = td[STATE] if self.state_size else features[:, :0]
+        state = entry_of(td, self.spec, "state") if self.state_size else features[:, :0]
         state = state if self.normalizer is None else self.normalizer(state)
         layers = read.past_key_values.layers
         prefix = {name: torch.stack([getattr(layer, name) for layer in layers], 1) for name in ("keys", "values")}

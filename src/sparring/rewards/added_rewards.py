@@ -1,6 +1,7 @@
 """Reward terms of one's own, by import path (`rewards: {my.module:term: 1.0}`): added to the env's reward."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -75,7 +76,9 @@ class AddedRewards:
         except Exception as error:
             hint = "; it finds observation, action, is_first and next in the td" if isinstance(error, KeyError) else ""
             when = f"{when} " if when else ""
-            raise UserError(f"rewards.{path} failed {when}with {describe_error(error)}{hint}") from error
+            # of its author's file, not of the library that it called
+            own = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
+            raise UserError(f"rewards.{path} failed {when}with {describe_error(error, own)}{hint}") from error
         shape = tuple(transitions.batch_size)
         if not isinstance(rewards, torch.Tensor):
             raise UserError(f"rewards.{path} returned {type(rewards).__name__}, expected a tensor {list(shape)}")

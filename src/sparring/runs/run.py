@@ -22,7 +22,7 @@ from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.phases import PHASES
-from sparring.phases.phase import Phase
+from sparring.phases.phase import Phase, Progress
 from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
 from sparring.processes.heartbeat import OwnStages
@@ -72,6 +72,8 @@ class Run:
         quiet = quiet or not self.distributed.is_main or config.logging.console_level not in ("DEBUG", "INFO")
         self.console = _RunConsole(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
         self.checkpoints, self.evaluator = _Checkpoints(), _Evaluator()
+        # asked to go further, to where it has been already
+        self.nothing_new = False
         # only now, when all that was given has been found to fit, is anything written
         if self.folder:
             run_folder.make_room()
@@ -115,9 +117,7 @@ class Run:
         return limits or dict([self.phase.default_limit])
 
     def _share_of(self, limits: dict[str, int]) -> float:
-        progress = self.phase.progress
-        made = {"total_timesteps": progress.env_steps, "num_episodes": progress.episodes}
-        made["iterations"] = progress.updates
+        made = self.phase.progress.by_limit
         return min(1.0, max(made[name] / limit for name, limit in limits.items()))
 
     @property
@@ -138,7 +138,7 @@ class Run:
                 log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
         if self.distributed.lacks_gpus and self.distributed.is_main:
             log.warning("%s", self.distributed.lacks_gpus)
-        if self.fraction >= 1:
+        if self.fraction >= 1 and not self.nothing_new:
             log.info("already trained to the end (%s)", self.made)
 
     def run(self) -> bool:
@@ -239,15 +239,17 @@ class Run:
         saved = (goes_on and saved_settings(run_folder.path)) or saved_settings(checkpoint)
         before = self._limits({key.removeprefix("training."): value for key, value in saved.items()})
         now = self._limits(dict(self.config.training))
-        if now != before:
-            change = f"the limit is {_in_words(now)} now, it was {_in_words(before)}"
-            schedules = ", ".join(schedules_of(self.config))
+        self.nothing_new = now != before and self.fraction >= 1
+        if self.nothing_new:
+            log.info("%s", self.phase.progress.passed(now))
+        elif now != before:
+            far, schedules = Progress.in_words(now), ", ".join(schedules_of(self.config))
+            change = f"the limit is {far} now, it was {Progress.in_words(before)}"
             then, share = self._share_of(before), self._share_of(now)
-            stretch = f"; {schedules} now runs over {_in_words(now)} and continues from {share:.0%} (was at {then:.0%})"
-            done = f"; {share:.0%} of that is done" if share < 1 else ", which is reached"
-            log.info("%s%s", change, stretch if schedules and share < 1 else done)
-        # a limit that was passed before is not how far it went
-        if goes_on and self.fraction < 1:
+            stretch = f"{schedules} now runs over {far} and continues from {share:.0%} (was at {then:.0%})"
+            log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
+        # of limits that were passed before, config.yaml keeps the larger
+        if goes_on and (self.fraction < 1 or (now.keys() == before.keys() and all(now[n] > before[n] for n in now))):
             run_folder.keep_config(self.config)
 
     @contextmanager
@@ -401,12 +403,13 @@ class _Evaluator:
                 self.evaluate(run)
 
     def evaluate(self, run: Run) -> EvaluationResult | None:
-        """Once after an update, however often it is asked for."""
+        """Once after an update, however often it is asked for; a run with nothing new keeps what was found before."""
         updates, evaluation = self.newest
         if updates == run.phase.progress.updates:
             return evaluation
         evaluation = None
-        if run.distributed.is_main:
+        done = [line["update"] for line in run.recorder.evaluations()] if run.nothing_new else []
+        if run.distributed.is_main and run.phase.progress.updates not in done:
             run.console.end()
             evaluation = self._evaluate_here(run)
             found = evaluation.episodes, evaluation.table()
@@ -437,8 +440,3 @@ class _Evaluator:
             log.warning("no video: %s", evaluation.no_films)
             self.has_said_no_video = True
         return evaluation
-
-
-def _in_words(limits: dict[str, int]) -> str:
-    units = {"total_timesteps": "env steps", "num_episodes": "episodes", "iterations": "updates"}
-    return " or ".join(f"{limit:,} {units[name]}" for name, limit in limits.items())

@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from sparring.config.schema import Config
+from sparring.config.text import value_text
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
@@ -75,7 +76,7 @@ def _next_commands(config: Config) -> dict[str, str]:
 
 
 def _train(config: Config, phase: str, given: str, why: str) -> dict[str, str]:
-    """In a folder of its own, with what is not inherited and the env may not do without."""
+    """In a folder of its own, with what is not inherited: what the env may not do without, and rewards of one's own."""
     output = shlex.quote(str(_beside(config.run_folder, config.phase, phase)))
     words = ["sparring train", phase, given, "--output", output]
     tasks, rollout = getattr(config.env, "task", ()), config.rollout
@@ -83,6 +84,11 @@ def _train(config: Config, phase: str, given: str, why: str) -> dict[str, str]:
         words += ["--envs", str(-(-rollout.n_envs // len(tasks)) * len(tasks))]  # tasks share robots evenly
     if rollout.max_episode_steps:
         words.append(f"rollout.max_episode_steps={rollout.max_episode_steps}")
+    if config.phase == phase == "finetune" and config.rewards.terms:
+        weights = dict(config.rewards.terms)
+        if config.rewards.task_reward != 1:  # what it is beside terms
+            weights["task_reward"] = config.rewards.task_reward
+        words += [shlex.quote(f"rewards.{name}={value_text(weight)}") for name, weight in weights.items()]
     return {" ".join(words): why}
 
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.nn import functional as F
 
-from sparring.contract import POLICY_MEMORY, EnvSpec, images_of
+from sparring.contract import POLICY_MEMORY, EnvSpec, entry_of, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import DenoisingConfig
@@ -155,7 +155,8 @@ class _NativeInputs(nn.Module):
 
     def forward(self, td: TensorDict) -> Inputs:
         batch, device = len(td), self.instructions.ids.device
-        task = td[TASK] if self.has_task else torch.zeros(batch, dtype=torch.int64, device=device)
+        task = torch.zeros(batch, dtype=torch.int64, device=device)
+        task = entry_of(td, self.spec, "task") if self.has_task else task
         state = self._state(td) if self.has_state else torch.zeros(batch, 1, device=device)
         views = [(self.prepare or self._scaled)(view) for view in images_of(td, self.spec, self.cameras)]
         images = torch.stack(views, 1) if views else torch.zeros(batch, 0, 3, 1, 1, device=device)  # [B, N, 3, S, S]
@@ -179,7 +180,8 @@ class _NativeInputs(nn.Module):
         return self.traces(memory, torch.cat([memory[:, :0], *seen], 1))
 
     def _state(self, td: TensorDict) -> torch.Tensor:
-        return td[STATE] if self.normalizer is None else self.normalizer(td[STATE])
+        state = entry_of(td, self.spec, "state")
+        return state if self.normalizer is None else self.normalizer(state)
 
     def _scaled(self, images: torch.Tensor) -> torch.Tensor:
         # uint8 [B, 3, h, w] -> [B, 3, S, S] in [-1, 1]

@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import nn
 
-from sparring.contract import EnvSpec, images_of
+from sparring.contract import EnvSpec, entry_of, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import VLAConfig
@@ -56,9 +56,9 @@ class VLAObservations(nn.Module):
         seen = TensorDict({}, td.batch_size, device=td["observation"].device)
         for key, source in self.sources.items():
             if source == "task" and self.tokens is not None:
-                seen[key], seen[f"{key}_mask"] = self.tokens(td["observation", "task"])
+                seen[key], seen[f"{key}_mask"] = self.tokens(entry_of(td, self.spec, "task"))
             elif source == "task":
-                seen[key] = NonTensorStack(*(self.instructions[i] for i in td["observation", "task"].tolist()))
+                seen[key] = NonTensorStack(*(self.instructions[i] for i in entry_of(td, self.spec, "task").tolist()))
             elif isinstance(source, str):
                 seen[key] = self._one(td, source)
             else:
@@ -80,7 +80,7 @@ class VLAObservations(nn.Module):
         if name.startswith("image/"):
             (image,) = images_of(td, self.spec, [name])
             return image.float() / 255 if self.as_float else image
-        value = td[("observation", *name.split("/"))]
+        value = entry_of(td, self.spec, name)
         return self.normalizer(value) if name == "state" and self.normalizer is not None else value
 
 

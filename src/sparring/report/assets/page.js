@@ -26,10 +26,11 @@ function drawAll() {
   const curves = curveSections(runs);
   const success = successSection(runs);
   const sections = [
-    // of what knows no success, evaluations are what matters most
-    success || curves.evaluation, curves.learning, success && curves.evaluation, curves.rewards, curves.world,
+    // what a robot does is seen before dozens of curves
     mediaSection(runs, "videos", "videos", "Videos", "Failures first, then the newest.", videoCard),
     mediaSection(runs, "strips", "strips", "Predicted and true", "Left what the world model foretold, right what came; a row for each camera.", stripCard),
+    // of what knows no success, evaluations are what matters most
+    success || curves.evaluation, curves.learning, success && curves.evaluation, curves.rewards, curves.world,
     timelineSection(runs), stalenessSection(runs), curves.speed,
     settingsSection(runs, state.together), systemSection(runs),
   ].filter(Boolean);

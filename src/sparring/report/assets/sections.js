@@ -134,7 +134,7 @@ function comparable(runs, part, name) {
 }
 
 function curvesSection(id, title, lead, runs, part, names, before = []) {
-  const constant = [], nodes = [];
+  const constant = [], single = [], nodes = [];
   for (const name of names) for (const [kind, among] of comparable(runs, part, name)) {
     const title = words(name) + (kind ? `, ${kind}` : "");
     const series = shown(among).map((run) => line(run, run[part], name, { smooth: part === "metrics", dots: part === "evaluations" })).filter((one) => one?.y.some(known));
@@ -144,14 +144,22 @@ function curvesSection(id, title, lead, runs, part, names, before = []) {
       constant.push(html("span", {}, title + " ", html("b", {}, number(values[0]))));
       continue;
     }
-    if (part === "evaluations") series.push(...levels(among, name.replace(/([^/]+)$/, "random_$1")));
+    const random = part === "evaluations" ? levels(among, name.replace(/([^/]+)$/, "random_$1")) : [];
+    // a point is no curve
+    if (series.length && series.every((one) => one.y.filter(known).length === 1)) {
+      const told = (one) => html("b", { style: `color:${one.colour}`, title: one.label }, number(lastOf(one.y)) + " ");
+      single.push(html("span", {}, title + " ", ...series.map(told), random.length ? `random actions ${random.map((one) => number(lastOf(one.y))).join(", ")}` : null));
+      continue;
+    }
+    series.push(...random);
     const isShare = /(success_rate|_acc|accuracy)$/.test(name) && values.every((value) => value >= 0 && value <= 1);
     const chart = drawing(`${part}:${name}:${kind}`, () => new Curves(title, name, { isShare }));
     chart.set(series);
     if (series.length) nodes.push(chart.node);
   }
   const same = constant.length ? html("p", { class: "constant" }, "The same all along: ", ...constant) : null;
-  return section(id, title, lead, grid([...before, ...nodes]), same);
+  const once = single.length ? html("p", { class: "constant" }, "Measured once: ", ...single) : null;
+  return section(id, title, lead, grid([...before, ...nodes]), once, same);
 }
 
 const STALE = /staleness/;
