@@ -115,17 +115,19 @@ class Recorder:
         if self.folder is not None:
             for file in files.values():
                 file.flush()
-        return {f"{name}_bytes": file.size if self.folder else 0 for name, file in files.items()}
+        return {f"{name}_rows": file.last if self.folder else 0 for name, file in files.items()}
 
     def load_state_dict(self, state: dict, updates: int) -> list[str]:
         """Remove rows that were written after the checkpoint: the resumed run writes them again. Returns what is lost
         or altered of those before it, in words."""
         if self.folder is None:
             return []
-        sizes = {self._metrics: state["metrics_bytes"], self._timeline: state["timeline_bytes"]}
-        # not by size: an update is evaluated after it is saved
-        sizes[self._evaluations] = max(state["evaluations_bytes"], self._evaluations.size)
-        told = [f"'{file.path}': {what}" for file, size in sizes.items() for what in file.go_back(size)]
+        files = {self._metrics: state["metrics_rows"], self._timeline: state["timeline_rows"]}
+        files[self._evaluations] = state["evaluations_rows"]
+        # an update is evaluated after it is saved: what comes later is told by its update
+        cuts = (file is not self._evaluations for file in files)
+        lost = zip(files.items(), cuts, strict=True)
+        told = [f"'{file.path}': {what}" for (file, count), cut in lost for what in file.go_back(count, cut)]
         self._evaluations.keep(lambda row: row["update"] <= updates)
         return told
 
