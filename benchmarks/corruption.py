@@ -34,7 +34,8 @@ HANG_S = 60
 RESULTS = report.RESULTS / "corruption.json"
 BAD = ("silent", "traceback", "hang", "died")
 VERDICTS = ("clear", "same", "told", *BAD)
-WARNS = re.compile(r"warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone|as it was written|when it was written|written were", re.I)
+_WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
+WARNS = re.compile(f"{_WORDS}|as it was written|when it was written|written were", re.I)
 # of rows of metrics and of what is printed
 TIMED = re.compile(r"perf/|timestamp|second|time|crc")
 CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?|-{3,}")
@@ -130,7 +131,7 @@ def weights(folder: Path) -> str:
 
 def rows(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not TIMED.search(key)} for line in lines]
+    return [{k: v for k, v in line.items() if not TIMED.search(k)} for line in lines if isinstance(line, dict)]
 
 
 def digests(folder: Path) -> dict[str, str]:
