@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from sparring.processes.rows import RowFile, read_document, write_document
+from sparring.processes.rows import Document, RowFile
 
 ROWS = [{"update": number, "loss": number / 3, "reward": None, "name": "grün"} for number in range(1, 6)]
 
@@ -89,15 +89,15 @@ def shuffled(rows, order):
 @pytest.mark.parametrize(
     ("order", "said", "read"),
     [
-        ([1, 3, 4, 5], ["row 2 is missing"], [1, 3, 4, 5]),
-        ([1, 5], ["rows 2-4 are missing"], [1, 5]),
-        ([2, 4, 5], ["rows 1, 3 are missing"], [2, 4, 5]),
+        ([1, 3, 4, 5], ["rows missing: 2"], [1, 3, 4, 5]),
+        ([1, 5], ["rows missing: 2-4"], [1, 5]),
+        ([2, 4, 5], ["rows missing: 1, 3"], [2, 4, 5]),
         ([1, 2, 2, 3, 4, 5], ["row 3 is not as it was written"], [1, 2, 3, 4, 5]),
         ([1, 0, 3, 4, 5], ["row 2 is not as it was written"], [1, 3, 4, 5]),
-        ([1, 0, 4, 5], ["row 2 is not as it was written", "row 3 is missing"], [1, 4, 5]),
+        ([1, 0, 4, 5], ["row 2 is not as it was written", "rows missing: 3"], [1, 4, 5]),
         ([1, 2, 3, 4, 0], ["row 5 is not as it was written"], [1, 2, 3, 4]),
         ([1, 2, 3, 4, 5, 1, 2], [], [1, 2, 3, 4, 5]),
-        ([5, 4, 3, 2, 1], ["rows 1-4 are missing"], [5]),
+        ([5, 4, 3, 2, 1], ["rows missing: 1-4"], [5]),
     ],
 )
 def test_rows_that_are_missing_twice_or_out_of_place_are_told(rows, order, said, read):
@@ -116,7 +116,7 @@ def test_rows_go_on_with_the_next_number_whatever_is_damaged(rows):
 
 def test_rows_after_a_checkpoint_go_also_where_earlier_ones_are_missing(rows):
     shuffled(rows, [1, 3, 4, 5])
-    assert rows.go_back(3) == ["row 2 is missing"] and [row["update"] for row in rows.read()] == [1, 3]
+    assert rows.go_back(3) == ["rows missing: 2"] and [row["update"] for row in rows.read()] == [1, 3]
     assert rows.go_back(2) == ["rows after update 1 are lost (1 of 2)"] and rows.last == 1
 
 
@@ -128,18 +128,18 @@ def test_nothing_is_appended_through_a_link(tmp_path):
 
 
 def test_every_flipped_bit_of_a_document_is_found(tmp_path):
-    file = tmp_path / "x.json"
+    document, file = Document(tmp_path / "x.json"), tmp_path / "x.json"
     content = {"state": "finished", "name": "grün", "best": {"rate": 1 / 3, "update": 7}, "none": None}
-    write_document(file, content)
-    assert read_document(file) == (content, None)
+    document.write(content)
+    assert document.read() == (content, None)
     whole = file.read_bytes()
     for place in range(len(whole)):
         for bit in range(8):
             damaged = bytearray(whole)
             damaged[place] ^= 1 << bit
             file.write_bytes(damaged)
-            found, wrong = read_document(file)
+            found, wrong = document.read()
             # without its checksum it is believed: what it says is what was written
             assert wrong or {name: value for name, value in found.items() if name in content} == content
     file.unlink()
-    assert read_document(file) == ({}, "x.json is missing")
+    assert document.read() == ({}, "x.json is missing")

@@ -101,8 +101,8 @@ def test_the_commands_tell_of_damage(copied, tmp_path, capsys):
     (copied / "status.json").write_text((copied / "status.json").read_text().replace("finished", "fxnished"))
     assert main(["report", str(copied), "--output", str(tmp_path / "page.html")]) == 0
     damaged = "status.json is damaged: it is not as it was written"
-    assert capsys.readouterr().err == f"'{copied}': {damaged}\n'{copied}': episode_metrics.jsonl: row 2 is missing\n"
-    assert "row 2 is missing" in (tmp_path / "page.html").read_text()
+    assert capsys.readouterr().err == f"'{copied}': {damaged}\n'{copied}': episode_metrics.jsonl: rows missing: 2\n"
+    assert "rows missing: 2" in (tmp_path / "page.html").read_text()
     assert main(["runs", str(copied)]) == 0
     assert damaged in capsys.readouterr().out
 

@@ -56,10 +56,7 @@ class RowCheck:
     @property
     def missing(self) -> list[str]:
         """A clause, where rows in between are."""
-        if not self._gaps:
-            return []
-        is_one = len(self._gaps) == 1 and "-" not in self._gaps[0]
-        return [f"row {self._gaps[0]} is missing" if is_one else f"rows {_some(self._gaps)} are missing"]
+        return [f"rows missing: {_some(self._gaps)}"] if self._gaps else []
 
     @staticmethod
     def number(line: bytes) -> int | None:
@@ -144,24 +141,30 @@ class RowFile:
             yield line, _row(line) if check.is_good(line) else None
 
 
-def write_document(path: Path, content: dict[str, Any]) -> None:
-    """As a whole, with a checksum as its last value."""
-    write_whole(path, json.dumps(content | {"crc": _checksum(json.dumps(content))}, indent=2) + "\n")
+@dataclass(frozen=True)
+class Document:
+    """Replaced as a whole; its checksum is its last value. One without, of earlier versions, is believed."""
 
+    path: Path
 
-def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
-    """What it says; or nothing, and what is wrong with it. One without a checksum, of earlier versions, is believed."""
-    if not os.path.lexists(path):
-        return {}, f"{path.name} is missing"
-    try:
-        content = json.loads(read_small(path), parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else None)
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or "it is not JSON"
-        return {}, f"{path.name} cannot be read ({why})"
-    crc = content.pop("crc", None) if isinstance(content, dict) else None
-    if not isinstance(content, dict) or crc is not None and crc != _checksum(json.dumps(content)):
-        return {}, f"{path.name} is damaged: it is not as it was written"
-    return content, None
+    def write(self, content: dict[str, Any]) -> None:
+        write_whole(self.path, json.dumps(content | {"crc": _checksum(json.dumps(content))}, indent=2) + "\n")
+
+    def read(self) -> tuple[dict[str, Any], str | None]:
+        """What it says; or nothing, and what is wrong with it."""
+        name = self.path.name
+        if not os.path.lexists(self.path):
+            return {}, f"{name} is missing"
+        try:
+            content = json.loads(
+                read_small(self.path), parse_int=lambda text: int(text) if len(text) < _DIGITS else None
+            )
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"{name} cannot be read ({getattr(error, 'strerror', None) or 'it is not JSON'})"
+        crc = content.pop("crc", None) if isinstance(content, dict) else None
+        if not isinstance(content, dict) or crc is not None and crc != _checksum(json.dumps(content)):
+            return {}, f"{name} is damaged: it is not as it was written"
+        return content, None
 
 
 def _checksum(text: str) -> str:

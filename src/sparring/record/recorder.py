@@ -122,12 +122,10 @@ class Recorder:
         or altered of those before it, in words."""
         if self.folder is None:
             return []
-        files = {self._metrics: state["metrics_rows"], self._timeline: state["timeline_rows"]}
-        files[self._evaluations] = state["evaluations_rows"]
-        # an update is evaluated after it is saved: what comes later is told by its update
-        cuts = (file is not self._evaluations for file in files)
-        lost = zip(files.items(), cuts, strict=True)
-        told = [f"'{file.path}': {what}" for (file, count), cut in lost for what in file.go_back(count, cut)]
+        # evaluations go by their update: it is evaluated after it is saved
+        cuts = {"metrics_rows": (self._metrics, True), "timeline_rows": (self._timeline, True)}
+        cuts["evaluations_rows"] = (self._evaluations, False)
+        told = [f"'{file.path}': {what}" for key, (file, cut) in cuts.items() for what in file.go_back(state[key], cut)]
         self._evaluations.keep(lambda row: row["update"] <= updates)
         return told
 

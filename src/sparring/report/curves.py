@@ -36,8 +36,7 @@ class Tail:
         self.offset = 0
         self._seen = b""
         self._rows = RowCheck()
-        # earlier versions wrote rows without checksums
-        self._is_old: bool | None = None
+        self._is_old: bool | None = None  # written by an earlier version, without checksums
         self._unreadable = 0
         self._problem: str | None = None
 
@@ -82,7 +81,6 @@ class Tail:
                     yield self._parsed(text)
 
     def _parsed(self, text: bytes) -> list[dict]:
-        # a resumed run of earlier versions may have left an empty line where a torn one was cut
         lines, rows = [line for line in text.split(b"\n") if line.strip()], []
         if self._is_old is None:
             self._is_old = not any(map(RowCheck.number, lines))

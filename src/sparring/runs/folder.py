@@ -35,7 +35,7 @@ from sparring.errors import Diverged, UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import take_lock, write_whole
 from sparring.processes.manifest import altered, entry, write_manifest
-from sparring.processes.rows import RowFile, write_document
+from sparring.processes.rows import Document, RowFile
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
 from sparring.runs.fits import refuse_other_config
@@ -283,7 +283,7 @@ class Status:
         try:
             # by which it is seen that rows are missing at an end
             rows = {name: RowFile(self.file.with_name(name)).last for name in ROW_FILES}
-            write_document(self.file, self.content | {"rows": rows})
+            Document(self.file).write(self.content | {"rows": rows})
         except OSError as error:
             # a full disk: training, or what ended it, matters more than its status
             if not self._warned:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparring.config.text import read_settings
 from sparring.errors import UserError
-from sparring.processes.rows import read_document
+from sparring.processes.rows import Document
 
 # what a run writes next to its config, any of it
 _TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
@@ -168,7 +168,7 @@ def _state(folder: Path, status: dict) -> str:
 
 def read_status(folder: Path) -> dict[str, Any]:
     """What `status.json` says and is of the kind that a run writes; or else `damaged`, what is wrong with it."""
-    status, wrong = read_document(folder / "status.json")
+    status, wrong = Document(folder / "status.json").read()
     if wrong or "state" not in status or not _is_number(status.get("updated")):
         # a run that has written numbers has a status
         is_there = os.path.lexists(folder / "status.json") or (folder / "episode_metrics.jsonl").exists()

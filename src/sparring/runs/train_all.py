@@ -20,7 +20,7 @@ from sparring.errors import UserError
 from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
-from sparring.processes.rows import RowFile, read_document, write_document
+from sparring.processes.rows import Document, RowFile
 
 # what each starts from: key -> phase
 _STARTS_FROM: dict[str, dict[str, str]] = {"teacher": {}, "student": {"student.teacher": "teacher"}}
@@ -39,7 +39,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         _refuse_own_folder(settings, _folder_of(phase, output))
         _refuse_bad_explorer(load_config(None, settings, phase, inherit=False))
     record = output / "all.json"
-    done, wrong = read_document(record) if os.path.lexists(record) and resume == "auto" else ({}, None)
+    done, wrong = Document(record).read() if os.path.lexists(record) and resume == "auto" else ({}, None)
     if wrong:
         print(f"'{output}': {wrong}; each phase goes on by what its own folder says", file=sys.stderr, flush=True)
     # these start anew, also in a later call, whatever lies in their folders
@@ -119,7 +119,7 @@ def _refuse_bad_explorer(config: Config) -> None:
 
 def _write(record: Path, done: dict, anew: list[str]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_document(record, done | ({"anew": anew} if anew else {}))
+    Document(record).write(done | ({"anew": anew} if anew else {}))
 
 
 def _run(words: list[str]) -> int:
@@ -162,7 +162,7 @@ def _summary(output: Path) -> str:
 
 
 def _evaluation_of(folder: Path) -> dict[str, Any]:
-    content, wrong = read_document(folder / "evaluation.json")
+    content, wrong = Document(folder / "evaluation.json").read()
     if wrong:
         again = f"remove '{folder.parent / 'all.json'}', and the same command evaluates its phases again"
         raise UserError(f"'{folder}': {wrong}; {again}")
