@@ -35,7 +35,7 @@ RESULTS = report.RESULTS / "corruption.json"
 BAD = ("silent", "traceback", "hang", "died")
 VERDICTS = ("clear", "same", "told", *BAD)
 _WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
-WARNS = re.compile(f"{_WORDS}|as it was written|when it was written|written were", re.I)
+WARNS = re.compile(f"{_WORDS}|as it was written|when it was written|written were|not a regular", re.I)
 # of rows of metrics and of what is printed
 TIMED = re.compile(r"perf/|timestamp|second|time|crc")
 CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?|-{3,}")

@@ -203,7 +203,7 @@ def test_a_start_that_fails_keeps_how_far_the_run_was(tmp_path, monkeypatch):
     stop_after(1, Run(config))
     told = status_in(tmp_path)
     assert told["progress"]["updates"] == 1 and told["best"]["update"] == 1
-    monkeypatch.setattr("sparring.runs.run.load_training_state", fail_with(CheckpointError("written by 2 processes")))
+    monkeypatch.setattr("sparring.runs.run.read_state", fail_with(CheckpointError("written by 2 processes")))
     with pytest.raises(CheckpointError):
         Run(config)
     now = status_in(tmp_path)
