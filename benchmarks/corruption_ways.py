@@ -35,7 +35,6 @@ LINES = {
             "{}",
             '{"update": "x"}',
             '{"update": null}',
-            "\udcff\udcfe".encode("utf-8", "replace").decode(),
         ),
         '{"update": 2, "episode_reward": "x", "timestamp": "y", "total_steps": "z"}',
         '{"update": 2, "episode_reward": NaN, "total_steps": Infinity}',
@@ -180,6 +179,8 @@ def special(file: str) -> Iterator[Way]:
     if file.endswith(".json"):
         for text in ("[]", "5", "null", "{}", "[" * 100_000, '{"a": 1}'):
             yield Way(f"text {text[:9]}", edit(file, lambda data, t=text: t.encode()))
+    if file.endswith((".json", ".jsonl", ".yaml")):
+        yield Way("not UTF-8", edit(file, lambda data: b"\xff\xfe" + data))
     name = Path(file).name
     for text in TEXTS.get(name, ()):
         yield Way(f"text {text[:30].strip()}", edit(file, lambda data, t=text: t.encode()))
