@@ -34,10 +34,11 @@ HANG_S = 60
 RESULTS = report.RESULTS / "corruption.json"
 BAD = ("silent", "traceback", "hang", "died")
 VERDICTS = ("clear", "same", "told", *BAD)
-WARNS = re.compile(r"warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone", re.I)
+_WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
+WARNS = re.compile(f"{_WORDS}|as it was written|when it was written|written were|not a regular", re.I)
 # of rows of metrics and of what is printed
-TIMED = re.compile(r"perf/|timestamp|seconds|time")
-CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?")
+TIMED = re.compile(r"perf/|timestamp|second|time|crc")
+CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?|-{3,}")
 
 SHORT = ["device=cpu", "env.threads=1", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.episodes=2"]
 FINETUNE = [*SHORT, "rollout.steps=8", "rollout.max_episode_steps=6", "training.save_every=2", "policy.hidden=[8,8]"]
@@ -131,7 +132,7 @@ def weights(folder: Path) -> str:
 
 def rows(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not TIMED.search(key)} for line in lines]
+    return [{k: v for k, v in line.items() if not TIMED.search(k)} for line in lines if isinstance(line, dict)]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -226,12 +227,15 @@ def subject_run(work: Path, victim: Path) -> Subject:
         "compare": (["compare", str(victim), str(work / "finetune-whole"), "--episodes", "6"], shown),
         "report": (["report", str(victim), "--output", str(page)], lambda _: page.read_text()),
         "runs": (["runs", str(victim)], shown),
+        "prune": (["prune", str(victim), "--dry-run"], shown),
     }
 
     def readers(file: str) -> list[str]:
         if file.startswith("logs/") or file == "writer.lock":
             return []
-        return ["resume", "eval", "compare"] if file.startswith("checkpoint-") else ["resume", "report", "runs"]
+        if file.startswith("checkpoint-"):
+            return ["resume", "eval", "compare"]
+        return ["resume", "report", "runs", *(["prune"] if file == "evaluations.jsonl" else [])]
 
     return Subject(good, readers, commands)
 

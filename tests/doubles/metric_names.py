@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from sparring.record.names import FAMILIES, FLAT, NAMES
 
-KNOWN = {*FLAT, "timestamp", "crc", *(name for name, _ in NAMES.values())}
+KNOWN = {*FLAT, "timestamp", "row", "crc", *(name for name, _ in NAMES.values())}
 # `behind_` of perf/ -> perf/behind_
 BEGINNINGS = tuple(f"{group}{prefix}" for prefix, (group, _) in FAMILIES.items())
 

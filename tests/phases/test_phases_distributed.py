@@ -201,7 +201,7 @@ def test_the_whole_chain_in_two_processes(tmp_path):
     process = start(tmp_path, "--gpus", "2")
     told = process.communicate()[0]
     assert process.returncode == 0, told
-    assert json.loads((tmp_path / "all.json").read_text()).keys() == {"teacher", *PHASES}
+    assert json.loads((tmp_path / "all.json").read_text()).keys() == {"teacher", *PHASES, "crc"}
     for phase in ("teacher", *PHASES):
         folder = tmp_path / f"{phase}_rl"
         state = torch.load(folder / "checkpoint-1/training_state.pt", weights_only=True)

@@ -13,7 +13,7 @@ def test_metrics_are_one_json_object_a_line_whatever_the_numbers(tmp_path):
     metrics = {"loss": float("nan"), "episode_reward": 2.5, "success_rate": 0.5, "mine": float("inf"), "a/b": 1.0}
     recorder.write(Progress(3, 40, 7), metrics, accuracy="success_rate")
     line = json.loads((tmp_path / "episode_metrics.jsonl").read_text())
-    assert line.pop("timestamp") > 1e9 and len(line.pop("crc")) == 8
+    assert line.pop("timestamp") > 1e9 and len(line.pop("crc")) == 8 and line.pop("row") == 1
     assert line == {
         "episode": 7,
         "avg_loss": None,
@@ -51,7 +51,7 @@ def test_evaluations_of_updates_to_come_are_forgotten_on_going_back_and_others_a
         file.write('{"update": 8, "torn')
     assert [line["update"] for line in recorder.evaluations()] == [2, 4, 6]
     # update 4 was evaluated after it was saved
-    recorder.load_state_dict({"metrics_bytes": 0, "timeline_bytes": 0, "evaluations_bytes": 0}, 4)
+    recorder.load_state_dict({"metrics_rows": 0, "timeline_rows": 0, "evaluations_rows": 0}, 4)
     assert [line["update"] for line in recorder.evaluations()] == [2, 4]
     # once more, of the same update: it counts once
     recorder.evaluation(Progress(4, 40, 4), {"success_rate": 0.9})
@@ -74,8 +74,8 @@ def test_rows_that_are_lost_or_altered_are_told_on_going_back(tmp_path):
     told = recorder.load_state_dict(state, 3)
     names = ["episode_metrics.jsonl", "episode_metrics.jsonl", "timeline.jsonl", "evaluations.jsonl"]
     assert [line.split("'")[1] for line in told] == [str(tmp_path / name) for name in names]
-    assert "rows after update 2 are lost (" in told[0] and "row 1 is not as it was written" in told[1]
-    assert "rows after the beginning are lost" in told[2] and "row 1 is not as it was written" in told[3]
+    assert "rows after update 2 are lost (1 of 3)" in told[0] and "row 1 is not as it was written" in told[1]
+    assert "rows after the beginning are lost (3 of 3)" in told[2] and "row 1 is not as it was written" in told[3]
     assert [row["update"] for row in recorder.evaluations()] == [2, 3]
     recorder.write(Progress(updates=4), {})
     assert [json.loads(line)["update"] for line in file.read_text().splitlines()] == [1, 2, 4]

@@ -61,7 +61,7 @@ def test_a_tail_reads_on_and_leaves_a_torn_line_for_later(tmp_path, monkeypatch)
     with file.open("a") as more:
         more.write(": 3}\n")
     assert rows_of(reader) == [{"a": 3}]
-    assert reader.unreadable == 0 and not reader.was_cut()
+    assert reader.damage(0) == [] and not reader.was_cut()
 
 
 def test_lines_that_cannot_be_read_are_counted(tmp_path):
@@ -69,7 +69,7 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
     file.write_bytes(b'{"a": 1}\n{"a": 1\n[3]\n\n\xff\xfe\n{"a": null}\n')
     reader = Tail(file)
     assert rows_of(reader) == [{"a": 1}, {"a": None}]
-    assert reader.unreadable == 3
+    assert reader.damage(0) == ["x.jsonl: 3 lines could not be read; they are left out"]
 
 
 @pytest.mark.parametrize("after", ["shorter", "as long", "longer", "gone"])
@@ -342,6 +342,11 @@ def test_a_run_of_another_machine_lives_while_its_lock_is_held(tmp_path):
 def test_without_a_status_nothing_is_claimed(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "status.json").write_text("{")
+    assert _read_status(run)["state"] == "unknown"
+    assert _read_status(run)["why"] == "status.json cannot be read (it is not JSON)"
+    (run / "status.json").unlink()
+    assert _read_status(run)["why"] == "status.json is missing"
+    (run / "episode_metrics.jsonl").unlink()
     assert _read_status(run) == {"state": "unknown", "why": "this run kept no status.json"}
     assert _read_status(tmp_path / "none")["state"] == "waiting"
 
@@ -406,7 +411,7 @@ def test_the_report_is_one_file_that_asks_for_nothing(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--output", str(output)]) == 0
     told = capsys.readouterr()
     assert told.out == f"{output}\n"
-    assert told.err == f"{first / 'episode_metrics.jsonl'}: 1 lines could not be read; they are left out\n"
+    assert told.err == f"'{first}': episode_metrics.jsonl: 1 lines could not be read; they are left out\n"
     written = output.read_bytes()
     assert not re.search(rb'(src|href)="(?!data:)', written) and b"{{" not in written
     content = content_of(written)

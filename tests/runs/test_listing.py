@@ -17,7 +17,7 @@ from sparring.processes.manifest import entry, write_manifest
 from sparring.processes.rows import RowFile
 from sparring.runs.folder import folder_lock
 from sparring.runs.listing import _look_at as look_at
-from sparring.runs.listing import find_runs, read_json, size_of
+from sparring.runs.listing import find_runs, read_status, size_of
 
 
 def status(state: str, why: str | None = None, updated: float = 0.0, **best) -> dict:
@@ -365,4 +365,4 @@ def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("text", ["[]", "null", "{", "\xff"])
 def test_what_is_no_object_tells_nothing(tmp_path, text):
     (tmp_path / "status.json").write_bytes(text.encode("latin-1"))
-    assert read_json(tmp_path / "status.json") == {}
+    assert list(read_status(tmp_path)) == ["damaged"]

@@ -85,7 +85,7 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, and the parity, which a fresh process measures on its whole first rollout."""
-    timed = ("timestamp", "crc", "perf/steps_per_second", "train/parity", "train/parity_ratio")
+    timed = ("timestamp", "row", "crc", "perf/steps_per_second", "train/parity", "train/parity_ratio")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
 

@@ -43,7 +43,7 @@ def test_a_run_whose_env_cannot_draw_says_so_once(tmp_path):
 def test_a_full_disk_does_not_hide_what_ended_a_run(tmp_path, monkeypatch):
     run = Run(config_in(tmp_path))
     full = fail_with(OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("sparring.runs.folder.write_whole", full)
+    monkeypatch.setattr("sparring.processes.rows.write_whole", full)
     monkeypatch.setattr(run.phase, "step", fail_with(ZeroDivisionError("what ended it")))
     with pytest.raises(ZeroDivisionError, match="what ended it"):
         run.run()

@@ -54,8 +54,8 @@ def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     output = Path(arguments.output or beside / "report.html")
     collection = Collection.write(arguments.runs, output, int(arguments.media_mb * 1e6))
     for path, run in collection.runs.items():
-        for file, lines in run.parts["about"]["unreadable"].items():
-            print(f"{path / file}: {lines} lines could not be read; they are left out", file=sys.stderr)
+        for what in run.parts["about"]["damage"]:
+            print(f"'{path}': {what}", file=sys.stderr)
     print(output)
     return 0
 

@@ -1,6 +1,5 @@
 """Result files of evaluations (eval.json, eval_<changed settings>.json, videos/<same name>_0.mp4), and text tables."""
 
-import json
 import re
 import shutil
 import sys
@@ -14,6 +13,7 @@ from zlib import crc32
 from sparring.config.text import value_text
 from sparring.errors import UserError
 from sparring.processes.files import refuse_special, write_whole
+from sparring.processes.rows import Document
 
 LONGEST = 120  # letters of a file name; file systems allow some more
 _NARROWEST = 6  # characters of a column that is cut
@@ -60,7 +60,7 @@ class EvaluationResult(ABC):
 
     def write(self, path: Path, about: dict | None = None) -> Path:
         content = {"episodes": self.episodes, "seed": self.seed, "split": "eval"} | (about or {}) | self.content()
-        write_whole(path, json.dumps(content, indent=2) + "\n")
+        Document(path).write(content)
         return path
 
 

@@ -152,6 +152,15 @@ def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None =
     return found
 
 
+def altered(folder: Path, name: str) -> list[str]:
+    """What is wrong with one file, a clause each; nothing where no manifest lists it."""
+    try:
+        manifest = read_manifest(folder)
+        return damage(folder, manifest, [name]) if manifest and name in manifest["files"] else []
+    except ManifestError as error:
+        return [str(error)]
+
+
 def is_signed(manifest: dict[str, Any]) -> bool:
     """By this user's key, as it is."""
     given, file = manifest.get("hmac"), key_file()

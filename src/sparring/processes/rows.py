@@ -1,8 +1,9 @@
-"""Files of JSON rows that are only appended to. Each row ends with a checksum, so that one that was altered is found.
+"""JSON with checksums, so that what was altered or lost is found: files of rows that are only appended to, and
+documents that are replaced as a whole.
 
-{"update": 3, "avg_loss": 0.5, "timestamp": 1700000000.0, "crc": "1a2b3c4d"}
+{"update": 3, "avg_loss": 0.5, "timestamp": 1700000000.0, "row": 3, "crc": "1a2b3c4d"}
 
-`crc` is the CRC-32 of the row without it, as `json.dumps` writes it.
+`row` counts from 1; `crc` is the CRC-32 of the others, as `json.dumps` writes them.
 """
 
 import json
@@ -14,11 +15,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparring.processes.files import flush, open_regular, write_whole
+from sparring.processes.files import flush, open_regular, read_small, refuse_special, write_whole
 
-_CHECKSUM = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
-_LENGTH = 20  # of such an ending
+_ENDING = re.compile(rb', "row": ([1-9][0-9]{0,14}), "crc": "([0-9a-f]{8})"\}$')
+_CHECKSUM = 20  # bytes of it at the end of a row, with the bracket
+_LONGEST = 60  # bytes of an ending
 _NAMED = 3  # altered rows that a message lists
+_NEAR_THE_END = 1 << 16  # bytes in which the last row is looked for first
+_DIGITS = 19  # a longer integer is no count of anything
+
+
+class RowCheck:
+    """Follows the lines of a file: which rows are as they were written and in their places, and which are missing."""
+
+    def __init__(self) -> None:
+        self.last = 0  # number of the last good row
+        self.altered: list[int] = []  # numbers of lines, from 1
+        self._gaps: list[str] = []
+        self._lines = self._since = 0
+
+    def is_good(self, line: bytes) -> bool:
+        """Of the next line. One that is not is altered, or a row that comes twice or too late."""
+        number = self.number(line)
+        self._lines += 1
+        if number is None or number <= self.last:
+            self.altered.append(self._lines)
+            self._since += 1
+            return False
+        # altered lines in between are what is left of rows that were there
+        first = self.last + 1 + self._since
+        if first < number:
+            self._gaps.append(f"{first}" if first + 1 == number else f"{first}-{number - 1}")
+        self.last, self._since = number, 0
+        return True
+
+    def lost_of(self, count: int) -> int:
+        """How many of so many rows are not there at the end."""
+        return max(0, count - self.last - self._since)
+
+    @property
+    def missing(self) -> list[str]:
+        """A clause, where rows in between are."""
+        return [f"rows missing: {_some(self._gaps)}"] if self._gaps else []
+
+    @staticmethod
+    def number(line: bytes) -> int | None:
+        """None: the row is another than the one its checksum was made of, or has none."""
+        ending = _ENDING.search(line[-_LONGEST:])
+        if ending is None or int(ending[2], 16) != zlib.crc32(line[:-_CHECKSUM] + b"}"):
+            return None
+        return int(ending[1])
 
 
 @dataclass(frozen=True)
@@ -28,13 +74,19 @@ class RowFile:
     path: Path
 
     @property
-    def size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+    def last(self) -> int:
+        """The number of the last row that is as it was written; 0: there is none."""
+        for most in (_NEAR_THE_END, None):
+            lines = self._content(most).split(b"\n")[:-1]
+            if number := next(filter(None, map(RowCheck.number, reversed(lines))), 0):
+                return number
+        return 0
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """A torn row, which a full disk may have left, keeps a line of its own."""
-        texts = [json.dumps(row) for row in rows]
-        lines = [f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n' for text in texts]
+        refuse_special(self.path)
+        texts = [json.dumps(row | {"row": number}) for number, row in enumerate(rows, self.last + 1)]
+        lines = [f'{text[:-1]}, "crc": "{_checksum(text)}"}}\n' for text in texts]
         with self.path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(end - 1, 0))
@@ -50,51 +102,79 @@ class RowFile:
         if self.path.exists():
             flush(self.path)
 
-    def go_back(self, size: int) -> list[str]:
-        """Cut what came after the file had this size. What is lost or altered of the rows before: a clause each."""
-        if self.size > size:
-            os.truncate(self.path, size)
-        whole, rows, found = self._cut_torn(), list(self._rows()), list[str]()
-        if whole < size:
-            last: dict[str, Any] = next((row for _, row in reversed(rows) if row), {})
-            after = f"update {last['update']}" if "update" in last else f"row {len(rows)}"
-            found.append(f"rows after {after if rows else 'the beginning'} are lost ({size - whole} bytes)")
-        if altered := [str(number) for number, (_, row) in enumerate(rows, 1) if row is None]:
-            more = f" and {len(altered) - _NAMED} more" if len(altered) > _NAMED else ""
-            found.append(f"row {', '.join(altered[:_NAMED])}{more} is not as it was written (its checksum is another)")
-        return found
+    def go_back(self, count: int, cut: bool = True) -> list[str]:
+        """Cut what came after so many rows, and a torn end. What is lost or altered of them: a clause each."""
+        check, end, last, found = RowCheck(), 0, dict[str, Any](), list[str]()
+        content = self._content()
+        for line in content.split(b"\n")[:-1]:
+            if cut and max(check.last + 1, RowCheck.number(line) or 0) > count:
+                break
+            last = _row(line) if check.is_good(line) else last
+            end += len(line) + 1
+        if end < len(content):
+            os.truncate(self.path, end)
+        if lost := check.lost_of(count):
+            after = f"update {last['update']}" if "update" in last else f"row {check.last}"
+            found.append(f"rows after {after if check.last else 'the beginning'} are lost ({lost} of {count})")
+        found += [f"row {_some(list(map(str, check.altered)))} is not as it was written"] if check.altered else []
+        return found + check.missing
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop intact rows that are not wanted, and a torn end."""
-        self._cut_torn()
-        rows = list(self._rows())
-        kept = [line for line, row in rows if row is None or wanted(row)]
-        if len(kept) < len(rows):
-            write_whole(self.path, "".join(line.decode(errors="replace") + "\n" for line in kept))
+        rows, content = list(self._rows()), self._content()
+        kept = b"".join(line + b"\n" for line, row in rows if row is None or wanted(row))
+        if kept != content:
+            write_whole(self.path, kept)
 
-    @staticmethod
-    def is_altered(line: bytes) -> bool:
-        """Whether a row is another than the one its checksum was made of; one without a checksum is not."""
-        ending = _CHECKSUM.fullmatch(line[-_LENGTH:])
-        return ending is not None and int(ending[1], 16) != zlib.crc32(line[:-_LENGTH] + b"}")
-
-    def _content(self) -> bytes:
+    def _content(self, most: int | None = None) -> bytes:
+        """Of the end, so many bytes; None: all."""
         if not self.path.exists():
             return b""
         with open_regular(self.path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most) if most else 0)
             return file.read()
 
     def _rows(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-        """Lines that have an end; None: altered."""
-        text = self._content()
-        for line in text.split(b"\n")[:-1]:
-            intact = _CHECKSUM.fullmatch(line[-_LENGTH:]) and not self.is_altered(line)
-            yield line, {k: v for k, v in json.loads(line).items() if k != "crc"} if intact else None
+        """Lines that have an end; None: altered, or out of place."""
+        check = RowCheck()
+        for line in self._content().split(b"\n")[:-1]:
+            yield line, _row(line) if check.is_good(line) else None
 
-    def _cut_torn(self) -> int:
-        """How many bytes are left, where a last row without its end is gone."""
-        text = self._content()
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(self.path, whole)
-        return whole
+
+@dataclass(frozen=True)
+class Document:
+    """Replaced as a whole; its checksum is its last value. One without, of earlier versions, is believed."""
+
+    path: Path
+
+    def write(self, content: dict[str, Any]) -> None:
+        write_whole(self.path, json.dumps(content | {"crc": _checksum(json.dumps(content))}, indent=2) + "\n")
+
+    def read(self) -> tuple[dict[str, Any], str | None]:
+        """What it says; or nothing, and what is wrong with it."""
+        name = self.path.name
+        if not os.path.lexists(self.path):
+            return {}, f"{name} is missing"
+        try:
+            content = json.loads(
+                read_small(self.path), parse_int=lambda text: int(text) if len(text) < _DIGITS else None
+            )
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"{name} cannot be read ({getattr(error, 'strerror', None) or 'it is not JSON'})"
+        crc = content.pop("crc", None) if isinstance(content, dict) else None
+        if not isinstance(content, dict) or crc is not None and crc != _checksum(json.dumps(content)):
+            return {}, f"{name} is damaged: it is not as it was written"
+        return content, None
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(line).items() if name not in ("row", "crc")}
+
+
+def _some(numbers: list[str]) -> str:
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    return f"{', '.join(numbers[:_NAMED])}{more}"

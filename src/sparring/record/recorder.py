@@ -115,17 +115,17 @@ class Recorder:
         if self.folder is not None:
             for file in files.values():
                 file.flush()
-        return {f"{name}_bytes": file.size if self.folder else 0 for name, file in files.items()}
+        return {f"{name}_rows": file.last if self.folder else 0 for name, file in files.items()}
 
     def load_state_dict(self, state: dict, updates: int) -> list[str]:
         """Remove rows that were written after the checkpoint: the resumed run writes them again. Returns what is lost
         or altered of those before it, in words."""
         if self.folder is None:
             return []
-        sizes = {self._metrics: state["metrics_bytes"], self._timeline: state["timeline_bytes"]}
-        # not by size: an update is evaluated after it is saved
-        sizes[self._evaluations] = max(state["evaluations_bytes"], self._evaluations.size)
-        told = [f"'{file.path}': {what}" for file, size in sizes.items() for what in file.go_back(size)]
+        # evaluations go by their update: it is evaluated after it is saved
+        cuts = {"metrics_rows": (self._metrics, True), "timeline_rows": (self._timeline, True)}
+        cuts["evaluations_rows"] = (self._evaluations, False)
+        told = [f"'{file.path}': {what}" for key, (file, cut) in cuts.items() for what in file.go_back(state[key], cut)]
         self._evaluations.keep(lambda row: row["update"] <= updates)
         return told
 

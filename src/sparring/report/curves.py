@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from sparring.processes.files import open_regular
-from sparring.processes.rows import RowFile
+from sparring.processes.rows import RowCheck
 
 BUCKETS = 1024
 AXES = ("update", "total_steps", "episode", "timestamp")  # what a curve may be drawn over
@@ -34,8 +34,11 @@ class Tail:
     def __init__(self, path: Path):
         self.path = path
         self.offset = 0
-        self.unreadable = 0
         self._seen = b""
+        self._rows = RowCheck()
+        self._is_old: bool | None = None  # written by an earlier version, without checksums
+        self._unreadable = 0
+        self._problem: str | None = None
 
     def was_cut(self) -> bool:
         """Whether lines that were read are gone: a resumed run removes those after its checkpoint."""
@@ -48,10 +51,22 @@ class Tail:
         except OSError:
             return True
 
+    def damage(self, count: int) -> list[str]:
+        """What is wrong with the file, a clause each; it was written to hold so many rows, or more."""
+        if self._problem:
+            return [f"{self.path.name} cannot be read ({self._problem})"]
+        left_out = len(self._rows.altered) + self._unreadable
+        found = [f"{left_out} lines could not be read; they are left out"] if left_out else []
+        lost = self._rows.lost_of(count)
+        found += [*self._rows.missing, *([f"the last {lost} of {count} rows are missing"] if lost else [])]
+        return [f"{self.path.name}: {what}" for what in found]
+
     def rows(self) -> Iterator[list[dict]]:
+        self._problem = None
         try:
             file = open_regular(self.path)
-        except OSError:  # none yet, or nothing that can be read
+        except OSError as error:  # none yet, or nothing that can be read
+            self._problem = error.strerror if os.path.lexists(self.path) else None
             return
         with file:
             end = os.fstat(file.fileno()).st_size  # a line that is being written now is for the next time
@@ -66,16 +81,18 @@ class Tail:
                     yield self._parsed(text)
 
     def _parsed(self, text: bytes) -> list[dict]:
-        lines, rows = text.split(b"\n"), []
-        for line in lines:
+        lines, rows = [line for line in text.split(b"\n") if line.strip()], []
+        if self._is_old is None:
+            self._is_old = not any(map(RowCheck.number, lines))
+        good = lines if self._is_old else [line for line in lines if self._rows.is_good(line)]
+        for line in good:
             with suppress(orjson.JSONDecodeError):
-                rows += [] if RowFile.is_altered(line) else [orjson.loads(line)]
+                rows.append(orjson.loads(line))
         rows = [row for row in rows if isinstance(row, dict)]
+        self._unreadable += len(good) - len(rows)
         for row in rows:
+            row.pop("row", None)
             row.pop("crc", None)
-        if len(rows) < len(lines):
-            # a resumed run may leave an empty line where a torn one was cut
-            self.unreadable += sum(bool(line.strip()) for line in lines) - len(rows)
         return rows
 
 
@@ -96,10 +113,6 @@ class Follower(ABC):
     @property
     def stamp(self) -> tuple:
         return self.starts, self.tail.offset
-
-    @property
-    def unreadable(self) -> int:
-        return self.tail.unreadable
 
     @abstractmethod
     def forget(self) -> None:

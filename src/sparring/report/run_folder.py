@@ -11,6 +11,7 @@ from sparring.config.schema import load_config
 from sparring.config.text import Setting, flatten, saved_settings, value_text
 from sparring.config.trust import refuse_code
 from sparring.errors import UserError
+from sparring.processes.manifest import altered
 from sparring.report import media
 from sparring.report.curves import Curves, Follower, Timeline
 from sparring.runs.listing import lives, read_status, run_folders
@@ -55,6 +56,8 @@ class RunFolder:
 
     def refresh(self, version: int) -> None:
         """Read new lines and files; parts that differ from before get this version."""
+        # before the rows that it counts: others are being written
+        status = _read_status(self.path)
         for reader in (self.metrics, self.evaluations, self.timeline):
             reader.refresh()
         file = self.path / "config.yaml"
@@ -71,7 +74,7 @@ class RunFolder:
         evaluations = self.evaluations
         self._update("evaluations", [evaluations.stamp, began], version, lambda: evaluations.curves.points(began))
         self._update("timeline", self.timeline.stamp, version, self.timeline.lanes)
-        about = self._about()
+        about = self._about(status)
         self._update("about", about, version, lambda: about)
 
     def _update(self, name: str, stamp: object, version: int, make: Callable[[], dict | None]) -> None:
@@ -97,15 +100,23 @@ class RunFolder:
         found = {"videos_found": len(videos), "strips_found": len(strips), "budget": self.budget}
         return {"videos": shown[0], "strips": shown[1]} | found
 
-    def _about(self) -> dict:
-        status = _read_status(self.path)
-        unread = {reader.path.name: reader.unreadable for reader in (self.metrics, self.evaluations, self.timeline)}
+    def _about(self, status: dict[str, Any]) -> dict:
         task = status.get("task") or self.config.get("env.task") or self.config.get("env.name")
         about = {"path": str(self.path), "phase": status.get("phase") or self.config.get("phase"), "task": task}
         about |= {"state": status.get("state", "unknown"), "seconds": status.get("seconds")}
         about["kinds"] = _kinds(self.config)
-        about["unreadable"] = {name: lines for name, lines in unread.items() if lines}
+        about["damage"] = self._damage(status)
         return about | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
+
+    def _damage(self, status: dict[str, Any]) -> list[str]:
+        """What of the folder is not as it was written, a clause each."""
+        # while a run goes on, or back, its status is behind
+        counts = status.get("rows", {}) if status.get("state") != "running" else {}
+        found = [status["damaged"]] if "damaged" in status else []
+        for reader in (self.metrics, self.evaluations, self.timeline):
+            count = counts.get(reader.path.name)
+            found += reader.tail.damage(count if isinstance(count, int) else 0)
+        return found + altered(self.path, "config.yaml")
 
 
 class _CurvesFile(Follower):
@@ -132,6 +143,8 @@ def _kinds(config: dict[str, Any]) -> dict[str, str]:
 def _read_status(folder: Path) -> dict:
     """`status.json`, with the state `killed` where a run had no time to write how it ended."""
     status = read_status(folder)
+    if "damaged" in status:
+        return status | {"state": "unknown", "why": status["damaged"]}
     if not status:
         started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
         why = "this run kept no status.json" if started else "nothing has been written here yet"

@@ -45,7 +45,7 @@ _TRAINED_BY = {
 _CAST = {torch.float32, torch.bfloat16}
 # in a training state, at any depth: whole numbers that only grow
 _COUNTERS = {"updates", "env_steps", "episodes", "decision", "gradient_steps", "fits", "warmups"}
-_COUNTERS |= {"metrics_bytes", "timeline_bytes", "evaluations_bytes"}
+_COUNTERS |= {"metrics_rows", "timeline_rows", "evaluations_rows"}
 _MOST = 1 << 62
 # in the names of LoRA's weights
 _ADAPTER = ".lora_"

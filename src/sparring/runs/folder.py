@@ -9,7 +9,6 @@ that says `running` while nobody holds writer.lock was killed.
 """
 
 import errno
-import json
 import logging
 import os
 import platform
@@ -36,7 +35,8 @@ from sparring.config.text import saved_settings
 from sparring.errors import Diverged, UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import take_lock, write_whole
-from sparring.processes.manifest import entry, write_manifest
+from sparring.processes.manifest import altered, entry, write_manifest
+from sparring.processes.rows import Document, RowFile
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
 from sparring.runs.fits import refuse_other_config
@@ -44,6 +44,7 @@ from sparring.runs.listing import read_status
 
 log = logging.getLogger(LOGGER)
 
+ROW_FILES = ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl")
 # between two writes of progress alone: shorter updates are followed within a second
 _SECONDS = 0.5
 # a file system without locks
@@ -68,6 +69,8 @@ class RunFolder:
             return None
         # where nothing was saved there is nothing to mix with: a start that failed does not take the folder
         if found := checkpoints(path):
+            for wrong in altered(path, "config.yaml"):
+                log.warning("'%s': %s; it says again what this command asks for", path, wrong)
             saved = saved_settings(path)
             # a run that branched off from a checkpoint goes on by the same command
             newest = newest_whole(path) if not saved or resume in ("auto", saved.get("resume")) else None
@@ -110,7 +113,7 @@ class RunFolder:
         if checkpoints(path):
             return
         # of a run that was stopped before its first checkpoint; they will be written again
-        earlier = [path / name for name in ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "wandb/id")]
+        earlier = [path / name for name in (*ROW_FILES, "wandb/id")]
         if earlier[0].exists() or (path / "status.json").exists():
             anew = "starts from the beginning, and writes its numbers anew (logs and videos stay)"
             log.warning("'%s' holds an earlier try that left no checkpoint: %s", path, anew)
@@ -195,6 +198,8 @@ class Status:
     def __init__(self, folder: Path | None, phase: str, task: str, system: dict, goes_on: bool = False):
         self.file = folder / "status.json" if folder else None
         earlier = read_status(folder) if folder and goes_on else {}
+        if wrong := earlier.get("damaged"):
+            log.warning("'%s': %s; what it said of the run so far is lost", folder, wrong)
         fraction = (earlier.get("progress") or {}).get("fraction", 0.0)
         self.was_finished = earlier.get("state") == "finished" and fraction >= 1
         self.system, self._process = system, {"pid": os.getpid(), "host": socket.gethostname(), "system": system}
@@ -282,7 +287,9 @@ class Status:
             self.content["seconds"] += now - self._since
             self._since = now
         try:
-            write_whole(self.file, json.dumps(self.content, indent=2) + "\n")
+            # by which it is seen that rows are missing at an end
+            rows = {name: RowFile(self.file.with_name(name)).last for name in ROW_FILES}
+            Document(self.file).write(self.content | {"rows": rows})
         except OSError as error:
             # a full disk: training, or what ended it, matters more than its status
             if not self._warned:

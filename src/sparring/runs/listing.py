@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import math
 import os
 import platform
@@ -14,7 +13,7 @@ from typing import Any
 
 from sparring.config.text import read_settings
 from sparring.errors import UserError
-from sparring.processes.files import read_small
+from sparring.processes.rows import Document
 
 # what a run writes next to its config, any of it
 _TRACES = {"status.json", "episode_metrics.jsonl", "evaluation.json", "train.log", "writer.lock"}
@@ -25,10 +24,9 @@ _INNER = {"episodes", "generations", "logs", "samples", "tensorboard", "videos",
 _HOW = {"running": "goes on", "interrupted": "was interrupted", "crashed": "crashed", "killed": "was killed"}
 # status.json: key -> kind of its value
 _STATUS: dict[str, type | tuple[type, ...]] = dict.fromkeys(("state", "why", "phase", "task", "host"), str)
-_STATUS |= dict.fromkeys(("progress", "last", "best", "system"), dict) | {"pid": int}
+_STATUS |= dict.fromkeys(("progress", "last", "best", "system", "rows"), dict) | {"pid": int}
 _STATUS |= dict.fromkeys(("started", "updated", "ended", "seconds"), (int, float))
 _COUNTS = ("updates", "env_steps", "fraction")
-_DIGITS = 19  # a longer integer is no count of anything
 # most runs that a hint names
 _NAMED = 5
 
@@ -105,6 +103,7 @@ def _look_at(folder: Path) -> RunState:
     progress = status.get("progress") or {}
     told = {name: status.get(name) for name in ("phase", "task", "why", "best")}
     told |= {name: progress.get(name) for name in ("updates", "env_steps", "fraction")}
+    told["why"] = status.get("damaged") or told["why"]
     files = [folder / name for name in {"config.yaml", *_TRACES} if (folder / name).exists()]
     updated = status.get("updated") or max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     state, age = _state(folder, status), time.time() - updated
@@ -167,20 +166,15 @@ def _state(folder: Path, status: dict) -> str:
     return "running" if is_held(folder) else status.get("state") or "unknown"
 
 
-def read_json(file: Path) -> dict:
-    """A JSON object; an empty one where there is none, or where it cannot be read."""
-    try:
-        content = json.loads(read_small(file), parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else None)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def read_status(folder: Path) -> dict[str, Any]:
-    """What `status.json` says and is of the kind that a run writes."""
-    status = read_json(folder / "status.json")
+    """What `status.json` says and is of the kind that a run writes; or else `damaged`, what is wrong with it."""
+    status, wrong = Document(folder / "status.json").read()
+    if wrong or "state" not in status or not _is_number(status.get("updated")):
+        # a run that has written numbers has a status
+        is_there = os.path.lexists(folder / "status.json") or (folder / "episode_metrics.jsonl").exists()
+        return {"damaged": wrong or "status.json is damaged: it does not say how the run fares"} if is_there else {}
     known = {name: status[name] for name, kind in _STATUS.items() if isinstance(status.get(name), kind)}
-    for name in known.keys() & {"progress", "last", "best", "system"}:
+    for name in known.keys() & {"progress", "last", "best", "system", "rows"}:
         known[name] = {key: value for key, value in known[name].items() if not isinstance(value, (dict, list))}
     progress, best = known.get("progress", {}), known.get("best")
     if not 0 < known.get("pid", 1) < 2**31:

@@ -5,12 +5,12 @@
   all.json                                       which of them are done, and with which settings; which start anew
 """
 
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sparring.config.inherit import FREE_TO_DIFFER
 from sparring.config.legacy import rename
@@ -20,8 +20,7 @@ from sparring.errors import UserError
 from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
-from sparring.processes.files import write_whole
-from sparring.processes.rows import RowFile
+from sparring.processes.rows import Document, RowFile
 
 # what each starts from: key -> phase
 _STARTS_FROM: dict[str, dict[str, str]] = {"teacher": {}, "student": {"student.teacher": "teacher"}}
@@ -40,7 +39,9 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         _refuse_own_folder(settings, _folder_of(phase, output))
         _refuse_bad_explorer(load_config(None, settings, phase, inherit=False))
     record = output / "all.json"
-    done = json.loads(record.read_text()) if record.is_file() and resume == "auto" else {}
+    done, wrong = Document(record).read() if os.path.lexists(record) and resume == "auto" else ({}, None)
+    if wrong:
+        print(f"'{output}': {wrong}; each phase goes on by what its own folder says", file=sys.stderr, flush=True)
     # these start anew, also in a later call, whatever lies in their folders
     anew = list(CHAIN) if resume == "never" else done.pop("anew", [])
     for number, (phase, settings) in enumerate(shares.items(), 1):
@@ -118,7 +119,7 @@ def _refuse_bad_explorer(config: Config) -> None:
 
 def _write(record: Path, done: dict, anew: list[str]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps(done | ({"anew": anew} if anew else {}), indent=2) + "\n")
+    Document(record).write(done | ({"anew": anew} if anew else {}))
 
 
 def _run(words: list[str]) -> int:
@@ -134,7 +135,7 @@ def _run(words: list[str]) -> int:
 def _summary(output: Path) -> str:
     """The measures of the three phases, from what they wrote."""
     folders = {phase: _folder_of(phase, output) for phase in CHAIN}
-    teacher, student, adversarial = (json.loads((folders[p] / "evaluation.json").read_text()) for p in CHAIN)
+    teacher, student, adversarial = (_evaluation_of(folders[phase]) for phase in CHAIN)
     rows = [("phase", "measure", "", "")]
     for camera in teacher["cameras"]:
         ratio, later = (_text(run["cameras"][camera]["changed_mse_ratio"]) for run in (teacher, adversarial))
@@ -158,6 +159,14 @@ def _summary(output: Path) -> str:
         there = [name for name in ("samples", "videos") if (folder / name).is_dir()]
         lines += [f"to look at: {folder}{os.sep}{', '.join(there)}"] if there else []
     return "\n".join(lines)
+
+
+def _evaluation_of(folder: Path) -> dict[str, Any]:
+    content, wrong = Document(folder / "evaluation.json").read()
+    if wrong:
+        again = f"remove '{folder.parent / 'all.json'}', and the same command evaluates its phases again"
+        raise UserError(f"'{folder}': {wrong}; {again}")
+    return content
 
 
 def _curve(folder: Path, name: str) -> list[float]:

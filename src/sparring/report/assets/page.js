@@ -96,9 +96,9 @@ function settle(parent, nodes) {
 }
 
 function drawFoot(runs) {
-  const unreadable = runs.flatMap((run) => Object.entries(run.about?.unreadable || {}).map(([file, lines]) => `${run.label}: ${whole(lines)} lines of ${file} could not be read and are left out.`));
+  const damaged = runs.flatMap((run) => (run.about?.damage || []).map((what) => `${run.label}: ${what}.`));
   const made = new Date(state.made * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
-  document.getElementById("foot").replaceChildren(...unreadable.map((text) => note(text)), html("p", {}, `${live ? "Last read" : "Made"} ${made} by sparring ${state.together.sparring}. ${live ? "" : "Everything is in this file; it needs no network."}`));
+  document.getElementById("foot").replaceChildren(...damaged.map((text) => note(text)), html("p", {}, `${live ? "Last read" : "Made"} ${made} by sparring ${state.together.sparring}. ${live ? "" : "Everything is in this file; it needs no network."}`));
 }
 
 async function follow() {
