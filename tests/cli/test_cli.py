@@ -345,10 +345,8 @@ def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(capsys, ru
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
     assert told(capsys, *words)[0] == 0
     code, _, err = told(capsys, *words, "ppo.gae_lambda=0.5", "seed=3")
-    assert code == 2 and err.splitlines()[1:3] == [
-        "  ppo.gae_lambda: not there in the folder, 0.5 now",
-        "  seed: not there in the folder, 3 now",
-    ]
+    assert code == 2
+    assert "  ppo.gae_lambda: not there in the folder, 0.5 now\n  seed: not there in the folder, 3 now\n" in err
 
 
 def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
@@ -422,7 +420,7 @@ def test_a_broken_config_in_the_run_folder_is_a_sentence(capsys, run_folder):
     (run_folder / "config.yaml").write_text("ppo: [1,\n")
     code, _, err = told(capsys, "train", "finetune", "--output", "run", *SHORT)
     assert code == 2
-    assert err.startswith("sparring: config file 'run/config.yaml' line 2: not valid YAML or JSON (")
+    assert "sparring: config file 'run/config.yaml' line 2: not valid YAML or JSON (" in err
 
 
 def test_a_folder_that_lost_its_config_is_judged_by_its_checkpoint(capsys, run_folder):

@@ -69,7 +69,7 @@ def all_lines(folder) -> list[dict]:
 
 def lines(folder) -> list[dict]:
     """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
-    other = ("timestamp", "crc", "train/parity", "train/parity_ratio")
+    other = ("timestamp", "row", "crc", "train/parity", "train/parity_ratio")
     return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
 
 
@@ -146,7 +146,7 @@ def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
 def test_and_so_they_do_in_worker_processes(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "doubles")
     monkeypatch.setattr("os.sched_getaffinity", lambda who: range(6))
-    monkeypatch.setattr("sparring.envs.env.make_env", lambda env, *args, **where: env)
+    monkeypatch.setattr("sparring.envs.env.make_env", lambda env, *args, **where: SimpleNamespace(workers=env.workers))
     seat = SimpleNamespace(device="cpu", rank=0, world_size=1)
     env = {"name": "gym_doubles:Breaks", "vectorize": "process"}
     for given, workers in ((0, 2), (5, 5)):

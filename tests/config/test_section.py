@@ -560,7 +560,7 @@ def _within(kind, metadata):
     low, high = bound.get("gt", bound.get("ge")), bound.get("lt", bound.get("le"))
     if kind == "integer":
         least = None if low is None else math.floor(low) + ("gt" in bound)
-        most = None if high is None else math.ceil(high) - ("lt" in bound)
+        most = 10**9 if high is None else math.ceil(high) - ("lt" in bound)
         return st.integers(least, most)
     return st.floats(
         low, high, exclude_min="gt" in bound, exclude_max="lt" in bound, allow_nan=False, allow_infinity=False

@@ -245,7 +245,7 @@ def test_later_generations_are_forgotten_on_going_back(tmp_path, runs):
 
 def lines(folder) -> list[dict]:
     # a process checks its first rollout as a whole, later ones by a minibatch: their parities are of other decisions
-    timed = ("timestamp", "crc", "perf/steps_per_second", "train/parity", "train/parity_ratio")
+    timed = ("timestamp", "row", "crc", "perf/steps_per_second", "train/parity", "train/parity_ratio")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
 

@@ -92,9 +92,6 @@ def _os_error(error: Exception) -> OSError | None:
         return error if error.errno in (*_OF_THE_MACHINE, *_OF_WHAT_IS_GIVEN) else None
     if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
         return _os_error(OSError(int(match[1]), os.strerror(int(match[1]))))
-    # of torch.save, whichever of its writes fails
-    if re.search("PytorchStreamWriter failed writing|iostream error|enforce fail.*unexpected pos", str(error)):
-        return OSError(errno.EIO, "a file could not be written; is the disk full?")
     return None
 
 

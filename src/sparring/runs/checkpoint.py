@@ -8,6 +8,7 @@ checkpoint-<n>/
   manifest.json         sizes and checksums of these files, tensors with dtypes and shapes, the update; written last
 """
 
+import errno
 import json
 import logging
 import os
@@ -78,7 +79,7 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
         files[name] = file.entry
 
     with new("training_state.pt") as file:
-        torch.save(state, cast(Any, file))
+        _write_state(file, state)
     shards = _shards(model)
     for name, weights in shards.items():
         with new(name) as file:
@@ -97,6 +98,16 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     partial.rename(target)
     flush(folder)
     return target
+
+
+def _write_state(file: HashedFile, state: dict) -> None:
+    try:
+        torch.save(state, cast(Any, file))
+    except RuntimeError as error:
+        if not re.search("inline_container|PytorchStreamWriter|iostream", str(error)):
+            raise
+        # torch does not tell which error it was
+        raise OSError(errno.EIO, "cannot be written; is the disk full?", "training_state.pt") from error
 
 
 def _shards(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
