@@ -569,7 +569,9 @@ def test_padding_does_not_hide_that_states_are_of_other_things(tmp_path, recorde
     if not told:
         # a dataset of others does not say how it was recorded
         file = demos / "meta" / "sparring.json"
-        file.write_text(json.dumps({"control_mode": ENV["control_mode"]}))
+        extras = json.loads(file.read_text())
+        extras["env"] = {key: extras["env"][key] for key in ("name", "task")}
+        file.write_text(json.dumps(extras))
         (demos / "manifest.json").unlink()
     config = load_config(settings(demos, tmp_path / "run", env=ENV | {"object_state": asked, "pad_state": 80}))
     if said is None:

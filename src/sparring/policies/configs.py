@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from sparring.config.section import Section
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, le=100_000)]
 # settings of a flow policy that one method reads, and all that only some methods read
 OF_ONE_METHOD = {"denoising_mdp": ("kernel", "denoising_steps", "denoising_discount"), "fpo": ("loss_samples",)}
 OF_A_METHOD = (*sum(OF_ONE_METHOD.values(), ()), "noise_level", "noise_range")
