@@ -13,22 +13,21 @@ import argparse
 import collections
 import hashlib
 import json
-import os
 import random
 import re
-import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import report
 from corruption_ways import Way, ways
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
+from forks import fork  # noqa: E402
 
 HANG_S = 60
 RESULTS = report.RESULTS / "corruption.json"
@@ -60,46 +59,6 @@ class Subject:
     readers: Callable[[str], list[str]]
     # name -> (its arguments, what came of it)
     commands: dict[str, tuple[list[str], Callable[[str], object]]]
-
-
-def fork(argv: list[str], seconds: float = HANG_S, act: Callable | None = None) -> tuple[int | None, str]:
-    """Exit code and output of a `sparring` command, or of `act(argv)`; -signal where one ended it, None where nothing
-    did in time."""
-    with tempfile.TemporaryFile() as out:
-        child = os.fork()
-        if child == 0:
-            _be(argv, out.fileno(), act)
-        end, done, status = time.monotonic() + seconds, 0, 0
-        while not done and time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.01)
-        if not done:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        out.seek(0)
-        return os.waitstatus_to_exitcode(status) if done else None, out.read().decode(errors="replace")
-
-
-def _be(argv: list[str], out: int, act: Callable | None) -> None:
-    code = 1
-    try:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        from sparring.cli.main import main
-
-        code = (act or main)(argv)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def preload() -> None:
@@ -281,7 +240,7 @@ def judge(name: str, work: Path, share: float, rng: random.Random, end: float) -
         seen = []
         for _ in range(2):
             fresh()
-            code, text = fork(argv)
+            code, text = fork(argv, HANG_S)
             seen.append((code, outcome(take, text)))
         if seen[0] != seen[1] or seen[0][0]:
             print(f"{name} {command}: two good ones differ, or fail ({code}): judged by exit code only", flush=True)
@@ -298,7 +257,7 @@ def judge(name: str, work: Path, share: float, rng: random.Random, end: float) -
             if not damaged(way, victim, work):
                 continue
             argv, take = subject.commands[command]
-            code, text = fork(argv)
+            code, text = fork(argv, HANG_S)
             expected = usual[command]
             came = outcome(take, text) if code == 0 and expected is not None else expected
             found = verdict(code, text, came, expected)

@@ -1,20 +1,17 @@
 """Commands in which one call that writes goes wrong; write_faults.c does it, in a process that was started with it."""
 
 import ctypes
-import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from forks import fork
 
 # the call fails, once, or it and all that need space after it; it writes half; the process ends before it, or at half
 KINDS = {"EIO": 1, "ENOSPC": 2, "short": 3, "kill": 4, "torn": 5}
@@ -66,42 +63,12 @@ def run(
     words: Sequence[str], folder: Path, listed: int = -1, point: Point | None = None, kind: str = "kill"
 ) -> tuple[int | None, str]:
     """Exit code and output of a `sparring` command in a fork of this process; -signal where one ended it."""
-    with tempfile.TemporaryFile() as out:
-        child = os.fork()
-        if child == 0:
-            faults = ctypes.CDLL(None) if point or listed >= 0 else None
-            _be(words, out.fileno(), faults, (str(folder).encode(), listed, point or Point("", "", 0), KINDS[kind]))
-        end, done, status = time.monotonic() + HANG_S, 0, 0
-        while not done and time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.005)
-        if not done:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        out.seek(0)
-        return os.waitstatus_to_exitcode(status) if done else None, out.read().decode(errors="replace")
+    from sparring.cli.main import main
 
+    def act(argv: list[str]) -> int:
+        if point or listed >= 0:
+            call, path, nth = point or Point("", "", 0)
+            ctypes.CDLL(None).faults_arm(str(folder).encode(), listed, call.encode(), path.encode(), nth, KINDS[kind])
+        return main(argv)
 
-def _be(words: Sequence[str], out: int, faults: ctypes.CDLL | None, how: tuple) -> None:
-    code = 1
-    try:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        from sparring.cli.main import main
-
-        if faults is not None:
-            folder, listed, point, kind = how
-            faults.faults_arm(folder, listed, point.call.encode(), point.path.encode(), point.nth, kind)
-        code = main(list(words))
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return fork(list(words), HANG_S, act)
