@@ -33,7 +33,7 @@ class TrustError(UserError):
 
 @contextmanager
 def trusting(given: bool = True) -> Iterator[None]:
-    """--trust: folders that are read meanwhile are signed."""
+    """--trust: signs the folders that are read in this context."""
     token = _GIVEN.set(given or _GIVEN.get())
     try:
         yield
