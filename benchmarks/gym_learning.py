@@ -301,8 +301,8 @@ def _count(steps: float) -> str:
     return "never" if steps == float("inf") else f"{steps:,.0f}"
 
 
-def _spread(values: list[float], in_words: Callable[[float], str]) -> str:
-    low, middle, high = map(in_words, (min(values), statistics.median(values), max(values)))
+def _spread(values: list[float], describe: Callable[[float], str]) -> str:
+    low, middle, high = map(describe, (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low}..{high})"
 
 

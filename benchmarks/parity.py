@@ -86,7 +86,7 @@ def measure_steps(device: str) -> list[dict]:
     ]
 
 
-def in_words(excesses: dict[str, float]) -> str:
+def describe(excesses: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.2g}" for name, value in excesses.items()) or "-"
 
 
@@ -99,8 +99,8 @@ def show(run: dict) -> None:
     print(report.table(rows), end="\n\n")
     rows = [("mutant", "method", "trips the gate at 1e-4 by", "and at 0.05 (bf16)")]
     for one in run["mutants"]:
-        trips = in_words(one["trips"]) if one["trips"] else "NOT NOTICED"
-        rows.append((one["mutant"], one["method"], trips, in_words(one["trips_at_bf16_limit"])))
+        trips = describe(one["trips"]) if one["trips"] else "NOT NOTICED"
+        rows.append((one["mutant"], one["method"], trips, describe(one["trips_at_bf16_limit"])))
     print(report.table(rows), end="\n\n")
     rows = [("step of 10", "sigma", "mean off by", "gate's value")]
     rows += [(s["step"], f"{s['sigma']:.3f}", f"{s['mean_off']:.1e}", f"{s['drift']:.1e}") for s in run["steps"]]

@@ -23,7 +23,7 @@ from pathlib import Path
 import report
 import tiny_pi0
 import torch
-from parity import BATCHES, TOLERANCE, in_words
+from parity import BATCHES, TOLERANCE, describe
 from parity_cases import REPLAY
 from vla_cases import KINDS, MUTANTS, ON_A_GPU_IN_BF16, rollout_of, settings_of
 
@@ -97,7 +97,7 @@ def show(run: dict) -> None:
     rows = [("policy with LoRA", "mutant", "precision", "trips the gate by")]
     for one in run["mutants"]:
         rows.append(
-            (one["policy"], one["mutant"], one["precision"], in_words(one["over"]) if one["over"] else "NOT NOTICED")
+            (one["policy"], one["mutant"], one["precision"], describe(one["over"]) if one["over"] else "NOT NOTICED")
         )
     print(report.table(rows))
 

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparring.api import load_policy
-from sparring.collect.camera import Film
+from sparring.collect.camera import EpisodeVideo
 from sparring.config.schema import load_config
 from sparring.envs.env import Env
 from sparring.evaluation.play import held_out_env, play
@@ -35,7 +35,7 @@ HOLD, STRIDE = 12, 2
 ROWS = ("before", "after")
 
 
-def films(run: Path, episodes: int) -> tuple[str, list[Film], list[Film], Env]:
+def videos(run: Path, episodes: int) -> tuple[str, list[EpisodeVideo], list[EpisodeVideo], Env]:
     """Task, the first episodes before and after training, and what they were played in."""
     checkpoint = checkpoint_folder(run)
     config = load_config(checkpoint / "config.yaml")
@@ -47,21 +47,21 @@ def films(run: Path, episodes: int) -> tuple[str, list[Film], list[Film], Env]:
     return config.env.task[0], before, after, env
 
 
-def _first_episodes(policy: Policy, env: Env, config, episodes: int, greedy: bool) -> list[Film]:
-    _, played = play(policy, env, episodes, config.seed, config.rollout.action_steps, greedy, films=episodes)
-    return sorted((film.developed() for film in played), key=lambda film: film.episode.env)
+def _first_episodes(policy: Policy, env: Env, config, episodes: int, greedy: bool) -> list[EpisodeVideo]:
+    _, played = play(policy, env, episodes, config.seed, config.rollout.action_steps, greedy, videos=episodes)
+    return sorted((video.rendered() for video in played), key=lambda video: video.episode.env)
 
 
-def head(film: Film, env: Env) -> list[Image.Image]:
-    pictures = _by_camera(film.frames, env.spec.film_cameras)["head"][::STRIDE]
+def head(video: EpisodeVideo, env: Env) -> list[Image.Image]:
+    pictures = _by_camera(video.frames, env.spec.video_cameras)["head"][::STRIDE]
     return [Image.fromarray(np.ascontiguousarray(p)).resize((TILE, TILE), Image.Resampling.LANCZOS) for p in pictures]
 
 
-def pages(columns: list[tuple[str, list[Film], list[Film], Env]]) -> Iterator[Image.Image]:
+def pages(columns: list[tuple[str, list[EpisodeVideo], list[EpisodeVideo], Env]]) -> Iterator[Image.Image]:
     """Episode after episode; a column whose episode is over waits for the longest one."""
     for number in range(EPISODES):
-        tiles = [[head(film[number], env) for film in (before, after)] for _, before, after, env in columns]
-        won = [[film[number].episode.success for film in (before, after)] for _, before, after, _ in columns]
+        tiles = [[head(video[number], env) for video in (before, after)] for _, before, after, env in columns]
+        won = [[video[number].episode.success for video in (before, after)] for _, before, after, _ in columns]
         length = max(len(pictures) for column in tiles for pictures in column)
         for moment in range(length + HOLD):
             yield _page([task for task, *_ in columns], tiles, won, moment)
@@ -92,9 +92,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PICTURE, metavar="WEBP")
     parser.add_argument("--quality", type=int, default=60)
     args = parser.parse_args()
-    columns = [films(run, EPISODES) for run in args.runs]
+    columns = [videos(run, EPISODES) for run in args.runs]
     for task, before, after, env in columns:
-        won = [sum(film.episode.success for film in row) for row in (before, after)]
+        won = [sum(video.episode.success for video in row) for row in (before, after)]
         print(f"{task}: of {EPISODES} episodes {won[0]} were successes before and {won[1]} after training")
         env.close()
     first, *others = pages(columns)

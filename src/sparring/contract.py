@@ -70,7 +70,7 @@ class EnvSpec:
     control_hz: float = 30.0  # control steps per simulated second; the pace of its videos
     # whose pictures stand side by side in one for people, all as wide, with their edges (SEAM) as a line between them;
     # (): it is one picture
-    film_cameras: tuple[str, ...] = ()
+    video_cameras: tuple[str, ...] = ()
     # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
     hand_entries: tuple[int, ...] = ()
     hand_scale: float = 1.0

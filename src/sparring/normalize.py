@@ -35,7 +35,7 @@ class Normalizer(nn.Module):
         self._set(zero, one - zero)
         self.fitted.fill_(True)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         ends = torch.stack([self.shift.min(), self.shift.max(), self.scale.min(), self.scale.max()]).tolist()
         return "{} numbers, shifted by {:.4g} to {:.4g}, scaled by {:.4g} to {:.4g}".format(len(self.shift), *ends)
 
@@ -59,8 +59,8 @@ class RunningNormalizer(Normalizer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.shift) * self.scale).clamp(-self.clip, self.clip)
 
-    def in_words(self) -> str:
-        return f"{super().in_words()}, by {int(self.count):,} observations"
+    def describe(self) -> str:
+        return f"{super().describe()}, by {int(self.count):,} observations"
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, sum_over_processes=lambda tensor: tensor) -> None:

@@ -50,8 +50,8 @@ def collector(lengths, chunk=1, episodes=None):
     return Collector(env, LinearPolicy(chunk), seed=0, chunk=chunk, episodes=episodes), env.backend
 
 
-def shown(films):
-    return {film.episode.env: [int(frame[0, 0, 0]) for frame in film.frames] for film in films}
+def shown(videos):
+    return {video.episode.env: [int(frame[0, 0, 0]) for frame in video.frames] for video in videos}
 
 
 def test_an_episode_that_is_under_way_is_waited_for_and_rollouts_do_not_cut_films():
@@ -60,7 +60,7 @@ def test_an_episode_that_is_under_way_is_waited_for_and_rollouts_do_not_cut_film
     collect.collect(buffer)
     assert backend.drawn == 0
     # robot 0 is in step 1 of episode 1, robot 1 in step 4 of episode 0
-    collect.camera.film(2)
+    collect.camera.record_video(2)
     collect.collect(buffer)
     assert shown(collect.camera.drain()) == {}
     collect.collect(buffer)
@@ -72,14 +72,14 @@ def test_an_episode_that_is_under_way_is_waited_for_and_rollouts_do_not_cut_film
 
 def test_chunks_that_end_early_show_what_was_executed():
     collect, _ = collector((3, 5), chunk=2)
-    collect.camera.film(1)
+    collect.camera.record_video(1)
     collect.collect(RolloutBuffer(3))
     assert shown(collect.camera.drain()) == {0: [0, 1, 2, 3]}
 
 
 def test_by_episodes_every_batch_is_filmed_from_its_start():
     collect, _ = collector((3, 5), episodes=1)
-    collect.camera.film(9)
+    collect.camera.record_video(9)
     collect.collect(RolloutBuffer(5))
     assert shown(collect.camera.drain()) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3, 4, 5]}
 
@@ -100,28 +100,28 @@ def test_films_tell_what_was_seen_done_and_paid_and_its_value(policy, steps):
     """Decisions of two steps, of which the last is cut short; the rollout ends after `steps` of them."""
     env = Env(Drawn((3, 5)))
     collect = Collector(env, policy(2), seed=0, chunk=2)
-    collect.camera.film(2)
+    collect.camera.record_video(2)
     while len(collect.camera.whole) < 2:
         collect.collect(RolloutBuffer(steps))
-    for film, robot, length in zip(collect.camera.drain(), (0, 1), (3, 5), strict=True):
-        assert film.episode.env == robot and film.episode.steps == length
-        assert film.rewards.tolist() == [100 * robot + t + 1 for t in range(length)]
-        assert film.episode.reward == film.rewards.sum()
+    for video, robot, length in zip(collect.camera.drain(), (0, 1), (3, 5), strict=True):
+        assert video.episode.env == robot and video.episode.steps == length
+        assert video.rewards.tolist() == [100 * robot + t + 1 for t in range(length)]
+        assert video.episode.reward == video.rewards.sum()
         decided_at = [0, 0, 2, 2, 4][:length]
-        assert film.values.tolist() == [1000 * robot + t for t in decided_at]
-        assert film.states.tolist() == [[robot, 0, t] for t in decided_at]
+        assert video.values.tolist() == [1000 * robot + t for t in decided_at]
+        assert video.states.tolist() == [[robot, 0, t] for t in decided_at]
         acted = np.concatenate([actions[robot] for actions in env.backend.seen_actions])
-        assert film.actions.tolist() == acted[:length].tolist()
+        assert video.actions.tolist() == acted[:length].tolist()
 
 
 def test_without_a_rollout_nobody_knows_values():
     env = Env(Drawn((2, 2)))
     collect = Collector(env, Late(), seed=0)
-    collect.camera.film(1)
+    collect.camera.record_video(1)
     for _ in range(2):
         collect.decide()
-    (film,) = collect.camera.drain()
-    assert np.isnan(film.values).all() and film.rewards.tolist() == [1, 2]
+    (video,) = collect.camera.drain()
+    assert np.isnan(video.values).all() and video.rewards.tolist() == [1, 2]
 
 
 class Sketched(Drawn):
@@ -142,20 +142,20 @@ class Sketched(Drawn):
 
 def test_an_evaluation_shows_failures_first_and_draws_only_what_is_shown():
     backend = Sketched((2, 2, 2, 2, 2, 2))
-    _, films = play(LinearPolicy(), Env(backend), episodes=6, seed=0, films=4)
+    _, videos = play(LinearPolicy(), Env(backend), episodes=6, seed=0, videos=4)
     # robots with an odd number fail
-    assert [film.episode.env for film in films] == [1, 3, 5, 0] and films[-1].episode.success
+    assert [video.episode.env for video in videos] == [1, 3, 5, 0] and videos[-1].episode.success
     assert backend.looks == 0
-    assert len(films[0].developed().frames) == backend.looks == 3
+    assert len(videos[0].rendered().frames) == backend.looks == 3
     # where pictures are drawn at once, no more robots are filmed than are shown
-    _, films = play(LinearPolicy(), Env(Drawn((2, 2, 2, 2))), episodes=4, seed=0, films=2)
-    assert [film.episode.env for film in films] == [1, 0]
+    _, videos = play(LinearPolicy(), Env(Drawn((2, 2, 2, 2))), episodes=4, seed=0, videos=2)
+    assert [video.episode.env for video in videos] == [1, 0]
     assert play(LinearPolicy(), Env(Drawn((2, 2))), episodes=2, seed=0)[1] == []
 
 
 def test_the_suite_draws_a_film_when_it_is_looked_at():
     env = make_env(load_config({"env": {"threads": 1}}).env, 3, max_episode_steps=5)
-    assert Camera(env).is_cheap and env.spec.film_cameras == ("head", "wrist")
+    assert Camera(env).is_cheap and env.spec.video_cameras == ("head", "wrist")
     env.reset(0)
     env.backend.record([1])
     before, later = env.backend.render(1), env.backend.sketch(1)
@@ -218,10 +218,10 @@ def test_none_are_asked_for_and_nothing_is_drawn(tmp_path, monkeypatch):
     assert not (tmp_path / "videos").exists()
 
 
-def test_who_steps_a_phase_alone_collects_no_films(tmp_path):
+def test_who_steps_a_phase_alone_records_no_videos(tmp_path):
     run = run_of(tmp_path, render_episodes=1)
     for _ in range(4):
         run.phase.step(run.fraction)
         run.save()
     run.phase.env.close()
-    assert run.phase.drain_films() == [] and not (tmp_path / "videos").exists()
+    assert run.phase.drain_videos() == [] and not (tmp_path / "videos").exists()

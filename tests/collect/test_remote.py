@@ -409,14 +409,14 @@ def overlap(spans, one, other) -> float:
 def test_films_come_along(tmp_path):
     more = {"env": {"name": "tabletop", "threads": 1}}
     run = Run(config_in(tmp_path, more, max_episode_steps=6, mode="async", staleness=0))
-    run.phase.film(1)
+    run.phase.record_video(1)
     for _ in range(2):
         run.phase.step(0.0)
-    (film,) = run.phase.drain_films()
+    (video,) = run.phase.drain_videos()
     run.phase.env.close()
     # the first one: a picture before it and one of each step
-    assert film.episode.env == 0 and film.episode.steps == 6 and len(film.frames) == 7
-    assert film.frames[0].shape[-1] == 3 and (film.frames[0] != film.frames[-1]).any()
+    assert video.episode.env == 0 and video.episode.steps == 6 and len(video.frames) == 7
+    assert video.frames[0].shape[-1] == 3 and (video.frames[0] != video.frames[-1]).any()
 
 
 def test_what_does_not_go_together_is_said(tmp_path):

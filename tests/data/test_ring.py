@@ -150,7 +150,7 @@ def test_observations_are_kept_once_and_bytes_are_known_before(caplog, monkeypat
     transition = stream.step()
     ring = VLABuffer(50)
     assert ring.bytes() == 0
-    monkeypatch.setattr(buffer_module, "_in_words", lambda nbytes: f"{nbytes} bytes")
+    monkeypatch.setattr(buffer_module, "_readable_size", lambda nbytes: f"{nbytes} bytes")
     with caplog.at_level(logging.INFO, "sparring.data.buffer"):
         ring.add(transition)
     told = ring.bytes()

@@ -30,7 +30,7 @@ def test_get_before_full_and_add_after_full_say_what_is_wrong():
 
 def test_it_says_how_large_it_is_before_it_takes_it(caplog, monkeypatch):
     transition = Collector(counting_env(), LinearPolicy(), seed=0).decide()
-    monkeypatch.setattr(rollout, "_in_words", lambda nbytes: f"{nbytes} bytes")
+    monkeypatch.setattr(rollout, "_readable_size", lambda nbytes: f"{nbytes} bytes")
     buffer = RolloutBuffer(4)
     with caplog.at_level(logging.INFO, "sparring.data.buffer"):
         buffer.add(transition)

@@ -77,15 +77,15 @@ def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
     config = load_config({"env": {"task": ["reach_d0"]}})
     env = make_env(config.env, 4, max_episode_steps=10)
     policy = ActorCritic(config.policy, env.spec, 1)
-    evaluation = evaluate(policy, env, episodes=6, seed=1, films=1)
+    evaluation = evaluate(policy, env, episodes=6, seed=1, videos=1)
     written = json.loads(evaluation.write(tmp_path / "evaluation.json").read_text())
     assert set(written["scores"]) == {"policy", "random"}
     score = written["scores"]["policy"]["reach_d0"]
     assert score["success"]["episodes"] == 6 and score["steps"] == 10
     assert "95 % interval" in evaluation.table() and "random" in evaluation.table()
     # one film: the first picture and one per step
-    assert len(evaluation.films) == 1 and len(evaluation.films[0].frames) == 11
-    assert evaluation.films[0].developed().frames[0].shape == (256, 512, 3)
+    assert len(evaluation.videos) == 1 and len(evaluation.videos[0].frames) == 11
+    assert evaluation.videos[0].rendered().frames[0].shape == (256, 512, 3)
     again = evaluate(policy, env, episodes=6, seed=1)
     assert again.scores == evaluation.scores
     assert evaluate(policy, env, episodes=6, seed=2).scores != evaluation.scores

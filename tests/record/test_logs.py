@@ -116,10 +116,10 @@ def test_what_a_normalizer_says_of_itself():
     normalizer = Normalizer(2)
     normalizer.shift.copy_(torch.tensor([-1.0, 2.0]))
     normalizer.scale.copy_(torch.tensor([0.5, 8.0]))
-    assert normalizer.in_words() == "2 numbers, shifted by -1 to 2, scaled by 0.5 to 8"
+    assert normalizer.describe() == "2 numbers, shifted by -1 to 2, scaled by 0.5 to 8"
     running = RunningNormalizer(1)
     running.update(torch.tensor([[1.0], [5.0]]))
-    assert running.in_words() == "1 numbers, shifted by 3 to 3, scaled by 0.5 to 0.5, by 2 observations"
+    assert running.describe() == "1 numbers, shifted by 3 to 3, scaled by 0.5 to 0.5, by 2 observations"
 
 
 # ---- children

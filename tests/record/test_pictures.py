@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparring.collect.camera import Episode, Film
+from sparring.collect.camera import Episode, EpisodeVideo
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
@@ -18,18 +18,18 @@ from sparring.phases.replay import Prediction
 from sparring.record import videos as videos_module
 from sparring.record.overlay import Scene, filmstrip, write_png
 from sparring.record.recorder import Recorder
-from sparring.record.videos import VideoWriter, _by_camera, _film_scene, _prediction_scene, _write_video
+from sparring.record.videos import VideoWriter, _by_camera, _episode_scene, _prediction_scene, _write_video
 
 SPEC = EnvSpec(
-    {}, 2, task_names=("reach",), instructions=("touch the ball",), control_hz=10.0, film_cameras=("head", "wrist")
+    {}, 2, task_names=("reach",), instructions=("touch the ball",), control_hz=10.0, video_cameras=("head", "wrist")
 )
 GREEN, RED = (52, 168, 104), (222, 74, 66)
 
 
-def film_of(steps=3, success=True, values=(1.0, 2.0, 3.0)) -> Film:
+def film_of(steps=3, success=True, values=(1.0, 2.0, 3.0)) -> EpisodeVideo:
     """Its pictures are 10, 11, ... bright at the head and 200 at the wrist, drawn when they are wanted."""
     pictures = [np.concatenate([plain(10 + t), plain(200)], axis=1) for t in range(steps + 1)]
-    return Film(
+    return EpisodeVideo(
         [lambda picture=picture: picture for picture in pictures],
         Episode(env=4, task=0, reward=0.75, steps=steps, success=success),
         np.full(steps, 0.25),
@@ -155,9 +155,9 @@ def test_filmstrip_shows_first_and_last():
 
 
 def test_captions_say_what_led_to_each_picture():
-    film = film_of().developed()
-    views = _by_camera(film.frames, SPEC.film_cameras)
-    scene = _film_scene(film, views, SPEC)
+    video = film_of().rendered()
+    views = _by_camera(video.frames, SPEC.video_cameras)
+    scene = _episode_scene(video, views, SPEC)
     assert scene.title == "reach: touch the ball" and scene.success is True and scene.fps == 10
     assert scene.captions == [
         ("step 0/3", "reward 0.00", "sum 0.00", "value 1.00"),
@@ -174,8 +174,8 @@ def test_captions_say_what_led_to_each_picture():
 
 
 def test_what_nobody_knows_is_not_said():
-    film = film_of(values=(np.nan,) * 3).developed()
-    scene = _film_scene(film, _by_camera(film.frames, ()), EnvSpec({}, 2, reports_success=False))
+    video = film_of(values=(np.nan,) * 3).rendered()
+    scene = _episode_scene(video, _by_camera(video.frames, ()), EnvSpec({}, 2, reports_success=False))
     assert scene.captions[0] == ("step 0/3", "reward 0.00", "sum 0.00") and scene.success is None and scene.title == ""
     assert [name for name, _ in scene.rows[0]] == [""]
 

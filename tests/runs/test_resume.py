@@ -282,11 +282,11 @@ def test_what_an_interrupted_removal_left_is_gone_also_where_nothing_is_saved_an
     left = finished.folder / ".partial-checkpoint-2"
     left.mkdir()
     (left / "spec.json").write_text("{}")
-    film = finished.folder / "videos" / "episode_000014.partial"
-    film.parent.mkdir(exist_ok=True)
-    film.write_bytes(b"half")
+    video = finished.folder / "videos" / "episode_000014.partial"
+    video.parent.mkdir(exist_ok=True)
+    video.write_bytes(b"half")
     Run(config_in(tmp_path))
-    assert not left.exists() and not film.exists()
+    assert not left.exists() and not video.exists()
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

@@ -42,9 +42,9 @@ def test_every_command_can_be_given_as_it_is(output, settings, following, monkey
     with open("endless.py", "w") as file:
         file.write("from gymnasium.envs.classic_control import PendulumEnv as Endless\n")
     monkeypatch.syspath_prepend(os.getcwd())
-    report, film, train = recommended(output, *settings)
+    report, video, train = recommended(output, *settings)
     assert main(shlex.split(report)[1:]) == 0 and os.path.exists(f"{output}/report.html")
-    assert main([*shlex.split(film)[1:], "--episodes", "3"]) == 0
+    assert main([*shlex.split(video)[1:], "--episodes", "3"]) == 0
     words = shlex.split(train)[1:]
     assert words[words.index("--output") + 1] == following
     # all but how long it lasts

@@ -57,7 +57,7 @@ class EpisodeTracker:
 
 
 @dataclass(frozen=True)
-class Film:
+class EpisodeVideo:
     """One recorded episode of T steps. Per-decision values are repeated for each step of the chunk."""
 
     frames: list[Picture]  # T + 1: before the first step and after each
@@ -67,7 +67,7 @@ class Film:
     actions: np.ndarray  # [T, A] as asked for
     states: np.ndarray  # [T, S] as seen by the policy (S = 0 where it sees no state)
 
-    def developed(self) -> "Film":
+    def rendered(self) -> "EpisodeVideo":
         """With its pictures drawn, fit to be sent to another process."""
         return replace(self, frames=[drawn(frame) for frame in self.frames])
 
@@ -89,7 +89,7 @@ class _Reel:
     frames: list[Picture]
     decisions: list[_Decision] = field(default_factory=list)
 
-    def film(self, episode: Episode) -> Film:
+    def record_video(self, episode: Episode) -> EpisodeVideo:
         rewards, values, actions, states = [], [], [], []
         for decision in self.decisions:
             row = decision.place[episode.env]
@@ -98,7 +98,7 @@ class _Reel:
             values.append(np.repeat(decision.value[row], steps))
             actions.append(decision.action[row, :steps])
             states.append(np.repeat(decision.state[row][None], steps, axis=0))
-        return Film(self.frames, episode, *map(np.concatenate, (rewards, values, actions, states)))
+        return EpisodeVideo(self.frames, episode, *map(np.concatenate, (rewards, values, actions, states)))
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Camera:
         """Whether pictures that nobody looks at are never drawn."""
         return self._sketch(0) is not None
 
-    def film(self, robots: int) -> None:
+    def record_video(self, robots: int) -> None:
         self.waiting |= set(range(min(robots, self.env.num_envs))) - self.reels.keys()
 
     def all_began(self) -> None:
@@ -152,12 +152,12 @@ class Camera:
         self.unvalued.clear()
         self.clock = 0
 
-    def drain(self) -> list[Film]:
+    def drain(self) -> list[EpisodeVideo]:
         """What was filmed since the last call."""
         whole, self.whole = self.whole, []
-        return [reel.film(episode) for reel, episode in whole]
+        return [reel.record_video(episode) for reel, episode in whole]
 
-    def drain_failures_first(self, most: int) -> list[Film]:
+    def drain_failures_first(self, most: int) -> list[EpisodeVideo]:
         """At most so many: what went wrong is what people want to see; else in the order of the robots."""
         self.whole = sorted(self.whole, key=lambda one: (one[1].success, one[1].env))[:most]
         return self.drain()

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from sparring.algorithms.scoring import Parity
-from sparring.collect.camera import Camera, Episode, EpisodeTracker, Film
+from sparring.collect.camera import Camera, Episode, EpisodeTracker, EpisodeVideo
 from sparring.contract import (
     POLICY_MEMORY,
     check_completed,
@@ -149,10 +149,10 @@ class BaseCollector:
     def reseed(self, more: int) -> None:
         """Other episodes and noise than so far."""
 
-    def film(self, robots: int) -> None:
+    def record_video(self, robots: int) -> None:
         """Of each of the first so many robots, the next episode that begins."""
 
-    def drain_films(self) -> list[Film]:
+    def drain_videos(self) -> list[EpisodeVideo]:
         """Films of episodes that ended since the last call."""
         return []
 
@@ -338,10 +338,10 @@ class Collector(BaseCollector):
     def reseed(self, more: int) -> None:
         self.seed += more
 
-    def film(self, robots: int) -> None:
-        self.camera.film(robots)
+    def record_video(self, robots: int) -> None:
+        self.camera.record_video(robots)
 
-    def drain_films(self) -> list[Film]:
+    def drain_videos(self) -> list[EpisodeVideo]:
         return self.camera.drain()
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from tensordict import TensorDict
 
-from sparring.collect.camera import Episode, Film
+from sparring.collect.camera import Episode, EpisodeVideo
 from sparring.collect.collector import BaseCollector, Collector, Span, Stopwatch, complete_rollout
 from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
@@ -115,12 +115,12 @@ class GroupedCollector(BaseCollector):
         for collector in self.collectors:
             collector.reseed(more)
 
-    def film(self, robots: int) -> None:
+    def record_video(self, robots: int) -> None:
         """Of the first group."""
-        self.collectors[0].film(robots)
+        self.collectors[0].record_video(robots)
 
-    def drain_films(self) -> list[Film]:
-        return self.collectors[0].drain_films()
+    def drain_videos(self) -> list[EpisodeVideo]:
+        return self.collectors[0].drain_videos()
 
     def drain_episodes(self) -> list[Episode]:
         """Numbered as if there were one group."""

@@ -241,19 +241,19 @@ class Schema:
 
 
 def _accepted(info: FieldInfo) -> str:
-    return _in_words(info.annotation, info.metadata)
+    return _describe(info.annotation, info.metadata)
 
 
-def _in_words(annotation: Any, metadata: Iterable = ()) -> str:
+def _describe(annotation: Any, metadata: Iterable = ()) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else _in_words(arg, metadata) for arg in args)
+        return " or ".join("null" if arg is type(None) else _describe(arg, metadata) for arg in args)
     if origin is typing.Annotated:
-        return _in_words(args[0], [bound for extra in args[1:] for bound in getattr(extra, "metadata", [extra])])
+        return _describe(args[0], [bound for extra in args[1:] for bound in getattr(extra, "metadata", [extra])])
     if origin is Literal:
         return f"one of: {', '.join(map(str, args))}"
     if origin in (tuple, list):
-        return f"a list, each {_in_words(args[0])}"
+        return f"a list, each {_describe(args[0])}"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = [(name, getattr(m, name)) for m in metadata for name in signs if hasattr(m, name)]

@@ -236,7 +236,7 @@ class RolloutBuffer:
         rows = self._transition_rows
         needed = rows * _bytes(transition) + (self.capacity + 1) * _bytes(observation)
         new, place = self._place(needed, observation)
-        log.info(f"buffer: {self.capacity:,} x {len(td)} transitions, {_in_words(needed)} in {place}")
+        log.info(f"buffer: {self.capacity:,} x {len(td)} transitions, {_readable_size(needed)} in {place}")
         self._transition, self._observation = (
             # [N, ...] -> [rows, N, ...]
             part.apply(lambda x, count=count: new((count, *x.shape), x.dtype), batch_size=[count, len(td)])
@@ -360,14 +360,14 @@ class VLABuffer(RolloutBuffer):
     def _place(self, needed: int, observation: TensorDict):
         """RAM or a file; last observations of episodes are in RAM in any case."""
         limit = free_ram() // 2 if self.memory_limit is None else self.memory_limit
-        each = _in_words(_bytes(observation) // len(observation))
+        each = _readable_size(_bytes(observation) // len(observation))
         if needed <= limit:
             return _empty, f"RAM, and {each} for each end of an episode"
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise UserError(
-                f"the buffer needs {_in_words(needed)}, but {self.folder} has {_in_words(free)} free; "
+                f"the buffer needs {_readable_size(needed)}, but {self.folder} has {_readable_size(free)} free; "
                 "choose a smaller buffer.size, or another buffer.folder"
             )
         return self._mapped, f"{self.folder}, and {each} of RAM for each end of an episode"
@@ -418,7 +418,7 @@ def _bytes(td: TensorDict) -> int:
     return sum(value.nbytes for _, value in leaves(td))
 
 
-def _in_words(nbytes: int) -> str:
+def _readable_size(nbytes: int) -> str:
     """'1.3 GB', '52 MB', '1.2 kB': two digits."""
     unit, size = next((pair for pair in (("GB", 1e9), ("MB", 1e6)) if nbytes >= pair[1] / 2), ("kB", 1e3))
     return f"{nbytes / size:,.{0 if nbytes >= 10 * size else 1}f} {unit}"

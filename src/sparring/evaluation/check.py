@@ -194,13 +194,13 @@ def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
 
 def _replay(collector: Collector, digests: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
     """The first decision that differs from `digests`, if any, and frames of one robot's first episode."""
-    env, frames, filming = collector.env, list[np.ndarray](), True
+    env, frames, recording = collector.env, list[np.ndarray](), True
     env.backend.record([0])  # as training and evaluations do, so that a render() that fails is found here
     for number, before in enumerate(digests):
         digest = _digest(collector.decide())
         frames += map(drawn, env.last.frames.get(0, []))
-        if filming and (0 in env.last.ended or len(frames) >= FRAMES):
-            filming = False
+        if recording and (0 in env.last.ended or len(frames) >= FRAMES):
+            recording = False
             env.backend.record([])
         if digest != before:
             return number, frames

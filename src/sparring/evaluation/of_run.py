@@ -55,7 +55,7 @@ def evaluate_checkpoint(
     elif kind == "eval_exploration":
         result, how = ExplorationEvaluation.run(config, load_policy(checkpoint, device), device), "sampled actions"
     else:
-        policy, shown = load_policy(checkpoint, device), {"greedy": greedy, "films": videos, "both": both}
+        policy, shown = load_policy(checkpoint, device), {"greedy": greedy, "videos": videos, "both": both}
         result = played = Evaluation.run(config, policy, device, **shown)
         both = "policy, sampled" in played.scores
         how = "greedy and sampled actions" if both else "greedy actions" if greedy else "sampled actions"
@@ -64,15 +64,15 @@ def evaluate_checkpoint(
     print(result.table(terminal_width()))
     about = {"checkpoint": str(checkpoint), "how": how, "settings": changed}
     print(f"numbers: {result.write(files.json_file, about)}")
-    if isinstance(result, Evaluation) and result.films:
+    if isinstance(result, Evaluation) and result.videos:
         files.remove_videos()
         progress, writer = _progress(checkpoint), VideoWriter(files.folder)
-        for number, film in enumerate(result.films):
-            video = writer.film(f"{files.name}_{number}", "eval", film, progress, result.spec, changed_text)
-            print(f"video: {video}")
+        for number, video in enumerate(result.videos):
+            file = writer.record_video(f"{files.name}_{number}", "eval", video, progress, result.spec, changed_text)
+            print(f"video: {file}")
             writer.finish()  # one after the other: nothing waits for it, and the queue leaves none out
-    if isinstance(result, Evaluation) and result.no_films:
-        print(f"no video: {result.no_films}")
+    if isinstance(result, Evaluation) and result.no_video_reason:
+        print(f"no video: {result.no_video_reason}")
     return result
 
 

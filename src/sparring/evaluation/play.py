@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
-from sparring.collect.camera import Episode, Film
+from sparring.collect.camera import Episode, EpisodeVideo
 from sparring.collect.collector import Collector
 from sparring.config.schema import Config
 from sparring.contract import EnvSpec
@@ -83,18 +83,18 @@ def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[Te
 
 
 def play(
-    policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, films: int = 0
-) -> tuple[list[Episode], list[Film]]:
+    policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, videos: int = 0
+) -> tuple[list[Episode], list[EpisodeVideo]]:
     """The episodes in the order in which they ended, and `films` of the robots' first ones, failures first."""
     training = policy.training
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
-    if films:
-        collector.camera.film(min(max(films, WATCHED if collector.camera.is_cheap else 0), episodes))
+    if videos:
+        collector.camera.record_video(min(max(videos, WATCHED if collector.camera.is_cheap else 0), episodes))
     decisions = held_out_decisions(collector, episodes)
     played = [episode for _, counted, ended in decisions for episode in ended if episode.env in counted]
     policy.train(training)
-    return played, collector.camera.drain_failures_first(films)
+    return played, collector.camera.drain_failures_first(videos)
 
 
 def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk: int) -> TensorDict:
@@ -121,9 +121,9 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
 @dataclass
 class Evaluation(EvaluationResult):
     scores: dict[str, dict[str, _Score]]  # who -> task -> score
-    films: list[Film]
+    videos: list[EpisodeVideo]
     spec: EnvSpec
-    no_films: str | None = None  # why there are none although some were asked for
+    no_video_reason: str | None = None  # why there are none although some were asked for
 
     @classmethod
     def run(cls, config: Config, policy: Policy, device: Device, **shown: Any) -> "Evaluation":
@@ -178,11 +178,11 @@ def evaluate(
     chunk: int = 1,
     greedy: bool = True,
     baseline: bool = True,
-    films: int = 0,
+    videos: int = 0,
     both: bool = False,
 ) -> Evaluation:
     """`policy` and uniformly random actions on the same held-out episodes; `both`: greedy and sampled actions."""
-    played, shot = play(policy, env, episodes, seed, chunk, greedy, films)
+    played, shot = play(policy, env, episodes, seed, chunk, greedy, videos)
     scores = {"policy": _score_by_task(played, env.spec)}
     if greedy and (both or policy.reports_sampled):
         played, _ = play(policy, env, episodes, seed, chunk, greedy=False)
@@ -190,8 +190,8 @@ def evaluate(
     if baseline:
         played, _ = play(RandomPolicy(env.spec, chunk).to(env.device), env, episodes, seed, chunk, greedy=False)
         scores["random"] = _score_by_task(played, env.spec)
-    no_films = why_no_picture(env) if films and not shot else None
-    return Evaluation(episodes, seed, scores, shot, env.spec, no_films)
+    no_video_reason = why_no_picture(env) if videos and not shot else None
+    return Evaluation(episodes, seed, scores, shot, env.spec, no_video_reason)
 
 
 def why_no_picture(env: Env) -> str:

@@ -48,10 +48,10 @@ class _Explorer(Student):
             )
         return section.model_copy(update={"kl_coef": kl_coef})
 
-    def pay(self) -> dict[str, float]:
+    def add_rewards(self) -> dict[str, float]:
         # the env's rewards: the world model predicts those, not what the explorer is paid
         reward = self.buffer.rollout()["next", "reward"]
-        paid = super().pay()
+        paid = super().add_rewards()
         rollout = with_following(self.buffer).select(*_RECORDED).exclude(("next", "value"))
         rollout["next", "reward"] = reward
         # a copy: the recorder keeps it until its episodes end, and the buffer is written to before that

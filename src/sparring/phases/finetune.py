@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Self
 
 from sparring.algorithms.ppo import Algorithm
-from sparring.collect.camera import Episode, Film
+from sparring.collect.camera import Episode, EpisodeVideo
 from sparring.collect.collector import Collector, Span, Stopwatch
 from sparring.config.schema import Config
 from sparring.config.section import Section
@@ -117,7 +117,7 @@ class Finetune(Phase):
             stages = self.collect()
         # rewards learn, too, but for those that are only added
         self.learning = not isinstance(self.rewards, AddedRewards)
-        collected = self.pay() | {"collect_seconds": time.perf_counter() - started} | stages
+        collected = self.add_rewards() | {"collect_seconds": time.perf_counter() - started} | stages
         # chunks and episodes may end early, in some processes more than in others
         self.progress.env_steps += sum(self.distributed.gather_objects([self.collector.env_steps - steps_before]))
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
@@ -145,12 +145,12 @@ class Finetune(Phase):
         self._check_remote_parity()
         # what judges and records rollouts must see all of them: its memories and episodes go on in the next one
         self.learning = True
-        self.pay()
+        self.add_rewards()
         self.algorithm.warm_up(self.buffer.rollout())
         self.learning = False
         self.collector.weights_changed()
 
-    def pay(self) -> dict[str, float]:
+    def add_rewards(self) -> dict[str, float]:
         return self.rewards.write_rewards(self.buffer) if self.rewards else {}
 
     def learn(self, fraction: float) -> dict[str, float]:
@@ -174,11 +174,11 @@ class Finetune(Phase):
         parity = self.algorithm.gate(self.collector.parity)
         return {"parity": parity.drift, "parity_ratio": parity.ratio}
 
-    def film(self, episodes: int) -> None:
-        self.collector.film(episodes)
+    def record_video(self, episodes: int) -> None:
+        self.collector.record_video(episodes)
 
-    def drain_films(self) -> list[Film]:
-        return self.collector.drain_films()
+    def drain_videos(self) -> list[EpisodeVideo]:
+        return self.collector.drain_videos()
 
     def drain_spans(self) -> list[Span]:
         spans, self.spans = self.spans, []

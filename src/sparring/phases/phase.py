@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from sparring.collect.camera import Film
+from sparring.collect.camera import EpisodeVideo
 from sparring.collect.collector import Span
 from sparring.envs.env import Env
 from sparring.phases.replay import Prediction
@@ -26,7 +26,7 @@ class Progress:
         return {"total_timesteps": self.env_steps, "num_episodes": self.episodes, "iterations": self.updates}
 
     @staticmethod
-    def in_words(counts: dict[str, int]) -> str:
+    def describe(counts: dict[str, int]) -> str:
         units = {"total_timesteps": "env steps", "num_episodes": "episodes", "iterations": "updates"}
         return " or ".join(f"{count:,} {units[name]}" for name, count in counts.items())
 
@@ -35,7 +35,7 @@ class Progress:
         name, limit = next((name, limit) for name, limit in limits.items() if self.by_limit[name] >= limit)
         made = self.by_limit[name]
         than = f"more than {limit:,}" if made > limit else "which is the limit"
-        done = f"{self.in_words({name: made})} are done already, {than}: nothing to train"
+        done = f"{self.describe({name: made})} are done already, {than}: nothing to train"
         return f"{done}; give more than {made:,} (training.{name})"
 
 
@@ -79,10 +79,10 @@ class Phase:
         """Continue from both. Returns messages about what could not be restored."""
         raise NotImplementedError
 
-    def film(self, episodes: int) -> None:
+    def record_video(self, episodes: int) -> None:
         """Record the next episode of each of so many robots, from its beginning."""
 
-    def drain_films(self) -> list[Film]:
+    def drain_videos(self) -> list[EpisodeVideo]:
         """Films that ended since the last call."""
         return []
 

@@ -116,7 +116,7 @@ class RunLog:
         for name, module in model.named_modules():
             # one that has seen no numbers yet has nothing to say
             if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", True)):
-                log.debug("update %d: %s: %s", update, name, module.in_words())
+                log.debug("update %d: %s: %s", update, name, module.describe())
 
 
 class _LogFile(logging.FileHandler):

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from sparring.collect.camera import Film
+from sparring.collect.camera import EpisodeVideo
 from sparring.contract import EnvSpec
 from sparring.data.video import find_ffmpeg
 from sparring.envs.backend import SEAM
@@ -63,23 +63,25 @@ class VideoWriter:
         each = encoder.seconds / encoder.done if encoder.done else FIRST_GUESS_S
         return self.share == 1 or encoder.seconds + videos * each <= self.share * (time.monotonic() - self.began)
 
-    def rollouts(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
-        for film in films:
-            self.film(f"rollout_{progress.updates:06d}_{film.episode.env}", "rollout", film, progress, spec)
+    def rollouts(self, videos: list[EpisodeVideo], progress: Progress, spec: EnvSpec) -> None:
+        for video in videos:
+            self.record_video(f"rollout_{progress.updates:06d}_{video.episode.env}", "rollout", video, progress, spec)
 
-    def evaluation(self, films: list[Film], progress: Progress, spec: EnvSpec) -> None:
+    def evaluation(self, videos: list[EpisodeVideo], progress: Progress, spec: EnvSpec) -> None:
         # with the update: a policy may be evaluated twice while no episode ends
         update = f"_{progress.updates:06d}" if progress.episodes else ""
-        for number, film in enumerate(films):
-            self.film(f"episode_{_number(progress):06d}{update}_{number}", "evaluation", film, progress, spec)
+        for number, video in enumerate(videos):
+            self.record_video(f"episode_{_number(progress):06d}{update}_{number}", "evaluation", video, progress, spec)
 
-    def film(self, name: str, kind: str, film: Film, progress: Progress, spec: EnvSpec, settings: str = "") -> Path:
+    def record_video(
+        self, name: str, kind: str, video: EpisodeVideo, progress: Progress, spec: EnvSpec, settings: str = ""
+    ) -> Path:
         """An episode as a video and as six of its moments; returns where the video will be."""
-        path, episode = self.folder / "videos" / f"{name}.mp4", film.episode
+        path, episode = self.folder / "videos" / f"{name}.mp4", video.episode
         success = episode.success if spec.reports_success else None
         line = _index_line(name, kind, progress, spec.task_names[episode.task], episode.steps, episode.reward)
-        line |= {"success": success, "cameras": list(spec.film_cameras), "settings": settings}
-        self.encoder.submit(partial(self._make_film, line, film, spec))
+        line |= {"success": success, "cameras": list(spec.video_cameras), "settings": settings}
+        self.encoder.submit(partial(self._make_episode_video, line, video, spec))
         return path
 
     def prediction(self, prediction: Prediction, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
@@ -94,14 +96,14 @@ class VideoWriter:
         if self.rerun is not None:
             self.rerun.flush()
 
-    def _make_film(self, line: dict, film: Film, spec: EnvSpec) -> None:
-        film = film.developed()
-        frames = cast(list[np.ndarray], film.frames)
+    def _make_episode_video(self, line: dict, video: EpisodeVideo, spec: EnvSpec) -> None:
+        video = video.rendered()
+        frames = cast(list[np.ndarray], video.frames)
         write_png(self.folder / line["strip"], filmstrip(frames))
-        views = _by_camera(frames, spec.film_cameras)
-        self._make_video(line, _film_scene(film, views, spec))
+        views = _by_camera(frames, spec.video_cameras)
+        self._make_video(line, _episode_scene(video, views, spec))
         if self.rerun is not None:
-            self.rerun.film(Path(line["file"]).stem, film, views)
+            self.rerun.record_video(Path(line["file"]).stem, video, views)
 
     def _make_prediction(self, line: dict, prediction: Prediction, spec: EnvSpec, anyway: bool) -> None:
         write_png(self.folder / line["strip"], prediction.moment(line["steps"] // 2))
@@ -229,19 +231,19 @@ def _by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, 
     return {camera: [frame[SEAM:-SEAM, inside] for frame in frames] for camera, inside in columns.items()}
 
 
-def _film_scene(film: Film, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
+def _episode_scene(video: EpisodeVideo, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
     """Each frame with the reward of the step that led to it and the value of the newest decision."""
     # [T + 1]: no reward before the first step, no decision after the last
-    rewards, values = np.append(0.0, film.rewards), np.append(film.values, film.values[-1:])
+    rewards, values = np.append(0.0, video.rewards), np.append(video.values, video.values[-1:])
     captions: list[tuple[str, ...]] = [
-        (f"step {moment}/{len(film.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
+        (f"step {moment}/{len(video.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
         for moment, (reward, total) in enumerate(zip(rewards, rewards.cumsum(), strict=True))
     ]
-    if np.isfinite(film.values).any():
+    if np.isfinite(video.values).any():
         captions = [(*texts, f"value {_figure(value)}") for texts, value in zip(captions, values, strict=True)]
-    captions = captions[: len(film.frames)]  # a simulator may have stopped drawing on the way
-    success = film.episode.success if spec.reports_success else None
-    return Scene([list(views.items())], _title(spec, film.episode.task), captions, success, spec.control_hz)
+    captions = captions[: len(video.frames)]  # a simulator may have stopped drawing on the way
+    success = video.episode.success if spec.reports_success else None
+    return Scene([list(views.items())], _title(spec, video.episode.task), captions, success, spec.control_hz)
 
 
 def _prediction_scene(prediction: Prediction, spec: EnvSpec) -> Scene:
@@ -292,14 +294,14 @@ class _RerunFile:
         self._rerun, self.folder = rerun, folder
         self._stream: Any = None
 
-    def film(self, name: str, film: Film, views: dict[str, list[np.ndarray]]) -> None:
+    def record_video(self, name: str, video: EpisodeVideo, views: dict[str, list[np.ndarray]]) -> None:
         for camera, pictures in views.items():
             self._pictures("step", f"{name}/camera/{camera}", pictures)
-        self._numbers("step", name, film)
+        self._numbers("step", name, video)
         # before the first step there is no reward, after the last no decision
-        self._series("step", f"{name}/reward", film.rewards, first=1)
-        if np.isfinite(film.values).any():
-            self._series("step", f"{name}/value", film.values)
+        self._series("step", f"{name}/reward", video.rewards, first=1)
+        if np.isfinite(video.values).any():
+            self._series("step", f"{name}/value", video.values)
 
     def prediction(self, name: str, prediction: Prediction) -> None:
         for kind, cameras in (("true", prediction.true), ("predicted", prediction.predicted)):
@@ -312,7 +314,7 @@ class _RerunFile:
         if self._stream is not None:
             self._stream.flush()
 
-    def _numbers(self, timeline: str, name: str, episode: Film | Prediction) -> None:
+    def _numbers(self, timeline: str, name: str, episode: EpisodeVideo | Prediction) -> None:
         for part, rows in (("state", episode.states), ("action", episode.actions)):
             if rows.shape[1]:
                 self._series(timeline, f"{name}/{part}", rows)

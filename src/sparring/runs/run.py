@@ -156,7 +156,7 @@ class Run:
 
     def _train(self) -> bool:
         progress = self.phase.progress
-        self.recorder.film_next(self)
+        self.recorder.record_next_video(self)
         grace_s = min(_GRACE_S, self.config.rollout.watchdog_s)
         with Interrupt(self.distributed.is_main, grace_s) as interrupt, self.console:
             while self.fraction < 1:
@@ -243,8 +243,8 @@ class Run:
         if self.nothing_new:
             log.info("%s", self.phase.progress.passed(now))
         elif now != before:
-            far, schedules = Progress.in_words(now), ", ".join(schedules_of(self.config))
-            change = f"the limit is {far} now, it was {Progress.in_words(before)}"
+            far, schedules = Progress.describe(now), ", ".join(schedules_of(self.config))
+            change = f"the limit is {far} now, it was {Progress.describe(before)}"
             then, share = self._share_of(before), self._share_of(now)
             stretch = f"{schedules} now runs over {far} and continues from {share:.0%} (was at {then:.0%})"
             log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
@@ -312,8 +312,8 @@ class _RunRecorder(Recorder):
         phase, progress = run.phase, run.phase.progress
         for name, value in metrics.items():
             self.pending[name].append(value)
-        if self.videos is not None and (films := phase.drain_films()):
-            self.videos.rollouts(films, progress, phase.env.spec)
+        if self.videos is not None and (videos := phase.drain_videos()):
+            self.videos.rollouts(videos, progress, phase.env.spec)
         self.timeline(phase.drain_spans())
         run.status.progress(progress, run.fraction)
         if progress.updates % run.config.training.log_every == 0 or run.fraction >= 1:
@@ -333,11 +333,11 @@ class _RunRecorder(Recorder):
         self.write(progress, run.distributed.mean_of_all(means), run.phase.accuracy)
         run.log.normalizers(progress.updates, run.phase.model)
 
-    def film_next(self, run: Run) -> None:
+    def record_next_video(self, run: Run) -> None:
         """Film the next episodes: when a run begins or goes on, and after every checkpoint, where there is time."""
         episodes = run.config.rollout.render_episodes
         if self.videos is not None and self.videos.affords(episodes):
-            run.phase.film(episodes)
+            run.phase.record_video(episodes)
 
 
 class _Checkpoints:
@@ -349,7 +349,7 @@ class _Checkpoints:
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if run.phase.progress.updates % run.config.training.save_every == 0:
             self.save(run)
-            run.recorder.film_next(run)
+            run.recorder.record_next_video(run)
 
     def save_last(self, run: Run) -> None:
         if self.saved_at != run.phase.progress.updates:
@@ -429,14 +429,14 @@ class _Evaluator:
         elif phase.evaluation == "exploration":
             evaluation = ExplorationEvaluation.run(config, model, device)
         else:
-            evaluation = Evaluation.run(config, model, device, films=config.rollout.render_episodes)
+            evaluation = Evaluation.run(config, model, device, videos=config.rollout.render_episodes)
         if run.folder is not None:
             evaluation.write(run.folder / "evaluation.json")
         recorder.evaluation(phase.progress, evaluation.numbers())
         run.status.evaluated(recorder.evaluations())
-        if isinstance(evaluation, Evaluation) and evaluation.films and recorder.videos is not None:
-            recorder.videos.evaluation(evaluation.films, phase.progress, evaluation.spec)
-        if isinstance(evaluation, Evaluation) and evaluation.no_films and not self.has_said_no_video:
-            log.warning("no video: %s", evaluation.no_films)
+        if isinstance(evaluation, Evaluation) and evaluation.videos and recorder.videos is not None:
+            recorder.videos.evaluation(evaluation.videos, phase.progress, evaluation.spec)
+        if isinstance(evaluation, Evaluation) and evaluation.no_video_reason and not self.has_said_no_video:
+            log.warning("no video: %s", evaluation.no_video_reason)
             self.has_said_no_video = True
         return evaluation

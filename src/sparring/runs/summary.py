@@ -58,14 +58,14 @@ def _next_commands(config: Config) -> dict[str, str]:
     told = config.run_folder.is_absolute() or config.run_folder.parent.name
     given = run if told else shlex.quote(f"./{config.run_folder}")
     report = {f"sparring report {run}": "curves, pictures and settings on one page"}
-    film = {f"sparring eval {run} --videos 4": "held-out episodes, and films of some"}
+    video = {f"sparring eval {run} --videos 4": "held-out episodes, and films of some"}
     foretell = {f"sparring eval {run} --world-model": "what it foretells of held-out episodes"}
     explore = {f"sparring eval {run} --exploration": "what it touches and where it gets to"}
     match config.phase:
         case "finetune":
-            return report | film | _train(config, "finetune", f"pretrained={given}", "go on from these weights")
+            return report | video | _train(config, "finetune", f"pretrained={given}", "go on from these weights")
         case "imitate":
-            return _train(config, "finetune", f"pretrained={given}", "practise what it was shown") | film | report
+            return _train(config, "finetune", f"pretrained={given}", "practise what it was shown") | video | report
         case "teacher":
             return _train(config, "student", f"--teacher_path {given}", "an explorer for it") | foretell | report
         case "student":

@@ -46,7 +46,7 @@ class _ActorPipe:
     """
 
     def __init__(self):
-        self.version, self.staleness, self.films, self.hung_up = -1, 0, 0, False
+        self.version, self.staleness, self.videos, self.hung_up = -1, 0, 0, False
         # the process knows of its end, and closes the robots
         self.ending = False
         # closes them when the learner hangs up, whatever they are at
@@ -71,7 +71,7 @@ class _ActorPipe:
 
     def listen(self, begin: Begin) -> None:
         """For notices, from now on."""
-        self.version, self.staleness, self.films = begin.number, begin.staleness, begin.films
+        self.version, self.staleness, self.videos = begin.number, begin.staleness, begin.videos
         threading.Thread(target=self._listen, daemon=True).start()
 
     def wait_for_turn(self, number: int) -> None:
@@ -84,10 +84,10 @@ class _ActorPipe:
         if self.hung_up:
             raise _HungUp
 
-    def take_films(self) -> int:
+    def take_video_request(self) -> int:
         with self._changed:
-            films, self.films = self.films, 0
-        return films
+            videos, self.videos = self.videos, 0
+        return videos
 
     def _write(self, packed: bytes) -> None:
         try:
@@ -173,8 +173,8 @@ class _Actor:
                 self.pipe.wait_for_turn(number)
             with stopwatch.stage("load", collector.version):
                 collector.version = weights.load()
-            if films := self.pipe.take_films():
-                collector.film(films)
+            if videos := self.pipe.take_video_request():
+                collector.record_video(videos)
             collector.collect(self.buffer)
             rollout = self.buffer.rollout()
             with stopwatch.stage("gate", collector.version):
@@ -204,8 +204,8 @@ class _Actor:
         busy, spans = collector.drain_stages()
         state = self.states.take_out(collector.state_dict() | {"random": random_state(self.device)}, number)
         done = (collector.version, len(self.buffer.rollout()), collector.env_steps, collector.env.spec)
-        films = [film.developed() for film in collector.drain_films()]
-        played = (collector.drain_episodes(), films, spans)
+        videos = [video.rendered() for video in collector.drain_videos()]
+        played = (collector.drain_episodes(), videos, spans)
         rollouts = self.rollouts.handle if first else None
         states = self.states.shared.handle if first and self.states.shared else None
         return Report(number, *done, state, busy | metrics, parity, *played, rollouts, states)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sparring.collect.camera import Episode, Film
+from sparring.collect.camera import Episode, EpisodeVideo
 from sparring.collect.collector import BaseCollector, Span, Stopwatch
 from sparring.collect.remote.protocol import CLOSE_S, WATCHED, Begin, Failure, Report, TensorSlots, WeightsWriter
 from sparring.contract import EnvSpec
@@ -174,9 +174,9 @@ class RemoteCollector(BaseCollector):
         self._states: SharedMemory | None = None
         self._finished: deque[Report] = deque()
         self._episodes: list[Episode] = []
-        self._films: list[Film] = []
+        self._videos: list[EpisodeVideo] = []
         # asked for before it began
-        self._to_film = 0
+        self._to_record = 0
         # of the newest rollout
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
@@ -186,7 +186,7 @@ class RemoteCollector(BaseCollector):
         """Take the next rollout, when it is there."""
         if self._weights is None:
             self._weights = WeightsWriter(self.policy, self.version, self.folder)
-            self.actor.send(Begin(self.version, self._weights.handle(), self._to_film, self.allowed))
+            self.actor.send(Begin(self.version, self._weights.handle(), self._to_record, self.allowed))
         # its deadlines are the collecting process's; but it is broken off when the run is to stop
         with self.stopwatch.stage("wait", self.version), OwnStage("rollout", patience_s=math.inf):
             # what has come is read first, so that a failure is known although rollouts are waiting
@@ -206,7 +206,7 @@ class RemoteCollector(BaseCollector):
         self.env.spec, self.env_steps = report.spec, report.env_steps
         self.parity, self._rollout_version = report.parity, report.version
         self._episodes += report.episodes
-        self._films += report.films
+        self._videos += report.videos
         self._measure(report)
 
     def weights_changed(self) -> None:
@@ -261,15 +261,15 @@ class RemoteCollector(BaseCollector):
         episodes, self._episodes = self._episodes, []
         return episodes
 
-    def film(self, robots: int) -> None:
+    def record_video(self, robots: int) -> None:
         """The episodes that begin after the rollout that is being collected."""
-        self._to_film = robots
+        self._to_record = robots
         if self._weights is not None:
-            self.actor.send({"films": robots})
+            self.actor.send({"videos": robots})
 
-    def drain_films(self) -> list[Film]:
-        films, self._films = self._films, []
-        return films
+    def drain_videos(self) -> list[EpisodeVideo]:
+        videos, self._videos = self._videos, []
+        return videos
 
     def reseed(self, more: int) -> None:
         self.actor.call("reseed", more)

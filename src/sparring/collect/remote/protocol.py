@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sparring.algorithms.scoring import Parity
-from sparring.collect.camera import Episode, Film
+from sparring.collect.camera import Episode, EpisodeVideo
 from sparring.collect.collector import Span
 from sparring.contract import EnvSpec
 from sparring.processes.memory import Column, Key, SharedHandle, SharedMemory
@@ -48,7 +48,7 @@ class Begin:
     number: int
     weights: WeightsHandle
     # robots to be filmed
-    films: int
+    videos: int
     # how far rollouts that begin from now on may be behind
     staleness: int
 
@@ -77,7 +77,7 @@ class Report:
     # measured by the weights that collected it; None: the learner measures it itself
     parity: Parity | None
     episodes: list[Episode] = field(repr=False)
-    films: list[Film] = field(repr=False)
+    videos: list[EpisodeVideo] = field(repr=False)
     spans: list[Span] = field(repr=False)
     # with the first: where rollouts lie, and the large tensors of states
     rollouts: SharedHandle | None = None

@@ -169,7 +169,7 @@ class Tabletop:
             max_episode_steps=max_episode_steps,
             reports_success=any(task.reports_success for task in self._tasks),
             control_hz=CONTROL_HZ,
-            film_cameras=self._world.cameras,
+            video_cameras=self._world.cameras,
             hand_entries=self._observations.hand_entries,
             hand_scale=HAND_SCALE,
             object_entries=self._observations.object_entries,
