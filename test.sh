@@ -12,7 +12,7 @@ if [ "${1:-}" = --fast ]; then
   shift
 fi
 . ./setup_env.sh
-set_up "[dev,demos,vla,tensorboard,wandb,browser]"
+set_up "[dev,demos,vla,tensorboard,wandb,browser,docs]"
 
 # the report is looked at in a real browser where there is one, or where one can be had; else those tests are skipped
 if ! command -v chromium chromium-browser google-chrome > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
@@ -27,6 +27,10 @@ ruff format --check .
 
 say "mypy"
 mypy
+
+say "documentation"
+# a broken link or reference is an error
+python -m sphinx -W --keep-going -q -b html docs build/site
 
 say "pytest"
 # with its assertions rewritten, each module of tests is compiled once and not in each process

@@ -17,7 +17,7 @@ import pytest
 
 import sparring
 from sparring.cli.config import SCRIPTS, candidates
-from sparring.cli.main import _build_parser, main
+from sparring.cli.main import build_parser, main
 from sparring.config.schema import load_config
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
@@ -43,7 +43,7 @@ SHORT = [
 ENDLESS = ["train", "finetune", *SIZES, "training.total_timesteps=10000000", "env.name=gym:CartPole-v1"]
 
 
-(_subparsers,) = [a for a in _build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+(_subparsers,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
 COMMANDS = _subparsers.choices
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from sparring.config import schema
 from sparring.config.legacy import ALIASES
 from sparring.config.schema import SCHEMA
-from sparring.config.section import ConfigError, Schema, Section, _accepted
+from sparring.config.section import ConfigError, Schema, Section, accepted
 from sparring.config.text import Setting, flatten, parse_overrides, read_settings, to_yaml
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.errors import UserError
@@ -550,8 +550,8 @@ def _numbers():
         config = load_config(source)
         classes = {name: type(value) for name, value in config if isinstance(value, Section)}
         for key, info in SCHEMA.keys(classes).items():
-            kind = "integer" if "an integer" in _accepted(info) else "number" if "a number" in _accepted(info) else None
-            if kind and "a list" not in _accepted(info):
+            kind = "integer" if "an integer" in accepted(info) else "number" if "a number" in accepted(info) else None
+            if kind and "a list" not in accepted(info):
                 yield source, key, _within(kind, info.metadata)
 
 

@@ -105,7 +105,7 @@ def _forget_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Defaults of a command's parser: `command` runs it, `takes_overrides` where
     `key=value` may be given, `offered`: argument -> words for completion, or a function that finds them."""
     parser = argparse.ArgumentParser(
@@ -119,7 +119,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: list[str]) -> int:
-    parser = _build_parser()
+    parser = build_parser()
     (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     commands = dict(subparsers.choices)
     if argv[:1] == ["__complete"]:

@@ -167,13 +167,13 @@ def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
 
 
 # section -> name -> its config class; none of them imports torch
-_CLASSES: dict[str, dict[str, type[Section]]] = {
+CLASSES: dict[str, dict[str, type[Section]]] = {
     "env": {"tabletop": TabletopConfig},
     "policy": {"actor_critic": ActorCriticConfig, "flow": FlowConfig, "vla": VLAConfig},
     "world_model": {"token": TokenWorldModelConfig},
     "rewards": {"default": RewardsConfig, "original": OriginalRewardsConfig},
 }
-_CLASSES["policy"] |= {"native_vla": NativeVLAConfig, "pi0": PI0PolicyConfig}
+CLASSES["policy"] |= {"native_vla": NativeVLAConfig, "pi0": PI0PolicyConfig}
 
 
 def _env_class(name: Any) -> type[Section]:
@@ -195,8 +195,8 @@ def _class_of(section: str, name: Any, known: dict[str, str]) -> type[Section]:
     name = USUAL[section] if name is None else name
     if not isinstance(name, str):
         raise UserError(f"expected one of: {', '.join(known)}, or your.module:Class")
-    if name in _CLASSES[section]:
-        return _CLASSES[section][name]
+    if name in CLASSES[section]:
+        return CLASSES[section][name]
     kind = section.replace("_", " ")
     thing = resolve(name, known, kind)
     if section == "env" and _makes_gymnasium_envs(thing):
@@ -240,7 +240,7 @@ def _makes_gymnasium_envs(thing: Any) -> bool:
 
 def kinds_with(key: str) -> list[str]:
     section, _, leaf = key.partition(".")
-    classes = _CLASSES.get(section, {}) | ({"gym:<id>": GymConfig} if section == "env" else {})
+    classes = CLASSES.get(section, {}) | ({"gym:<id>": GymConfig} if section == "env" else {})
     leaf = leaf.partition(".")[0]
     return [f"{section}.name={name}" for name, config in classes.items() if leaf in config.model_fields]
 
@@ -261,7 +261,7 @@ SCHEMA = Schema(
         "policy": ("policy.name", lambda name: _class_of("policy", name, policies.POLICIES)),
         "world_model": ("world_model.name", lambda name: _class_of("world_model", name, world_models.WORLD_MODELS)),
         # the class itself refuses any other name
-        "rewards": ("rewards.name", lambda name: _CLASSES["rewards"].get(str(name), RewardsConfig)),
+        "rewards": ("rewards.name", lambda name: CLASSES["rewards"].get(str(name), RewardsConfig)),
         "algorithm_config": ("algorithm", _algorithm_class),
     },
     aliases=ALIASES,

@@ -115,7 +115,7 @@ class Schema:
     def classes(self, settings: Iterable[Setting] = (), problems: list[str] | None = None) -> dict[str, type[Section]]:
         last = {self.spelled(s.key): s for s in settings}
         classes: dict[str, Any] = {}
-        for name in filter(self._is_section, self.root.model_fields):
+        for name in filter(self.is_section, self.root.model_fields):
             if name not in self.pickers:
                 classes[name] = self.root.model_fields[name].annotation
                 continue
@@ -128,7 +128,7 @@ class Schema:
         return classes
 
     def keys(self, classes: Classes) -> dict[str, FieldInfo]:
-        keys = {name: info for name, info in self.root.model_fields.items() if not self._is_section(name)}
+        keys = {name: info for name, info in self.root.model_fields.items() if not self.is_section(name)}
         for name, cls in classes.items():
             keys |= {f"{name}.{leaf}": info for leaf, info in cls.model_fields.items()}
         return keys
@@ -176,7 +176,7 @@ class Schema:
             _insert(values, key, setting.value)
         return values
 
-    def _is_section(self, name: str) -> bool:
+    def is_section(self, name: str) -> bool:
         annotation = self.root.model_fields[name].annotation
         return name in self.pickers or (isinstance(annotation, type) and issubclass(annotation, Section))
 
@@ -195,7 +195,7 @@ class Schema:
         if key in self.root.model_fields:
             return None, f"is a section, not a value; its keys are {', '.join(_below(key, keys))}"
         if owner and not any(alias.startswith(f"{owner}.") for alias in self.aliases):
-            return None, f"{owner} has no keys below it; expected {_accepted(keys[owner])}"
+            return None, f"{owner} has no keys below it; expected {accepted(keys[owner])}"
         return None, self.explain(key, setting) or f"unknown key; {self._nearest(key, keys)}"
 
     def _nearest(self, key: str, keys: dict[str, FieldInfo]) -> str:
@@ -206,7 +206,7 @@ class Schema:
         # the section's own, else what `learning_rate` alone is in this phase
         usual = [k for k in meant if k in map(self.spelled, _SHORT_FOR.get(word, ()))]
         if meant := [k for k in meant if k.rpartition(".")[0] == section] or usual or meant:
-            return f"nearest: {', '.join(f'{k} ({_accepted(keys[k])})' for k in meant)}"
+            return f"nearest: {', '.join(f'{k} ({accepted(keys[k])})' for k in meant)}"
         whole = difflib.get_close_matches(key, spellings, n=1)
         last = difflib.get_close_matches(word, words, n=1)
         # a word of a key's name is more than letters that look alike: ppo.lr is ppo.policy_lr rather than ppo.c_bar
@@ -216,7 +216,7 @@ class Schema:
         else:
             best = spellings[whole[0]] if whole else words[last[0]] if last else None
         if best:
-            return f"nearest: {best} ({_accepted(keys[best])})"
+            return f"nearest: {best} ({accepted(keys[best])})"
         return f"valid here: {', '.join(_below(key.partition('.')[0], keys) or self.root.model_fields)}"
 
     def _validate(self, classes: Classes, placed: dict[str, Setting], problems: list[str]) -> Any:
@@ -231,7 +231,7 @@ class Schema:
                 # a list of wrong entries is one problem
                 for problem in {(p["loc"][:1], p["type"], p["msg"]): p for p in error.errors()}.values():
                     leaf = str(problem["loc"][0]) if problem["loc"] else ""
-                    if not name and self._is_section(leaf):
+                    if not name and self.is_section(leaf):
                         continue  # it was not made, and why is known
                     why = _why(problem, cls.model_fields.get(leaf))
                     line = f"{_given('.'.join(filter(None, (name, leaf))), placed)}: {why}"
@@ -240,7 +240,7 @@ class Schema:
         return None
 
 
-def _accepted(info: FieldInfo) -> str:
+def accepted(info: FieldInfo) -> str:
     return _describe(info.annotation, info.metadata)
 
 
@@ -301,4 +301,4 @@ def _why(problem: Any, info: FieldInfo | None) -> str:
     missing = "has no default and was not given; " if problem["type"] == "missing" else ""
     is_vast = problem["type"] == "less_than_equal" and problem["ctx"]["le"] >= _VAST
     more = f", at most {problem['ctx']['le']:,}: more takes more memory or time than there is" if is_vast else ""
-    return f"{missing}expected {_accepted(info)}{more}"
+    return f"{missing}expected {accepted(info)}{more}"
