@@ -114,7 +114,7 @@ def generate(app) -> None:
 
 
 def link_benchmarks(app, page: str, source: list[str]) -> None:
-    """Point links at the page made of benchmarks/README.md; the sources link the file, which works in the repository."""
+    """Point links at the page made of benchmarks/README.md; the sources link the file, which works on GitHub."""
     to = "../" * page.count("/") + "_generated/benchmarks.md"
     source[0] = re.sub(r"\]\((\.\./)+benchmarks/README\.md", f"]({to}", source[0])
 
