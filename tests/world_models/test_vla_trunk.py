@@ -127,7 +127,7 @@ def test_weights_come_back(native):
     [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}, {"lora_alpha": 8.0}],
 )
 def test_lora_without_a_vla(given):
-    with pytest.raises(ConfigError, match="is for the transformer of a VLA and there is none; give the folder of one"):
+    with pytest.raises(ConfigError, match="applies to the transformer.*world_model.trunk"):
         TokenWorldModelConfig(**given)
 
 

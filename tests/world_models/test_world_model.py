@@ -172,7 +172,7 @@ def test_scores_by_hand(monkeypatch):
     # [M, N, P, K, L]: the probability that each member gives to the truth
     said = torch.stack([probability, 1 - probability], -1)[:, None, None, None].expand(-1, 1, 8, 1, -1)
     said = torch.where(truth[..., None].bool(), said.flip(-1), said).log()
-    monkeypatch.setattr(model, "_opinions", lambda tokens: (said, None))
+    monkeypatch.setattr(model, "_predictions", lambda tokens: (said, None))
     scored = model.score(td)
     own = (entropy(0.9) + entropy(0.3)) / 2
     expected = {
@@ -218,7 +218,7 @@ def test_each_member_learns_from_random_windows_drawn_anew_in_each_step(monkeypa
 
 def test_values_that_a_digit_does_not_have_are_never_predicted():
     model = make(levels=(8, 3))
-    logits, _ = model._opinions(torch.randn(2, 1 + 8 + 4, 32))
+    logits, _ = model._predictions(torch.randn(2, 1 + 8 + 4, 32))
     assert logits.softmax(-1)[..., 1, 3:].max() == 0 and logits.softmax(-1)[..., 0, :].min() > 0
 
 
@@ -258,7 +258,7 @@ def test_envs_that_show_less():
     [
         (
             {"state": ((2,), "float32")},
-            r"shows none; it must observe image/<name> \(env.name=tabletop: env.cameras=\[head,wrist\]\)",
+            r"has none; it must observe image/<name> \(env.name=tabletop: env.cameras=\[head,wrist\]\)",
         ),
         ({"image/head": ((3, 40, 40), "uint8")}, "images of 40x40 pixels"),
         ({"image/head": ((3, 32, 32), "uint8"), "image/wrist": ((3, 64, 64), "uint8")}, "cameras of one size"),
@@ -283,7 +283,7 @@ def test_tokens_are_done_with_when_half_of_the_run_is_over():
     model = make(tokenizer_steps=5).train()
     assert not model.ready
     model.loss(moving_windows(2, 2))
-    assert model.preparing == "learning its tokens 20 %"
+    assert model.preparing == "tokenizer 20 % trained"
     model.settle()
     assert model.preparing is None
     assert model.ready and int(model.steps) == 5

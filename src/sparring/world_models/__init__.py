@@ -1,3 +1,3 @@
-"""World models: what the cameras will show after an action, with a memory of what they showed before."""
+"""World models: predict the next camera frames from the current frames, an action and a memory."""
 
 WORLD_MODELS = {"token": "sparring.world_models.token_model:TokenWorldModel"}

@@ -17,35 +17,35 @@ PRESETS = {
 class TokenWorldModelConfig(LoraConfig):
     """Frames as discrete tokens, predicted by an ensemble of transformers with a recurrent memory."""
 
-    name: str = Field("token", description="which world model: token, or your.module:Class")
+    name: str = Field("token", description="kind of world model: token, or your.module:Class")
     preset: Literal["tiny", "small"] = Field(
-        "tiny", description="sizes of what is null below; tiny: ~1.3 M parameters, for a CPU; small: ~27 M, for a GPU"
+        "tiny", description="values of the null sizes; tiny: ~1.3 M parameters, for a CPU; small: ~27 M, for a GPU"
     )
     tokenizer: Literal["context_fsq", "fsq", "vq"] = Field(
-        "context_fsq", description="what a token tells: how a patch changes (context_fsq), or how it looks (fsq, vq)"
+        "context_fsq", description="a token encodes the change of a patch (context_fsq) or its appearance (fsq, vq)"
     )
-    levels: Levels = Field((8, 8, 8), description="values of each of the numbers that an fsq token is made of")
-    codebook_size: int = Field(512, ge=2, description="tokens that vq chooses from")
-    tokenizer_steps: int = Field(2000, ge=0, description="gradient steps of the tokenizer alone; then it stays as is")
-    channels: int | None = Field(None, gt=0, description="of the convolutions of the tokenizer; null: the preset's")
-    width: int | None = Field(None, gt=0, description="of the transformers; null: the preset's")
-    layers: int | None = Field(None, gt=0, description="of each member's transformer; null: the preset's")
+    levels: Levels = Field((8, 8, 8), description="levels of each digit of an fsq token")
+    codebook_size: int = Field(512, ge=2, description="number of vq tokens")
+    tokenizer_steps: int = Field(2000, ge=0, description="gradient steps of the tokenizer alone; then it is frozen")
+    channels: int | None = Field(None, gt=0, description="channels of the tokenizer's convolutions; null: the preset's")
+    width: int | None = Field(None, gt=0, description="width of the transformers; null: the preset's")
+    layers: int | None = Field(None, gt=0, description="layers of each member's transformer; null: the preset's")
     heads: int | None = Field(None, gt=0, description="attention heads; null: the preset's")
-    members: int | None = Field(None, gt=0, description="separate transformers of the ensemble; null: the preset's")
-    memory_channels: int | None = Field(None, gt=0, description="numbers remembered of each patch; null: the preset's")
+    members: int | None = Field(None, gt=0, description="transformers in the ensemble; null: the preset's")
+    memory_channels: int | None = Field(None, gt=0, description="memory size per patch; null: the preset's")
     trunk: str | None = Field(
         None,
         validate_default=True,
-        description="folder of a native VLA or of transformers' pi0, whose transformer takes the place of the block "
-        "that all members share; null: a block of its own; lora_* is for this one",
+        description="folder of a native VLA or of transformers' pi0 whose transformer replaces the shared block; null: "
+        "a new block; lora_* applies to this transformer",
     )
-    remembers: bool = Field(True, description="false: each decision meets an empty memory, to see what memory is worth")
-    language_features: int = Field(32, ge=0, description="features of the instruction; 0: the model is not told it")
-    camera_dropout: float = Field(0.25, ge=0, lt=1, description="share of windows where dropped_cameras are not seen")
+    remembers: bool = Field(True, description="false: empty the memory before each decision, as an ablation")
+    language_features: int = Field(32, ge=0, description="features of the instruction; 0: it is not an input")
+    camera_dropout: float = Field(0.25, ge=0, lt=1, description="share of windows in which dropped_cameras are masked")
     dropped_cameras: tuple[str, ...] = Field(
-        ("head",), description="cameras that an explorer does without, so that the memory must at times as well"
+        ("head",), description="cameras that camera_dropout masks, because an explorer lacks them"
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the networks; losses are always fp32")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="precision of the networks; losses are always fp32")
 
     @field_validator("trunk")
     @classmethod
@@ -53,6 +53,6 @@ class TokenWorldModelConfig(LoraConfig):
         fields = LoraConfig.model_fields.items()
         given = [name for name, field in fields if info.data.get(name, field.default) != field.default]
         if given and trunk is None:
-            why = f"{given[0]}={info.data[given[0]]} is for the transformer of a VLA and there is none"
-            raise ValueError(f"{why}; give the folder of one as world_model.trunk, or leave it out (see policy.lora_r)")
+            why = f"{given[0]}={info.data[given[0]]} applies to the transformer of a VLA, and world_model.trunk is null"
+            raise ValueError(f"{why}; set world_model.trunk to the folder of a VLA, or remove the setting")
         return trunk

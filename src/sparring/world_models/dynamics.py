@@ -1,6 +1,6 @@
-"""Dynamics: patch features, the decision and the memory -> the digits of all next tokens. A shared trunk updates the
-memory step by step; separate members read its tokens and predict. Letters: N rows, P patches of all cameras, R
-registers, W width, V width of a VLA, m numbers of memory of each patch and register."""
+"""Dynamics: patch features, a decision and the memory -> the digits of all next tokens. A shared trunk updates the
+memory step by step; the ensemble members predict from its tokens. Letters: N rows, P patches of all cameras, R
+registers, W width, V width of a VLA, m memory channels of each patch and register."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from sparring.policies.weights import load_strictly
 from sparring.world_models.configs import TokenWorldModelConfig
 
 _KEY = "world_model.trunk"
-_REGISTERS = 4  # tokens of the trunk that belong to no patch, for what the memory keeps of the scene as a whole
+_REGISTERS = 4  # tokens of the trunk without a patch, for memory about the scene as a whole
 
 
 class DecisionEncoder(nn.Module):
-    """`td [N]` -> `[N, 1 + P, W]`: a token of the decision and one for each patch, of action, state and instruction."""
+    """`td [N]` -> `[N, 1 + P, W]`: encodes action, state and instruction as a decision token and one per patch."""
 
     def __init__(self, spec: EnvSpec, chunk: int, width: int, language_features: int, patches: int):
         super().__init__()
@@ -50,7 +50,7 @@ class DecisionEncoder(nn.Module):
         return self.tokens(self.mlp(torch.cat(parts, -1))).unflatten(-1, (-1, self.width))
 
     def _action(self, action: torch.Tensor) -> torch.Tensor:
-        # [N, C, A] -> [N, C * A], as the env takes them: clipped, or one of so many choices
+        # [N, C, A] -> [N, C * A], as the env executes them: clipped, or one-hot for discrete actions
         if self.choices:
             return nn.functional.one_hot(action[..., 0].long(), self.choices).flatten(1).float()
         return action.clamp(-1, 1).flatten(1)
@@ -68,7 +68,7 @@ class Trunk(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.gru = nn.GRUCell(width, memory_channels)
         with torch.no_grad():
-            # the second gate keeps: start by keeping most
+            # a bias of 2 on the update gate: at first the memory keeps most of its old value
             self.gru.bias_hh[memory_channels : 2 * memory_channels] += 2.0
         if config.trunk is not None:
             self.block = _VLATrunk(config, config.trunk, width)
@@ -80,15 +80,15 @@ class Trunk(nn.Module):
     def forward(
         self, patches: torch.Tensor, decision: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, P, W], [N, 1 + P, W], [N, D] -> tokens [N, 1 + P + R, W], the decision's first, and the memory after."""
+        """[N, P, W], [N, 1 + P, W], [N, D] -> tokens [N, 1 + P + R, W] (decision token first), memory after [N, D]."""
         memory = memory.view(len(memory) * self.slots, self.memory_channels)
         seen = torch.cat([patches, self.registers.expand(len(patches), -1, -1)], 1)
         decision, of_patches = decision[:, :1], decision[:, 1:]
-        decided = torch.cat([of_patches, decision.expand(-1, _REGISTERS, -1)], 1)
-        known = seen + self.remembered(memory).view_as(seen) + decided
-        tokens = self.block(torch.cat([decision, known], 1))
-        news = self.norm(tokens[:, 1:]).flatten(0, 1)
-        return tokens, self.gru(news, memory).view(len(tokens), -1).float()
+        decisions = torch.cat([of_patches, decision.expand(-1, _REGISTERS, -1)], 1)
+        inputs = seen + self.remembered(memory).view_as(seen) + decisions
+        tokens = self.block(torch.cat([decision, inputs], 1))
+        updates = self.norm(tokens[:, 1:]).flatten(0, 1)
+        return tokens, self.gru(updates, memory).view(len(tokens), -1).float()
 
 
 class EnsembleMember(nn.Module):
@@ -101,7 +101,7 @@ class EnsembleMember(nn.Module):
         self.others = nn.Linear(width, others)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> [N, P, outputs] of the patches, [N, others] of the decision."""
+        """-> [N, P, outputs] from the patches, [N, others] from the decision token."""
         tokens = self.norm(self.blocks(tokens))
         return self.tokens(tokens[:, 1 : 1 + self.patches]), self.others(tokens[:, 0])
 
@@ -122,7 +122,7 @@ class _Attention(nn.Module):
 
 
 class _VLATrunk(nn.Module):
-    """Tokens `[N, T, W]` through a VLA's layers and back, as a residual; layers learn by LoRA or in full."""
+    """Passes tokens `[N, T, W]` through a VLA's layers as a residual block; trained by LoRA or in full."""
 
     def __init__(self, config: TokenWorldModelConfig, folder: str, width: int):
         super().__init__()
@@ -142,7 +142,7 @@ class _VLATrunk(nn.Module):
 
 
 class _Layers(nn.Module):
-    """The layers of a native VLA, with its weight names, over tokens `[N, T, V]`."""
+    """The layers of a native VLA, with its weight names, applied to tokens `[N, T, V]`."""
 
     trunk: Sequence[GemmaLayer]
 
@@ -155,8 +155,8 @@ class _Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        turns = rotation(torch.arange(x.shape[1], device=x.device)[None], self.head_dim)
+        angles = rotation(torch.arange(x.shape[1], device=x.device)[None], self.head_dim)
         for layer in self.trunk:
-            q, k, v = layer.project(x, turns)
+            q, k, v = layer.project(x, angles)
             x = layer.finish(x, attend(q, k, v, seen))
         return self.trunk_norm(x)

@@ -1,4 +1,4 @@
-"""ImaginedEnv: a world model as an Env. Letters: N robots, C steps of a chunk, K robots that begin an episode."""
+"""ImaginedEnv: a world model as an Env. Letters: N robots, C steps of a chunk, K robots that start an episode."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,21 +14,21 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.world_models.world_model import WorldModel
 
-# seeds of K episodes -> where they begin: `observation` [K] and `memory` [K, D]
+# seeds of K episodes -> their start states: `observation` [K] and `memory` [K, D]
 Starts = Callable[[Sequence[int]], TensorDict]
 
 
 class ImaginedEnv(Env):
-    """`num_envs` robots in the imagination of `model`, from the states of `starts`. Each of the C executed steps gets
-    1/C of a decision's reward. An episode ends where the model finds it likelier than not, or at `max_decisions`."""
+    """`num_envs` robots simulated by `model`, from start states of `starts`. Each of the C steps of a chunk gets 1/C of
+    the predicted reward. An episode ends if its predicted probability exceeds 0.5, or after `max_decisions`."""
 
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int, **placed):
-        """`spec` of the true env; `placed` as in Env."""
+        """`spec`: that of the real env; `placed`: keyword arguments of Env."""
         super().__init__(_Imagination(model, spec, starts, num_envs, max_decisions), **placed)  # type: ignore[arg-type]
 
 
 class StoredStarts:
-    """Somewhere in stored episodes, each step as likely; the memory is what the model makes of the steps before it."""
+    """Start states from stored episodes, uniform over all steps; the model computes the memory from earlier steps."""
 
     def __init__(self, model: WorldModel, store: EpisodeStore, looks_back: int = 16):
         self.model, self.store, self.looks_back = model, store, looks_back
@@ -52,7 +52,7 @@ class StoredStarts:
 
 
 class GivenStarts:
-    """One of these observations [K], of robots that have seen nothing before."""
+    """Start states drawn from these observations [K], with an empty memory."""
 
     def __init__(self, model: WorldModel, observations: TensorDict):
         self.model, self.observations = model, observations
@@ -70,7 +70,7 @@ class _Imagination:
         shown = {name: kind for name, kind in spec.observation.items() if name in predicted}
         self.spec = replace(spec, observation=shown, max_episode_steps=0)  # the limit is counted in decisions
         self.seeds = EpisodeSeeds(0)
-        # [N]: decisions of this episode so far, and which episode it is
+        # [N]: decisions so far in the current episode, and the number of the episode
         self.decisions, self.episodes = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
         self.observation: Arrays = {}
         self.memory = np.zeros((num_envs, model.memory_size), np.float32)
@@ -92,7 +92,7 @@ class _Imagination:
         terminated = (predicted["terminated"].numpy(force=True) > 0.5) | success
         self.decisions += 1
         truncated = (self.decisions >= self.max_decisions) & ~terminated
-        # [N] -> [N, C]: with all of it on one step, gamma would discount the rewards of the others like that one's
+        # [N] -> [N, C]: spread evenly, because on a single step gamma would discount the whole reward alike
         chunk = action.shape[1]
         reward = np.repeat(predicted["reward"].numpy(force=True)[:, None] / chunk, chunk, axis=1)
         for name in self.observation.keys() - {"task"}:
@@ -106,7 +106,7 @@ class _Imagination:
         return Step(dict(self.observation), reward, executed, terminated, truncated, success, ended, final)
 
     def record(self, envs: list[int]) -> None:
-        """No frames: there is nothing to see but the observations."""
+        """Records no frames: only the observations exist."""
 
     def render(self, env: int) -> np.ndarray | None:
         return None
@@ -120,7 +120,7 @@ class _Imagination:
         own: Arrays = {"decisions": self.decisions, "episodes": self.episodes, "memory": self.memory}
         own |= {f"observation/{name}": values for name, values in self.observation.items()}
         if unlike := [n for n, mine in own.items() if (state[n].shape, state[n].dtype) != (mine.shape, mine.dtype)]:
-            raise UserError(f"this state is of another env: {', '.join(unlike)} have other shapes or dtypes than here")
+            raise UserError(f"this state is from another env: {', '.join(unlike)} differ in shape or dtype")
         self.seeds = EpisodeSeeds.from_array(state["seeds"])
         self.decisions, self.episodes = state["decisions"].copy(), state["episodes"].copy()
         self.memory = state["memory"].copy()

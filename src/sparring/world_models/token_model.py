@@ -16,11 +16,11 @@ from sparring.world_models.dynamics import DecisionEncoder, EnsembleMember, Trun
 from sparring.world_models.tokenizers import FSQ, PATCH, SIDE, VQ, ContextTokenizer, FrameTokenizer, merge_cells
 from sparring.world_models.world_model import WorldModel
 
-# of a batch's windows, how many each member learns from. They are drawn at random in each gradient step, not assigned
-# once as in bagging: over a run all members learn from all episodes, and differ by their first weights and these draws
+# share of a batch's windows that each member learns from. It is drawn again in each gradient step, unlike in bagging:
+# over a run all members learn from all episodes, and differ by their initial weights and these draws
 _WINDOWS_OF_MEMBER = 0.75
-_PICTURED = 8  # pictures are drawn of so many transitions of a batch: many small steps get further than few large ones
-# how much faster the tokenizer learns, and how much the dynamics care for pictures beside tokens
+_PICTURED = 8  # transitions per batch whose frames are decoded: many small steps learn faster than few large ones
+# learning rate of the tokenizer relative to the dynamics; weight of the picture loss relative to the token loss
 _TOKENIZER_RATE, _PICTURES = 2.0, 10.0
 _IMAGES = ("observation", "image"), ("next", "observation", "image")
 _NEVER = -1e4  # no digit has these values
@@ -46,14 +46,14 @@ class TokenWorldModel(WorldModel):
         patch_features = SIDE**2 * channels
         self.patches = nn.Sequential(nn.LayerNorm(patch_features), nn.Linear(patch_features, width))
         self.position = nn.Parameter(torch.randn(patches, width) * 0.3)
-        self.unseen = nn.Parameter(torch.randn(width) * 0.3)  # what is seen of a camera that is masked
+        self.unseen = nn.Parameter(torch.randn(width) * 0.3)  # the embedding of patches of a masked camera
         self.trunk = Trunk(config, patches, width, heads, sizes["memory_channels"])
         self.memory_size = self.trunk.memory_size
         outputs = quantizer.digits * quantizer.values
         others = self.decisions.state_size + 3
         shape = (patches, width, sizes["layers"], heads, outputs, others)
         self.ensemble = nn.ModuleList(EnsembleMember(*shape) for _ in range(self.members))
-        self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards lie far out
+        self.rewards = RunningNormalizer(1, clip=math.inf)  # not clipped: rare rewards are outliers
         self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     @property
@@ -62,7 +62,7 @@ class TokenWorldModel(WorldModel):
 
     @property
     def preparing(self) -> str | None:
-        return None if self.ready else f"learning its tokens {100 * int(self.steps) // self.config.tokenizer_steps} %"
+        return None if self.ready else f"tokenizer {100 * int(self.steps) // self.config.tokenizer_steps} % trained"
 
     def settle(self) -> None:
         self.steps.clamp_(min=self.config.tokenizer_steps)
@@ -88,26 +88,27 @@ class TokenWorldModel(WorldModel):
         batch["memory_after"] = self.empty_memory(batch.numel()).unflatten(0, batch.batch_size)
         some = batch.select(*_IMAGES)[_some_of(batch["mask"])]
         (now, seen), (following, seen_after) = (self._features(some[key]) for key in _IMAGES)
-        wrong, apart = self.tokenizer.loss(*(part.flatten(0, 1) for part in (now, seen, following, seen_after)))
-        return wrong + apart, {"loss_tokenizer": wrong}
+        parts = (part.flatten(0, 1) for part in (now, seen, following, seen_after))
+        picture_loss, quantizer_loss = self.tokenizer.loss(*parts)
+        return picture_loss + quantizer_loss, {"loss_tokenizer": picture_loss}
 
     def _dynamics_loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["mask"]
         with torch.no_grad():
             images, last = batch["observation", "image"], batch["next", "observation", "image"][:, -1:]
-            # the last one's following frame too: [B, T+1, V, 3, H, W] in 0..1 -> [B, T+1, V, h, w, c]
+            # with the frame after the last decision: [B, T+1, V, 3, H, W] in 0..1 -> [B, T+1, V, h, w, c]
             frames = torch.stack([torch.cat([images[name], last[name]], 1) for name in self.cameras], 2).float() / 255
             features = self.tokenizer.stem(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
             digits = self._digits(features[:, :-1].flatten(0, 2), features[:, 1:].flatten(0, 2))
             digits = digits.unflatten(0, mask.shape)
         tokens, memories = self._through_time(batch, features[:, :-1])
         batch["memory_after"] = memories.detach()
-        first = int(mask.any(0).nonzero()[0])  # columns that only bring the memory up to date are not predicted
+        first = int(mask.any(0).nonzero()[0])  # earlier columns only update the memory; they are not predicted
         batch, mask, digits, tokens = (each[:, first:] for each in (batch, mask, digits, tokens))  # type: ignore[assignment]
         frames, features = frames[:, first:], features[:, first:]
-        logits, others = self._opinions(tokens)  # [M, B, T, P, K, L] and [M, B, T, S + 3]
+        logits, others = self._predictions(tokens)  # [M, B, T, P, K, L] and [M, B, T, S + 3]
         weight = mask[None].float()  # [M, B, T]
-        if self.members > 1:  # each learns from random windows of this batch
+        if self.members > 1:  # each member learns from random windows of this batch
             weight = ((torch.rand(self.members, len(mask), 1, device=mask.device) < _WINDOWS_OF_MEMBER) & mask).float()
         true = digits.expand(logits.shape[:-1])[..., None]
         cross_entropy = (logits.logsumexp(-1) - logits.gather(-1, true)[..., 0]).sum(-1)  # nats, [M, B, T, P]
@@ -119,14 +120,14 @@ class TokenWorldModel(WorldModel):
         return sum(parts.values()), parts | accuracies  # type: ignore[return-value]
 
     def _picture_loss(self, frames: Tensor, features: Tensor, logits: Tensor, some: tuple[Tensor, Tensor]) -> Tensor:
-        """Loss of decoded predictions of some transitions, each by one member."""
+        """Loss of the decoded predictions for some transitions, each from a random member."""
         rows, columns = some
         member = torch.randint(self.members, rows.shape, device=rows.device)
         codes = self.tokenizer.quantizer.expected(logits[member, rows, columns].softmax(-1))
         codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
         now, following = frames[rows, columns].flatten(0, 1), frames[rows, columns + 1].flatten(0, 1)
-        foretold = self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes)
-        return self.tokenizer.picture_loss(foretold, now, following)
+        predicted = self.tokenizer.decode(now, features[rows, columns].flatten(0, 1), codes)
+        return self.tokenizer.picture_loss(predicted, now, following)
 
     def update_normalizers(self, batch: TensorDict, sum_over_processes) -> None:
         seen = batch["mask"]
@@ -144,7 +145,7 @@ class TokenWorldModel(WorldModel):
         with self._autocast():
             frames, features = self._features(td["observation", "image"])
             tokens, memory = self._step(td, features, without)
-            logits, others = self._opinions(tokens)
+            logits, others = self._predictions(tokens)
             codes = self.tokenizer.quantizer.expected(logits.softmax(-1).mean(0))
             images = self._decoded(frames, features, codes)
         others = others.mean(0)
@@ -160,13 +161,13 @@ class TokenWorldModel(WorldModel):
         with self._autocast():
             _, features, digits = self._transitions(td)
             tokens, memory = self._step(td, features, without)
-            logs = self._opinions(tokens)[0].log_softmax(-1)
+            logs = self._predictions(tokens)[0].log_softmax(-1)
         mean = logs.exp().mean(0)
         entropy, own = _entropy(mean).sum(-1), _entropy(logs.exp()).sum(-1).mean(0)
         error = -mean.gather(-1, digits[..., None])[..., 0].clamp_min(1e-9).log().sum(-1)
         right = (mean.argmax(-1) == digits).all(-1).float()
         scores = {"error": error, "entropy": entropy, "disagreement": entropy - own, "accuracy": right}
-        scores["surprise"] = error - own  # the encoder's posterior is a point: its KL to the prediction is the error
+        scores["surprise"] = error - own  # the encoder is deterministic: its KL to the prediction is the error
         return TensorDict({name: value.mean(-1) for name, value in scores.items()} | {"memory": memory}, td.batch_size)
 
     @torch.no_grad()
@@ -174,9 +175,9 @@ class TokenWorldModel(WorldModel):
         with self._autocast():
             _, features, digits = self._transitions(td)
             copied = self._digits(features.flatten(0, 1), features.flatten(0, 1))
-            logits = self._opinions(self._step(td, features, ())[0])[0]
-        said = logits.softmax(-1).mean(0).argmax(-1)
-        return TensorDict({"right": (said == digits).all(-1), "copied": (copied == digits).all(-1)}, td.batch_size)
+            logits = self._predictions(self._step(td, features, ())[0])[0]
+        predicted = logits.softmax(-1).mean(0).argmax(-1)
+        return TensorDict({"right": (predicted == digits).all(-1), "copied": (copied == digits).all(-1)}, td.batch_size)
 
     @torch.no_grad()
     def reconstruct(self, td: TensorDict) -> TensorDict:
@@ -186,7 +187,7 @@ class TokenWorldModel(WorldModel):
         return TensorDict({"image": images}, td.batch_size)
 
     def _transitions(self, td: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `td [N]`: frames and features before, and the digits [N, P, K] of the true next frames."""
+        """Frames and features before the transitions `td [N]`, and the digits [N, P, K] of the true next frames."""
         frames, features = self._features(td["observation", "image"])
         following = self._features(td["next", "observation", "image"])[1]
         return frames, features, self._digits(features.flatten(0, 1), following.flatten(0, 1))
@@ -197,13 +198,13 @@ class TokenWorldModel(WorldModel):
         return frames, self.tokenizer.stem(frames.flatten(0, 1)).unflatten(0, frames.shape[:2])
 
     def _digits(self, before: Tensor, after: Tensor) -> Tensor:
-        """Of frames [N * V, h, w, c] -> [N, P, K]."""
+        """Features of frames [N * V, h, w, c] -> digits [N, P, K]."""
         with torch.no_grad():
             digits = self.tokenizer.encode(before, after)
         return digits.unflatten(0, (-1, len(self.cameras))).flatten(1, 2)
 
     def _seen(self, features: Tensor, masked: Tensor) -> Tensor:
-        """Features [N, V, h, w, c], and which cameras are masked [N, V] -> [N, P, W]."""
+        """Features [N, V, h, w, c] and masked cameras [N, V] -> patch embeddings [N, P, W]."""
         patches = self.patches(merge_cells(features.flatten(0, 1)).unflatten(0, features.shape[:2]))
         patches = torch.where(masked[:, :, None, None], self.unseen.to(patches.dtype), patches)
         return patches.flatten(1, 2) + self.position
@@ -224,8 +225,8 @@ class TokenWorldModel(WorldModel):
         """Windows: tokens [B, T, 1+P+R, W], and the memory [B, T, D] after each step."""
         rows, steps = batch.batch_size
         dropped = torch.tensor([name in self.dispensable for name in self.cameras], device=features.device)
-        unlucky = torch.rand(rows, 1, device=features.device) < self.config.camera_dropout
-        masked = (unlucky & dropped)[:, None].expand(-1, steps, -1).flatten(0, 1)
+        chosen = torch.rand(rows, 1, device=features.device) < self.config.camera_dropout
+        masked = (chosen & dropped)[:, None].expand(-1, steps, -1).flatten(0, 1)
         patches = self._seen(features.flatten(0, 1), masked).unflatten(0, (rows, steps))
         decisions = self.decisions(batch.flatten()).unflatten(0, (rows, steps))
         memory, tokens, memories = self._entered(batch[:, 0]), [], []
@@ -237,24 +238,24 @@ class TokenWorldModel(WorldModel):
             memories.append(memory)
         return torch.stack(tokens, 1), torch.stack(memories, 1)
 
-    def _opinions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[.., 1+P+R, W] -> logits [M, .., P, K, L] and the other predictions [M, .., S + 3], of all members."""
+    def _predictions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[.., 1+P+R, W] -> token logits [M, .., P, K, L] and other predictions [M, .., S + 3] of all members."""
         rows, quantizer = tokens.shape[:-2], self.tokenizer.quantizer
-        said = [member(tokens.flatten(0, -3)) for member in self.ensemble]
-        logits = torch.stack([of_tokens for of_tokens, _ in said]).float()
+        outputs = [member(tokens.flatten(0, -3)) for member in self.ensemble]
+        logits = torch.stack([of_tokens for of_tokens, _ in outputs]).float()
         logits = logits.unflatten(-1, (quantizer.digits, -1)).masked_fill(~quantizer.valid, _NEVER)
-        others = torch.stack([other for _, other in said]).float()
+        others = torch.stack([other for _, other in outputs]).float()
         return logits.unflatten(1, rows), others.unflatten(1, rows)
 
     def _decoded(self, frames: Tensor, features: Tensor, codes: Tensor) -> TensorDict:
-        """Codes [N, P, E] on frames [N, V, 3, H, W] -> image/<camera> uint8."""
+        """Decode codes [N, P, E] with frames [N, V, 3, H, W] -> image/<camera> uint8."""
         codes = codes.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
         images = self.tokenizer.decode(frames.flatten(0, 1), features.flatten(0, 1), codes.to(features.dtype)).float()
         images = (images * 255).round().clamp(0, 255).to(torch.uint8).unflatten(0, frames.shape[:2])
         return TensorDict(dict(zip(self.cameras, images.unbind(1), strict=True)), [len(frames)])
 
     def _other_losses(self, batch: TensorDict, others: Tensor) -> dict[str, Tensor]:
-        """Reward, flags and state, [M, B, T] each."""
+        """Losses of reward, flags and state, [M, B, T] each."""
         following = batch["next"]
         reward = self.rewards(following["reward"].sum(-1, keepdim=True))[..., 0]
         losses = {"reward": (others[..., -3] - reward).square()}
@@ -268,13 +269,13 @@ class TokenWorldModel(WorldModel):
         return losses
 
     def _accuracies(self, logits: Tensor, digits: Tensor, features: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Of one random column of the windows."""
+        """Token accuracies of one random column of the windows."""
         usable = mask.any(0).nonzero()[:, 0]
         column = int(usable[torch.randint(len(usable), ())])
         counted = mask[:, column]
-        said, truth = logits[:, :, column].softmax(-1).mean(0).argmax(-1), digits[:, column]
+        predicted, truth = logits[:, :, column].softmax(-1).mean(0).argmax(-1), digits[:, column]
         still = features[:, column].flatten(0, 1)
-        right, copied = (said == truth).all(-1), (self._digits(still, still) == truth).all(-1)
+        right, copied = (predicted == truth).all(-1), (self._digits(still, still) == truth).all(-1)
         kinds = {"accuracy": right, "accuracy_copy": copied}
         means = {name: _mean(which.float().mean(-1), counted) for name, which in kinds.items()}
         return means | {"accuracy_changed": _mean(right.float(), counted[:, None] & ~copied)}
@@ -301,10 +302,10 @@ def _cameras(spec: EnvSpec) -> tuple[tuple[str, ...], tuple[int, ...]]:
     shapes = {n.removeprefix("image/"): s for n, (s, _) in spec.observation.items() if n.startswith("image/")}
     if not shapes:
         advice = "it must observe image/<name> (env.name=tabletop: env.cameras=[head,wrist])"
-        raise UserError(f"a world model predicts camera images and this env shows none; {advice}")
+        raise UserError(f"a world model predicts camera images and this env has none; {advice}")
     sizes = {shape[1:] for shape in shapes.values()}
     if len(sizes) > 1:
-        raise UserError(f"the world model wants cameras of one size, this env has {sorted(sizes)}; make them alike")
+        raise UserError(f"the world model needs cameras of one size, this env has {sorted(sizes)}; use one size")
     size = sizes.pop()
     if size[0] % PATCH or size[1] % PATCH:
         advice = f"set env.image_size to a multiple of {PATCH}"

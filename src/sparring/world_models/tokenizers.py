@@ -1,16 +1,17 @@
 """Tokenizers: one discrete token for every 16 x 16 pixels of a frame, shared by all cameras. A context tokenizer
-encodes how a patch changes from the frame before; a frame tokenizer encodes how it looks. A token is K digits: an FSQ
-code or one VQ index; gradients pass straight through. Letters: F frames, P tokens of one, h x w places of 4 x 4
-pixels, c channels (always last)."""
+encodes the change of a patch since the previous frame; a frame tokenizer encodes its appearance. A token is K digits:
+an FSQ code or one VQ index, with straight-through gradients. Letters: F frames, P tokens of a frame, h x w cells of
+4 x 4 pixels, c channels (always last)."""
 
 import torch
 from torch import nn
 
-CELL, PATCH = 4, 16  # pixels a side of one place of a feature map, and of what one token tells of
-SIDE = PATCH // CELL  # places a side of a token
-# changed pixels (in 1/255) and squared errors weigh more, or copying would be nearly right
+CELL, PATCH = 4, 16  # side in pixels of a cell of a feature map, and of the patch of a token
+SIDE = PATCH // CELL  # side of a patch in cells
+# a pixel counts as changed above 8/255; extra weights of changed pixels and squared errors: else copying is nearly
+# optimal
 _CHANGED, _CHANGED_WEIGHT, _SQUARES = 8, 4.0, 8.0
-_FARTHEST = 16.0  # pixels that something may move by, in one decision
+_FARTHEST = 16.0  # the largest motion, in pixels per decision
 
 
 class FSQ(nn.Module):
@@ -20,13 +21,13 @@ class FSQ(nn.Module):
         super().__init__()
         self.digits, self.values, self.size = len(levels), max(levels), len(levels)
         self.most = nn.Buffer(torch.tensor(levels, dtype=torch.float32) - 1, persistent=False)
-        # [K, L]: which values a digit has, and what number each stands for
+        # [K, L]: the valid values of a digit, and the number that each represents
         value = torch.arange(self.values)
         self.valid = nn.Buffer(value <= self.most[:, None], persistent=False)
         self.numbers = nn.Buffer(2 * value / self.most[:, None] - 1, persistent=False)
 
     def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[.., K] -> codes [.., K], digits [.., K] and a loss of its own (none)."""
+        """[.., K] -> codes [.., K], digits [.., K] and a quantiser loss (zero)."""
         squashed = torch.tanh(z)
         digits = ((squashed + 1) / 2 * self.most).round()
         codes = squashed + (2 * digits / self.most - 1 - squashed).detach()
@@ -44,19 +45,19 @@ class VQ(nn.Module):
     def __init__(self, codebook_size: int, size: int = 16, commitment: float = 0.25):
         super().__init__()
         self.digits, self.values, self.size, self.commitment = 1, codebook_size, size, commitment
-        # normalised inputs, a codebook of the same scale: nearly all vectors are in use
+        # inputs are normalised to the scale of the codebook, so that nearly all its vectors are used
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
         self.codebook = nn.Parameter(torch.randn(codebook_size, size))
         self.valid = nn.Buffer(torch.ones(1, codebook_size, dtype=torch.bool), persistent=False)
 
     def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[.., E] -> codes [.., E], digits [.., 1], and what pulls codebook and encoder together."""
+        """[.., E] -> codes [.., E], digits [.., 1], and the codebook and commitment loss."""
         z = self.norm(z)
         distance = self.codebook.square().sum(-1) - 2 * z @ self.codebook.T
         digits = distance.argmin(-1, keepdim=True)
         nearest = self.codes(digits)
-        apart = (nearest - z.detach()).square().mean() + self.commitment * (nearest.detach() - z).square().mean()
-        return z + (nearest - z).detach(), digits, apart
+        loss = (nearest - z.detach()).square().mean() + self.commitment * (nearest.detach() - z).square().mean()
+        return z + (nearest - z).detach(), digits, loss
 
     def codes(self, digits: torch.Tensor) -> torch.Tensor:
         return self.codebook[digits[..., 0]]
@@ -66,10 +67,10 @@ class VQ(nn.Module):
 
 
 class _Tokenizer(nn.Module):
-    """Frames are float in 0..1; `features` are the stem's maps of them."""
+    """Base of both tokenizers. Frames are float in 0..1; `features` are the stem's feature maps of them."""
 
-    frames: int  # how many frames the encoder sees, and (below) what is drawn of a pixel: colours first
-    drawn_channels: int = 3
+    frames: int  # number of frames that the encoder gets
+    drawn_channels: int = 3  # channels that the decoder draws for each pixel, colours first
 
     def __init__(self, quantizer: FSQ | VQ, channels: int):
         super().__init__()
@@ -89,12 +90,13 @@ class _Tokenizer(nn.Module):
         return self._quantized(before, after)[1]
 
     def decode(self, frame: torch.Tensor, features: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """The next frame, from the one before, its features, and the codes [F, P, E] of the tokens."""
+        """The next frame, from the current frame, its features, and the codes [F, P, E] of the tokens."""
         raise NotImplementedError
 
     def loss(self, frame, features, following, following_features) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, _, apart = self._quantized(features, following_features)
-        return self.picture_loss(self.decode(frame, features, codes), frame, following), apart
+        """The picture loss and the quantiser loss."""
+        codes, _, quantizer_loss = self._quantized(features, following_features)
+        return self.picture_loss(self.decode(frame, features, codes), frame, following), quantizer_loss
 
     @staticmethod
     def picture_loss(drawn: torch.Tensor, frame: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -112,7 +114,7 @@ class _Tokenizer(nn.Module):
 
 
 class ContextTokenizer(_Tokenizer):
-    """Every pixel is copied from somewhere in the frame before, and painted over by a gate."""
+    """Copies each pixel from a position in the previous frame, and blends a drawn colour in through a gate."""
 
     frames, drawn_channels = 2, 6
 
@@ -150,46 +152,46 @@ class _ConvBlock(nn.Module):
         self.output = nn.Linear(channels, channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # [F, h, w, c]; the convolution wants its channels in front, which is a matter of strides only
+        # [F, h, w, c]; the convolution needs channels first: a permutation of strides, without a copy
         around = self.around(nn.functional.silu(self.norm(x)).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return x + self.output(nn.functional.silu(around))
 
 
 def _cut(images: torch.Tensor) -> torch.Tensor:
-    """[F, k, H, W] -> [F, h, w, 16k]: the pixels of each place, as its channels."""
+    """[F, k, H, W] -> [F, h, w, 16k]: the pixels of each cell become its channels."""
     frames, channels, height, width = images.shape
     cells = images.reshape(frames, channels, height // CELL, CELL, width // CELL, CELL)
     return cells.permute(0, 2, 4, 1, 3, 5).reshape(frames, height // CELL, width // CELL, -1)
 
 
 def _paste(cells: torch.Tensor) -> torch.Tensor:
-    """The way back: [F, h, w, 16k] -> [F, k, H, W]."""
+    """The inverse of `_cut`: [F, h, w, 16k] -> [F, k, H, W]."""
     frames, height, width, size = cells.shape
     cells = cells.reshape(frames, height, width, size // CELL**2, CELL, CELL).permute(0, 3, 1, 4, 2, 5)
     return cells.reshape(frames, -1, height * CELL, width * CELL)
 
 
 def merge_cells(cells: torch.Tensor) -> torch.Tensor:
-    """[F, h, w, c] -> [F, P, 16c]: the 4 x 4 places that one token tells of, as its features."""
+    """[F, h, w, c] -> [F, P, 16c]: the 4 x 4 cells of a token become its features."""
     frames, height, width, channels = cells.shape
     blocks = cells.reshape(frames, height // SIDE, SIDE, width // SIDE, SIDE, channels).permute(0, 1, 3, 2, 4, 5)
     return blocks.reshape(frames, -1, SIDE**2 * channels)
 
 
 def _split_cells(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The way back: [F, P, 16c] -> [F, h, w, c]."""
+    """The inverse of `merge_cells`: [F, P, 16c] -> [F, h, w, c]."""
     frames, _, size = tokens.shape
     blocks = tokens.reshape(frames, height // SIDE, width // SIDE, SIDE, SIDE, size // SIDE**2)
     return blocks.permute(0, 1, 3, 2, 4, 5).reshape(frames, height, width, -1)
 
 
 def _moved_by(frame: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
-    """[F, 3, H, W]: each pixel from so many pixels [F, 2, H, W] to the right and below; edges go on for ever."""
+    """[F, 3, H, W]: each pixel is read at the offset `way` [F, 2, H, W] (right, down); borders are repeated."""
     height, width = frame.shape[-2:]
     rows, columns = torch.arange(height, device=frame.device), torch.arange(width, device=frame.device)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
-    # [F, H, W, 2], -1 and 1 being the middles of the outermost pixels
+    # [F, H, W, 2], where -1 and 1 are the centres of the outermost pixels
     place = torch.stack([(x + way[:, 0]) * 2 / (width - 1) - 1, (y + way[:, 1]) * 2 / (height - 1) - 1], -1)
-    # on a CPU the gradient of a place that is NaN is written out of bounds; the picture shall be NaN all the same
+    # on a CPU, grid_sample writes the gradient of a NaN position out of bounds; the last line restores the NaN
     moved = nn.functional.grid_sample(frame, place.nan_to_num(0.0), padding_mode="border", align_corners=True)
     return moved + way.detach().sum() * 0
