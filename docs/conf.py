@@ -38,6 +38,8 @@ add_module_names = False
 html_theme = "furo"
 html_title = f"Sparring {release}"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 copybutton_prompt_text = "$ "
 
 
@@ -73,9 +75,11 @@ def settings_of(prefix: str, cls: type, skip=lambda name: False) -> str:
     rows = []
     for name, info in cls.model_fields.items():
         if not skip(name):
-            value = "required" if info.is_required() else f"`{plain(info.default)}`"
-            rows.append((f"`{prefix}{name}`", value, accepted(info), info.description or ""))
-    return table(("key", "default", "accepted", "meaning"), rows)
+            value = "required" if info.is_required() else f"`{plain(info.get_default(call_default_factory=True))}`"
+            # <camera> is text, not an HTML element
+            meaning = (info.description or "").replace("<", "&lt;")
+            rows.append((f"`{prefix}{name}`", value, meaning, accepted(info).replace("<", "&lt;")))
+    return table(("key", "default", "meaning", "accepted"), rows)
 
 
 def plain(value: object) -> str:
