@@ -189,9 +189,9 @@ def test_what_the_collecting_process_cannot_make_again_is_refused():
     config = load_config(SMALL)
     env, policy = make_env(config.env, 4), LinearPolicy()
     algorithm = PPO(config.ppo, policy)
-    with pytest.raises(UserError, match="this Env was not made from one; make it with make_env, or use mode='sync'"):
+    with pytest.raises(UserError, match="this Env has none; create it with make_env, or use mode='sync'"):
         Trainer(policy, counting_env(), algorithm, mode="async")
-    with pytest.raises(UserError, match="this LinearPolicy has none; make it with make_policy .*, or use mode='sync'"):
+    with pytest.raises(UserError, match="this LinearPolicy has none; .*make_policy .*, or use mode='sync'"):
         Trainer(policy, env, algorithm, mode="async")
     mine = type("Mine", (PPO,), {"__module__": "__main__"})
     with pytest.raises(UserError, match="algorithm '__main__:Mine' is defined in the script .*move the class"):
@@ -199,7 +199,7 @@ def test_what_the_collecting_process_cannot_make_again_is_refused():
     own = type("Own", (ActorCritic,), {"__module__": "mine"})(config.policy, env.spec, 1)
     with pytest.raises(UserError, match="its config, 'actor_critic', which is not the class .* to 'mine:Own'"):
         Trainer(own, env, PPO(config.ppo, own), mode="async")
-    with pytest.raises(UserError, match="^buffer_type='vla' \\(mode='async'\\) makes .* or use mode='sync'"):
+    with pytest.raises(UserError, match="^buffer_type='vla' \\(mode='async'\\) builds .* or use mode='sync'"):
         Trainer(policy, env, algorithm, buffer_type="vla")
     assert Trainer(policy, env, algorithm, buffer_type="vla", mode="sync").settings["rollout"]["mode"] == "sync"
 

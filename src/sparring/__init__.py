@@ -1,7 +1,7 @@
 """Sparring: reinforcement-learning post-training for robot vision-language-action policies.
 
-Importing this package imports nothing heavy; the names below are loaded when first used. The built-in tasks are
-registered with gymnasium where it was imported before.
+Importing this package imports nothing heavy: the names below are loaded at first use. The built-in tasks are registered
+with gymnasium if gymnasium was imported before.
 """
 
 import importlib
@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def lazy_names(package: str, homes: dict[str, str]):
-    """`__getattr__` and `__dir__` of a package whose names are loaded when first used; `homes`: name -> its module."""
+    """`__getattr__` and `__dir__` of a package that loads names at first use; `homes`: name -> its module."""
 
     def load(name: str):
         if name not in homes:

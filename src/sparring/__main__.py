@@ -1,13 +1,13 @@
-"""`python -m sparring`, also of the processes that it starts."""
+"""`python -m sparring`, also for the processes that it starts."""
 
 import os
 import sys
 
-# first on the path is the working directory, where a yaml.py in somebody else's run would be taken for the library
+# sys.path starts with the working directory, where a yaml.py in a downloaded run would replace the library
 here, named = sys.path[0], os.environ.get("PYTHONPATH", "")
 if not sys.flags.safe_path and here not in named.split(os.pathsep):
     if os.path.samefile(here or os.curdir, os.path.join(os.path.dirname(__file__), os.pardir)):
-        # Sparring itself lies there; the processes that it starts are to find it, too
+        # Sparring itself is there, and the processes that it starts must find it
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, named)))
     else:
         del sys.path[0]
@@ -22,7 +22,7 @@ from sparring.processes.launch import leave  # noqa: E402
 
 try:
     code = main()
-except Exception:  # as the interpreter would, which would then take libraries down
+except Exception:  # print it like the interpreter, then leave without the shutdown of libraries
     traceback.print_exc()
     code = 1
 leave(code)

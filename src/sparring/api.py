@@ -7,11 +7,11 @@ trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=2048, buffer
 trainer.train(total_timesteps=100_000)
 print(trainer.evaluate(episodes=100).table())
 
-GRPO takes whole episodes, of robots in groups:
+GRPO needs whole episodes of groups of robots:
 env = make_env(config.env, num_envs=16, group_size=8)
 trainer = Trainer(policy, env, GRPO(config.grpo, policy), episodes_per_batch=32)
 
-Robots act while the policy learns, in a process of their own (docs/async.md):
+With mode="async", a second process collects while the policy learns (docs/async.md):
 trainer = Trainer(policy, env, PPO(config.ppo, policy), mode="async")
 """
 
@@ -40,11 +40,11 @@ from sparring.world_models.world_model import WorldModel, make_world_model
 
 
 class Trainer:
-    """An env, a policy and an algorithm, put into THE loop. Without `output` nothing is written to disk.
+    """Runs the training loop with an env, a policy and an algorithm. Without `output` nothing is written to disk.
 
-    mode="sync" collects and learns in turns, mode="async" at the same time: a second process makes an env and a policy
-    from the configs of those given, which make_env and make_policy must have made, and gets the policy's weights.
-    buffer_type="vla" alone means both the ring of the newest decisions and mode="async".
+    mode="sync" alternates between collecting and learning. mode="async" does both at once: a second process builds an
+    env and a policy from the configs of the given ones, which must come from make_env and make_policy, and receives the
+    policy's weights. buffer_type="vla" selects the ring buffer of the newest decisions and mode="async".
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class Trainer:
         mode: str | None = None,
         staleness: int = 1,
     ):
-        """Between two updates: `episodes_per_batch` whole episodes, or `buffer_size` decisions (null: 2048).
+        """Between two updates it collects `episodes_per_batch` whole episodes, or `buffer_size` decisions (None: 2048).
 
-        `mode`: sync or async; null: async for buffer_type="vla". `staleness` (async): updates a rollout may be behind.
+        `mode`: "sync" or "async"; None: "async" for buffer_type="vla". `staleness` (async): the number of updates that
+        a rollout may be behind.
         """
-        # in the document that the buffer "vla" comes from, it is the asynchronous mode
+        # the source document that defines buffer type "vla" uses it for asynchronous collection
         asked = f"{mode=}" if mode else f"{buffer_type=} (mode='async')"
         mode = mode or ("async" if buffer_type == "vla" else "sync")
         if mode == "async":
@@ -91,26 +92,26 @@ class Trainer:
         self._closed = False
 
     def train(self, total_timesteps: int) -> bool:
-        """Train until `total_timesteps` env steps are done; False when interrupted. May be called again with more."""
+        """Train until `total_timesteps` env steps are done; False if interrupted. Call again with more to continue."""
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}}, inherit=False)
         if self.run is None:
             distributed, env = self.algorithm.distributed, self.env
-            # before there is a collecting process, whose output it takes
+            # before the collecting process exists, because it also receives that process's output
             run_log = RunLog(config.logging, self.quiet, distributed.rank)
             if config.rollout.mode == "async":
                 env = cast(Env, build_env(config, distributed, env.device))
             phase = Finetune.of(config, env, self.policy, self.algorithm, distributed)
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet, run_log=run_log)
         elif self._closed:
-            raise UserError("this Trainer was closed, and its collecting process has ended; make another one to go on")
+            raise UserError("this Trainer was closed, and its collecting process has ended; create a new Trainer")
         else:
             self.run.extend(config)
         return self.run.run()
 
     def evaluate(self, episodes: int = 100) -> Evaluation:
-        """Held-out episodes, in an env of their own, beside random actions on the same ones."""
+        """Evaluate on held-out episodes in a separate env, compared with random actions on the same episodes."""
         if self.env.config is None:
-            raise UserError("evaluate() needs an env that make_env() made, to make another like it")
+            raise UserError("evaluate() builds a second env from the env's config; create the env with make_env()")
         limit = self.env.spec.max_episode_steps or None
         env = make_env(self.env.config, self.env.num_envs, limit, self.env.device)
         try:
@@ -119,16 +120,16 @@ class Trainer:
             env.close()
 
     def close(self) -> None:
-        """End the collecting process of mode="async", for good; otherwise it ends with the program."""
+        """End the collecting process of mode="async"; without this call it ends with the program."""
         if self.run is not None and self.run.config.rollout.mode == "async":
             self.run.phase.env.close()
             self._closed = True
 
 
 def load_policy(path: str | Path, device: str = "cpu", trust: bool = False) -> Policy:
-    """The trained policy of a run folder or checkpoint, ready to act; strict about every weight. Needs no env.
+    """The trained policy of a run folder or checkpoint, ready to act. Every weight must fit. Needs no env.
 
-    `trust`: also a class that somebody else's config names is imported (docs/security.md).
+    `trust`: allow classes that a config from another user names (docs/security.md).
     """
     with trusting(trust):
         checkpoint = checkpoint_folder(path)
@@ -137,23 +138,23 @@ def load_policy(path: str | Path, device: str = "cpu", trust: bool = False) -> P
         spec = load_spec(checkpoint)
         phase = saved_settings(checkpoint).get("phase")
         if phase in ("student", "adversarial"):
-            spec = with_cameras(spec, config.student.cameras)  # it has fewer cameras than its env shows
+            spec = with_cameras(spec, config.student.cameras)  # the explorer may have fewer cameras than the env
         policy = make_policy(config.policy, spec, config.rollout.action_steps, device)
         load_weights(policy, checkpoint, "policy." if phase == "adversarial" else "")
     return policy.eval()
 
 
 def load_world_model(path: str | Path, device: str = "cpu", trust: bool = False) -> WorldModel:
-    """The trained world model of a teacher's or adversarial run or checkpoint; strict about every weight.
+    """The trained world model of a teacher or adversarial run or checkpoint. Every weight must fit.
 
-    `trust`: also a class that somebody else's config names is imported (docs/security.md).
+    `trust`: allow classes that a config from another user names (docs/security.md).
     """
     with trusting(trust):
         checkpoint = checkpoint_folder(path)
         phase = saved_settings(checkpoint).get("phase")
         if phase not in ("teacher", "adversarial"):
             raise UserError(
-                f"'{path}' holds what `sparring train {phase}` made, not a world model; give a teacher's run"
+                f"'{path}' is a run of `sparring train {phase}`, which has no world model; give a teacher's run"
             )
         settings = trusted_settings(checkpoint, ("world_model.", "rollout.action_steps"))
         config = load_config(None, settings, inherit=False)
@@ -168,16 +169,16 @@ def _section(thing) -> dict:
 
 
 def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness: int) -> None:
-    """Refuses parts that the collecting process cannot make again, or whose stale decisions cannot be learned from."""
-    # others than make_env's, such as an ImaginedEnv, may have the config of the env that they stand for
+    """Raise for parts that the collecting process cannot rebuild, or whose stale decisions cannot be corrected."""
+    # an env of another class, such as ImaginedEnv, may have the config of the env that it replaces
     configs = {"env": env.config if type(env) is Env else None, "policy": getattr(policy, "config", None)}
     if configs["env"] is None:
-        why = f"this {type(env).__name__} was not made from one; make it with make_env, or use mode='sync'"
-        raise UserError(f"{asked} makes a second env in another process, from the config of the first, and {why}")
+        why = f"this {type(env).__name__} has none; create it with make_env, or use mode='sync'"
+        raise UserError(f"{asked} builds a second env in another process from the config of the first, and {why}")
     if configs["policy"] is None:
         raise UserError(
-            f"{asked} makes a second policy in another process, from the config of the first, and this "
-            f"{type(policy).__name__} has none; make it with make_policy (a class of your own keeps its config as "
+            f"{asked} builds a second policy in another process from the config of the first, and this "
+            f"{type(policy).__name__} has none; create it with make_policy (your own class keeps its config as "
             "self.config), or use mode='sync'"
         )
     classes = {name: str(getattr(config, "name", "")) for name, config in configs.items()}
@@ -185,12 +186,12 @@ def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness
     for name, found in classes.items():
         refuse_of_script(found, f"{asked}: the {name} '{found}'", "mode='sync'")
     made = resolve(classes["policy"], POLICIES, "policy")
-    # what names no class is a function that chooses one of ours
+    # a name that resolves to a function selects one of the built-in classes
     if type(policy) is not made if isinstance(made, type) else not type(policy).__module__.startswith("sparring."):
         name = f"{type(policy).__module__}:{type(policy).__qualname__}"
         other = f"'{classes['policy']}', which is not the class of this one"
         advice = f"set policy.name to '{name}' in its config, or use mode='sync'"
-        raise UserError(f"{asked} would make a policy by the name of its config, {other}; {advice}")
+        raise UserError(f"{asked} would build a policy by the name in its config, {other}; {advice}")
     if staleness and isinstance(algorithm, Algorithm):
         algorithm.off_policy.check_correctable()
 

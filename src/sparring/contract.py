@@ -5,33 +5,33 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
 
     observation/image/<camera>   uint8 [3, H, W]      Env
     observation/state            float32 [S]          Env
-    observation/privileged       float32 [P]          Env, on request; what critics may know and policies may not
-    observation/depth/<camera>   float32 [1, H, W]    Env, on request; metres along the optical axis, 0: nothing there
+    observation/privileged       float32 [P]          Env, on request; for critics only
+    observation/depth/<camera>   float32 [1, H, W]    Env, on request; metres along the optical axis, 0: no hit
     observation/segmentation/<camera>  uint8 [1, H, W]  Env, on request
     observation/points           float32 [P, 6]       Env, on request; xyz in metres, rgb in 0..1
     observation/task             int64                Env; indexes env.tasks
     is_first                     bool                 Env
-    memory/policy                float32 [M]          Collector, for policies that have one: as it entered the decision,
-                                                      zeros where is_first, else what Policy.remember made of the last
+    memory/policy                float32 [M]          Collector, for policies with memory: before the decision;
+                                                      zeros if is_first, else the output of Policy.remember
     noise                        float32 [Z] in (0,1) Collector; the policy's randomness; absent: act greedily
     action                       float32 [C, A]       Policy; in [-1, 1] nominally, as sampled (discrete: A=1, an index)
-    log_prob, value              float32              Policy (log_prob: of the executed part, see Collector; or [S], of
-                                                      each of the policy's scored denoising steps; better float64)
-    trace/*                      what re-scoring and the parity gate need: log_prob [C], mean [C, ...], z2 [C], dims [C]
-    version                      int64                Collector; which weights acted
+    log_prob, value              float32              Policy (log_prob: of the executed part, see Collector; or [S], one
+                                                      per scored denoising step; float64 preferred)
+    trace/*                      inputs of re-scoring and the parity gate: log_prob [C], mean [C, ...], z2 [C], dims [C]
+    version                      int64                Collector; the version of the weights that acted
     next/observation/*           the true next one, before any auto-reset (Env)
-    next/reward                  float32 [C]          Env; one per executed step, 0 after the episode's end. Then the
-                                                      rewards, where there are some: all on the last executed step
+    next/reward                  float32 [C]          Env; one per executed step, 0 after the episode's end. Reward
+                                                      terms, if any, are added on the last executed step
     next/executed                int64                Env; steps of the chunk that were executed
     next/terminated, next/truncated, next/success  bool  Env
     next/value                   float32              Collector; V of the true next observation
-    advantage, return            float32              returns, or grpo
-    age                          int64                OffPolicy, of a stale rollout: versions behind the present one;
-                                                      proximal_log_prob, proximal_value: by the present weights
-    valid                        bool                 Collector, by episodes: false after a robot's last one, and
-                                                      nobody learns from it; absent: all are valid
-    episode, group               int64                Collector, by episodes: which episode of the rollout, and those
-                                                      with the same number of a group began alike
+    advantage, return            float32              PPO (GAE or V-trace), GRPO (advantage only)
+    age                          int64                OffPolicy, for a stale rollout: versions behind the current one;
+                                                      proximal_log_prob, proximal_value: under the current weights
+    valid                        bool                 Collector, by episodes: false after a robot's last episode, not
+                                                      learned from; absent: all are valid
+    episode, group               int64                Collector, by episodes: the episode in the rollout; episodes with
+                                                      the same group number have the same start state
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 _SCORES = ("float32", "float64")  # a ratio is the exponential of a small difference of large log-probs
-POLICY_MEMORY = ("memory", "policy")  # where what a policy remembers enters a decision
+POLICY_MEMORY = ("memory", "policy")  # the key of a policy's memory before the decision
 STEP_KEYS: dict[str | tuple[str, str], str] = {("next", "reward"): "float32", ("next", "executed"): "int64"}
 STEP_KEYS |= {("next", name): "bool" for name in ("terminated", "truncated", "success")} | {"is_first": "bool"}
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What an env shows and accepts."""
+    """The observations and actions of an env."""
 
     # "state", "image/head", ... -> (shape without N, numpy dtype name)
     observation: dict[str, tuple[tuple[int, ...], str]]
     action_dim: int
     discrete_actions: int = 0  # 0: continuous actions in [-1, 1]; n: `action[..., 0]` is an index in 0..n-1
-    # so many of the last action entries mean nothing: the env ignores them and a policy must not score them
+    # the env ignores this number of trailing action entries, and a policy must not score them
     action_padding: int = 0
-    # `observation/task` indexes both; a task that can be put in several ways appears once for each
+    # `observation/task` indexes both; a task with several wordings appears once for each
     task_names: tuple[str, ...] = ("",)
     instructions: tuple[str, ...] = ("",)
     max_episode_steps: int = 0
-    reports_success: bool = True  # False where nothing tells success from failure; evaluations then show rewards only
+    reports_success: bool = True  # False: the env has no notion of success; evaluations show rewards only
     control_hz: float = 30.0  # control steps per simulated second; the pace of its videos
-    # whose pictures stand side by side in one for people, all as wide, with their edges (SEAM) as a line between them;
-    # (): it is one picture
+    # cameras whose frames are shown side by side in videos, all equally wide, separated by a line (SEAM);
+    # (): a video frame is one image
     video_cameras: tuple[str, ...] = ()
     # entries of `observation/state` that are x, y, z of a hand, hand after hand, in metres times `hand_scale`
     hand_entries: tuple[int, ...] = ()
@@ -78,11 +78,11 @@ class EnvSpec:
 
 
 class ContractError(UserError):
-    """A TensorDict that is not what the contract says."""
+    """A TensorDict that violates the data contract."""
 
 
 def check_observation(td: TensorDict, spec: EnvSpec, where: str) -> None:
-    """`td/observation/*` has the entries, shapes and dtypes of an EnvSpec, and no NaN."""
+    """Check that `td/observation/*` has the entries, shapes and dtypes of an EnvSpec, and no NaN."""
     observation = td.get("observation", None)
     if observation is None:
         raise ContractError(f"{where}: has no 'observation'; got {list(td.keys())}")
@@ -94,8 +94,10 @@ def check_observation(td: TensorDict, spec: EnvSpec, where: str) -> None:
 
 
 def images_of(td: TensorDict, spec: EnvSpec, cameras: list[str]) -> list[torch.Tensor]:
-    """The pictures of decisions [B] that these cameras ("image/head", ...) took: uint8 `[B, 3, H, W]` each. It is part
-    of every forward pass, so dtypes and shapes are looked at, not numbers."""
+    """The images of decisions [B] from these cameras ("image/head", ...): uint8 `[B, 3, H, W]`.
+
+    It runs in every forward pass, so it checks dtypes and shapes, not values.
+    """
     pictures = []
     for name in cameras:
         picture, shape = td.get(("observation", *name.split("/")), None), spec.observation[name][0]
@@ -108,20 +110,20 @@ def images_of(td: TensorDict, spec: EnvSpec, cameras: list[str]) -> list[torch.T
 
 
 def entry_of(td: TensorDict, spec: EnvSpec, name: str) -> torch.Tensor:
-    """`observation/<name>` of decisions ("state", "task", "depth/head"). As of pictures, dtype and shape are looked at;
-    numbers only where neither gradients are taken nor robots collect: a Collector looks at their actions itself."""
+    """`observation/<name>` of decisions ("state", "task", "depth/head"). Checks dtype and shape; checks values only
+    outside training and collection, because a Collector checks the actions itself."""
     import torch
 
     value, (shape, dtype) = td.get(("observation", *name.split("/")), None), spec.observation[name]
-    # whole numbers may be of any width
+    # integers may have any width
     fits = value is not None and (_dtype(value) == dtype or (dtype == "int64" and not value.is_floating_point()))
     given = () if value is None else value.shape[value.ndim - len(shape) :]
     if not fits or given != shape:
         raise ContractError(_entry_mistake(value, given, shape, dtype, name))
     acts = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
     if acts and value.is_floating_point() and not value.isfinite().all():
-        mend = "the policy can make nothing of them, replace them before it acts"
-        raise ContractError(f"observation/{name} holds NaN or infinity, expected finite {dtype} numbers; {mend}")
+        advice = "replace them before the policy acts"
+        raise ContractError(f"observation/{name} holds NaN or infinity, expected finite {dtype} numbers; {advice}")
     return value
 
 
@@ -129,7 +131,7 @@ def _entry_mistake(value: Any, given: tuple[int, ...], shape: tuple[int, ...], d
     expected = f"expected {dtype} [{', '.join(['B', *map(str, shape)])}]"
     if value is None:
         return f"observation/{name} is missing; {expected}"
-    advice = ["give what the policy was made for"] if given != shape else []
+    advice = ["give the shape that the policy was built for"] if given != shape else []
     advice += [f"convert it: {name.partition('/')[0]}.to(torch.{dtype})"] if _dtype(value) != dtype else []
     return f"observation/{name} is {_dtype(value)} {list(value.shape)}, {expected}; {', and '.join(advice)}"
 
@@ -143,11 +145,11 @@ def _image_mistake(picture: torch.Tensor, shape: tuple[int, ...], name: str) -> 
     if given == (*shape[1:], shape[0]):
         advice.append("put the channels first: image.movedim(-1, -3)")
     elif len(given) != len(shape):
-        advice.append("give a batch of images, also of one")
+        advice.append("give a batch of images, even for a single one")
     elif given[0] != shape[0]:
         advice.append(f"give {shape[0]} channels, it has {given[0]}" + (": image[:, :3]" if given[0] == 4 else ""))
     if len(given) == len(shape) and given[1:] != shape[1:] and given != (*shape[1:], shape[0]):
-        advice.append("resize it to what the policy was made for")
+        advice.append("resize it to the size that the policy was built for")
     if kind != "uint8":
         scaled = picture.is_floating_point() and float(picture.max() if picture.numel() else 0) <= 1
         whole = "image.round().byte()" if picture.is_floating_point() else "image.byte()"
@@ -157,7 +159,7 @@ def _image_mistake(picture: torch.Tensor, shape: tuple[int, ...], name: str) -> 
 
 
 def check_step(td: TensorDict, spec: EnvSpec, chunk: int, where: str) -> None:
-    """What `Env.step` returns: the root observation, and `next/*` with one reward per step of the chunk."""
+    """Check the result of `Env.step`: the root observation, and `next/*` with one reward per step of the chunk."""
     check_observation(td, spec, where)
     check_observation(td["next"], spec, f"{where}: next")
     for key, dtype in STEP_KEYS.items():
@@ -181,7 +183,7 @@ def check_memory(memory: torch.Tensor, robots: int, size: int, where: str) -> No
 
 
 def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, where: str) -> None:
-    """What a rollout [T, N] has after `Policy.complete`: scores, and what the parity gate compares."""
+    """Check a rollout [T, N] after `Policy.complete`: scores, and the inputs of the parity gate."""
     chunk = rollout["action"].shape[-2]
     scores = () if step_weights is None else tuple(step_weights.shape)
     _check_written(rollout, "log_prob", scores, where, _SCORES)
@@ -190,7 +192,7 @@ def check_completed(rollout: TensorDict, step_weights: torch.Tensor | None, wher
     for key in ("z2", "dims"):
         _check_written(rollout, ("trace", key), (chunk,), where)
     if rollout.get(("trace", "mean"), None) is None:
-        raise ContractError(f"{where}: nobody wrote 'trace/mean', which the parity gate compares")
+        raise ContractError(f"{where}: 'trace/mean' is missing, which the parity gate compares")
 
 
 def _check_written(

@@ -1,40 +1,40 @@
-"""Mistakes a person can mend: shown as a sentence, never as a traceback."""
+"""Errors that the user can fix: shown as a sentence, never as a traceback."""
 
 from typing import Any
 
-# exit code of a process that ends because another of its run has failed
+# exit code of a process that ends because another process of the run failed
 LEFT_ALONE = 3
 
 
 class UserError(ValueError):
     """What was given, what was expected, how to fix it."""
 
-    # of the process, when nothing catches it
+    # exit code of the process, if nothing catches the error
     exit_code = 2
 
 
 class StageFailed(UserError):
-    """A part of a run that has a process of its own failed, hung or died. What was learned so far can be saved."""
+    """A stage of a run, or the process that runs it, failed, hung or died. The training state can still be saved."""
 
     exit_code = 1
 
 
 class OtherFailed(StageFailed):
-    """Another process of the run failed, which tells of it itself."""
+    """Another process of the run failed and reports the error itself."""
 
     exit_code = LEFT_ALONE
 
 
 class OutOfMemory(UserError):
-    """With what to lower, and by how much."""
+    """Names the setting to lower, and by how much."""
 
     exit_code = 1
 
 
 class Diverged(UserError):
-    """A loss, gradient, weight or action is NaN or infinite: says what to lower.
+    """A loss, gradient, weight or action is NaN or infinite; the message names the setting to lower.
 
-    `batch`: the tensors that were learned from, and numbers `about` it, for whoever keeps them in files.
+    `batch`: the tensors of the failed step, `about`: numbers that describe it; both can be saved for inspection.
     """
 
     exit_code = 1
@@ -45,18 +45,17 @@ class Diverged(UserError):
 
 
 class PeerGone(UserError):
-    """Another process of the run has gone, without which this one can neither go on nor save."""
+    """Another process of the run has ended, so this one can neither continue nor save."""
 
     exit_code = LEFT_ALONE
 
 
 def describe_error(error: BaseException, file: str | None = None) -> str:
-    """What went wrong in somebody else's code, and where, in one line: at the last line of `file` that was reached, if
-    any was; it may have called others."""
-    import traceback  # errors.py is imported by everything, this seldom
+    """An error of user code in one line, with the last line reached in `file`, or else the innermost line."""
+    import traceback  # rarely needed, and errors.py is imported by everything
 
     message = " ".join(str(error).split())
-    # frames of importlib itself say nothing
+    # frames of importlib itself are not useful
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     frames = [frame for frame in frames if frame.filename == file] or frames
     where = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""

@@ -1,7 +1,7 @@
 """Noise keyed by (seed, env, decision).
 
-A policy gets uniform numbers and turns them into a sample of its own distribution. So a result does not depend on
-timing, on how envs are batched, or on the order of drawing.
+A policy transforms these uniform numbers into a sample of its distribution. So a result does not depend on timing, on
+how envs are batched, or on the order of drawing.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _BITS = 23  # the middle of each of 2^23 cells of (0, 1) is exact in float32, an
 
 def keyed_uniform(seed: int, envs: np.ndarray, decisions: np.ndarray, size: int) -> np.ndarray:
     """`[T, N, size]` float32 in (0, 1) for T decisions of N envs."""
-    with np.errstate(over="ignore"):  # wrapping around is what a hash does
+    with np.errstate(over="ignore"):  # a hash relies on wrap-around
         # [1, 1, 1], then [1, N, 1], [T, N, 1], [T, N, size]
         key = _mix(np.full((1, 1, 1), seed, np.uint64) + _GOLDEN)
         key = _mix(key ^ (np.asarray(envs, np.uint64)[None, :, None] * _GOLDEN))
@@ -22,7 +22,7 @@ def keyed_uniform(seed: int, envs: np.ndarray, decisions: np.ndarray, size: int)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every input bit moves every output bit."""
+    """The finaliser of SplitMix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Normalization of inputs, as module buffers that are saved with the weights."""
+"""Input normalisation, as module buffers that are saved with the weights."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# statistics of a dataset -> (what becomes 0, what becomes 1)
+# statistics of a dataset -> (the value mapped to 0, the value mapped to 1)
 _FITS = {
     "mean_std": lambda s: (s["mean"], s["mean"] + s["std"]),
     "min_max": lambda s: ((s["min"] + s["max"]) / 2, s["max"]),
@@ -41,13 +41,13 @@ class Normalizer(nn.Module):
 
     def _set(self, shift: torch.Tensor, unit: torch.Tensor) -> None:
         self.shift.copy_(shift)
-        # a constant is not scaled up to noise
+        # do not scale the rounding noise of a constant up
         self.scale.copy_(torch.where(unit > 1e-4, 1 / unit.clamp_min(1e-4), torch.ones_like(unit)))
 
 
 class RunningNormalizer(Normalizer):
-    """Mean 0 and std 1 over all numbers of `update`, clipped to +-`clip`; a fitted one does not change.
-    `memory`: earlier numbers weigh at most as much as so many updates."""
+    """Mean 0 and std 1 over all inputs of `update`, clipped to +-`clip`; does not change after `fit`.
+    `memory`: earlier inputs weigh at most as much as this number of updates."""
 
     def __init__(self, size: int, clip: float = 10.0, memory: int | None = None):
         super().__init__(size)
@@ -67,7 +67,7 @@ class RunningNormalizer(Normalizer):
         if self.fitted:
             return
         x = x.double()
-        offset = x - self.mean  # sums about the present mean: no cancellation, and processes add up exactly
+        offset = x - self.mean  # sums about the current mean avoid cancellation, and add up exactly over processes
         moments = torch.cat([offset.sum(0), offset.square().sum(0), offset.new_full((1,), len(x))])
         first, second, count = sum_over_processes(moments).split([len(self.mean), len(self.mean), 1])
         before: torch.Tensor = self.count

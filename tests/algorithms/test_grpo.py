@@ -229,7 +229,7 @@ def test_where_all_groups_are_dropped_the_update_is_skipped_and_said(caplog, mon
     monkeypatch.setattr(logging.getLogger("sparring"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         lesson.learn(2)
-    assert "update 2 skipped: in each group all episodes earned the same reward" in caplog.text
+    assert "update 2 skipped" in caplog.text
     assert all(torch.equal(before[n], p) for n, p in lesson.policy.named_parameters())
     assert lesson.metrics["groups_dropped"] == 4 * 16 and lesson.metrics["gradient_steps"] == 0
     assert all(math.isfinite(value) for value in lesson.metrics.values())

@@ -140,7 +140,7 @@ def test_grpo_weighs_too():
 
 
 def test_vtrace_cannot_guess_its_weights():
-    with pytest.raises(ConfigError, match="before the first gradient step; set correction=decoupled, too"):
+    with pytest.raises(ConfigError, match="vtrace.*correction=decoupled"):
         PPOConfig(proximal="interpolated")
 
 
@@ -344,7 +344,7 @@ def test_scores_of_some_steps_only_are_refused_where_stale(method):
     ppo = PPO(PPOConfig(), policy)
     ppo.update(buffer.rollout())
     before = ppo.step.groups[0].vector.detach().clone()
-    with pytest.raises(UserError, match="not that of two policies.*policy.method=flow_sde or flow_noise"):
+    with pytest.raises(UserError, match="policy.method=flow_sde or flow_noise"):
         ppo.update(buffer.rollout())
     assert torch.equal(before, ppo.step.groups[0].vector)
     PPO(PPOConfig(correction="none"), policy).off_policy.check_correctable()

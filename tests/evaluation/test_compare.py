@@ -273,7 +273,7 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
         (["one", "two", "--json", "no/where.json"], "'no/where.json': cannot write there (No such file or directory)"),
         (["one", "two", "--json", "one"], "'one': cannot write there (Is a directory); give --json FILE"),
         (["one", "two", "policy.hidden=[4]"], "policy.hidden: cannot be changed after training"),
-        (["one", "two", "--world-model"], "'one' holds what `sparring train finetune` made, not a world model"),
+        (["one", "two", "--world-model"], "'one' is a run of `sparring train finetune`"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_in_words(runs, capsys, monkeypatch, words, said):

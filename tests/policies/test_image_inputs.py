@@ -83,7 +83,7 @@ MISTAKES = {
         "image[:, :3]",
     ),
     "one channel": (lambda image: image[:, :1], "values of 0 to 255; give 3 channels, it has 1"),
-    "one channel and another size": (lambda image: image[:, :1, :8], "it has 1, and resize it to what the policy was"),
+    "one channel and another size": (lambda image: image[:, :1, :8], "it has 1, and resize it to the size"),
     "no colours": (lambda image: image[:, 0], "is uint8 [2, 40, 56], expected"),
 }
 
@@ -102,7 +102,7 @@ def test_other_pictures_are_refused_in_a_sentence(name, mistake):
 STATES = {
     "another size": (
         lambda state: state[:, :4],
-        "observation/state is float32 [2, 4], expected float32 [B, 5]; give what the policy was made for",
+        "observation/state is float32 [2, 4], expected float32 [B, 5]; give the shape that the policy was built for",
     ),
     "numpy's numbers": (
         lambda state: state.numpy().astype("float64"),
@@ -110,7 +110,8 @@ STATES = {
     ),
     "both": (
         lambda state: state.double()[:, 1:],
-        "is float64 [2, 4], expected float32 [B, 5]; give what the policy was made for, and convert it: state.to(",
+        "is float64 [2, 4], expected float32 [B, 5]; give the shape that the policy was built for,"
+        " and convert it: state.to(",
     ),
     "NaN": (lambda state: state.log(), "observation/state holds NaN or infinity, expected finite float32 numbers"),
 }

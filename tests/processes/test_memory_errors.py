@@ -234,18 +234,18 @@ def test_scoring_and_the_backward_pass(policy):
     )
     type(policy).hungry = "backward"
     told = sentence(PPO(PPOConfig(mini_batch_size=16, micro_batch_size=8), policy).update, rollout)
-    assert "while working out gradients: " in told and "Set ppo.micro_batch_size=4 or less (8 decisions" in told
+    assert "while computing gradients: " in told and "Set ppo.micro_batch_size=4 or less (8 decisions" in told
 
 
 def test_the_optimiser_and_the_reference(policy, monkeypatch):
     rollout = collected(policy)
     ppo = PPO(PPOConfig(), policy)
     monkeypatch.setattr(ppo.step.optimizer, "step", run_out)
-    assert "out of memory while taking a gradient step: " in sentence(ppo.update, rollout)
+    assert "out of memory while applying a gradient step: " in sentence(ppo.update, rollout)
     told = sentence(PPO(PPOConfig(kl_coef=0.1), policy).update, rollout)
     assert "out of memory while copying the policy for ppo.kl_coef=0.1: " in told
     monkeypatch.setattr("sparring.algorithms.gradient_step._FlatParameters", run_out)
-    assert "out of memory while making room for gradients: " in sentence(PPO, PPOConfig(), policy)
+    assert "out of memory while allocating gradients: " in sentence(PPO, PPOConfig(), policy)
 
 
 class Shown:
@@ -270,7 +270,7 @@ def test_imitation():
     told = sentence(imitating(made("backward"), ema=None).step, 0.0)
     assert "out of memory while imitating: " in told and "Set imitate.batch_size=3 or less (6 decisions" in told
     told = sentence(lambda: imitating(made(), ema=0.9))
-    assert "out of memory while making room for gradients and imitate.ema: " in told
+    assert "out of memory while allocating gradients and imitate.ema: " in told
 
 
 def test_the_command_line_says_it_without_a_traceback(tmp_path, monkeypatch, capsys):

@@ -130,15 +130,15 @@ def test_a_class_learns_and_keeps_its_state():
     [
         ("nowhere_at_all:two", "no module 'nowhere_at_all'"),
         (f"{__name__}:twoo", "has no 'twoo'; nearest: two"),
-        (f"{__name__}:no_parameters", r"takes \(\); expected a function of a TensorDict"),
+        (f"{__name__}:no_parameters", r"takes \(\); expected a function"),
         (f"{__name__}:one_number", r"returned shape \[\], expected \[2\]"),
         (f"{__name__}:no_tensor", r"returned float, expected a tensor \[2\]"),
         (
             f"{__name__}:unknown_key",
             rf"failed on a sample of zeros with KeyError.* \({re.escape(__file__)} line "
-            rf"{unknown_key.__code__.co_firstlineno + 1}\); it finds observation, action",
+            rf"{unknown_key.__code__.co_firstlineno + 1}\); the td has observation, action",
         ),
-        (f"{__name__}:NotATerm", "is another class; expected a function"),
+        (f"{__name__}:NotATerm", "is not a RewardTerm; expected a function"),
         (f"{__name__}:DOCS", "expected a function"),
     ],
 )
@@ -173,7 +173,7 @@ def test_what_was_learned_before_a_term_fails_is_saved(tmp_path):
     ("words", "message"),
     [
         (["rewards.my.module:term=a"], "my.module:term=a: expected a number"),
-        (["rewards.terms.term=1"], "'term' is no import path"),
+        (["rewards.terms.term=1"], "'term' is not an import path"),
         (["rewards.my.module:term=1", "rollout.mode=async"], "do not go with rollout.mode=async; use sync"),
         (["rewards.my.module:term=1", "phase=student", "student.teacher=x"], "go with finetune only, not with student"),
     ],

@@ -1,9 +1,9 @@
-"""From rewards to advantages (GAE, V-trace), and the correction of decisions that older weights took (off-policy).
+"""Advantages from rewards (GAE, V-trace), and off-policy corrections for decisions taken by older weights.
 
-Discounting happens here and nowhere else. In an off-policy update three policies count: the one that acted
-(`log_prob`), the one with which the update begins (proximal), and the one that learns. `w = proximal / acted` corrects
-for what changed before the update and is a constant of it; `r = learning / proximal` is PPO's ratio, clipped as usual.
-V-trace uses `rho`, its own cut of w, instead of w.
+Discounting happens here and nowhere else. An off-policy update involves three policies: the behaviour policy that acted
+(`log_prob`), the proximal policy at the beginning of the update, and the policy that learns. `w = proximal / behaviour`
+corrects for changes before the update and is constant during it; `r = learning / proximal` is PPO's clipped ratio.
+V-trace uses `rho`, a truncated w, instead of w.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from sparring.algorithms.configs import AlgorithmConfig, PPOConfig
 from sparring.algorithms.scoring import Decisions, Scorer
 from sparring.errors import UserError
 
-# of a value, on average, below which its level is not worked out
+# `missing_level` returns 0 if the mean of 1 - gamma^n (1 - terminated) is below this
 _LEAST_KEPT = 1e-3
-# a ratio of e^20 counts as any larger one: exp(89) overflows float32, and then even a clipped gradient is NaN
+# log ratios are clamped here: exp(89) overflows float32, and then even a clipped gradient is NaN
 LARGEST_LOG_RATIO = 20.0
 
 
 @torch.no_grad()
 def gae(rollout: TensorDict, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over decisions, decision k executing n_k steps.
+    """Generalised advantage estimation over decisions; decision k executes n_k env steps.
 
     delta_k = sum_{i<n_k} gamma^i r_i + gamma^{n_k} V_next - V_k    (V_next = 0 when terminated, not when truncated)
     A_k     = delta_k + gamma^{n_k} lambda (1 - done_k) A_{k+1}
-    Returns (advantage, return), both [T, N]. Decisions that are not `valid` have advantage 0, and nothing passes
-    through them.
+    Returns (advantage, return), both [T, N]. Decisions that are not `valid` have advantage 0 and do not propagate
+    later rewards.
     """
     delta, discount, same_episode = _deltas(rollout, gamma)
     advantage = _backwards(delta, discount * gae_lambda * same_episode)
@@ -40,13 +40,13 @@ def gae(rollout: TensorDict, gamma: float, gae_lambda: float) -> tuple[Tensor, T
 def vtrace(
     rollout: TensorDict, gamma: float, gae_lambda: float, weight: Tensor, rho_bar: float, c_bar: float
 ) -> tuple[Tensor, Tensor]:
-    """V-trace over decisions, `weight` [T, N] the likelihood of each by present weights over that by those that acted.
+    """V-trace over decisions. `weight` [T, N]: probability under the current weights / under the behaviour policy.
 
     rho_k = min(rho_bar, weight_k), c_k = lambda min(c_bar, weight_k), delta_k as in `gae`
     vs_k - V_k = rho_k delta_k + gamma^{n_k} c_k (1 - done_k) (vs_{k+1} - V_{k+1})
     A_k        = delta_k + gamma^{n_k} lambda (1 - done_k) (vs_{k+1} - V_{k+1})
-    Returns (A, vs). A is not weighted by rho: whoever learns from it does that. With lambda = 1 it is the
-    `r + gamma vs_{k+1} - V_k` of the paper; with this lambda, weights of 1 give what `gae` does.
+    Returns (A, vs). A is not multiplied by rho; the loss does that. With lambda = 1, A is the
+    `r + gamma vs_{k+1} - V_k` of the paper. With weights of 1, the result equals that of `gae`.
     """
     delta, discount, same_episode = _deltas(rollout, gamma)
     carry = discount * gae_lambda * same_episode
@@ -58,13 +58,13 @@ def vtrace(
 
 @torch.no_grad()
 def missing_level(rollout: TensorDict, gamma: float, sum_over_processes=lambda tensor: tensor) -> float:
-    """What all values lack: with so much added to each of them, the deltas of `gae` have mean 0.
+    """The constant to add to all values so that the deltas of `gae` have mean 0.
 
-    mean(delta) / mean(1 - gamma^{n_k} (1 - terminated_k)); of a critic that says 0 everywhere, the one value that fits
-    best. 0 where hardly anything ends or is discounted: it would hang on a few episodes.
+    mean(delta) / mean(1 - gamma^{n_k} (1 - terminated_k)). For a critic that is 0 everywhere, this is the constant that
+    fits best. Returns 0 if almost nothing terminates or is discounted: the result would depend on a few episodes.
     """
     delta, discount, _ = _deltas(rollout, gamma)
-    # of a value that is added, what is not added again by the next one
+    # the part of an added constant that the bootstrapped next value does not cancel
     kept = 1 - discount * (~rollout["next", "terminated"]).float()
     valid = rollout.get("valid", None)
     if valid is not None:
@@ -105,34 +105,34 @@ def _chunk_rewards(reward: Tensor, gamma: float) -> Tensor:
 
 @dataclass
 class OffPolicy:
-    """Finds decisions that older weights took, scores them by the present ones, and measures how much they count."""
+    """Finds stale decisions, scores them under the current weights, and reports their importance weights."""
 
     config: AlgorithmConfig
     scorer: Scorer
-    # whether stale decisions will come: metrics then include age also where all are fresh
+    # whether stale data will be collected: metrics then include staleness even if all data is fresh
     expected: bool = False
 
     def check_correctable(self) -> None:
-        """Refuses a policy whose stale decisions cannot be corrected."""
+        """Raise for a policy whose stale decisions cannot be corrected."""
         policy, section = self.scorer.policy, self.scorer.section
         if self.config.correction == "none" or policy.scores_all:
             return
         raise UserError(
             f"{section}.correction={self.config.correction}: {type(policy).__name__} scores only some of its "
             "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are) or none "
-            "(fpo), and a ratio of such scores is not that of two policies: stale decisions cannot be corrected. Set "
+            "(fpo), and such scores give no ratio of two policies, so stale decisions cannot be corrected. Set "
             f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {section}.correction=none. "
-            "In a loop of your own, set collector.version=algorithm.version, or fresh data looks stale"
+            "In your own training loop, set collector.version=algorithm.version, or fresh data counts as stale"
         )
 
     def annotate(self, rollout: TensorDict, version: int) -> list[str]:
-        """Adds `age`, how many versions the weights that acted are behind `version`, and what correcting takes.
+        """Add `age` (how many versions the behaviour weights are behind `version`) and the keys for the correction.
 
-        Returns the keys it added: none where all of the rollout [T, N] is fresh, in every process.
+        Returns the added keys; none if the whole rollout [T, N] is fresh in every process.
         """
         stamped = rollout.get("version", None)
         age = torch.zeros_like(rollout["next", "executed"]) if stamped is None else (version - stamped).clamp_min(0)
-        # alike in every process: they return the same metrics
+        # the same branch in every process: all must return the same metrics
         if self.scorer.distributed.max(float(age.max())) == 0:
             # another algorithm may have annotated it before
             rollout.pop("age", None)
@@ -145,7 +145,7 @@ class OffPolicy:
             return ["age"]
         decisions, policy = Decisions(rollout.flatten(0, 1)), self.scorer.policy
         old = decisions.where(decisions["age"] > 0)
-        # a fresh decision keeps what it got when it was taken
+        # fresh decisions keep their stored log-prob and value
         log_prob, value = decisions.flat["log_prob"].clone(), decisions.flat["value"].clone()
         for index, scored in self.scorer.parts(policy, old, "scoring stale decisions"):
             log_prob[index], value[index] = scored["log_prob"].to(log_prob.dtype), scored["value"].to(value.dtype)
@@ -154,9 +154,9 @@ class OffPolicy:
         return ["age", "proximal_log_prob", "proximal_value"]
 
     def for_vtrace(self, rollout: TensorDict) -> tuple[TensorDict, Tensor]:
-        """An annotated rollout as the present critic sees it, and its weights w, [T, N].
+        """An annotated rollout with the values of the current critic, and its weights w [T, N].
 
-        `next/value` is that of the row below; where an episode or the rollout ends there is none, and the stored stays.
+        `next/value` is the value of the next row. At the end of an episode or of the rollout the stored one stays.
         """
         flat, following, value = rollout.flatten(0, 1), rollout["next"], rollout["proximal_value"]
         weight = _weight(self.config, flat["log_prob"], flat["proximal_log_prob"]).view(rollout.batch_size)
@@ -166,14 +166,14 @@ class OffPolicy:
         return rollout.copy().set("value", value).set("next", following.copy().set("value", after)), weight
 
     def metrics(self, decisions: Decisions, weights: list[Tensor | None]) -> dict[str, float]:
-        """How old the decisions were and what they were worth, over all processes; nothing where none is ever stale.
+        """Staleness and importance weights over all processes; empty for on-policy training.
 
-        `weights` of the minibatches. `ess`: effective sample size of the weights that counted, `(sum w)^2 / (N sum
-        w^2)`: the share of its decisions that the update is worth. The others are of the weights before any cap.
+        `weights`: those of the minibatches. `ess`: the effective sample size of the capped weights as a share of the
+        decisions, `(sum w)^2 / (N sum w^2)`. The other metrics describe the weights before the cap.
         """
         config, distributed = self.config, self.scorer.distributed
         if decisions.flat.get("age", None) is None:
-            # an update among stale ones that learned from fresh data
+            # an update on fresh data, in a run that also has stale updates
             ages = {"staleness_mean": 0.0, "staleness_max": 0.0, "parity_skipped": 0.0}
             ones = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
             return (ages if config.correction == "none" else ages | ones) if self.expected else {}
@@ -195,20 +195,20 @@ class OffPolicy:
 def ratio_and_weight(
     config: AlgorithmConfig, batch: TensorDict, scored: TensorDict
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`log r` of a minibatch, its w, and what of w enters the loss; w is None where all is fresh or not corrected.
+    """`log r` of a minibatch, w before the cap, and w as used in the loss; w is None for fresh or uncorrected data.
 
-    All are [B], or [B, S] where denoising steps count one by one.
+    All are [B], or [B, S] where denoising steps are scored one by one.
     """
     acted, present = batch["log_prob"], scored["log_prob"]
     if config.correction == "none" or batch.get("age", None) is None:
-        # in float64 where the policy scores so; their difference is small
+        # subtracted in the precision of the scores (maybe float64), since the difference is small
         return (present - acted).float(), None, None
     if config.proximal == "interpolated":
-        # A-3PO: as far from acting to learning as its version is between theirs. The weights that learn are on their
-        # way to the version after the proximal one, which is `age` past the one that acted:
+        # A-3PO: interpolate between behaviour and learning policy by version. The learning weights are on their way to
+        # the version after the proximal one, which is `age` versions after the behaviour policy:
         # alpha = (v_learning - 1 - v_acted) / (v_learning - v_acted) = age / (age + 1)
         alpha = batch["age"] / (batch["age"] + 1.0)
-        # [B] -> [B, 1] beside [B, S]
+        # [B] -> [B, 1] to broadcast with [B, S]
         proximal = acted + alpha.view(-1, *[1] * (acted.dim() - 1)) * (present.detach() - acted)
     else:
         proximal = batch["proximal_log_prob"]
@@ -217,7 +217,7 @@ def ratio_and_weight(
 
 
 def _weight(config: AlgorithmConfig, acted: Tensor, proximal: Tensor) -> Tensor:
-    """`w = proximal / acted` from log-probs [B] or [B, S]; V-trace weighs a decision as a whole, [B] or [B, 1]."""
+    """`w = proximal / behaviour` from log-probs [B] or [B, S]; V-trace has one weight per decision, [B] or [B, 1]."""
     log_weight = (proximal - acted).float()
     if config.correction == "vtrace" and log_weight.dim() == 2:
         log_weight = log_weight.sum(-1, keepdim=True)
@@ -225,7 +225,7 @@ def _weight(config: AlgorithmConfig, acted: Tensor, proximal: Tensor) -> Tensor:
 
 
 def _counted(config: AlgorithmConfig, weight: Tensor) -> Tensor:
-    """What of a weight enters the loss: decoupled drops a decision past the cap, the others cut its weight there."""
+    """The weight used in the loss: `decoupled` sets weights above the cap to 0, the others truncate them."""
     cap = _cap(config)
     return torch.where(weight > cap, 0.0, weight) if config.correction == "decoupled" else weight.clamp_max(cap)
 

@@ -1,4 +1,4 @@
-"""GradientStep: how parameters are laid out, and gradients averaged over processes, clipped and applied, if finite."""
+"""GradientStep: lays parameters out flat, averages gradients over processes, clips them, applies them if finite."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from sparring.processes.distributed import Distributed
 
 @dataclass
 class _Step:
-    """A gradient step that was tried. Its norm is on its way to the CPU until `arrived`; None: it is there."""
+    """An attempted gradient step. On a GPU its norm is copied asynchronously until `arrived`; None: already copied."""
 
     batch: TensorDict
     loss: Tensor
@@ -32,13 +32,13 @@ class _Step:
 
 
 class GradientStep:
-    """Zero, backward, average, clip, step: the optimiser of torch's parameter `groups`, empty ones left out.
+    """Zero, backward, average, clip, step, for the parameter `groups` of a torch optimiser; drops empty groups.
 
-    Where the loss or the gradient of any process is not finite, no process takes the step, and all raise Diverged: at
-    once on a CPU; before the next step or in `end_update` on a GPU, for which nobody waits.
+    If the loss or the gradient of any process is not finite, no process takes the step and all raise Diverged: at
+    once on a CPU; before the next step or in `end_update` on a GPU, to avoid a synchronisation.
     """
 
-    # how many such steps of an update may be left out instead
+    # how many non-finite steps of an update are skipped before it raises
     skips = 0
 
     def __init__(
@@ -52,16 +52,16 @@ class GradientStep:
         foreach: bool | None = None,
         **settings,
     ):
-        """`rate`: the setting to lower where it diverges. `memory(doing, rows)`: a context that explains a lack of it.
-        `foreach`: of clipping; both sum on a GPU in an order of their own."""
+        """`rate`: the setting to lower if training diverges. `memory(doing, rows)`: a context that explains an
+        out-of-memory error. `foreach`: as in `clip_grad_norm_`; on a GPU its value changes the summation order."""
         self.distributed, self.max_grad_norm, self.rate = distributed, max_grad_norm, rate
         self.memory, self.foreach = memory, foreach
         groups = [group for group in groups if group["params"]]
-        with memory("making room for gradients", 0):
+        with memory("allocating gradients", 0):
             self.groups = [_FlatParameters(group["params"]) for group in groups]
         vectors = [group | {"params": [flat.vector]} for group, flat in zip(groups, self.groups, strict=True)]
         self.optimizer = optimizer(vectors, fused=True, **settings)
-        # of this update: how many steps were tried, how many of them were left out, and the newest
+        # in this update: attempted steps, skipped steps, and the newest step
         self.tried = self.left_out = 0
         self._newest: _Step | None = None
 
@@ -70,20 +70,20 @@ class GradientStep:
         return [parameter for group in self.groups for parameter in group.parameters]
 
     def __call__(self, batch: TensorDict, loss: Tensor) -> Tensor:
-        """One step on the loss of a batch; the norm of its gradients before they were clipped."""
+        """One step on the loss of a batch; returns the norm of its gradients before clipping."""
         self._zero()
         loss.backward()
         self._learned_from = batch, loss.detach()
         return self.apply()
 
     def backward(self, batch: TensorDict, loss: Callable, micro_batch_size: int | None) -> list[tuple[Any, float]]:
-        """Gradients of `loss(part) -> loss, terms`, summed over micro-batches: (terms, share of the batch) of each."""
+        """Accumulate gradients of `loss(part) -> loss, terms` over micro-batches; returns (terms, share) of each."""
         self._zero()
         parts = batch.split(micro_batch_size) if micro_batch_size else [batch]
         terms, losses = [], []
         for part in parts:
             share = len(part) / len(batch)
-            with self.memory("working out gradients", len(part)):
+            with self.memory("computing gradients", len(part)):
                 cost, term = loss(part)
                 cost = cost if len(parts) == 1 else cost * share
                 cost.backward()
@@ -93,17 +93,18 @@ class GradientStep:
         return terms
 
     def apply(self, learning: "list[_FlatParameters] | None" = None, weight: float = 1.0) -> Tensor:
-        """A step with the gradients of all processes; their norm. `learning`: the groups that change; None: all.
-        `weight` of this process's gradients, 1 on average over the processes."""
+        """Average the gradients over processes, clip and step; returns the norm. `learning`: groups to update; None:
+        all. `weight`: the weight of this process's gradients, 1 on average over the processes."""
         learning = self.groups if learning is None else learning
         for group in self.groups:
-            # without a gradient Adam leaves values and moments as they are
+            # Adam skips parameters without a gradient: values and moments stay
             group.vector.grad = None
         batch, loss = self._learned_from
         at_once = loss.device.type == "cpu"
         looks = at_once and self.distributed.world_size == 1
         if not looks:
-            # 0, or NaN: so all processes learn with the gradient, and without another sum, that a loss is not finite
+            # adds 0, or NaN for a non-finite loss: the averaged gradient then tells every process, without another
+            # all-reduce
             learning[0].gradient[:1].add_(loss * 0)
         for group in learning:
             group.vector.grad = group.gradient
@@ -120,26 +121,26 @@ class GradientStep:
             is_finite = self._judge()
         else:
             is_finite = True
-            # where it is 1, a fused step on a GPU changes neither weights nor moments
+            # with found_inf = 1, a fused step on a GPU changes neither weights nor moments
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
             step.norm = norm.to("cpu", non_blocking=True)
             step.arrived = torch.cuda.current_stream(norm.device).record_event()
         if is_finite:
-            with self.memory("taking a gradient step", 0):
+            with self.memory("applying a gradient step", 0):
                 self.optimizer.step()
         return norm
 
     def end_update(self) -> int:
-        """How many of the steps of an update were left out: their norms are not finite. Weights are looked at, too."""
+        """Check the last step and the weights; returns how many steps of the update were skipped as non-finite."""
         self._judge()
-        # the largest of them, without a tensor of their size
+        # the largest absolute value, without allocating a tensor of the same size
         if not all(torch.linalg.vector_norm(group.vector.detach(), math.inf).isfinite() for group in self.groups):
             raise self._diverged(f"weights are NaN or infinite after gradient step {self.tried} of this update")
         left_out, self.left_out, self.tried, self._newest = self.left_out, 0, 0, None
         return left_out
 
     def _judge(self) -> bool:
-        """The newest step, once: was it left out, and is that once too often? False: it was."""
+        """Check the newest step once. False: it was skipped; raises Diverged after more than `skips` of them."""
         step = self._newest
         if step is None or step.judged:
             return True
@@ -159,7 +160,7 @@ class GradientStep:
             return Diverged(f"training has diverged: {what}; lower {self.rate}")
         items = step.batch.items(include_nested=True, leaves_only=True)
         given = ["/".join(key) if isinstance(key, tuple) else key for key, value in items if not value.isfinite().all()]
-        of_data = f"look at what it was learned from, which is not finite either ({', '.join(given)}), or "
+        of_data = f"check the training data, which is not finite either ({', '.join(given)}), or "
         advice = f"{of_data if given else ''}lower {self.rate}"
         about = {"gradient_step": self.tried, "loss": float(step.loss), "grad_norm": step.known_norm()}
         about["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -170,7 +171,7 @@ class GradientStep:
             group["lr"] = lr
 
     def scale_lr(self, factor: float) -> None:
-        """Each group learns with this part of its `base_lr`."""
+        """Set the learning rate of each group to this fraction of its `base_lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
 
@@ -182,7 +183,7 @@ class GradientStep:
 
     def _zero(self) -> None:
         for group in self.groups:
-            # a module that was moved or cast since has new tensors, which the optimiser would not reach
+            # a module that was moved or cast since has new tensors, which the optimiser would not update
             first = group.parameters[0]
             if first.data_ptr() != group.vector.data_ptr() or first.grad is None:
                 raise RuntimeError("the policy was moved, cast or its gradients dropped after its algorithm was made")
@@ -190,11 +191,11 @@ class GradientStep:
 
 
 class _FlatParameters:
-    """`vector` holds the values and `gradient` the gradients; the parameters themselves become views into both.
+    """`vector` holds the values and `gradient` the gradients; the parameters become views into both.
 
-    Clipping and Adam are then a few operations instead of a few per tensor, which is a sixth of the time of a small
-    minibatch on a CPU and many kernel launches on a GPU. Processes average one tensor per gradient step, and weights
-    that no loss reads have gradients of 0 in it: none waits for them.
+    Clipping and Adam then take a few operations in total instead of a few per tensor. This saves a sixth of the time of
+    a small minibatch on a CPU, and many kernel launches on a GPU. Processes average one tensor per gradient step.
+    Parameters that do not occur in a loss have zero gradients in it, so no process waits for a missing gradient.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):
@@ -208,7 +209,7 @@ class _FlatParameters:
 
 
 def schedule(kind: str, progress: float, update: int = 0, warmup: int = 0) -> float:
-    """What is left of a value after `progress` in [0, 1] of a run; it rises over the first `warmup` updates."""
+    """The factor of a setting after `progress` in [0, 1] of a run; it rises to 1 over the first `warmup` updates."""
     progress = min(max(progress, 0.0), 1.0)
     left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
     if kind not in left:

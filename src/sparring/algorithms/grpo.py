@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: episodes that began alike are compared with each other."""
+"""Group-relative policy optimisation: compares episodes with the same start state."""
 
 import logging
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from sparring.processes.distributed import Distributed
 
 _log = logging.getLogger(__name__)
 
-# what a minibatch holds beside the observations the policy declares
+# keys of a minibatch, in addition to the observations that the policy declares
 _LEARNED_FROM = ["action", "log_prob", "advantage", ("next", "executed")]
 
 
 class GRPO(Algorithm):
-    """PPO without a critic: the advantage of an episode is how it did beside the others of its group.
+    """PPO without a critic: the advantage of an episode is its reward relative to its group.
 
     `update` takes a rollout [T, N] of whole episodes.
     """
@@ -37,13 +37,13 @@ class GRPO(Algorithm):
         super().__init__(config, policy, distributed, seed, [(policy.actor_parameters(), config.policy_lr)])
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
-        """One update; `progress` in [0, 1] of the run drives the schedules."""
+        """One update. `progress`: the fraction of the run in [0, 1], for the schedules."""
         config, policy, distributed = self.config, self.policy, self.distributed
         lr_factor = schedule(config.lr_schedule, progress, self.updates, config.warmup_updates)
         self.step.scale_lr(lr_factor)
 
         self.scorer.freeze_reference()
-        # age, and log-probs by the present weights
+        # adds age, and log-probs under the current weights
         stale = self.off_policy.annotate(rollout, self.version)
         groups = _compare_groups(rollout, config.advantage_eps)
         rollout["advantage"] = groups.advantage
@@ -53,8 +53,8 @@ class GRPO(Algorithm):
         counted = len(decisions) > 0
         skipped = not distributed.max(counted)
         if skipped:
-            _log.warning("update %s skipped: in each group all episodes earned the same reward", self.updates + 1)
-        # the others wait for a process all of whose groups were dropped: its decisions take part and count nothing
+            _log.warning("update %s skipped: in every group all episodes have the same reward", self.updates + 1)
+        # a process whose groups were all dropped takes part with weight 0, because the other processes wait for it
         decisions = decisions if counted else valid
         keys = _LEARNED_FROM + stale + ([] if skipped else self.scorer.add_reference(decisions))
         self.parity_gate.begin_update(decisions, whole=skipped)
@@ -80,21 +80,21 @@ class GRPO(Algorithm):
 
 
 class _Groups(NamedTuple):
-    # [T, N]: of each decision, the same for all of an episode; 0 where not valid or dropped
+    # [T, N]: the same for all decisions of an episode; 0 where not valid or dropped
     advantage: Tensor
-    # [T, N] bool: of groups whose episodes earned different rewards
+    # [T, N] bool: decisions of groups whose episodes differ in reward
     kept: Tensor
     dropped: int
 
 
 @torch.no_grad()
 def _compare_groups(rollout: TensorDict, eps: float) -> _Groups:
-    """`A_i = (R_i - mean_g) / (std_g + eps)`, R the undiscounted reward of an episode, g those that began alike."""
+    """`A_i = (R_i - mean_g) / (std_g + eps)`: R is the undiscounted reward of an episode, g its group."""
     if rollout.get("group", None) is None:
-        why = "this rollout does not say which did; set rollout.n_episodes_per_batch and rollout.group_size"
-        raise UserError(f"GRPO compares whole episodes that began alike, and {why}")
+        why = "this rollout has no groups; set rollout.n_episodes_per_batch and rollout.group_size"
+        raise UserError(f"GRPO compares whole episodes with the same start state, and {why}")
     valid = rollout["valid"]
-    # numbers of the episodes that count, from 0; which [V] decisions are theirs
+    # [V]: the index, from 0, of the episode of each valid decision
     _, episode = rollout["episode"][valid].unique(return_inverse=True)
     _, group_of_decision = rollout["group"][valid].unique(return_inverse=True)
     reward = rollout["next", "reward"].double().sum(-1)[valid]
@@ -104,23 +104,23 @@ def _compare_groups(rollout: TensorDict, eps: float) -> _Groups:
     mean = torch.zeros_like(size).index_add(0, group, total) / size
     off = total - mean[group]
     std = (torch.zeros_like(size).index_add(0, group, off.square()) / (size - 1).clamp_min(1)).sqrt()
-    # exactly equal rewards, whatever rounding makes of their mean
+    # tests for exactly equal rewards, which rounding of the mean could hide
     worst = torch.zeros_like(size).scatter_reduce(0, group, total, "amin", include_self=False)
     best = torch.zeros_like(size).scatter_reduce(0, group, total, "amax", include_self=False)
-    tells = best > worst
-    advantage = torch.where(tells[group], off / (std[group] + eps), 0.0).float()
+    differs = best > worst
+    advantage = torch.where(differs[group], off / (std[group] + eps), 0.0).float()
     # [V] -> [T, N]
     everywhere = torch.zeros(valid.shape, device=valid.device)
     everywhere[valid] = advantage[episode]
     kept = valid.clone()
-    kept[valid] = tells[group_of_decision]
-    return _Groups(everywhere, kept, int((~tells).sum()))
+    kept[valid] = differs[group_of_decision]
+    return _Groups(everywhere, kept, int((~differs).sum()))
 
 
 def grpo_loss(
     config: GRPOConfig, batch: TensorDict, scored: TensorDict, step_weights: Tensor | None = None
 ) -> tuple[Tensor, LossTerms]:
-    """The loss of a minibatch [B], and its terms. `scored`: evaluate() of it."""
+    """The loss of a minibatch [B], and its terms. `scored`: evaluate() of the minibatch."""
     log_ratio, weight, counted = ratio_and_weight(config, batch, scored)
     low, high = config.clip_low, config.clip_high
     loss = clipped_policy_loss(log_ratio, batch["advantage"], low, high, step_weights, weight=counted)

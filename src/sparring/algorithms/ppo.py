@@ -18,20 +18,20 @@ from sparring.policies.critic import Critic
 from sparring.policies.policy import Policy
 from sparring.processes.distributed import Distributed
 
-# what a minibatch holds beside the observations the policy declares
+# keys of a minibatch, in addition to the observations that the policy declares
 _LEARNED_FROM = ["action", "log_prob", "value", "advantage", "return", ("next", "executed")]
 
 
 class Algorithm:
-    """The parts that PPO and GRPO hold, their minibatches and gradient steps, and what is saved of them."""
+    """What PPO and GRPO share: minibatches, gradient steps and saved state."""
 
-    # of the config, where the settings are
+    # the config section with its settings
     section = "algorithm_config"
 
     def __init__(
         self, config: AlgorithmConfig, policy: Policy, distributed: Distributed | None, seed: int, groups: list[tuple]
     ):
-        """`groups` of parameters that learn, each with its learning rate."""
+        """`groups`: (trainable parameters, their learning rate)."""
         self.config, self.policy, self.seed = config, policy, seed
         self.distributed = distributed or Distributed("cpu")
         self.distributed.broadcast_weights(policy)
@@ -47,25 +47,25 @@ class Algorithm:
 
     @property
     def rate(self) -> str:
-        """The setting to lower where it diverges."""
+        """The settings to lower if training diverges, for the error message."""
         return f"{self.section}.policy_lr={self.config.policy_lr:g}"
 
     def gate(self, parity: Parity) -> Parity:
-        """Refuses what the collecting process measured where it is too much; the worst of all processes."""
+        """Check a parity that the collecting process measured; returns the worst over all processes."""
         return self.parity_gate.check(parity)
 
     @property
     def version(self) -> int:
-        """Of the weights and normalisers: a rollout stamped with an older one is stale."""
+        """The version of weights and normalisers. A rollout stamped with an older version is stale."""
         return self.updates + self.warmups
 
     def warm_up(self, rollout: TensorDict) -> None:
-        """Fit normalisers to a rollout [T, N] that nothing else is learned from."""
+        """Fit the normalisers to a rollout [T, N] that is not used for gradient steps."""
         Decisions(rollout.flatten(0, 1)).update_normalizers(self.policy, self.distributed)
         self.warmups += 1
 
     def expect_stale(self) -> None:
-        """For a loop that counts versions and collects stale decisions; updates then always tell their age."""
+        """For loops that collect off-policy data: refuse policies that cannot be corrected, always log staleness."""
         self.off_policy.check_correctable()
         self.off_policy.expected = True
 
@@ -82,42 +82,44 @@ class Algorithm:
     def minibatches(
         self, decisions: Decisions, keys: list, epochs: int, terms: list["LossTerms"], counted: bool = True
     ) -> Iterator[tuple[TensorDict, float]]:
-        """`epochs` times all decisions in a random order; ends after an epoch whose `terms` are past the target KL.
+        """Yield (minibatch, weight) for `epochs` shuffled passes; stop after an epoch whose KL exceeds the target.
 
-        With the weight of each minibatch beside those that other processes take at the same time: 1 on average, 0 where
-        the decisions of this process are not `counted`. So each decision counts alike, in whichever process it is.
+        `terms` collects the loss terms of the gradient steps. The weight makes every decision count equally, whichever
+        process holds it: it is 1 on average over the processes, and 0 where a process's decisions are not `counted`.
         """
         target, columns = self.config.target_kl, decisions.columns([*self.policy.in_keys, *keys])
-        # a function of (seed, process, update): nothing to save
+        # seeded by (seed, update, process), so there is no generator state to save
         shuffle = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 1009 + self.distributed.rank)
-        # processes step together, so one that has fewer decisions takes smaller minibatches
+        # all processes take the same number of steps: a process with fewer decisions takes smaller minibatches
         held = self.distributed.gather_objects([(len(decisions), counted)])
         count = max(-(-number // self.config.mini_batch_size) for number, _ in held)
         for _ in range(epochs):
             done = len(terms)
             order = decisions.rows[torch.randperm(len(decisions), generator=shuffle).to(decisions.rows.device)]
-            # evenly: a last one of few decisions would weigh as much as the others
+            # split evenly: a small last minibatch would weigh as much as a full one
             for number, index in enumerate(order.repeat(-(-count // len(order))).tensor_split(count)):
                 batch = decisions.gather(columns, index)
                 if self.parity_gate.parity is None:
                     batch["trace"] = decisions.flat["trace"][index]
                 yield batch, _weight(held, self.distributed.rank, number, count)
-            # averaged over the decisions of all processes, which must all decide alike
+            # averaged over all processes, so that all of them stop together
             if target is not None:
                 own = LossTerms.kl(terms[done:]) * _weight(held, self.distributed.rank)
                 if self.distributed.mean({"kl": own})["kl"] > target:
                     return
 
     def gradient_step(self, batch: TensorDict, loss, learning: list | None = None, weight: float = 1.0) -> "LossTerms":
-        """On a minibatch of this `weight`, after its parity where it is the first; `learning`: the groups that change,
-        None: all."""
+        """One step on a minibatch with this `weight`. The first one of an update must pass the parity gate.
+
+        `learning`: the parameter groups to update; None: all.
+        """
         terms = LossTerms.joined(self.step.backward(batch, loss, self.config.micro_batch_size))
         self.parity_gate.require_passed()
         terms.scalars["grad_norm"] = self.step.apply(learning, weight)
         return terms
 
     def steps_taken(self, terms: list["LossTerms"]) -> tuple[list["LossTerms"], dict[str, float]]:
-        """At the end of an update: the terms of its gradient steps without those that were left out, and how many."""
+        """End an update: the terms of the steps taken, and the number of skipped (non-finite) steps as a metric."""
         left_out = self.step.end_update()
         if left_out:
             terms = [term for term in terms if term.scalars["grad_norm"].isfinite()]
@@ -125,14 +127,14 @@ class Algorithm:
 
 
 def _weight(held: list[tuple[int, bool]], rank: int, number: int = 0, count: int = 1) -> float:
-    """Of the decisions of process `rank` in minibatch `number` of `count`, over the average of all processes.
+    """The number of decisions of process `rank` in minibatch `number` of `count`, relative to the mean over processes.
 
-    `held`: of each process how many decisions it holds, and whether they count. Fractions: exactly 1 where all are
-    alike.
+    `held`: (number of decisions, whether they count) of each process. Computed with fractions, so that equal shares
+    give exactly 1.
     """
     shares = []
     for decisions, counted in held:
-        # as in minibatches(): repeated where there are more minibatches than decisions, and split evenly
+        # as in minibatches(): repeated if there are more minibatches than decisions, then split evenly
         repeats = -(-count // decisions)
         size, larger = divmod(decisions * repeats, count)
         shares.append(Fraction((size + (number < larger)) * counted, repeats))
@@ -149,19 +151,20 @@ class PPO(Algorithm):
         name = type(policy).__name__
         if config.entropy_coef and not policy.learns_entropy:
             raise UserError(
-                f"ppo.entropy_coef={config.entropy_coef}: nothing that {name} learns changes its "
-                "entropy; set it to 0, or take a policy that learns its noise (policy.method=flow_noise)"
+                f"ppo.entropy_coef={config.entropy_coef}: the entropy of {name} does not depend on its parameters; "
+                "set it to 0, or use a policy with learned noise (policy.method=flow_noise)"
             )
         if config.critic_warmup_updates and not policy.critic_parameters():
-            why = f"{name} does not say which parameters are its critic's; override critic_parameters()"
+            why = f"{name}.critic_parameters() is empty; override it to return the critic's parameters"
             raise UserError(f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {why}")
-        # that of normalize_value, and how much was added to all its values: a resumed run collects anew what it judged
+        # used by normalize_value: the critic, and the constant added to its values. The constant is not saved: after a
+        # resume, the stored rollout is collected again
         self.critic, self.level = getattr(policy, "critic", None) if config.normalize_value else None, 0.0
         if config.normalize_value and not isinstance(self.critic, Critic):
-            own = "judges by something of its own, not by a `critic` that is a sparring.policies.critic.Critic"
-            raise UserError(f"ppo.normalize_value=true: {name} {own}; leave it out")
+            own = "needs a policy whose `critic` is a sparring.policies.critic.Critic"
+            raise UserError(f"ppo.normalize_value=true {own}; {name} has none. Remove the setting")
         actor, critic = policy.actor_parameters(), policy.critic_parameters()
-        # GRPO, which may have had it before, lets the critic rest
+        # GRPO freezes the critic of a policy, and this policy may come from a GRPO run
         for parameter in critic:
             parameter.requires_grad_(True)
         groups = [(actor, config.policy_lr), (critic, config.critic_lr or config.policy_lr)]
@@ -175,7 +178,7 @@ class PPO(Algorithm):
         return super().rate + (f" or ppo.critic_lr={critic:g}" if critic else "")
 
     def update(self, rollout: TensorDict, progress: float = 0.0) -> dict[str, float]:
-        """One update; `progress` in [0, 1] of the run drives the schedules."""
+        """One update. `progress`: the fraction of the run in [0, 1], for the schedules."""
         config, policy, distributed = self.config, self.policy, self.distributed
         lr_factor = schedule(config.lr_schedule, progress, self.updates, config.warmup_updates)
         self.step.scale_lr(lr_factor)
@@ -184,7 +187,7 @@ class PPO(Algorithm):
         self.scorer.freeze_reference()
         if self.critic is not None:
             self._shift_values(rollout, self.critic)
-        # age, and log-probs and values by the present weights
+        # adds age, and log-probs and values under the current weights
         stale = self.off_policy.annotate(rollout, self.version)
         rollout = self._with_advantages(rollout)
         # [T, N] -> [T*N]
@@ -199,7 +202,7 @@ class PPO(Algorithm):
             return ppo_loss(config, clip, batch, scored, policy.step_weights, unit)
 
         terms: list[LossTerms] = []
-        # the critic alone while it warms up; its gradients come from its own loss only
+        # during warm-up only the critic learns; its gradients come from its own loss only
         learning = self.step.groups[-1:] if self.updates < config.critic_warmup_updates else None
         for batch, weight in self.minibatches(decisions, keys, config.ppo_epochs, terms):
             if config.normalize_advantage and len(batch) > 1:
@@ -221,22 +224,22 @@ class PPO(Algorithm):
         return distributed.mean(means) | metrics
 
     def _shift_values(self, rollout: TensorDict, critic: Critic) -> None:
-        """A critic that knows nothing yet takes long to get far from 0, and bootstraps wrong values meanwhile."""
+        """Start the critic at the mean return: an untrained one is slow to leave 0 and bootstraps wrong values."""
         if self.updates == 0 and not critic.returns.count:
             self.level = missing_level(rollout, self.config.gamma, self.distributed.sum)
             critic.shift_by(self.level)
         if self.level and (self.updates == 0 or self.off_policy.expected):
-            # what it judged before it was raised, which also comes later where robots are ahead
+            # values computed before the shift; in asynchronous collection they also arrive later
             stamped = rollout.get("version", None)
             missing = self.level * (self.updates == 0 if stamped is None else stamped <= self.warmups)
             rollout["value"] = rollout["value"] + missing
             rollout["next", "value"] = rollout["next", "value"] + missing
 
     def _with_advantages(self, rollout: TensorDict) -> TensorDict:
-        """With `advantage` and `return`.
+        """Add `advantage` and `return`.
 
-        V-trace, where the rollout is stale, estimates what the present policy is worth, so that its values are the
-        present critic's. GAE takes all of them from the critic of those who acted: they belong together.
+        For a stale rollout, V-trace estimates the value of the current policy and uses values of the current critic.
+        GAE uses the values that were stored when the decisions were taken.
         """
         config = self.config
         if config.correction == "vtrace" and rollout.get("age", None) is not None:
@@ -250,13 +253,13 @@ class PPO(Algorithm):
 
 @dataclass
 class LossTerms:
-    """Of one minibatch, detached and left on the device: reading a number there would make the CPU wait."""
+    """Loss terms of one minibatch, detached. They stay on the device: reading a number would make the CPU wait."""
 
     # by name: "loss", "policy_loss", ...
     scalars: dict[str, Tensor]
-    # [B], or [B, S] where denoising steps count one by one
+    # [B], or [B, S] where denoising steps are scored one by one
     log_ratio: Tensor
-    # of stale decisions, before any cap: [B], [B, S] or [B, 1]; None where none was weighed
+    # importance weights of stale decisions before any cap: [B], [B, S] or [B, 1]; None if there are none
     weight: Tensor | None = None
 
     def __post_init__(self):
@@ -265,7 +268,7 @@ class LossTerms:
 
     @staticmethod
     def joined(parts: "list[tuple[LossTerms, float]]") -> "LossTerms":
-        """Of micro-batches and their shares of a minibatch, as if they had been one."""
+        """Combine the terms of micro-batches, each with its share of the minibatch."""
         (first, _), *others = parts
         if not others:
             return first
@@ -276,17 +279,17 @@ class LossTerms:
 
     @staticmethod
     def reference_kl(batch: TensorDict, scored: TensorDict) -> Tensor:
-        """Of the present policy to a frozen one, `reference_log_prob`; r = reference / present."""
+        """KL from the current policy to the frozen reference (`reference_log_prob`), with r = reference / current."""
         return _approximate_kl((batch["reference_log_prob"] - scored["log_prob"]).float())
 
     @staticmethod
     def kl(terms: "list[LossTerms]") -> float:
-        """Of minibatches together."""
+        """Approximate KL over several minibatches."""
         return float(_approximate_kl(torch.cat([term.log_ratio for term in terms])))
 
     @staticmethod
     def means(terms: "list[LossTerms]", low: float, high: float) -> dict[str, float]:
-        """Metrics of an update, over its minibatches; clipped is what left [1 - low, 1 + high]."""
+        """Metrics averaged over the minibatches of an update. A ratio outside [1 - low, 1 + high] counts as clipped."""
         if not terms:
             return {"gradient_steps": 0.0}
         means = {name: float(torch.stack([term.scalars[name] for term in terms]).mean()) for name in terms[0].scalars}
@@ -303,7 +306,10 @@ def ppo_loss(
     step_weights: Tensor | None = None,
     unit: float = 1.0,
 ) -> tuple[Tensor, LossTerms]:
-    """The loss of a minibatch [B], and its terms. `scored`: evaluate() of it; `unit`: of values, in the loss."""
+    """The loss of a minibatch [B], and its terms.
+
+    `scored`: evaluate() of the minibatch; `unit`: the scale of values, by whose square the value loss is divided.
+    """
     log_ratio, weight, counted = ratio_and_weight(config, batch, scored)
     advantage, dual_clip = batch["advantage"], config.dual_clip
     policy_loss = clipped_policy_loss(log_ratio, advantage, clip, clip, step_weights, dual_clip, counted)
@@ -330,9 +336,9 @@ def clipped_policy_loss(
 ) -> Tensor:
     """`-mean min(r A, clip(r, 1 - low, 1 + high) A)`, A the advantage [B].
 
-    Where `log_ratio` is [B, S], each pair (decision, step) is clipped by itself and has the advantage A * weight of the
-    step. With `dual_clip` c the gain of a bad decision is never below c A, however large its ratio is. What is clipped
-    counts `weight` times, where there is one.
+    If `log_ratio` is [B, S], each pair (decision, denoising step) is clipped separately, with the advantage
+    A * step_weights. With `dual_clip` c, the objective for A < 0 is bounded below by c A, however large the ratio is.
+    `weight`: importance weights that multiply the clipped objective.
     """
     # [B], or [B, 1] * [S]
     cost = -advantage if step_weights is None else -advantage[:, None] * step_weights
@@ -352,7 +358,7 @@ def _approximate_kl(log_ratio: Tensor) -> Tensor:
 def _value_loss(value_clip: float | None, batch: TensorDict, value: Tensor) -> Tensor:
     if value_clip is None:
         return nn.functional.mse_loss(value, batch["return"])
-    # a stale decision is clipped around the value of the critic with which the update began
+    # stale decisions are clipped around the value of the critic at the beginning of the update
     before = batch["value"] if batch.get("proximal_value", None) is None else batch["proximal_value"]
     clipped = before + (value - before).clamp(-value_clip, value_clip)
     return torch.max((value - batch["return"]).square(), (clipped - batch["return"]).square()).mean()

@@ -1,4 +1,4 @@
-"""Scoring stored decisions without gradients: the parity gate, a reference KL, off-policy corrections."""
+"""Scores stored decisions without gradients, for the parity gate, the reference KL and off-policy corrections."""
 
 import copy
 import math
@@ -18,48 +18,48 @@ from sparring.processes.distributed import Distributed
 from sparring.processes.memory import explain_oom
 
 _CAUSES = (
-    "the policy draws new noise in evaluate(), is left in a mode with dropout, scores a clipped or padded action, sums "
-    "log-probs over steps of a chunk that were not executed (executed_mask), "
-    "its normaliser or weights changed between acting and scoring, or training has diverged so far that rounding shows "
-    "(then lower the learning rate)"
+    "the policy draws new noise in evaluate(); dropout is active; it scores a clipped or padded action; it sums "
+    "log-probs over steps of a chunk that were not executed (executed_mask); "
+    "its normaliser or weights changed between acting and scoring; or training has diverged so far that rounding "
+    "errors show (then lower the learning rate)"
 )
 
 
 class ParityError(UserError):
-    """Scoring disagrees with acting: training on such numbers would go wrong silently."""
+    """Scoring disagrees with acting: training would silently use wrong probability ratios."""
 
     exit_code = 1
 
 
 @dataclass
 class Parity:
-    """The largest differences, of terms that no sum can hide or blow up; 0 where there was nothing to compare."""
+    """The largest differences between acting and scoring, per term so that sums cannot hide them; 0 without data."""
 
     # max |mean_replay - mean_rollout| / sigma over steps, positions and dims
     drift: float = 0.0
-    # max |z2_replay - z2_rollout|, relative to the number of scored dims; catches a sample that was changed
+    # max |z2_replay - z2_rollout|, relative to the number of scored dims; detects a changed sample
     sample: float = 0.0
-    # max difference of the number of scored dims; catches counted padding
+    # max difference of the number of scored dims; detects padding that is counted
     dims: float = 0.0
-    # max |log_prob_replay - log_prob_rollout|, relative to the number of scored dims; catches a wrong sum
+    # max |log_prob_replay - log_prob_rollout|, relative to the number of scored dims; detects a wrong sum
     score: float = 0.0
     # max |probability ratio - 1|, for the log only
     ratio: float = 0.0
 
     @staticmethod
     def limits(tolerance: float) -> dict[str, float]:
-        """The largest that each term may be."""
-        # z = (x - mean)/sigma of a few sigmas turns a drift d into about 2 |z| d of z2, and |z| d of a log-prob
+        """The limit of each term."""
+        # for z = (x - mean) / sigma, a drift d changes z2 by about 2 |z| d and a log-prob by |z| d
         return {"drift": tolerance, "sample": 20 * tolerance, "dims": 0.0, "score": 20 * tolerance}
 
     @staticmethod
     def worst(parities: "list[Parity]") -> "Parity":
-        # a tensor's max passes NaN on, Python's does not
+        # a tensor's max propagates NaN, Python's does not
         table = torch.tensor([astuple(p) for p in (Parity(), *parities)], dtype=torch.float64)
         return Parity(*table.amax(0).tolist())
 
     def excesses(self, tolerance: float) -> dict[str, float]:
-        """The terms that are over their limits; none where scoring agrees with acting."""
+        """The terms above their limits; empty if scoring agrees with acting."""
         limits = self.limits(tolerance)
         # `not <=` also catches NaN
         return {name: getattr(self, name) for name, limit in limits.items() if not getattr(self, name) <= limit}
@@ -70,22 +70,22 @@ class Parity:
             found = ", ".join(f"{name} {value:.3g} > {limits[name]:g}" for name, value in wrong.items())
             raise ParityError(
                 f"the parity gate refuses to train: {found}. Scoring the stored actions with unchanged "
-                f"weights does not give back what acting gave. Likely causes: {_CAUSES}."
+                f"weights does not reproduce the values from acting. Likely causes: {_CAUSES}."
             )
 
 
 @torch.no_grad()
 def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False) -> Parity:
-    """`acted [B]` is what the collector stored, `scored [B]` is evaluate() of it; `averaged`: log-probs are means."""
+    """Compare stored decisions `acted [B]` with evaluate() of them, `scored [B]`. `averaged`: log-probs are means."""
     old, new = acted["trace"], scored["trace"]
     # [B, C]: positions that were executed
     positions = torch.arange(old["z2"].shape[1], device=old["z2"].device)
     mask = positions < acted["next", "executed"][:, None]
     drift = ((new["mean"] - old["mean"]).abs() / new["std"]).flatten(2).amax(-1)
     sample = (new["z2"] - old["z2"]).abs() / old["dims"].clamp_min(1)
-    # what was counted, not only where
+    # the number of scored dims at all positions, executed or not
     dims = (new["dims"] - old["dims"]).abs()
-    # [B, 1], or [B, S] where denoising steps are scored one by one
+    # [B, 1], or [B, S] if denoising steps are scored one by one
     change = (scored["log_prob"].double() - acted["log_prob"].double()).reshape(len(mask), -1)
     # [B]
     score = change.abs().sum(-1)
@@ -96,14 +96,14 @@ def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False
     return Parity(*(float(x.max()) for x in (drift, sample, dims, score, ratio)))
 
 
-# decisions that are scored together without gradients, where memory does not limit them
+# decisions scored in one forward pass without gradients, unless micro_batch_size limits it
 _SCORED_AT_ONCE = 4096
-# decisions of a rollout that its collector scores again, after a first whole rollout: robots wait meanwhile
+# decisions per rollout that an asynchronous collector checks, after a first whole rollout: the robots wait meanwhile
 _REPLAYED = 64
 
 
 class Decisions:
-    """The decisions `flat [T*N]` of a rollout, `rows` of which count: by default all, or those of whole episodes."""
+    """The decisions `flat [T*N]` of a rollout; `rows` selects those to learn from (default: the valid ones)."""
 
     def __init__(self, flat: TensorDict, rows: Tensor | None = None):
         if rows is None:
@@ -119,11 +119,11 @@ class Decisions:
         return self.flat[key][self.rows]
 
     def where(self, chosen: Tensor) -> "Decisions":
-        """Those of them that a mask, or numbers from 0, choose."""
+        """The subset selected by a mask or by indices."""
         return Decisions(self.flat, self.rows[chosen])
 
     def fresh(self) -> "Decisions":
-        """Those that the present weights took."""
+        """The decisions taken with the current weights."""
         return self if self.flat.get("age", None) is None else self.where(self["age"] == 0)
 
     def columns(self, keys: list) -> dict[Any, Tensor]:
@@ -131,7 +131,7 @@ class Decisions:
 
     @staticmethod
     def gather(columns: dict[Any, Tensor], index: Tensor) -> TensorDict:
-        """Rows `index` of every column: a third of the time that indexing a TensorDict takes."""
+        """Rows `index` of every column; three times as fast as indexing a TensorDict."""
         batch = TensorDict({}, [len(index)])
         for key, column in columns.items():
             batch.set(key, column.index_select(0, index))
@@ -140,7 +140,7 @@ class Decisions:
     def update_normalizers(self, policy: Policy, distributed: Distributed) -> None:
         seen, keys = self.flat, policy.normalized_keys
         if len(self) < len(self.flat):
-            # not the pictures, which are most of it
+            # only the keys that are normalised: images are most of the data
             seen = self.gather(self.columns(policy.in_keys if keys is None else keys), self.rows)
         policy.update_normalizers(seen, distributed.sum)
 
@@ -154,59 +154,59 @@ class Decisions:
 
 
 class Scorer:
-    """evaluate() of a policy, and of a frozen reference, in parts that fit into memory."""
+    """Runs evaluate() of a policy, and of a frozen reference, in parts that fit into memory."""
 
     def __init__(
         self, config: AlgorithmConfig, policy: Policy, distributed: Distributed, section: str = "algorithm_config"
     ):
-        """`section` of the config, where the settings are."""
+        """`section`: the config section with the settings, for messages."""
         self.config, self.policy, self.distributed, self.section = config, policy, distributed, section
         self.at_once = config.micro_batch_size or _SCORED_AT_ONCE
-        # the policy as it was when the first update began, where a KL to it is asked for
+        # a copy of the policy before the first update, if kl_coef > 0
         self.reference: Policy | None = None
         self.replayed_rollout = False
 
     def parts(self, policy: Policy, decisions: Decisions, doing: str) -> Iterator[tuple[Tensor, TensorDict]]:
-        """(rows of a part, evaluate() of it). `doing`: for the message where memory runs out."""
+        """Yield (rows of a part, evaluate() of it). `doing`: for the message if memory runs out."""
         for index in decisions.rows.split(self.at_once) if len(decisions) else ():
             with torch.no_grad(), self.memory(doing, len(index)):
                 scored = policy.evaluate(decisions.flat.select(*self._keys())[index])
             yield index, scored
 
     def parity(self, decisions: Decisions) -> Parity:
-        """Of decisions that the present weights took."""
+        """The parity of decisions that were taken with the current weights."""
         acted = decisions.flat.select("trace", "log_prob", ("next", "executed"))
         parts, averaged = self.parts(self.policy, decisions, "scoring"), self.policy.averages_log_prob
         return Parity.worst([measure_parity(acted[index], scored, averaged) for index, scored in parts])
 
     def replay(self, rollout: TensorDict, version: int) -> Parity:
-        """Of what the present weights, of this `version`, decided in a rollout [T, N]: all of the first, then a few.
+        """The parity of the decisions of this `version` in a rollout [T, N]: all of the first rollout, later a sample.
 
-        For the process that collects: when the learner gets the rollout, its weights may be newer.
+        Called by the collecting process: when the learner gets the rollout, its weights may be newer.
         """
         decisions = Decisions(rollout.flatten(0, 1))
         if rollout.get("version", None) is not None:
             decisions = decisions.where(decisions["version"] >= version)
         if self.replayed_rollout:
-            # others each time
+            # a different sample each time
             order = torch.randperm(len(decisions), generator=torch.Generator().manual_seed(version))
             decisions = decisions.where(order[:_REPLAYED].to(decisions.rows.device))
         self.replayed_rollout |= len(decisions) > 0
         return self.parity(decisions)
 
     def freeze_reference(self) -> None:
-        """Keeps the policy as it is now, where a KL to it is asked for and none is kept yet."""
+        """Copy the policy as the KL reference, once, if kl_coef > 0."""
         if self.config.kl_coef and self.reference is None:
             with self.memory(f"copying the policy for {self.section}.kl_coef={self.config.kl_coef:g}"):
                 self.reference = self._frozen_policy()
 
     @torch.no_grad()
     def add_reference(self, decisions: Decisions) -> list[str]:
-        """Adds `reference_log_prob`, where a KL is asked for; the keys that it added."""
+        """Add `reference_log_prob` if kl_coef > 0; returns the added keys."""
         if not self.config.kl_coef or self.reference is None:
             return []
         log_prob = torch.zeros_like(decisions.flat["log_prob"])
-        for index, scored in self.parts(self.reference, decisions, "scoring by the policy as it was"):
+        for index, scored in self.parts(self.reference, decisions, "scoring with the reference policy"):
             log_prob[index] = scored["log_prob"]
         decisions.flat["reference_log_prob"] = log_prob
         return ["reference_log_prob"]
@@ -222,35 +222,35 @@ class Scorer:
         self.reference.load_state_dict(self.policy.state_dict() | state)
 
     def memory(self, doing: str, decisions: int = 0) -> AbstractContextManager[None]:
-        """A context that says what to set where memory runs out."""
+        """A context whose out-of-memory error names the setting to lower."""
         return explain_oom(doing, self.policy, decisions, f"{self.section}.micro_batch_size")
 
     def _frozen_policy(self) -> Policy:
-        """What does not learn is shared: beside a VLA with LoRA it takes the room of the adapters only."""
+        """A copy that shares frozen weights: for a VLA with LoRA it takes only the memory of the adapters."""
         shared = {id(weight): weight for weight in self.policy.parameters() if not weight.requires_grad}
         return copy.deepcopy(self.policy, shared).requires_grad_(False).eval()
 
     def _keys(self) -> list:
-        """What evaluate() reads, with the whole trace: to select an entry of it as well would leave only that one."""
+        """The keys that evaluate() reads. The whole trace: selecting one of its entries too would drop the others."""
         read = [key for key in self.policy.in_keys if key[0] != "trace"]
         return [*read, "action", "trace", ("next", "executed")]
 
 
 class ParityGate:
-    """Refuses to train where scoring disagrees with acting.
+    """Refuses to train if scoring disagrees with acting.
 
-    The first rollout of a process is checked whole. Later updates check their first minibatch before its gradient step:
-    it is evaluated with unchanged weights anyway.
+    The first rollout of a process is checked completely. Later updates check their first minibatch before its gradient
+    step, because the loss evaluates it with unchanged weights anyway.
     """
 
     def __init__(self, scorer: Scorer):
         self.scorer, self.checked_rollout = scorer, False
-        # of this update; None: not known yet
+        # the parity of this update; None: not measured yet
         self.parity: Parity | None = None
         self.measured: list[Parity] = []
 
     def begin_update(self, decisions: Decisions, whole: bool = False) -> None:
-        """For an update; `whole`: check all decisions, also where the first minibatch would do."""
+        """Start an update. `whole`: check all decisions, not only the first minibatch."""
         self.parity, self.measured = None, []
         if whole or not self.checked_rollout:
             fresh = decisions.fresh()
@@ -258,7 +258,7 @@ class ParityGate:
             self.parity = self.check(self.scorer.parity(fresh))
 
     def compare(self, batch: TensorDict, scored: TensorDict) -> None:
-        """Of the first minibatch: only its fresh decisions were taken by the weights that scored them."""
+        """Measure the first minibatch; only its fresh decisions were taken with the weights that scored them."""
         if self.parity is not None:
             return
         if batch.get("age", None) is not None:
@@ -268,7 +268,7 @@ class ParityGate:
             self.measured.append(measure_parity(batch, scored, self.scorer.policy.averages_log_prob))
 
     def require_passed(self) -> Parity:
-        """Before a gradient step: raises where the first minibatch did not pass."""
+        """Call before a gradient step: raises if the first minibatch did not pass."""
         if self.parity is None:
             self.parity = self.check(Parity.worst(self.measured))
         return self.parity
@@ -278,8 +278,8 @@ class ParityGate:
         return {"parity": parity.drift, "parity_ratio": parity.ratio}
 
     def check(self, parity: Parity) -> Parity:
-        """The worst of all processes; raises where that is too much."""
-        # all processes must stop together, whichever of them found the fault
+        """Returns the worst parity over all processes; raises if it exceeds the tolerance."""
+        # all processes must stop together
         parity = Parity(*(self.scorer.distributed.max(value) for value in astuple(parity)))
         parity.check(self.scorer.config.parity_tolerance)
         return parity

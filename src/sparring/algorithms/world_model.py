@@ -19,9 +19,9 @@ _WARMUP_STEPS = 50
 
 
 class WorldModelLearner:
-    """`config.learning_rate`, of whichever phase it learns in, falls to 0 as `fraction` goes to 1.
+    """Trains a world model. `config.learning_rate` decays linearly to 0 as `fraction` goes to 1.
 
-    `section`: that phase's. `skips`: see GradientStep.
+    `config`, `section`: the config section of the phase, and its name. `skips`: see GradientStep.
     """
 
     def __init__(self, config: Any, model: WorldModel, distributed: Distributed, section: str, skips: int = 0):
@@ -31,14 +31,14 @@ class WorldModelLearner:
         self._learn_with_fresh_optimizer()
 
     def update(self, batches: Iterable[TensorDict], count: int, fraction: float) -> dict[str, float]:
-        """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Means of metrics."""
+        """Learn from the next `count` batches of windows `[B, T]`; `fraction` of the run is done. Returns metrics."""
         if self.gradient_steps == 0:
             self.distributed.broadcast_weights(self.model)
         self.model.train()
         steps, left_out = [], 0
         for batch in islice(batches, count):
             steps.append(self._learn_from(batch, fraction))
-            # at once, so that what is saved now is what the next step takes
+            # immediately, so that a checkpoint saved now has the optimiser of the next step
             if [*map(id, self.model.learning())] != [*map(id, self.step.parameters)]:
                 left_out += self.step.end_update()
                 self._learn_with_fresh_optimizer()
@@ -49,7 +49,7 @@ class WorldModelLearner:
             if not left_out or numbers["grad_norm"].isfinite():
                 for name, value in numbers.items():
                     values[name].append(value)
-        # a part of the model that began to learn only now has numbers of the last steps only
+        # a part of the model that starts to learn during the update has metrics of the later steps only
         means = {name: float(torch.stack(of).mean()) for name, of in values.items()}
         skipped = {"steps_skipped": float(left_out)} if self.skips else {}
         return self.distributed.mean(means) | skipped
@@ -58,13 +58,13 @@ class WorldModelLearner:
         return {"optimizer": self.step.state_dict(), "gradient_steps": self.gradient_steps, "began": self.began}
 
     def load_state_dict(self, state: dict) -> None:
-        """The model has its weights back already: they say what is learning."""
+        """Call after the model's weights are loaded: they determine which parameters learn."""
         self._learn_with_fresh_optimizer()
         self.step.load_state_dict(state["optimizer"])
         self.gradient_steps, self.began = state["gradient_steps"], state["began"]
 
     def _learn_with_fresh_optimizer(self) -> None:
-        """Of the parameters that learn now: the others neither move nor shrink."""
+        """A new optimiser of the parameters that learn now; weight decay leaves the others unchanged."""
         groups = [{"params": self.model.learning(), "lr": self.config.learning_rate}]
         rate = f"{self.section}.learning_rate={self.config.learning_rate:g}"
         self.step = GradientStep(groups, self.distributed, _MAX_GRAD_NORM, rate, torch.optim.AdamW, **_ADAMW)
@@ -76,7 +76,7 @@ class WorldModelLearner:
         lr *= min(1.0, (self.gradient_steps - self.began + 1) / _WARMUP_STEPS)
         self.step.set_lr(lr)
         self.model.update_normalizers(batch, self.distributed.sum)
-        # the loss adds to its batch what it made of it
+        # the forward pass adds keys to its batch
         given = batch.copy()
         loss, numbers = self.model(batch)
         norm = self.step(given, loss)

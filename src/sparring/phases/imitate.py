@@ -53,7 +53,7 @@ class Imitate(Phase):
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
         # what is saved and evaluated: the weights' average where one is kept, else they themselves
-        with explain_oom("making room for gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
+        with explain_oom("allocating gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
             self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
             # demonstrations teach a critic nothing, and weight decay must not change it
             groups = [{"params": policy.actor_parameters(), "lr": config.learning_rate}]

@@ -1,4 +1,4 @@
-"""Reward terms of one's own, by import path (`rewards: {my.module:term: 1.0}`): added to the env's reward."""
+"""User-defined reward terms by import path (`rewards: {my.module:term: 1.0}`), added to the env's reward."""
 
 import inspect
 import sys
@@ -19,9 +19,9 @@ from sparring.rewards.reward_model import with_following
 from sparring.rewards.terms import RewardTerm
 
 _TASK_REWARD = "task_reward"
-# what a term sees of a transition: nothing of the policy's, which is not there before training
+# the keys of a transition that a term gets; nothing from the policy, because the sample before training has none of it
 _SEEN = ("observation", "action", "is_first", "next")
-_EXPECTED = "expected a function of a TensorDict of transitions [N] that gives a number for each, or a RewardTerm class"
+_EXPECTED = "expected a function from a TensorDict of transitions [N] to a tensor [N], or a RewardTerm class"
 
 
 class AddedRewards:
@@ -32,18 +32,18 @@ class AddedRewards:
         self.weights = {path: weight for path, weight in config.terms.items() if weight}  # by import path
         self.names = _names(list(self.weights))
         self.terms = {path: _term(path, config, env.spec, chunk, distributed.device) for path in self.weights}
-        # a term that does not fit is found before training starts
+        # try each term before training starts
         sample = _sample(env.spec, env.num_envs, chunk, distributed.device)
         for path in self.terms:
             self._rewards(path, sample, "on a sample of zeros")
 
     @torch.no_grad()
     def write_rewards(self, buffer: RolloutBuffer) -> dict[str, float]:
-        """Of the newest rollout; the means of the env's rewards and of each term."""
+        """Change the rewards of the newest rollout; returns the means of the env's reward and of each term."""
         rollout = with_following(buffer).select(*_SEEN, "valid", strict=False).exclude(("next", "value"))
         valid = cast(torch.Tensor, rollout.pop("valid", torch.ones_like(rollout["is_first"])))
         of_task = rollout["next", "reward"]
-        # a term may write into what it is given
+        # cloned, because a term may write into its input
         reward, decisions = self.task_weight * of_task, rollout.clone().unbind(0)
         means = {_TASK_REWARD: float(of_task.sum(-1)[valid].mean())}
         last = rollout["next", "executed"][..., None] - 1
@@ -70,13 +70,13 @@ class AddedRewards:
             term.load_state_dict(state["terms"][path])
 
     def _rewards(self, path: str, transitions: TensorDict, when: str = "") -> torch.Tensor:
-        """`[N]`, of transitions `[N]`."""
+        """The rewards `[N]` of transitions `[N]`."""
         try:
             rewards = self.terms[path](transitions)
         except Exception as error:
-            hint = "; it finds observation, action, is_first and next in the td" if isinstance(error, KeyError) else ""
+            hint = "; the td has observation, action, is_first and next" if isinstance(error, KeyError) else ""
             when = f"{when} " if when else ""
-            # of its author's file, not of the library that it called
+            # name the line in the user's file, not in a library that it called
             own = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
             raise UserError(f"rewards.{path} failed {when}with {describe_error(error, own)}{hint}") from error
         shape = tuple(transitions.batch_size)
@@ -84,7 +84,7 @@ class AddedRewards:
             raise UserError(f"rewards.{path} returned {type(rewards).__name__}, expected a tensor {list(shape)}")
         if tuple(rewards.shape) != shape:
             given = f"returned shape {list(rewards.shape)}"
-            raise UserError(f"rewards.{path} {given}, expected {list(shape)}: a reward for each of the transitions")
+            raise UserError(f"rewards.{path} {given}, expected {list(shape)}: one reward per transition")
         return rewards.to(transitions["action"].device, torch.float32)
 
 
@@ -102,11 +102,11 @@ def _term(path: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: t
     found: Any = resolve(path, {}, "reward term")
     if isinstance(found, type):
         if not issubclass(found, RewardTerm):
-            raise UserError(f"reward term '{path}' is another class; {_EXPECTED} (sparring.rewards.terms)")
+            raise UserError(f"reward term '{path}' is not a RewardTerm; {_EXPECTED} (sparring.rewards.terms)")
         try:
             return found(config, spec, chunk, device)
         except TypeError as error:
-            raise UserError(f"reward term '{path}': cannot be made ({describe_error(error)}); {_EXPECTED}") from error
+            raise UserError(f"reward term '{path}' cannot be created ({describe_error(error)}); {_EXPECTED}") from error
     if not callable(found):
         raise UserError(f"reward term '{path}' is a {type(found).__name__}; {_EXPECTED}")
     try:
@@ -115,19 +115,19 @@ def _term(path: str, config: RewardsConfig, spec: EnvSpec, chunk: int, device: t
     except TypeError:
         raise UserError(f"reward term '{path}' takes {signature}; {_EXPECTED}") from None
     except ValueError:
-        pass  # a builtin does not tell its parameters; the sample shows whether it fits
+        pass  # a builtin has no signature; the call with a sample tests it
     return _Function(found)
 
 
 def _names(paths: list[str]) -> dict[str, str]:
-    """What metrics call each term: its own name, or the whole path where two would be the same."""
+    """The name of each term in metrics: its function name, or the whole path if two terms share it."""
     short = [path.partition(":")[2] for path in paths]
     unique = {name for name in short if short.count(name) == 1} - {_TASK_REWARD}
     return {path: name if name in unique else path for path, name in zip(paths, short, strict=True)}
 
 
 def _sample(spec: EnvSpec, robots: int, chunk: int, device: torch.device) -> TensorDict:
-    """Transitions `[N]` of zeros, of the shapes and types that training has."""
+    """Transitions `[N]` of zeros with the shapes and dtypes of training."""
     td = TensorDict({"action": torch.zeros(robots, chunk, spec.action_dim)}, [robots])
     for name, (shape, dtype) in spec.observation.items():
         for side in ((), ("next",)):

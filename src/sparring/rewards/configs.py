@@ -1,4 +1,4 @@
-"""The `rewards` section: what an explorer is rewarded for. Torch-free."""
+"""The `rewards` section: weights of the reward terms. Torch-free."""
 
 import math
 from typing import Any, Literal
@@ -10,35 +10,35 @@ from sparring.config.text import flatten, value_text
 
 
 class RewardsConfig(Section):
-    """What an explorer is paid for: a weight per term, 0 leaves it out."""
+    """Weights of the explorer's reward terms; 0 disables a term."""
 
     name: Literal["default", "original"] = Field(
-        "default", description="whose weights; original: those of the documents this system comes from"
+        "default", description="preset of weights; original: those of the source documents"
     )
-    # at 1 it leads some explorers away from things: docs/log.md
+    # a weight of 1 leads some explorers away from objects: docs/log.md
     memory_divergence: float = Field(
-        0.3, ge=0, description="bringing what the explorer's cameras let it know to what all cameras let it know"
+        0.3, ge=0, description="decrease of the distance between the memory from the explorer's and from all cameras"
     )
-    memory_change: float = Field(0.0, ge=0, description="changing the world model's memory")
-    prediction_error: float = Field(0.0, ge=0, description="showing the world model what it did not foretell")
-    prediction_entropy: float = Field(0.0, ge=0, description="going where the world model is unsure")
-    disagreement: float = Field(1.0, ge=0, description="going where the members of the world model disagree")
-    latent_surprise: float = Field(0.0, ge=0, description="surprise beyond what was foretold to be random")
+    memory_change: float = Field(0.0, ge=0, description="change of the world model's memory")
+    prediction_error: float = Field(0.0, ge=0, description="cross-entropy of the true next frame")
+    prediction_entropy: float = Field(0.0, ge=0, description="entropy of the prediction")
+    disagreement: float = Field(1.0, ge=0, description="disagreement between the members of the world model")
+    latent_surprise: float = Field(0.0, ge=0, description="prediction error beyond the predicted entropy")
     learning_progress: float = Field(
-        0.0, ge=0, description="going where the world model errs less than it did; needs one that learns (adversarial)"
+        0.0, ge=0, description="decrease of the prediction error over training; needs a world model that learns"
     )
-    rnd: float = Field(0.0, ge=0, description="showing what was seen seldom (random network distillation)")
-    task_success: float = Field(0.0, ge=0, description="ending an episode with the env's task done")
-    task_reward: float = Field(0.0, ge=0, description="the env's own reward; in finetune 1 unless set, beside terms")
+    rnd: float = Field(0.0, ge=0, description="novelty of the next frame (random network distillation)")
+    task_success: float = Field(0.0, ge=0, description="1 for an episode that ends in success")
+    task_reward: float = Field(0.0, ge=0, description="the env's own reward; with terms in finetune 1 unless set")
     terms: dict = Field(
         default_factory=dict,
-        description="of your own, in finetune: your.module:function -> its weight beside the env's own reward",
+        description="user-defined terms in finetune: your.module:function -> weight, added to the env's reward",
     )
     divergence: Literal["potential", "original"] = Field(
-        "potential", description="of memory_divergence: d - discount * d', or the original -(d' - d) - 0.07 d"
+        "potential", description="memory_divergence: d - discount * d', or the original -(d' - d) - 0.07 d"
     )
-    divergence_discount: float = Field(0.99, gt=0, le=1, description="of memory_divergence's potential, per decision")
-    clip: float = Field(5.0, gt=0, description="most that a term counts, normalised by its running mean and deviation")
+    divergence_discount: float = Field(0.99, gt=0, le=1, description="memory_divergence: discount per decision")
+    clip: float = Field(5.0, gt=0, description="limit of a normalised term, in standard deviations")
 
     @field_validator("terms", mode="before")
     @classmethod
@@ -47,7 +47,7 @@ class RewardsConfig(Section):
         weights = flatten(value) if isinstance(value, dict) else {}
         for path, weight in weights.items():
             if ":" not in path:
-                raise ValueError(f"'{path}' is no import path; expected your.module:function")
+                raise ValueError(f"'{path}' is not an import path; expected your.module:function")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
                 raise ValueError(f"{path}={value_text(weight)}: expected a number, the weight of this term")
         return weights if isinstance(value, dict) else value
@@ -58,7 +58,7 @@ def _meaning(field: str) -> str | None:
 
 
 class OriginalRewardsConfig(RewardsConfig):
-    """What an explorer is paid for, as in the documents this system comes from: a weight per term, 0 leaves it out."""
+    """Weights of the explorer's reward terms as in the source documents; 0 disables a term."""
 
     name: Literal["default", "original"] = Field("original", description=_meaning("name"))
     memory_divergence: float = Field(1.0, ge=0, description=_meaning("memory_divergence"))

@@ -1,6 +1,6 @@
-"""RewardModel: rewards a rollout by what a world model says of it. The world model scores each decision in time order,
-with memories that carry over to the next rollout; terms are normalised by running mean and deviation, and their
-weighted sum is `next/reward`. Letters: T decisions, N robots, K terms, C steps of a decision, D numbers of memory."""
+"""RewardModel: intrinsic rewards from a world model. The world model scores each decision in time order, with memories
+that carry over to the next rollout. Each term is normalised by its running mean and standard deviation; their weighted
+sum is `next/reward`. Letters: T decisions, N robots, K terms, C steps of a decision, D memory size."""
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +20,7 @@ _SCORED_BY = ("observation", "action", "is_first", "next")
 
 
 class RewardModel:
-    """`unseen`: the cameras of the world model that the explorer does without."""
+    """`unseen`: cameras of the world model that the explorer does not have."""
 
     def __init__(
         self,
@@ -41,29 +41,29 @@ class RewardModel:
         self.normalizer = RunningNormalizer(len(weights), clip=config.clip).to(device)
         self.compares_memories = any(term.compares_memories for term in self.terms.values())
         if self.compares_memories and not unseen:
-            sees = f"but the explorer sees all of them ({', '.join(world_model.cameras)})"
-            why = f"compares what the explorer's cameras and what all tell the world model, {sees}"
-            raise UserError(f"rewards.memory_divergence {why}; set it to 0, or give it fewer")
+            why = "compares the memory from the explorer's cameras with that from all cameras, but the explorer has all"
+            advice = "set it to 0, or give the explorer fewer cameras (student.cameras)"
+            raise UserError(f"rewards.memory_divergence {why} ({', '.join(world_model.cameras)}); {advice}")
         self.memory = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
         self.memory_wrist = MemoryStateManager(env.num_envs, world_model.memory_size, device=device)
-        self.running = torch.zeros(env.num_envs, device=device)  # [N]: rewards so far of the episodes that go on
+        self.running = torch.zeros(env.num_envs, device=device)  # [N]: return so far of the unfinished episodes
 
     @torch.no_grad()
     def write_rewards(self, buffer: RolloutBuffer) -> dict[str, float]:
-        """Writes `judged/error` and `next/reward` of the newest rollout, all on a decision's last executed step."""
+        """Write `judged/error` and `next/reward` of the newest rollout, on the last executed step of each decision."""
         rollout = with_following(buffer)
-        # [T, N]: `judged/*`, and the memories as they entered each decision and after it
+        # [T, N]: `judged/*`, and the memories before and after each decision
         rollout.update(torch.stack([self._score(decision) for decision in rollout.select(*_SCORED_BY).unbind(0)]))  # type: ignore[arg-type]
         valid = rollout.get("valid", torch.ones_like(rollout["is_first"]))
         raw = torch.stack([term(rollout) for term in self.terms.values()], -1)  # [T, N, K]
         self.normalizer.update(raw[valid], self.distributed.sum)
-        # of all processes, so that all of them stop
+        # the same in all processes, so that all of them stop
         if not self.normalizer.var.isfinite().all():
             raise Diverged(
-                f"training has diverged: the world model's judgement of a rollout ({', '.join(self.terms)}) is NaN or "
-                "infinite; lower adversarial.learning_rate, or teacher.learning_rate where it is from a teacher"
+                f"training has diverged: the world model's scores of a rollout ({', '.join(self.terms)}) are NaN or "
+                "infinite; lower adversarial.learning_rate, or teacher.learning_rate if the world model is a teacher's"
             )
-        # with its mean: disagreement is 13 deviations above 0, all of which a critic would have to learn first
+        # the mean is subtracted: disagreement is 13 deviations above 0, which a critic would have to learn first
         normalized = self.normalizer(raw)
         total = (normalized * self.weights).sum(-1)
         # [T, N] -> [T, N, C]: on the last executed step of each decision, zero elsewhere
@@ -121,9 +121,9 @@ class RewardModel:
 
 
 def with_following(buffer: RolloutBuffer, robots: int | None = None) -> TensorDict:
-    """The newest rollout `[T, N]` of the first `robots`, with `next/observation`: the true one where one ended."""
+    """The newest rollout `[T, N]` of the first `robots`, with `next/observation` (the final one at episode ends)."""
     rollout = buffer.rollout()[:, :robots]
-    # a copy: [T, N] rows 1 to T-1, and where the last decision led to
+    # a copy: [T, N] rows 1 to T-1, and the observation after the last decision
     following = torch.cat([rollout["observation"][1:], buffer.last["observation"][None, :robots]])
     ends = buffer.finals()
     if ends is not None:

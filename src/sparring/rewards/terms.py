@@ -1,4 +1,4 @@
-"""Reward terms: each is one named reason to reward a transition."""
+"""Reward terms: each maps transitions to one component of the reward."""
 
 import math
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from sparring.policies.weights import load_optimizer
 from sparring.processes.distributed import Distributed
 from sparring.rewards.configs import RewardsConfig
 
-_ORIGINAL_COST = 0.07  # of the original's formula: what each step of divergence costs
+_ORIGINAL_COST = 0.07  # in the original formula: cost of each step of divergence
 _HIDDEN, _CODE = 128, 32
 _LEARNING_RATE, _BATCH = 1e-3, 256
-_SQUARES = 8  # pictures are seen in so many squares a side: enough to tell where something is
+_SQUARES = 8  # images are averaged over 8 x 8 squares, enough to locate an object
 PASSES = 10
 
 
 class RewardTerm:
-    """What every term offers; most only override `__call__`. A td has the transition and what the world model says of
-    it: `judged/{error,entropy,disagreement,surprise}`, `memory/world_model [.., D]` and `next/memory/world_model`;
-    where `compares_memories` also `*/world_model_wrist`, without the cameras that the explorer does not see."""
+    """Base class of terms; most only override `__call__`. A td holds the transition and the world model's scores:
+    `judged/{error,entropy,disagreement,surprise}`, `memory/world_model [.., D]` and `next/memory/world_model`; with
+    `compares_memories` also `*/world_model_wrist`, computed without the cameras that the explorer does not have."""
 
     compares_memories: bool = False
 
@@ -31,11 +31,11 @@ class RewardTerm:
         self.config = config
 
     def __call__(self, td: TensorDict) -> torch.Tensor:
-        """What the transitions `[N]` or `[T, N]` are worth, in units of its own; the same shape."""
+        """The unscaled rewards of transitions `[N]` or `[T, N]`; the same shape."""
         raise NotImplementedError
 
     def learn(self, td: TensorDict, distributed: Distributed) -> None:
-        """From transitions `[B]` that have been rewarded."""
+        """Learn from transitions `[B]` after they were rewarded."""
 
     def state_dict(self) -> dict:
         return {}
@@ -51,24 +51,24 @@ def _stateless(reward: Callable[[TensorDict], torch.Tensor]) -> type[RewardTerm]
     return Stateless
 
 
-TaskSuccess = _stateless(lambda td: td["next", "success"].float())  # 1 where an episode ends in success
+TaskSuccess = _stateless(lambda td: td["next", "success"].float())  # 1 if an episode ends in success
 TaskReward = _stateless(lambda td: td["next", "reward"].sum(-1))
-# what the world model did not predict: cross-entropy of the true next tokens. Drawn to pure noise
+# cross-entropy of the true next tokens. High on pure noise
 PredictionError = _stateless(lambda td: td["judged", "error"])
-# where the world model is unsure, whatever then happens. Drawn to pure noise
+# entropy of the prediction, whatever happens next. High on pure noise
 PredictionEntropy = _stateless(lambda td: td["judged", "entropy"])
-# where the ensemble's members predict different things: H[mean p] - mean H[p]; 0 on pure noise
+# disagreement of the ensemble: H[mean p] - mean H[p]; 0 on pure noise
 Disagreement = _stateless(lambda td: td["judged", "disagreement"])
-LatentSurprise = _stateless(lambda td: td["judged", "surprise"])  # surprise beyond what was predicted to be random
-# whatever changes the memory: ||h' - h||
+LatentSurprise = _stateless(lambda td: td["judged", "surprise"])  # prediction error beyond the predicted entropy
+# change of the memory: ||h' - h||
 MemoryChange = _stateless(
     lambda td: torch.linalg.vector_norm(td["next", "memory", "world_model"] - td["memory", "world_model"], dim=-1)
 )
 
 
 class MemoryDivergence(RewardTerm):
-    """Rewards bringing the memory of the explorer's own cameras to that of all cameras, at distance d. `potential`: d -
-    discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. 0 where an episode begins."""
+    """Rewards a decreasing distance d between the memories from the explorer's cameras and from all cameras.
+    `potential`: d - discount * d'. `original`: -(d' - d) - 0.07 d on raw memories. 0 at the start of an episode."""
 
     compares_memories = True
 
@@ -90,7 +90,7 @@ class MemoryDivergence(RewardTerm):
 
 
 class RandomNetworkDistillation(RewardTerm):
-    """Rewards what was seen seldom: the error of a network that learns a random one's answers, on the next frame."""
+    """Rewards novel frames: the error, on the next frame, of a network that learns the outputs of a random network."""
 
     def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
@@ -118,8 +118,8 @@ class RandomNetworkDistillation(RewardTerm):
 
 
 class LearningProgress(RewardTerm):
-    """Rewards going where the world model has become better: g(s, a) - error, where g learns the errors of the rollouts
-    before. 0 in expectation on noise, and before g has learned anything."""
+    """Rewards transitions on which the world model has improved: g(s, a) - error, where g learns the errors of earlier
+    rollouts. 0 in expectation on noise, and before g has learned anything."""
 
     def __init__(self, config: RewardsConfig, spec: EnvSpec, chunk: int, device: torch.device):
         super().__init__(config, spec, chunk, device)
@@ -136,7 +136,7 @@ class LearningProgress(RewardTerm):
         inputs, errors = self._inputs(td), td["judged", "error"][:, None]
         self.learner.normalizer.update(inputs, distributed.sum)
         if not self.errors.count:
-            self.errors.update(errors, distributed.sum)  # of the first rollout, for good
+            self.errors.update(errors, distributed.sum)  # fixed after the first rollout
         for _ in range(PASSES):
             self.learner.fit(inputs, self.errors(errors), distributed)
 
@@ -152,7 +152,7 @@ class LearningProgress(RewardTerm):
 
 
 class _Regressor(nn.Module):
-    """A small regression network with its own input normalizer and optimizer, alike in all processes."""
+    """A small regression network with its own input normalizer and optimizer, identical in all processes."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         super().__init__()
@@ -169,7 +169,7 @@ class _Regressor(nn.Module):
         """One pass over `[B, inputs]` and `[B, outputs]` in shuffled minibatches."""
         shuffle = torch.Generator().manual_seed(self.fits * 1009 + distributed.rank)
         order = torch.randperm(len(x), generator=shuffle).to(x.device)
-        # processes step together, so one that has fewer rows takes smaller minibatches, or its rows several times
+        # all processes take the same number of steps: one with fewer rows takes smaller minibatches or repeats rows
         count = int(distributed.max(-(-len(x) // _BATCH)))
         for rows in order.repeat(-(-count // len(order))).tensor_split(count):
             with torch.enable_grad():
@@ -196,7 +196,7 @@ def _glimpse_size(spec: EnvSpec) -> int:
 
 
 def _glimpse(observation: TensorDict) -> torch.Tensor:
-    """`[.., glimpse_size]`: all pictures, blurred to a few squares, and the state."""
+    """`[.., glimpse_size]`: all images at a resolution of 8 x 8, and the state."""
     shape, parts = observation.batch_size, []
     for _, picture in sorted(observation.get("image", {}).items()):
         # [.., 3, H, W] -> [.., 3 * 64]
