@@ -124,7 +124,7 @@ def test_a_report_that_the_disk_does_not_take(tmp_path):
     (tmp_path / "run/report.html").write_text("the last one")
     done = limited(resource.RLIMIT_FSIZE, 10_000, ["report", "run"], cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "'run/report.html': cannot write there (File too large)" in done.stderr
+    assert "'run/report.html' cannot be written (File too large)" in done.stderr
     assert (tmp_path / "run/report.html").read_text() == "the last one"
 
 
