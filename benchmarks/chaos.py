@@ -44,8 +44,8 @@ import report
 #   it needs when the first one is asked for. "of" is the number of trials that the case has, where that is known
 # - BAD: the verdicts that must not be; summary(trials): more figures of a case
 PARTS = {
-    **{"kills": 40, "writes": 60, "corruption": 25, "configs": 5, "envs": 25, "async": 10, "divergence": 60},
-    **{"hostile": 15, "server": 5, "soak": 60, "cost": 3},
+    **{"kills": 45, "writes": 75, "corruption": 20, "configs": 5, "envs": 30, "async": 15, "divergence": 30},
+    **{"hostile": 15, "server": 6, "soak": 60, "cost": 3},
 }
 KEEP_EVERY_S = 60
 
@@ -88,6 +88,9 @@ def measure(part: ModuleType, args: argparse.Namespace, work: Path, save: Callab
                 del turns[name]
                 continue
             case.trials.append(trial)
+            if trial.get("of") == len(case.trials):
+                case.complete = True
+                turns.pop(name).close()
             if trial["verdict"] in part.BAD:
                 print(f"{args.part} {name}: {trial}", flush=True)
             if now > kept_at + KEEP_EVERY_S:
