@@ -251,7 +251,9 @@ def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
 
 
 def summary(trials: list[dict]) -> dict:
-    most = {name: max(trial.get(name, 0) for trial in trials) for name in ("worst_s", "limit_s", "threads", "files", "mb")}
+    most = {
+        name: max(trial.get(name, 0) for trial in trials) for name in ("worst_s", "limit_s", "threads", "files", "mb")
+    }
     return {"requests": sum(trial.get("requests", 0) for trial in trials), "most": most}
 
 
