@@ -72,7 +72,7 @@ def test_half_requests_keep_nobody_out_and_hold_few_threads(server):
         assert time.monotonic() - began < 2
         # all of them are still held, and yet their threads are free after `request_s`
         until(lambda: threading.active_count() <= before)
-    assert server._open == {} and server._lost == set()
+    assert server._open == {} and server._closing == set()
 
 
 def test_a_head_that_never_ends_is_not_waited_for(server):
