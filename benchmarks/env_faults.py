@@ -7,7 +7,7 @@ Each fault of tests/doubles/faulty_envs.py (20, and variants of them) strikes in
 the process that learns (sync), in two worker processes (workers), and in the collecting process (async).
 `rollout.watchdog_s` is 3; what an env does for the first time may take ten times as long. Of each run are kept:
 
-- how it ended: its exit code, and what it said last (an env that ends the process that learns leaves nobody to say it)
+- how it ended: its exit code, and what it said last (where an env ends the process that learns, its guard says it)
 - the seconds from the fault until the command had ended; 90 s without an end count as a hang
 - whether a traceback was shown, but for that of the env's own code, which stands below our sentence
 - what was left: processes, and files in /dev/shm
@@ -65,20 +65,21 @@ def strike(how: str, mode: str) -> dict:
             if hung := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
+            # what outlives the command may have something to say
+            left = _left(mark)
             said.seek(0)
             text = said.read()
-        left = _left(mark)
         saved = sorted(path.name for path in (Path(place) / "run").glob("checkpoint-*"))
         files = [name for name in set(os.listdir("/dev/shm")) - shared if "sparring" in name and _is_nobodys(name)]
     sentences = [line for line in text.splitlines() if line.startswith("sparring: ")]
     told = code in (0, 130) or len(sentences) == 1
     # what follows our sentence is the env's
     traceback = bool(OURS.search(("\n" + text).partition("\nsparring: ")[0]))
-    # an env that ends the process that learns: nobody is left to say so
-    died = mode == "sync" and how in ("exit", "kill", "segfault")
+    # of an env that ends the process that learns; its guard reports it
+    died = mode == "sync" and how in ("exit", "kill", "segfault", "hang in C with the lock")
     found = {"exit_code": code, "seconds": round(seconds, 2), "hung": hung, "told": told, "traceback": traceback}
     found |= {"left": [*left, *files], "saved": saved, "says": (sentences or text.splitlines() or [""])[-1][:200]}
-    found["fine"] = not (hung or traceback or left or files) and (died or (told and code in (0, 1, 2, 130)))
+    found["fine"] = not (hung or traceback or left or files) and told and (died or code in (0, 1, 2, 130))
     return found
 
 
