@@ -45,7 +45,7 @@ class Run:
         self, config: Config, phase: Phase | None = None, folder=True, quiet=False, run_log: RunLog | None = None
     ):
         self.config = config
-        self.distributed = phase.distributed if phase else Distributed(config.device)
+        self.distributed = phase.distributed if phase else Distributed(config.device, config.rollout.watchdog_s)
         self.stages = OwnStages(config.rollout.groups, config.rollout.watchdog_s)
         self.stages.watch()
         # `folder`: of the main process only, which writes nearly everything
