@@ -143,7 +143,7 @@ def test_without_a_launcher_a_collective_waits_for_ten_times_the_watchdogs_limit
     subprocess.run(command, env=environment, check=True, timeout=120)
     main = torch.load(tmp_path / "rank0.pt")
     (long, fine), (short, why) = main["barrier"], main["collective"]
-    assert 4 < long and not fine
+    assert long > 4 and not fine
     assert 2.5 < short < 4.9 and "did not come to where this one waits; if it was only slow, raise" in why
 
 

@@ -42,6 +42,8 @@ from sparring.record.log import Console
 log = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
+# seconds in which one of several workers must have recorded a block
+_BLOCK_S = 7200.0
 # an expert that has not managed one episode by then never will
 _PATIENCE = 128
 
@@ -92,7 +94,12 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
                 if next_block not in kept:
                     running.add(start(next_block))
                 next_block += 1
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, running = wait(running, _BLOCK_S if workers > 1 else None, FIRST_COMPLETED)
+            if not done:
+                # else the pool waits for them
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise UserError(f"no worker process has recorded a block in {_BLOCK_S:g} seconds; try fewer --workers")
             kept.update(future.result() for future in done)
             found, tried = sum(kept.values()), len(kept) * plan.robots
             if not found and tried >= _PATIENCE:

@@ -24,6 +24,8 @@ _COMMAND = "SPARRING_COMMAND"
 # how often the guard looks; how long after a deadline it acts, when the watchdog in the process has not; what a process
 # gets to end after SIGABRT, which prints its stack, or SIGTERM; what workers get, which close their envs first
 _LOOK_S, _LATE_S, _ABORT_S, _CLOSE_S = 0.5, 7.0, 2.0, 6.0
+# what a command gets to end after its last message: uploads take up to six minutes, and libraries have threads
+_LEAVE_S = 600.0
 _DIED = (
     "the command ended without a message: the system killed it (often out of memory), somebody did, or an env's own "
     "code ended it (os._exit, a crash in a C library; then a stack is above). env.vectorize=process runs gymnasium "
@@ -65,14 +67,20 @@ def _main() -> None:
         now = time.monotonic()
         # as of the watchdog: what was stopped, as by Ctrl-Z, is given its time again
         if now - last > 10 * _LOOK_S or _is_stopped(pid):
-            patient_until = now + watchdog_s
+            patient_until, table[0] = now + watchdog_s, now if table[0] else 0
         last = now
         late = [column for column, deadline in enumerate(table[1:]) if 0 < deadline < now - _LATE_S]
+        why = (
+            ""
+            if now - (table[0] or now) < _LEAVE_S
+            else f"the command has not ended {_LEAVE_S:g} seconds after its end"
+        )
         if late and now > patient_until:
             lane, column = divmod(late[0], len(OWN))
-            table[0] = 1
-            why = f"{overdue(OWN[column], lane, watchdog_s)}, and it holds Python's lock: the process is killed"
-            print(f"sparring: {why}. Its stack:", file=sys.stderr, flush=True)
+            why = f"{overdue(OWN[column], lane, watchdog_s)}, and it holds Python's lock"
+        if why:
+            table[0] = now
+            print(f"sparring: {why}: it is killed. Its stack:", file=sys.stderr, flush=True)
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
             signal.pidfd_send_signal(pidfd, signal.SIGABRT)
             if not end.poll(1000 * _ABORT_S):

@@ -206,7 +206,7 @@ class OwnStages:
         """A lane for each thread that has envs."""
         import numpy as np
 
-        # what the guard reads: whether this process has reported how it ends, and the table
+        # what the guard reads: since when this process ends, and has reported why; and the table
         size = 8 * (1 + lanes * len(OWN))
         self._file = os.memfd_create("stages") if hasattr(os, "memfd_create") else -1
         if self._file >= 0:
@@ -245,8 +245,8 @@ class OwnStages:
             self._thread.start()
 
     def end_reported(self) -> None:
-        """This process reports how it ends itself: its guard need not."""
-        self._shared[0] = 1
+        """This process reports how it ends itself, and ends soon: its guard sees to that only."""
+        self._shared[0] = time.monotonic()
 
     def check(self, after_s: float = 0.0) -> None:
         """Raises StageFailed where a stage is late, by so many seconds."""
