@@ -4,8 +4,8 @@ Each fault of tests/doubles/faulty_envs.py (20, and variants of them) strikes in
 the process that learns (sync), in two worker processes (workers), and in the collecting process (async).
 `rollout.watchdog_s` is 3; what an env does for the first time may take ten times as long. Of each run are kept:
 
-- how it ended: its exit code, and the last line that it printed (an env that ends the process that learns leaves nobody
-  to report it)
+- how it ended: its exit code, and the last line that it printed (if an env ends the process that
+  learns, its guard reports it)
 - the seconds from the fault until the command had ended; 90 s without an end are a `hang`
 - whether a `traceback` was shown, but for that of the env's own code, which stands below our sentence
 - what was `left`: processes, and files in /dev/shm
@@ -74,14 +74,15 @@ def strike(how: str, mode: str, work: Path) -> dict:
             if hung := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
+            # processes that outlive the command may still print
+            left = [*_left(mark), *left_in_shared_memory(shared)]
             output.seek(0)
             text = output.read()
-        left = [*_left(mark), *left_in_shared_memory(shared)]
         saved = sorted(path.name for path in (Path(place) / "run").glob("checkpoint-*"))
     sentences = [line for line in text.splitlines() if line.startswith("sparring: ")]
-    # an env that ends the process that learns: nobody is left to report it
-    died = mode == "sync" and how in ("exit", "kill", "segfault")
-    reported = died or (code in (0, 130) or len(sentences) == 1) and code in (0, 1, 2, 130)
+    # an env may end the process that learns; its guard reports it
+    died = mode == "sync" and how in ("exit", "kill", "segfault", "hang in C with the lock")
+    reported = (code in (0, 130) and not died or len(sentences) == 1) and (died or code in (0, 1, 2, 130))
     # what follows our sentence is the env's
     traceback = bool(OURS.search(("\n" + text).partition("\nsparring: ")[0]))
     verdict = "hang" if hung else "traceback" if traceback else "left" if left else "ended" if reported else "silent"

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 _SETTINGS = "settings.json"
 # give up if no episode succeeds in this number of tries
 _MOST_FAILURES = 128
+# limit in seconds for the recording of a block by one of several workers
+_BLOCK_S = 7200.0
 
 
 def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: bool = False) -> dict[str, Any]:
@@ -92,7 +94,12 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
                 if next_block not in kept:
                     running.add(start(next_block))
                 next_block += 1
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, running = wait(running, _BLOCK_S if workers > 1 else None, FIRST_COMPLETED)
+            if not done:
+                # else the pool waits for them
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise UserError(f"no worker process has recorded a block in {_BLOCK_S:g} seconds; try fewer --workers")
             kept.update(future.result() for future in done)
             found, tried = sum(kept.values()), len(kept) * plan.robots
             if not found and tried >= _MOST_FAILURES:
