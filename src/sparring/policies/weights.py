@@ -207,6 +207,14 @@ def read_weights(path: str | Path, own: Collection[str] = ()) -> Weights:
     return weights
 
 
+def refuse_code_of_adapters(folder: Path) -> None:
+    """peft imports what an adapter_config.json names, and transformers reads one that lies with weights."""
+    file = folder / "adapter_config.json"
+    if file.is_file() and read_json(file).get("megatron_config"):
+        why = "names a module to import (megatron_core), and weights import nothing"
+        raise UserError(f"'{file}' {why}; set its megatron_config to null, if these adapters do without")
+
+
 def read_json(file: Path) -> dict:
     try:
         values = json.loads(file.read_text())
