@@ -300,7 +300,7 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     def move(source, target):
         source = Path(source)
         needed = [source, *source.rglob("*")]
-        if source.name == "info.partial" or source == recorded / "manifest.partial":
+        if source.name == ".info.json.partial" or source == recorded / ".manifest.json.partial":
             needed += [path for part in assemble.PARTS for path in (recorded / part).rglob("*")]
             needed += [recorded, *(recorded / part for part in assemble.PARTS)]
         missing[Path(target).name] = [path for path in needed if path.stat().st_ino not in flushed]
