@@ -107,8 +107,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
         numbers = [list(group["params"]) for group in given]
         wrong = [] if list(map(len, numbers)) == list(map(len, groups)) else ["it is of other groups of parameters"]
         for group, mine in zip(given, optimizer.param_groups, strict=False):
-            fixed = [key for key in ("betas", "eps", "weight_decay", "base_lr") if key in mine]
-            wrong += [f"{key} is {group[key]}, not {mine[key]}" for key in fixed if group[key] != mine[key]]
+            # all but the rate, which a schedule moves: torch takes over whatever is saved, as `maximize`
+            fixed = {"betas", "eps", "weight_decay", "base_lr"} & mine.keys() | group.keys() - {"params", "lr"}
+            unlike = [key for key in sorted(fixed) if group[key] != mine.get(key)]
+            wrong += [f"{key} is {group[key]}, not {mine.get(key)}" for key in unlike]
             wrong += [] if 0 <= group["lr"] < math.inf else [f"lr is {group['lr']}"]
         for number, parameter in zip(sum(numbers, []), sum(groups, []), strict=False):
             # nothing where it has not learned yet
