@@ -208,6 +208,15 @@ def break_normalizer(run):
     next(buffer for name, buffer in run.phase.model.named_buffers() if name.endswith("var")).fill_(float("nan"))
 
 
+def test_a_process_whose_weights_alone_are_not_finite_says_so(tmp_path):
+    """The main process, whose weights are finite, leaves that to it."""
+    run = Run(config_in(tmp_path / "run"))
+    break_model(run)
+    run.distributed.is_main = False
+    with pytest.raises(Diverged, match="update 0 is not saved: NaN, infinite or impossible numbers in "):
+        run.save()
+
+
 @pytest.mark.parametrize("spoil", [break_model, break_moments, break_normalizer])
 def test_what_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path, spoil):
     config = config_in(
