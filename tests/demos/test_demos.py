@@ -343,6 +343,16 @@ def test_what_others_wrote_is_never_deleted(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["data"]
 
 
+def test_the_lock_of_a_recording_is_no_link(tmp_path):
+    precious, folder = tmp_path / "precious", tmp_path / "set/recording"
+    precious.write_text("kept")
+    folder.mkdir(parents=True)
+    (folder / "lock").symlink_to(precious)
+    with pytest.raises(UserError, match=r"cannot write there \(a link\)"):
+        record(SHORT, 1, folder.parent, quiet=True)
+    assert precious.read_text() == "kept"
+
+
 def test_blocks_of_another_size_are_not_mixed(recorded, monkeypatch):
     monkeypatch.setattr(plan, "_ROBOTS", 4)
     with pytest.raises(UserError, match="other settings; give another --output:\n  robots: 2 there, 4 now"):
