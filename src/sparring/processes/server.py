@@ -49,7 +49,11 @@ class BoundedServer(HTTPServer):
             request.send(_BUSY)
             self.shutdown_request(request)
             return
-        Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        try:
+            Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        except RuntimeError:  # this process may have no more threads
+            self._forget(request)
+            raise
 
     def service_actions(self) -> None:
         """Twice a second: gives up connections whose time is over."""
@@ -84,10 +88,13 @@ class BoundedServer(HTTPServer):
             self.handle_error(request, client_address)
         finally:
             self.shutdown_request(request)
-            with self._changed:
-                del self._open[request]
-                self._lost.discard(request)
-                self._changed.notify_all()
+            self._forget(request)
+
+    def _forget(self, request: socket) -> None:
+        with self._changed:
+            del self._open[request]
+            self._lost.discard(request)
+            self._changed.notify_all()
 
     def _give_up(self, request: socket) -> None:
         """Its thread, which reads or writes, finds it closed and ends."""
