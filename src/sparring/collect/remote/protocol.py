@@ -33,7 +33,7 @@ _WRITING, _WRITTEN = range(2)
 
 
 @dataclass(frozen=True)
-class WeightsHandle:
+class _WeightsHandle:
     # the weights to begin with
     whole: SharedHandle
     changing: SharedHandle
@@ -46,7 +46,7 @@ class Begin:
     """Collect from now on, beginning with the rollout of this number, which is also the version of the weights."""
 
     number: int
-    weights: WeightsHandle
+    weights: _WeightsHandle
     # robots to be filmed
     videos: int
     # how far rollouts that begin from now on may be behind
@@ -166,10 +166,10 @@ class WeightsWriter:
         self.shared.pin(next(model.parameters()).device)
         self.write(version)
 
-    def handle(self) -> WeightsHandle:
+    def handle(self) -> _WeightsHandle:
         learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         offsets = {name: parameter.data_ptr() % _ALIGNMENT for name, parameter in learning.items()}
-        return WeightsHandle(self.whole.handle, self.shared.handle, offsets)
+        return _WeightsHandle(self.whole.handle, self.shared.handle, offsets)
 
     @torch.no_grad()
     def write(self, version: int) -> None:
@@ -185,7 +185,7 @@ class WeightsWriter:
 class WeightsReader:
     """The collecting process's end of the weights."""
 
-    def __init__(self, handle: WeightsHandle, model: nn.Module):
+    def __init__(self, handle: _WeightsHandle, model: nn.Module):
         parameters = dict(model.named_parameters())
         for name, offset in handle.offsets.items():
             _align(parameters[name], offset)
