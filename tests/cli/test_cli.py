@@ -426,6 +426,29 @@ def test_folders_and_checkpoints_that_are_refused(capsys, run_folder, here, word
     assert hashes(here) == before
 
 
+@pytest.mark.parametrize("name", ["videos", "samples", "logs/env"])
+def test_nothing_is_written_through_a_linked_folder(capsys, run_folder, here, name):
+    (here / "elsewhere").mkdir()
+    shutil.rmtree(run_folder / name, ignore_errors=True)
+    (run_folder / name).symlink_to(here / "elsewhere")
+    evaluation = ["eval", "run", "--episodes", "2", "--videos", "1", "evaluation.baseline=false"]
+    train = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "training.iterations=3"]
+    for words in (evaluation, train):
+        code, _, err = told(capsys, *words)
+        assert code == 2
+        assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it by a folder\n"
+    assert list((here / "elsewhere").iterdir()) == []
+    # within the folder it may lead anywhere, and the folder itself may be a link
+    (run_folder / name).unlink()
+    (run_folder / "inner").mkdir()
+    (run_folder / name).symlink_to(run_folder / "inner")
+    run_folder.rename(here / "elsewhere/run")
+    run_folder.symlink_to(here / "elsewhere/run")
+    (run_folder / name).unlink()
+    (run_folder / name).symlink_to(here / "elsewhere/run/inner")
+    assert told(capsys, *train)[0] == 0
+
+
 def edited(text: bytes) -> bytes:
     return text.replace(b"gamma: 0.97", b"gamma: 0.5").replace(b"seed: 0", b"seed: 3")
 

@@ -34,7 +34,7 @@ from sparring.config.section import ConfigError
 from sparring.config.text import saved_settings
 from sparring.errors import Diverged, UserError
 from sparring.phases.phase import Phase, Progress
-from sparring.processes.files import take_lock, write_whole
+from sparring.processes.files import refuse_links_out, take_lock, write_whole
 from sparring.processes.manifest import entry, write_manifest
 from sparring.processes.rows import Document, RowFile
 from sparring.record.log import LOGGER
@@ -62,6 +62,7 @@ class RunFolder:
         path, resume = self.path, self.config.resume
         if path.exists() and not path.is_dir():
             raise ConfigError([f"output = '{path}': is a file; give a folder"])
+        refuse_links_out(path)
         if (path / "writer.lock").exists():
             with folder_lock(path):
                 pass  # refused before anything is built
