@@ -46,7 +46,7 @@ def _answer(commands: _Commands, method: str, arguments: tuple) -> tuple[bool, A
     """(True, result), or (False, (what happened, traceback))."""
     try:
         return True, getattr(commands, method)(*arguments)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever an env raises
+    except BaseException as error:  # whatever an env raises
         return False, error_report(error)
 
 

@@ -141,8 +141,8 @@ class _WorkerPool:
             for worker in workers:
                 given = arguments(worker)
                 # without arguments, as of a step, there is room: it has read all that came before
-                worker.send((method, given), check if given else None)
-            answers = [worker.answer(check) for worker in workers]
+                worker.send((method, given), partial(check, [worker]) if given else None)
+            answers = [worker.answer(partial(check, workers[n:])) for n, worker in enumerate(workers)]
         except (WorkerError, StageFailed):
             self.close()
             raise
@@ -154,13 +154,17 @@ class _WorkerPool:
                 raise WorkerError(f"{worker.name} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in answers]
 
-    def _check(self, deadline: float) -> None:
+    def _check(self, deadline: float, waited_for: list["_Worker"]) -> None:
         """While workers are waited for: they live, and are not late."""
         for worker in self.workers:
             if worker.process.poll() is not None:
                 raise worker.failure()
-        if OwnStages.now is not None:
-            OwnStages.now.check()
+        try:
+            if OwnStages.now is not None:
+                OwnStages.now.check()
+        except StageFailed as error:
+            error.add_note(f"in {', '.join(worker.name for worker in waited_for if not worker.has_message())}")
+            raise
         if time.monotonic() > deadline:
             raise WorkerError(f"the workers of the env have not answered for {LONGEST_S:g} seconds")
 
