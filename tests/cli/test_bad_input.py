@@ -147,7 +147,7 @@ def test_nothing_is_written_through_a_link(tmp_path, monkeypatch, capsys):
     precious.write_text("kept")
     (run / "report.html").symlink_to(precious)
     assert told(capsys, "report", "run")[0] == 2
-    (tmp_path / "other.partial").symlink_to(precious)
+    (tmp_path / ".other.html.partial").symlink_to(precious)
     assert told(capsys, "report", "run", "--output", "other.html")[0] == 0
     assert precious.read_text() == "kept" and (run / "report.html").is_symlink()
     assert not (tmp_path / "other.html").is_symlink()

@@ -300,7 +300,7 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     def move(source, target):
         source = Path(source)
         needed = [source, *source.rglob("*")]
-        if source.name == "info.partial" or source == recorded / "manifest.partial":
+        if source.name == ".info.json.partial" or source == recorded / ".manifest.json.partial":
             needed += [path for part in assemble.PARTS for path in (recorded / part).rglob("*")]
             needed += [recorded, *(recorded / part for part in assemble.PARTS)]
         missing[Path(target).name] = [path for path in needed if path.stat().st_ino not in flushed]
@@ -341,6 +341,16 @@ def test_what_others_wrote_is_never_deleted(tmp_path):
     with pytest.raises(UserError, match="mine' holds data .*; give another --output"):
         record(SHORT, 6, tmp_path / "mine", quiet=True)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["data"]
+
+
+def test_the_lock_of_a_recording_is_no_link(tmp_path):
+    precious, folder = tmp_path / "precious", tmp_path / "set/recording"
+    precious.write_text("kept")
+    folder.mkdir(parents=True)
+    (folder / "lock").symlink_to(precious)
+    with pytest.raises(UserError, match=r"cannot write there \(a link\)"):
+        record(SHORT, 1, folder.parent, quiet=True)
+    assert precious.read_text() == "kept"
 
 
 def test_blocks_of_another_size_are_not_mixed(recorded, monkeypatch):

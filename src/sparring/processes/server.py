@@ -51,7 +51,11 @@ class BoundedServer(HTTPServer):
                 request.send(_BUSY)
             self.shutdown_request(request)
             return
-        Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        try:
+            Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        except RuntimeError:  # this process may have no more threads
+            self._forget(request)
+            raise
 
     def _least_needed(self) -> socket | None:
         """The connection to close for a new one: one that waits, or else one whose answer is slow."""
@@ -95,10 +99,13 @@ class BoundedServer(HTTPServer):
             self.handle_error(request, client_address)
         finally:
             self.shutdown_request(request)
-            with self._changed:
-                del self._open[request]
-                self._closing.discard(request)
-                self._changed.notify_all()
+            self._forget(request)
+
+    def _forget(self, request: socket) -> None:
+        with self._changed:
+            del self._open[request]
+            self._closing.discard(request)
+            self._changed.notify_all()
 
     def _shut_down(self, request: socket) -> None:
         """The read or write of its thread fails, so the thread ends."""

@@ -362,7 +362,7 @@ class _Checkpoints:
         updates = phase.progress.updates
         unfit = self.unfit(run)
         if distributed.max(float(unfit is not None)):
-            raise diverged(run.config, updates, unfit) if unfit and distributed.is_main else OtherFailed(_NOT_SAVED)
+            raise diverged(run.config, updates, unfit) if unfit else OtherFailed(_NOT_SAVED)
         if run.folder is not None:
             state = {"phase": phase.state_dict(), "processes": processes, "pending": dict(run.recorder.pending)}
             state["recorder"] = run.recorder.state_dict()
