@@ -309,7 +309,7 @@ def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE in a folder that is there"),
+        ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE"),
         (["--json", "x.json", "--videos", "1"], "'run/eval.mp4': cannot write there (Is a directory); leave out"),
         (["--json", "no/x.json"], "'no/x.json': cannot write there (No such file or directory); give --json FILE in"),
     ],

@@ -279,7 +279,7 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
     words = ["eval", str(trained), "--world-model", "--json", str(file), "--against", str(trained)]
     assert main([*words, "--episodes", "4", "env.segmentation=true"]) == 0
     printed = capsys.readouterr().out
-    assert "4 held-out episodes, actions at random" in printed and "changed pixels, MSE ratio" in printed
+    assert "4 held-out episodes, random actions" in printed and "changed pixels, MSE ratio" in printed
     found = json.loads(file.read_text())
     assert found["episodes"] == 4 and found["split"] == "eval" and found["transitions"] == 4 * 5
     assert found["decision_seconds"] == pytest.approx(0.08)
@@ -296,7 +296,7 @@ def test_world_models_are_compared(trained, tmp_path, capsys):
     run_to_the_end(config_in(tmp_path, world_model=MODEL | {"brighter": 1.0}))
     words = ["--world-model", "--episodes", "6", "--json", str(tmp_path / "found.json")]
     assert main(["compare", str(trained), str(trained), *words]) == 0
-    assert "no difference: A and B did the same in all 6 episodes" in capsys.readouterr().out
+    assert "no difference: A and B have the same results in all 6 episodes" in capsys.readouterr().out
     assert main(["compare", str(trained), str(tmp_path), *words]) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())["measured"]
     # the double copies the last frame, and is wrong by one more here
