@@ -204,7 +204,7 @@ def test_a_branch_says_that_it_has_no_episodes_yet(tmp_path, capsys):
     checkpoint = checkpoints(tmp_path / "one")[1]
     branch = Run(config_in(tmp_path / "two", resume=str(checkpoint)))
     log = (tmp_path / "two" / "train.log").read_text()
-    assert "episodes collected so far are not in" in log
+    assert "earlier episodes are not in" in log
     assert branch.run()
     assert closed(branch).phase.progress.updates == 4
 
@@ -237,8 +237,8 @@ def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
     first = torch.tensor([True, False])
     episode = TensorDict(seen | {"action": torch.zeros(2, 1, 1), "is_first": first}, [2])
     shown = Prediction.of(model, episode, 5.0)
-    for moment in (shown.moment(0), shown.moment(1)):
-        assert (moment[:, :16] == FAILED).all() and (moment[:, 16:] == 50).all()
+    for frame in (shown.frame(0), shown.frame(1)):
+        assert (frame[:, :16] == FAILED).all() and (frame[:, 16:] == 50).all()
 
 
 def test_the_words_of_the_originals():

@@ -106,7 +106,7 @@ class VideoWriter:
             self.rerun.record_video(Path(line["file"]).stem, video, views)
 
     def _make_prediction(self, line: dict, prediction: Prediction, spec: EnvSpec, anyway: bool) -> None:
-        write_png(self.folder / line["strip"], prediction.moment(line["steps"] // 2))
+        write_png(self.folder / line["strip"], prediction.frame(line["steps"] // 2))
         if not (anyway or self.affords()):
             return
         self._make_video(line, _prediction_scene(prediction, spec))
