@@ -153,9 +153,9 @@ def test_version(capsys):
         (["completion", "csh"], "argument shell: invalid choice: 'csh'"),
         (["train", "finetune", "--ppo.gama", "1"], "ppo.gama (from command line): unknown key; nearest: ppo.gamma"),
         (["train", "finetune", "--verbose"], "sparring: verbose (from command line): unknown key; "),
-        (["train", "wmm"], "sparring: phase = wmm (from command line): this phase is unknown; one of: finetune"),
-        (["config", "phase4"], "phase = phase4 (from command line): this phase is unknown; one of: "),
-        (["config", "all"], "sparring: phase = all (from command line): this phase is unknown; one of: "),
+        (["train", "wmm"], "sparring: phase = wmm (from command line): unknown phase; expected one of: finetune"),
+        (["config", "phase4"], "phase = phase4 (from command line): unknown phase; expected one of: "),
+        (["config", "all"], "sparring: phase = all (from command line): unknown phase; expected one of: "),
         (["train", "finetuna"], "adversarial, all; did you mean finetune?"),
         (["train", "al"], "adversarial, all; did you mean all?"),
         (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml': cannot read it (No such file"),
@@ -317,7 +317,7 @@ def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE in a folder that is there"),
+        ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE"),
         (["--json", "x.json", "--videos", "1"], "'run/eval.mp4': cannot write there (Is a directory); leave out"),
         (["--json", "no/x.json"], "'no/x.json': cannot write there (No such file or directory); give --json FILE in"),
     ],

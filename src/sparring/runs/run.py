@@ -318,7 +318,7 @@ class _RunRecorder(Recorder):
         run.status.progress(progress, run.fraction)
         if progress.updates % run.config.training.log_every == 0 or run.fraction >= 1:
             self.write_line(run)
-            if self.videos is not None and (prediction := phase.pictures()):
+            if self.videos is not None and (prediction := phase.newest_prediction()):
                 # the last one is always made into a video
                 self.videos.prediction(prediction, progress, phase.env.spec, run.fraction >= 1)
         # pictures take the main process its time
