@@ -216,7 +216,7 @@ def test_python_asks_for_trust_in_its_own_words(hostile, what):
     with pytest.raises(UserError) as caught:
         load_policy(folder, trust=True)
     assert not isinstance(caught.value, TrustError) and mark.exists()
-    with pytest.raises(UserError, match="no world model"):
+    with pytest.raises(UserError, match="has no world model"):
         load_world_model(folder)
 
 
@@ -237,8 +237,8 @@ def test_what_is_signed_is_told_in_full(hostile, capsys):
 
 
 def test_one_of_two_configs_is_enough(hostile, capsys):
-    """A run goes on by the config of its folder, where what it started from is gone."""
-    folder, mark = hostile({"env.name": "{m}:Thing", "pretrained": "gone"}, of="run")
+    """A run goes on by the config of its checkpoint, where what it started from is gone."""
+    folder, mark = hostile({"env.name": "{m}:Thing", "pretrained": "gone"}, of="checkpoint")
     refused(capsys, "config", "finetune", "pretrained=gone", f"output={folder}")
     assert not mark.exists()
 

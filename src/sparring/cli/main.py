@@ -4,6 +4,7 @@ import argparse
 import errno
 import faulthandler
 import io
+import logging
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from sparring import __version__
 from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.config import IMPORTED_FROM
-from sparring.errors import UserError
+from sparring.errors import UserError, VisibleFormatter, visible
 from sparring.processes.heartbeat import OwnStages
 
 # errors of the machine, and of files that were given; any other OSError is a mistake of ours
@@ -54,6 +55,9 @@ def _exit_code(argv: list[str]) -> int:
         with suppress(OSError):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+    # warnings of commands that set up no log
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())
     try:
         try:
             if any("\0" in word for word in argv):
@@ -67,7 +71,7 @@ def _exit_code(argv: list[str]) -> int:
         from sparring.processes.heartbeat import is_first_to_say
 
         if is_first_to_say(str(error)):
-            print(f"sparring: {error}", file=sys.stderr)
+            print(f"sparring: {visible(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -83,14 +87,14 @@ def _exit_code(argv: list[str]) -> int:
             # an env is somebody else's code
             if (failure := describe_env_failure(raised)) is None:
                 raise
-            print(f"sparring: {failure}", file=sys.stderr)
+            print(f"sparring: {visible(failure)}", file=sys.stderr)
             return 1
         try:
             sys.stdout.flush()
         except OSError:  # what cannot be written is this
             _forget_stdout()
         mend = f"; {_MENDS[failed.errno]}" if failed.errno in _MENDS else ""
-        print(f"sparring: {_place(failed)}{failed.strerror}{mend}", file=sys.stderr)
+        print(f"sparring: {visible(_place(failed))}{failed.strerror}{mend}", file=sys.stderr)
         return 2 if failed.errno in _OF_WHAT_IS_GIVEN else 1
 
 

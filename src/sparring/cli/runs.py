@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.arguments import OPTIONS, count, positive
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 
 if TYPE_CHECKING:
     from sparring.runs.listing import RunState
@@ -55,7 +55,7 @@ def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     collection = Collection.write(arguments.runs, output, int(arguments.media_mb * 1e6))
     for path, run in collection.runs.items():
         for what in run.parts["about"]["damage"]:
-            print(f"'{path}': {what}", file=sys.stderr)
+            print(visible(f"'{path}': {what}"), file=sys.stderr)
     print(output)
     return 0
 
@@ -142,7 +142,8 @@ def _verify(roots: list[Path], as_json: bool) -> int:
         for path in found:
             damaged[str(path)] = damage_of(path)
             if not as_json:
-                print(f"{path}: {'damaged: ' + '; '.join(damaged[str(path)]) if damaged[str(path)] else 'whole'}")
+                found_out = f"damaged: {'; '.join(damaged[str(path)])}" if damaged[str(path)] else "whole"
+                print(visible(f"{path}: {found_out}"))
         if not found and not as_json:
             print(f"{root}: no checkpoints")
     if as_json:

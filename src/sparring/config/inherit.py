@@ -99,16 +99,15 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
 
 
 def _of_the_run_itself(key: str, given: dict[str, Any]) -> tuple[Path | None, list[Setting]]:
-    """The folder and config of a run that started from `given[key]` and goes on: it holds all that came along."""
+    """The newest checkpoint of a run that started from `given[key]` and is resumed, and its config."""
     from sparring.config.schema import Config
-    from sparring.runs.checkpoint import checkpoints
+    from sparring.runs.checkpoint import newest_whole
 
     named = {name: given[name] for name in ("output", "phase") if name in given}
     folder = Config.model_construct(**named).run_folder
-    if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
-        return None, []
-    saved = read_settings(folder / "config.yaml")
-    return (folder, saved) if any(s.key == key and s.value == given[key] for s in saved) else (None, [])
+    newest = None if given.get("resume", "auto") == "never" else newest_whole(folder)
+    saved = read_settings(newest / "config.yaml") if newest else []
+    return (newest, saved) if any(s.key == key and s.value == given[key] for s in saved) else (None, [])
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:

@@ -172,7 +172,7 @@ SO_ANYWAY |= dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp")
 
 
 @dataclass(frozen=True)
-class Renamed:
+class _Renamed:
     """Settings under our keys, as their phase reads them, and what became of the others."""
 
     phase: str
@@ -203,7 +203,7 @@ class Renamed:
         return [f"{self.phase} is rewarded as in the originals: {given}; {others}; {differs}"]
 
 
-def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> Renamed:
+def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> _Renamed:
     """Settings under our keys: each is renamed, asks for what is so anyway, is for another phase, or is left for the
     schema to refuse. `<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for
     all. `phase`: the one to read them for; None: what they say themselves."""
@@ -213,7 +213,7 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
     algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
     aliases = ALIASES | (_GRPO_ALIASES if algorithm == "grpo" else {}) | PHASE_ALIASES.get(phase, {})
     schema = replace(schema, aliases=aliases)
-    renamed = Renamed(phase, schema)
+    renamed = _Renamed(phase, schema)
     for _, group in groupby(settings, lambda setting: setting.source):
         common, own, flags = list[Setting](), list[Setting](), dict[str, list[Setting]]()
         for setting in group:
@@ -268,7 +268,7 @@ def why_not(key: str, value: Any) -> str | None:
     return f"expected keys with values below it, e.g. {example}, not {value_text(value)}" if example else reason
 
 
-def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting]:
+def _original_rewards(settings: list[Setting], renamed: _Renamed) -> list[Setting]:
     """What a config of the originals (not a command line with a key of theirs) means for the rewards: their set and
     formula. Where it weighs some of their terms for this phase, the others are 0; without, phase 3 is paid for wrong
     predictions alone."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config.text import Setting, read_settings, value_text
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manifest, sign
 
 _GIVEN = ContextVar("trust", default=False)
@@ -64,7 +64,7 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
     signed = folder is not None and _sign(folder, name)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
-        print(f"trusted {file}, which imports {', '.join(found)}: {how}", file=sys.stderr)
+        print(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"), file=sys.stderr)
 
 
 def adopts(folder: Path) -> bool:
