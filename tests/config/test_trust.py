@@ -369,6 +369,21 @@ def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, 
     refused(capsys, "eval", checkpoint, "--trust", of=["model.safetensors has 4 bytes"])
 
 
+def test_a_checkpoint_of_links_into_a_cache_is_trusted_once(own_run, tmp_path, capsys):
+    cache = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "blobs")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for file in cache.iterdir():
+        if file.name != "manifest.json":
+            (folder / file.name).symlink_to(Path("..") / "blobs" / file.name)
+    assert main(["eval", str(folder), "--trust"]) == 0
+    assert f"signed '{folder}'" in capsys.readouterr().err
+    assert main(["eval", str(folder)]) == 0 and load_policy(folder).chunk == 1
+    # what is trusted is what the links led to
+    (cache / "model.safetensors").write_bytes(b"torn")
+    refused(capsys, "eval", folder, of=["model.safetensors has 4 bytes"])
+
+
 def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, tmp_path, monkeypatch):
     shutil.copytree(own_run, tmp_path / "run")
     checkpoint = checkpoints(tmp_path / "run")[-1]

@@ -160,3 +160,20 @@ def test_a_manifest_is_a_small_regular_file(signed, kind):
 def test_names_that_no_file_has_are_damage(signed, name, why):
     (found,) = damage(signed, {"files": {name: {"size": 1}}})
     assert found == f"{name[:255]} {why}"
+
+
+def test_files_that_are_links_are_read_and_nothing_is_written_through_them(signed, tmp_path_factory):
+    """Folders of caches hold links to files elsewhere."""
+    cache = tmp_path_factory.mktemp("cache")
+    for file in list(signed.iterdir()):
+        file.rename(cache / file.name)
+        file.symlink_to(cache / file.name)
+    manifest, before = read_manifest(signed), (cache / "manifest.json").read_bytes()
+    assert is_signed(manifest) and damage(signed, manifest) == []
+    with pytest.raises(OSError, match="a link"):
+        sign(signed, "config.yaml")
+    assert (cache / "manifest.json").read_bytes() == before
+    (cache / "config.yaml").write_text("seed: 2\n")
+    assert damage(signed, manifest) == ["config.yaml has another checksum than when it was written"]
+    (cache / "config.yaml").unlink()
+    assert damage(signed, manifest) == ["config.yaml is not a regular file"]
