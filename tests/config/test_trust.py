@@ -16,10 +16,11 @@ from small_runs import SMALL, seal
 
 from sparring.api import load_policy, load_world_model
 from sparring.cli.main import main
+from sparring.config.inherit import inherited_settings
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
-from sparring.config.trust import TrustError, refuse_code, trusting
+from sparring.config.trust import TrustError, refuse_code, trusted_settings, trusting
 from sparring.errors import UserError
 from sparring.processes import manifest
 from sparring.report.run_folder import RunFolder
@@ -367,6 +368,30 @@ def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, 
     # damage is found from now on
     (checkpoint / "model.safetensors").write_bytes(b"torn")
     refused(capsys, "eval", checkpoint, "--trust", of=["model.safetensors has 4 bytes"])
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("file", ["config.yaml", "meta/sparring.json"])
+def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
+    """A file may be replaced by the one that was signed between being read and being verified."""
+    path, words = tmp_path / file, {"env": {"name": "gym_doubles:Succeeds", "task": ["a"]}}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(words))
+    assert manifest.sign(tmp_path, file)
+    signed, hostile = path.read_bytes(), json.dumps(words).replace("Succeeds", "Counter").encode()
+    # read by the config
+    target = "sparring.config.text.read_small" if file == "config.yaml" else "sparring.config.inherit.read_small"
+    monkeypatch.setattr(target, lambda *_: path.write_bytes(signed) and hostile)
+    expected = (
+        (manifest.ManifestError, "was changed while it was read") if trust else (TrustError, "gym_doubles:Counter")
+    )
+    with trusting(trust), pytest.raises(expected[0], match=expected[1]):
+        if file == "config.yaml":
+            trusted_settings(tmp_path)
+        else:
+            inherited_settings("imitate", parse_overrides([f"imitate.demos={tmp_path}"]))
+    assert manifest.is_signed(manifest.read_manifest(tmp_path))
+    assert manifest.damage(tmp_path, manifest.read_manifest(tmp_path)) == []
 
 
 def test_a_checkpoint_of_links_into_a_cache_is_trusted_once(own_run, tmp_path, capsys):

@@ -124,19 +124,21 @@ def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **
     _write(folder, {"format": FORMAT, "kind": kind, "files": files, **about})
 
 
-def sign(folder: Path, name: str, others: Iterable[str] = ()) -> bool:
+def sign(folder: Path, name: str, others: Iterable[str] = (), sha256: str | None = None) -> bool:
     """Trust a folder of somebody else's that is as its manifest says; one without gets one, over `name` and `others`.
 
-    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand.
+    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand, but not since
+    it was read, with this `sha256`.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        names = dict.fromkeys([name, *others])
-        return _write(folder, {"format": FORMAT, "kind": "trusted", "files": {n: entry(folder / n) for n in names}})
+        manifest = {"format": FORMAT, "kind": "trusted", "files": {other: entry(folder / other) for other in others}}
     if manifest.get("kind") in ("run", "trusted") or name not in manifest["files"]:
         manifest["files"][name] = entry(folder / name)
     if wrong := damage(folder, manifest):
         raise ManifestError(f"'{folder}' is damaged: {'; '.join(wrong)}; copy the folder again")
+    if sha256 not in (None, manifest["files"][name].get("sha256")):
+        raise ManifestError(f"'{folder / name}' was changed while it was read; give the command again")
     return _write(folder, {key: value for key, value in manifest.items() if key != "hmac"})
 
 
