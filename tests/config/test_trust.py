@@ -394,6 +394,15 @@ def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
     assert manifest.damage(tmp_path, manifest.read_manifest(tmp_path)) == []
 
 
+def test_of_several_processes_one_signs(own_run, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "copied")
+    (folder / "manifest.json").unlink()
+    for rank, signs in {"1": False, "0": True}.items():
+        monkeypatch.setenv("RANK", rank)
+        assert load_policy(folder, trust=True).chunk == 1
+        assert (folder / "manifest.json").exists() == signs
+
+
 def test_a_checkpoint_of_links_into_a_cache_is_trusted_once(own_run, tmp_path, capsys):
     cache = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "blobs")
     folder = tmp_path / "snapshot"
