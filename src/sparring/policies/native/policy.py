@@ -75,7 +75,7 @@ class NativeVLA(FlowChain):
             return td.set("action", self._action_of(graphs.sample(self.encoder(td), self._start(td))))
         # the graphs keep the last prefix themselves
         encode, denoise = lambda td: _shared(graphs.prefix(self.encoder(td)), td), lambda x, t, _: graphs.velocity(x, t)
-        return self._act_by(encode, denoise, td)
+        return self._act_with(encode, denoise, td)
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
         inputs = self.encoder(td)
