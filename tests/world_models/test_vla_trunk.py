@@ -143,7 +143,7 @@ def test_folders_that_hold_no_vla(native, pi0, tmp_path):
         make(tmp_path / "nowhere")
     sizes = json.loads((native / "native_vla.json").read_text())
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes))
-    with pytest.raises(UserError, match="no whole checkpoint of a native VLA"):
+    with pytest.raises(UserError, match="no valid checkpoint of a native VLA"):
         make(tmp_path)
     # weights of other sizes than it says
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"mlp": 32}))
