@@ -10,7 +10,7 @@
   success whose Wilson intervals overlap.
 - bits: wanted: no bit differs.
 
-What staleness costs is in async_stale.py, what happens when something dies in async_failures.py.
+What staleness costs is in async_stale.py, what happens when something dies in chaos_async.py.
 The part vla, cut short, goes on with the runs that are not there yet of this commit; --again forgets them.
 """
 

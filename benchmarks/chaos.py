@@ -1,15 +1,23 @@
-"""Is anything lost, whatever happens to a run, and does it always end or go on? One part per kind of mishap.
+"""Is anything lost or let in, and does anything hang, whatever happens to a run? One part for each kind of fault.
 
-    python benchmarks/chaos.py kills [--minutes 30] [--seed 0] [--only sync async0]
-    python benchmarks/chaos.py writes [--minutes 10] [--seed 0] [--only finetune]
+    python benchmarks/chaos.py all [--minutes 60] [--only kills server]
+    python benchmarks/chaos.py PART [--minutes M] [--seed S] [--only CASE ...]
 
-- kills: `kill -9` at random instants of every phase and mode; the same command goes on, to the same end
+- kills: `kill -9` at random instants of every phase and mode; the same command resumes, to the same end
 - writes: each call that writes during a save fails, is cut short, or is the last one of its process
+- corruption: damaged files in run folders, datasets, recordings and episode stores
+- configs: random and broken configs and overrides
+- envs: envs that hang, crash or return nonsense, in one process, in workers and with `rollout.mode=async`
+- async: processes of an asynchronous run that are killed, stopped, raise or hang
+- divergence: learning rates of 1e-6 to 1e30 in every phase
+- hostile: run folders, checkpoints and datasets of others that try to execute code
+- server: half-open, slow, huge and malformed requests to `sparring watch`
+- soak: memory, open files and threads of runs that do not end
+- cost: seconds that verification adds to saving and loading a checkpoint; measured, never bad
 
-Kept by part in results/chaos.json. A part stops when its minutes are over, and says how far it came. Exit status 1:
-something was lost. Scripts of their own, for what has no place here: corruption.py (files that were damaged),
-config_fuzz.py (configs and overrides), env_faults.py and async_failures.py (envs and processes that fail),
-divergence.py (learning rates).
+Cases take turns, a trial each. A part starts no trial after its minutes are over, and reports which cases it completed.
+Results are kept in results/chaos_<part>.json; `--output FOLDER` keeps them elsewhere. `all` shares the minutes out and
+runs the parts one after the other. Two parts may run at once. Exit status 1: something was bad.
 """
 
 import argparse
@@ -17,63 +25,176 @@ import fcntl
 import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import report
 
-RESULTS = report.RESULTS / "chaos.json"
-# each a module chaos_<part>.py: CASES, what --only chooses from; add_arguments(parser); and measure(args, work, end):
-# what was found of each case: counts, and "bad", a list of what went wrong
-PARTS = ("kills", "writes")
+# part -> minutes that its default trials take on two quiet cores, with a margin: the default of --minutes.
+# Each is a module chaos_<part>.py:
+# - CASES: what --only chooses from; add_arguments(parser): options of its own
+# - trials(case, args, work): yields what was found in each trial of a case, with at least a "verdict"; it prepares what
+#   it needs when the first one is asked for. "of" is the number of trials that the case has, where that is known
+# - BAD: the verdicts that must not be; summary(trials): more figures of a case
+PARTS = {
+    **{"kills": 45, "writes": 75, "corruption": 20, "configs": 5, "envs": 30, "async": 15, "divergence": 30},
+    **{"hostile": 15, "server": 6, "soak": 60, "cost": 3},
+}
+KEEP_EVERY_S = 60
 
 
-def keep(part: str, about: dict, found: dict[str, dict]) -> dict:
-    """Among other parts, and other cases of this one, which may be measured at the same time."""
+@dataclass
+class Case:
+    trials: list[dict] = field(default_factory=list)
+    seconds: float = 0.0
+    complete: bool = False
+
+    def figures(self, part: ModuleType) -> dict:
+        found: dict = {"trials": len(self.trials)}
+        planned = [trial["of"] for trial in self.trials if "of" in trial]
+        found |= {"of": planned[-1]} if planned else {}
+        found |= {"complete": self.complete, "seconds": round(self.seconds, 1)}
+        found |= Counter(trial["verdict"] for trial in self.trials)
+        return found | part.summary(self.trials) | {"bad": [t for t in self.trials if t["verdict"] in part.BAD]}
+
+
+def measure(part: ModuleType, args: argparse.Namespace, work: Path, save: Callable[[dict], None]) -> dict[str, dict]:
+    """The figures of each case that was begun. `save` gets them now and then, and at the end, however that comes."""
+    began = kept_at = time.monotonic()
+    end = began + 60 * args.minutes
+    turns = {name: part.trials(name, args, work) for name in args.only}
+    cases = {name: Case() for name in args.only}
+
+    def figures() -> dict[str, dict]:
+        return {name: case.figures(part) for name, case in cases.items() if case.trials or case.complete}
+
+    try:
+        while turns and time.monotonic() < end:
+            # the one that had the fewest trials
+            name = min(turns, key=lambda name: len(cases[name].trials))
+            case, before = cases[name], time.monotonic()
+            trial = next(turns[name], None)
+            now = time.monotonic()
+            case.seconds += now - before
+            if trial is None:
+                case.complete = True
+                del turns[name]
+                continue
+            case.trials.append(trial)
+            if trial.get("of") == len(case.trials):
+                case.complete = True
+                turns.pop(name).close()
+            if trial["verdict"] in part.BAD:
+                print(f"{args.part} {name}: {trial}", flush=True)
+            if now > kept_at + KEEP_EVERY_S:
+                kept_at = now
+                print(
+                    f"{args.part}: {sum(len(c.trials) for c in cases.values())} trials, {now - began:.0f} s", flush=True
+                )
+                save(figures())
+    finally:
+        for trials in turns.values():
+            trials.close()
+        save(figures())
+    return figures()
+
+
+def keep(file: Path, about: dict, found: dict[str, dict]) -> None:
+    """Other cases of the same part may be measured at the same time."""
     with open(Path(tempfile.gettempdir()) / f"sparring-chaos-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-        cases = kept.get(part, {}).get("cases", {}) | {name: {"about": about, **case} for name, case in found.items()}
-        total = Counter()
-        for case in cases.values():
-            total.update({name: count for name, count in case.items() if isinstance(count, int)})
-        total["bad"] = sum(len(case["bad"]) for case in cases.values())
-        report.write_json(RESULTS, dict(sorted((kept | {part: {"total": dict(total), "cases": cases}}).items())))
-    return total
+        kept = json.loads(file.read_text())["cases"] if file.is_file() else {}
+        about = about | {"load_after": report.load()}
+        cases = kept | {name: {"about": about, **figures} for name, figures in found.items()}
+        report.write_json(file, {"total": total(cases), "cases": cases})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    for name in PARTS:
-        module = importlib.import_module(f"chaos_{name}")
-        part = parts.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
-        part.formatter_class = argparse.RawDescriptionHelpFormatter
-        part.add_argument("--minutes", type=float, default=30, help="stop by then, wherever it is")
-        part.add_argument("--seed", type=int, default=0)
-        part.add_argument("--only", nargs="+", choices=list(module.CASES), default=list(module.CASES), metavar="CASE")
-        part.add_argument("--work", type=Path, help="keep run folders and output here, to look at afterwards")
-        module.add_arguments(part)
-        part.set_defaults(measure=module.measure)
-    args = parser.parse_args()
-    about, end = report.metadata(), time.monotonic() + 60 * args.minutes
+def total(cases: dict[str, dict]) -> dict:
+    """Sums of what is counted in the cases."""
+    sums = Counter[str]()
+    for case in cases.values():
+        sums.update({name: count for name, count in case.items() if type(count) is int})
+    return {"cases": len(cases), **sums, "bad": sum(len(case["bad"]) for case in cases.values())}
+
+
+def run_part(args: argparse.Namespace) -> int:
+    about, began = report.metadata() | {"seed": args.seed}, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         work = (args.work or Path(scratch)).resolve()
         work.mkdir(parents=True, exist_ok=True)
         # what is written is signed by a key of its own
-        os.environ |= {"XDG_CONFIG_HOME": str(work / "key"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        found = args.measure(args, work, end)
-    about |= {"load_after": report.load(), "seed": args.seed}
-    names = list(dict.fromkeys(name for case in found.values() for name in case if isinstance(case[name], int)))
-    rows = [(name, *(case.get(each, 0) for each in names), len(case["bad"])) for name, case in found.items()]
-    print(report.table([("case", *names, "bad"), *rows]))
-    print("in all", dict(keep(args.part, about, found)))
-    return 1 if any(case["bad"] for case in found.values()) else 0
+        os.environ |= {"XDG_CONFIG_HOME": str(work / "key"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        file = args.output / f"chaos_{args.part}.json"
+        found = measure(args.module, args, work, lambda figures: keep(file, about, figures))
+        summary = {"cases": len(found), "of": len(args.only), "complete": sum(c["complete"] for c in found.values())}
+        summary |= {name: total(found).get(name, 0) for name in ("trials", "bad")}
+        report.write_json(work / "summary.json", summary | {"seconds": round(time.monotonic() - began)})
+    counted = list(dict.fromkeys(key for case in found.values() for key in case if type(case[key]) is int))
+    rows = [(name, *(case.get(key, 0) for key in counted), len(case["bad"])) for name, case in found.items()]
+    print(report.table([("case", *counted, "bad"), *rows]))
+    unfinished = [name for name in args.only if name not in found or not found[name]["complete"]]
+    if unfinished:
+        print(f"{args.minutes:g} min were over before the end of {len(unfinished)} of {len(args.only)} cases")
+    return 1 if summary["bad"] else 0
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Each part in a process of its own. What one does not need of its time is left to the others."""
+    end = time.monotonic() + 60 * args.minutes
+    rows, bad = [], False
+    for number, name in enumerate(args.only):
+        minutes = max(0.0, end - time.monotonic()) / 60 * PARTS[name] / sum(PARTS[each] for each in args.only[number:])
+        with tempfile.TemporaryDirectory(prefix="chaos-all-") as scratch:
+            work = args.work / name if args.work else Path(scratch)
+            words = [name, "--minutes", f"{minutes:.2f}", "--seed", str(args.seed)]
+            words += ["--output", str(args.output), "--work", str(work)]
+            print(f"== {' '.join(words[:3])}", flush=True)
+            (work / "summary.json").unlink(missing_ok=True)
+            code = subprocess.run([sys.executable, __file__, *words]).returncode
+            file = work / "summary.json"
+            found = json.loads(file.read_text()) if file.is_file() else {"complete": "none", "bad": f"exit code {code}"}
+        reached = f"{found['complete']} of {found.get('of', '?')}"
+        rows.append((name, reached, *(found.get(column, "") for column in ("trials", "bad", "seconds"))))
+        bad |= bool(code)
+    print(report.table([("part", "complete cases", "trials", "bad", "seconds"), *rows]))
+    return int(bad)
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    for name, minutes in (PARTS | {"all": sum(PARTS.values())}).items():
+        part = parts.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
+        what = "start no trial after these (default: %(default)s)"
+        part.add_argument("--minutes", type=float, default=minutes, help=what)
+        part.add_argument("--seed", type=int, default=0)
+        part.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+        part.add_argument("--work", type=Path, help="keep run folders and output here, to look at afterwards")
+        choices = list(PARTS)
+        if name in PARTS and name in words[:1]:
+            module = importlib.import_module(f"chaos_{name}")
+            part.description, choices = module.__doc__, list(module.CASES)
+            module.add_arguments(part)
+            part.set_defaults(module=module)
+        part.add_argument(
+            "--only", nargs="+", choices=choices, default=choices, metavar="CASE", help=", ".join(choices)
+        )
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    # before torch is imported
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    args = parsed(words)
+    return run_all(args) if args.part == "all" else run_part(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -107,6 +107,8 @@ CASES = {
         + ["ppo.mini_batch_size=32", "ppo.ppo_epochs=1"]
     ),
 }
+BAD = ("differs",)
+# what the commands learn from
 BASE = {
     "demos": ["demos", "reach_d0", "--episodes", "4", "--image-size", "16"],
     "teacher": ["train", "teacher", *SPARRING, "training.iterations=4"],
@@ -114,51 +116,49 @@ BASE = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=208, help="in all, shared out over the cases")
-    parser.add_argument("--per-trial", type=int, default=8)
+    parser.add_argument("--kills", type=int, default=208, help="in all, shared out over the cases (default: 208)")
+    parser.add_argument("--per-trial", type=int, default=8, help="at most (default: 8)")
 
 
-def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
-    preloaded.Popen.server = preloaded.start_server()
-    rng, base = random.Random(args.seed), work / "base"
-    for name, words in BASE.items():
-        _to_the_end(words, base / name, work / f"{name}.log")
-    references = {name: undisturbed(name, base, work) for name in args.only}
-    share, found = -(-args.kills // len(args.only)), {name: list[dict]() for name in args.only}
-    # a trial of each case in turn, so that all are measured alike when the time is over
-    while due := [name for name in args.only if sum(told["kills"] for told in found[name]) < share]:
-        for name in due:
-            if time.monotonic() > end:
-                return {name: summary(trials) for name, trials in found.items()}
-            folder, made = work / f"{name}-{len(found[name])}", sum(told["kills"] for told in found[name])
-            told = killed(CASES[name], folder, references[name], base, rng, min(args.per_trial, share - made))
-            found[name].append(told)
-            print(name, told, flush=True)
-    return {name: summary(trials) for name, trials in found.items()}
+def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
+    preloaded.Popen.server = preloaded.Popen.server if hasattr(preloaded.Popen, "server") else preloaded.start_server()
+    rng, base, share, kills = random.Random(f"{args.seed} {name}"), work / "base", -(-args.kills // len(args.only)), 0
+    for needed, words in BASE.items():
+        if f"{{base}}/{needed}" in " ".join(CASES[name].words) and not (base / needed).exists():
+            _to_the_end(words, base / needed, work / f"{needed}.log")
+    reference = undisturbed(name, base, work)
+    number = 0
+    while kills < share:
+        found = killed(CASES[name], work / f"{name}-{number}", reference, base, rng, min(args.per_trial, share - kills))
+        kills, number = kills + found["kills"], number + 1
+        yield found | {"verdict": "as undisturbed" if is_fine(found) else "differs"}
 
 
 def summary(trials: list[dict]) -> dict:
-    total = Counter(trials=len(trials))
-    for told in trials:
-        total.update({key: value for key, value in told.items() if isinstance(value, int)})
-        total.update({f"kills, {how}": number for how, number in told["how"].items()})
-    return {**total, "bad": [told for told in trials if not is_fine(told)]}
+    found = Counter[str]()
+    for trial in trials:
+        found.update({key: value for key, value in trial.items() if isinstance(value, int)})
+        found.update({f"kills, {how}": number for how, number in trial["how"].items()})
+    return dict(found)
 
 
-def is_fine(told: dict) -> bool:
+def is_fine(found: dict) -> bool:
     bad = ("lost", "twice", "changed", "damaged", "tracebacks", "orphans", "leftovers")
-    return bool(told["finished"] and told["equal"]) and not any(told[key] for key in bad)
+    return bool(found["finished"] and found["equal"]) and not any(found[key] for key in bad)
 
 
 def _start(words: list[str], output: Path, log: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "sparring", *words, "--output", str(output)]
-    with log.open("a") as said:
-        return preloaded.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
+    with log.open("a") as opened:
+        return preloaded.Popen(command, stdout=opened, stderr=opened, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _to_the_end(words: list[str], output: Path, log: Path) -> float:
     began = time.monotonic()
-    if code := _start(words, output, log).wait():
+    process = _start(words, output, log)
+    # a process that hangs is killed
+    _wait(process, output, "nowhere", 0, random.Random(0))
+    if code := process.returncode:
         raise SystemExit(f"sparring {' '.join(words)}: {code}\n{log.read_text()[-3000:]}")
     return time.monotonic() - began
 
@@ -182,15 +182,15 @@ def killed(
     kills: int,
     ways: tuple[str, ...] = ("anywhere", "saving"),
 ) -> dict:
-    """Of a command that is killed so often, if it does not end before, what is not as it should be."""
+    """Counts of what is wrong with a command after so many kills; it may end before them."""
     log = output.with_suffix(".log")
-    told = {"kills": 0, "resumes": 0, "finished": 0, "equal": 0, "lost": 0, "twice": 0, "changed": 0, "damaged": 0}
-    told |= {"orphans": 0, "tracebacks": 0, "leftovers": 0, "how": {}, "why": []}
+    result = {"kills": 0, "resumes": 0, "finished": 0, "equal": 0, "lost": 0, "twice": 0, "changed": 0, "damaged": 0}
+    result |= {"orphans": 0, "tracebacks": 0, "leftovers": 0, "how": {}, "why": []}
     shared = set(os.listdir("/dev/shm"))
     while True:
         process = _start(_words(case, base), output, log)
-        told["resumes"] += bool(told["kills"])
-        how = rng.choice(ways) if told["kills"] < kills else "nowhere"
+        result["resumes"] += bool(result["kills"])
+        how = rng.choice(ways) if result["kills"] < kills else "nowhere"
         _wait(process, output, how, reference[1], rng)
         if (code := process.poll()) is not None:
             break
@@ -198,26 +198,26 @@ def killed(
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL) if rng.random() < 0.25 else os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        told["kills"] += 1
-        told["how"][how] = told["how"].get(how, 0) + 1
-        told["orphans"] += _left(process.pid)
+        result["kills"] += 1
+        result["how"][how] = result["how"].get(how, 0) + 1
+        result["orphans"] += _left(process.pid)
         if damaged := [str(path) for path in _checkpoints(output) if not _is_whole(path)]:
-            told["damaged"] += len(damaged)
-            told["why"] += damaged
-    told["orphans"] += _left(process.pid)
+            result["damaged"] += len(damaged)
+            result["why"] += damaged
+    result["orphans"] += _left(process.pid)
     text = log.read_text(errors="replace")
-    told["tracebacks"] = text.count("Traceback (most recent call last)")
-    told["finished"] = int(code == 0)
+    result["tracebacks"] = text.count("Traceback (most recent call last)")
+    result["finished"] = int(code == 0)
     if code:
-        return told | {"why": [*told["why"], f"exit code {code}: {text.strip()[-300:]}"]}
+        return result | {"why": [*result["why"], f"exit code {code}: {text.strip()[-300:]}"]}
     left = [str(path.relative_to(output)) for path in output.rglob("*") if "partial" in path.name]
-    left += [name for name in set(os.listdir("/dev/shm")) - shared if "sparring" in name and _is_nobodys(name)]
-    told["leftovers"] = len(left)
-    told["why"] += left
+    left += left_in_shared_memory(shared)
+    result["leftovers"] = len(left)
+    result["why"] += left
     if (reference[0] / "meta").is_dir():
         differ = _differing_files(reference[0], output)
-        return told | {"equal": int(not differ), "why": [*told["why"], *differ][:8]}
-    return _compare(reference[0], output, case.equal, told)
+        return result | {"equal": int(not differ), "why": [*result["why"], *differ][:8]}
+    return _compare(reference[0], output, case.equal, result)
 
 
 def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: random.Random) -> None:
@@ -269,11 +269,19 @@ def _of_session(session: int) -> Iterator[int]:
                 yield int(pid)
 
 
-def _is_nobodys(name: str) -> bool:
-    """Whoever uses shared memory holds the lock of its file; other runs of this machine do, too."""
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """Files there that nobody uses. Another run may have been killed just now: its next start removes what it left."""
+    end = time.monotonic() + LEFT_S
+    while (found := sorted(filter(_is_unused, set(os.listdir("/dev/shm")) - before))) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _is_unused(name: str) -> bool:
+    """Who uses shared memory holds the lock of its file."""
     with suppress(OSError), open(f"/dev/shm/{name}") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
+        return "sparring" in name
     return False
 
 
@@ -295,7 +303,7 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _compare(reference: Path, output: Path, equal: bool, told: dict) -> dict:
+def _compare(reference: Path, output: Path, equal: bool, result: dict) -> dict:
     """Of `train all`, each of its runs."""
     runs = [path.parent.relative_to(reference) for path in reference.glob("**/status.json")]
     same = True
@@ -303,16 +311,16 @@ def _compare(reference: Path, output: Path, equal: bool, told: dict) -> dict:
         x, y = reference / run, output / run
         ends = [weights(folder) for folder in (x, y)]
         same &= ends[0] == ends[1] or (not equal and ends[0][0] == ends[1][0])
-        told["why"] += [] if ends[0] == ends[1] or not equal else [f"{run}: {ends[1][0]}: other weights"]
+        result["why"] += [] if ends[0] == ends[1] or not equal else [f"{run}: {ends[1][0]}: other weights"]
         for name in ROWS:
             expected, found = rows(x / name), rows(y / name)
             of = {row["update"]: row for row in found}
-            told["twice"] += len(found) - len(of)
-            told["lost"] += len(lost := [row["update"] for row in expected if row["update"] not in of])
+            result["twice"] += len(found) - len(of)
+            result["lost"] += len(lost := [row["update"] for row in expected if row["update"] not in of])
             changed = [row["update"] for row in expected if equal and row["update"] in of and row != of[row["update"]]]
-            told["changed"] += len(changed)
-            told["why"] += [f"{run}/{name}: {lost=} {changed=}"] if lost or changed else []
-    return told | {"equal": int(same), "why": told["why"][:8]}
+            result["changed"] += len(changed)
+            result["why"] += [f"{run}/{name}: {lost=} {changed=}"] if lost or changed else []
+    return result | {"equal": int(same), "why": result["why"][:8]}
 
 
 def weights(folder: Path) -> tuple[str, str]:

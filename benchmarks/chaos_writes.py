@@ -17,12 +17,12 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "doubles"))
+from chaos_corruption import preload  # noqa: E402
 from chaos_kills import ROWS, SPARRING, rows, weights  # noqa: E402
 from write_faults import KINDS, Point, build, points_of, run  # noqa: E402
 
@@ -39,33 +39,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
 
 
-def measure(args: argparse.Namespace, work: Path, end: float) -> dict:
+def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
+    """From a process that was started with the library: `main` below."""
     library = build(work)
     if library is None:
         print("no C compiler (gcc), or no Linux: nothing is measured")
-        return {}
-    environment, found = os.environ | {"LD_PRELOAD": str(library)}, {}
-    for i, name in enumerate(args.only):
-        seconds = (end - time.monotonic()) / (len(args.only) - i)
-        words = [sys.executable, __file__, name, str(work), str(args.seed), str(seconds), "0", *args.kinds]
-        trials = []
-        with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                trials.append(json.loads(line))
-                if trials[-1].get("verdict") in BAD:
-                    print(name, line.strip(), flush=True)
-        if process.returncode:
-            raise SystemExit(f"{name}: {process.returncode}")
-        about = trials.pop(0)
-        counts = Counter(trial["kind"] for trial in trials) + Counter(trial["verdict"] for trial in trials)
-        found[name] = {**about, "trials": len(trials), **counts}
-        found[name]["left"] = dict(Counter(trial["left"] for trial in trials))
-        found[name]["bad"] = [trial for trial in trials if trial["verdict"] in BAD]
-    return found
+        return
+    words = [sys.executable, __file__, name, str(work), str(args.seed), *args.kinds]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = os.environ | {"LD_PRELOAD": str(library)}
+    with subprocess.Popen(words, env=environment, text=True, bufsize=1, **pipes) as process:
+        about = json.loads(process.stdout.readline())
+        for _ in range(about["of"]):
+            process.stdin.write("\n")
+            yield json.loads(process.stdout.readline()) | about
+    if process.returncode:
+        raise SystemExit(f"{name}: {process.returncode}")
+
+
+def summary(trials: list[dict]) -> dict:
+    counts = Counter(trial["kind"] for trial in trials)
+    about = {name: trials[-1][name] for name in ("points", "points of the checkpoint") if trials}
+    return about | counts | {"left": dict(Counter(trial["left"] for trial in trials))}
 
 
 class Injected:
-    """A run that is about to save, and what comes of it when that goes wrong."""
+    """A run that is about to save, and how it ends when that goes wrong."""
 
     def __init__(self, case: str, work: Path):
         self.before, self.folder = work / f"{case}-before", work / f"{case}-run"
@@ -84,29 +83,29 @@ class Injected:
         return weights(self.folder), [rows(self.folder / name) for name in ROWS]
 
     def strike(self, point: Point, kind: str) -> dict:
-        """How it ended, what was left, and what came of going on."""
+        """How it ended, what was left, and how the same command ended after it."""
         from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, newest_whole
 
         shutil.rmtree(self.folder)
         shutil.copytree(self.before, self.folder)
         code, text = run(self.words, self.folder, point=point, kind=kind)
         left = [path.name for path in checkpoints(self.folder)]
-        told = {"kind": kind, **point._asdict(), "code": code, "left": " ".join(left)}
+        found = {"kind": kind, **point._asdict(), "code": code, "left": " ".join(left)}
         try:
             if newest_whole(self.folder) is None:
-                return told | {"verdict": "neither"}
+                return found | {"verdict": "neither"}
         except CheckpointError:
-            return told | {"verdict": "neither"}
+            return found | {"verdict": "neither"}
         if any(damage_of(self.folder / name) for name in left):
-            return told | {"verdict": "damaged"}
+            return found | {"verdict": "damaged"}
         if wrong := _wrong(code, text, kind):
-            return told | {"verdict": wrong, "said": text[-1500:]}
+            return found | {"verdict": wrong, "output": text[-1500:]}
         code, text = run(self.words, self.folder)
         if code or "Traceback" in text:
-            return told | {"verdict": "no way on", "said": text[-1500:]}
+            return found | {"verdict": "no way on", "output": text[-1500:]}
         if self.found() != self.end:
-            return told | {"verdict": "other end", "said": text[-1500:]}
-        return told | {"verdict": "killed" if told["code"] == -9 else "ended" if told["code"] else "went on"}
+            return found | {"verdict": "other end", "output": text[-1500:]}
+        return found | {"verdict": "killed" if found["code"] == -9 else "ended" if found["code"] else "went on"}
 
 
 def _wrong(code: int | None, text: str, kind: str) -> str | None:
@@ -119,31 +118,9 @@ def _wrong(code: int | None, text: str, kind: str) -> str | None:
     return "silent" if code and code > 0 and "sparring: " not in text else None
 
 
-def trials(injected: Injected, points: Iterable[Point], kinds: Iterable[str], end: float) -> Iterator[dict]:
-    for point in points:
-        for kind in filter(point.fits, kinds):
-            if time.monotonic() > end:
-                return
-            yield injected.strike(point, kind)
-
-
-def preload() -> None:
-    """So that a fork takes tenths of a second."""
-    import torch
-
-    import sparring.cli.train
-    import sparring.evaluation.of_run
-    import sparring.phases.finetune
-    import sparring.phases.teacher
-    import sparring.runs.run  # noqa: F401
-
-    torch.set_num_threads(1)
-
-
 def main() -> None:
-    """In a process that was started with the library: a line of JSON for each trial."""
-    case, work, seed, seconds, most, *kinds = sys.argv[1:]
-    end = time.monotonic() + float(seconds)
+    """One trial, a line of JSON, for each line that is read."""
+    case, work, seed, *kinds = sys.argv[1:]
     preload()
     injected = Injected(case, Path(work))
     points = list(injected.points)
@@ -151,11 +128,11 @@ def main() -> None:
     random.Random(seed).shuffle(points)
     # what makes a checkpoint comes first
     points.sort(key=lambda point: "checkpoint" not in point.path)
+    planned = [(point, kind) for point in points for kind in filter(point.fits, kinds)]
     saves = sum("checkpoint" in point.path for point in points)
-    print(json.dumps({"points": len(points), "points of the checkpoint": saves}), flush=True)
-    # 0: all of them
-    for told in trials(injected, points[: int(most) or None], kinds, end):
-        print(json.dumps(told), flush=True)
+    print(json.dumps({"points": len(points), "points of the checkpoint": saves, "of": len(planned)}), flush=True)
+    for (point, kind), _ in zip(planned, sys.stdin, strict=False):
+        print(json.dumps(injected.strike(point, kind)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ways to damage one file of a folder, for corruption.py: what disks, copies, editors and people do to files."""
+"""Ways to damage one file of a folder, for chaos_corruption.py: what disks, copies, editors and people do to files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The folders of somebody else's that hostile.py gives to commands, and which commands read them."""
+"""The folders of somebody else's that chaos_hostile.py gives to commands, and which commands read them."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import corruption
+import chaos_corruption as corruption
 import yaml
 
 ROOT = Path(__file__).parents[1]

@@ -16,6 +16,8 @@ from sparring.envs.configs import GymConfig
 
 ROOT = Path(__file__).parent.parent
 GENERATED = Path(__file__).parent / "_generated"
+# files of the repository that are pages of the site, too
+OUTSIDE = {"benchmarks/README.md": "benchmarks", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
 
 project, author = "Sparring", "The Sparring authors"
 copyright = "2026, The Sparring authors"
@@ -36,6 +38,8 @@ add_module_names = False
 html_theme = "furo"
 html_title = f"Sparring {release}"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 copybutton_prompt_text = "$ "
 
 
@@ -71,9 +75,11 @@ def settings_of(prefix: str, cls: type, skip=lambda name: False) -> str:
     rows = []
     for name, info in cls.model_fields.items():
         if not skip(name):
-            value = "required" if info.is_required() else f"`{plain(info.default)}`"
-            rows.append((f"`{prefix}{name}`", value, accepted(info), info.description or ""))
-    return table(("key", "default", "accepted", "meaning"), rows)
+            value = "required" if info.is_required() else f"`{plain(info.get_default(call_default_factory=True))}`"
+            # <camera> is text, not an HTML element
+            meaning = (info.description or "").replace("<", "&lt;")
+            rows.append((f"`{prefix}{name}`", value, meaning, accepted(info).replace("<", "&lt;")))
+    return table(("key", "default", "meaning", "accepted"), rows)
 
 
 def plain(value: object) -> str:
@@ -96,16 +102,18 @@ def commands_page() -> str:
     return "\n".join(text)
 
 
-def benchmarks_page() -> str:
-    """benchmarks/README.md as a page, with its links seen from here."""
-    text = (ROOT / "benchmarks" / "README.md").read_text()
-    text = re.sub(r"\]\(\.\./docs/([^)]*)\)", r"](../\1)", text)
-    return re.sub(r"\]\((?!\.\./|https?:|#)([^)]*)\)", r"](../../benchmarks/\1)", text)
+def outside_page(file: str) -> str:
+    """A file of the repository outside docs as a page, with its links seen from here."""
+    path = ROOT / file
+    text = re.sub(r"\]\((\.\./)?docs/([^)]*)\)", r"](../\2)", path.read_text())
+    folder = Path("../..") / path.parent.relative_to(ROOT)
+    return re.sub(r"\]\((?!\.\./|https?:|#)([^)]*)\)", rf"]({folder}/\1)", text)
 
 
 def generate(app) -> None:
     GENERATED.mkdir(exist_ok=True)
-    pages = {"settings": settings_page(), "flags": commands_page(), "benchmarks": benchmarks_page()}
+    pages = {"settings": settings_page(), "flags": commands_page()}
+    pages |= {name: outside_page(file) for file, name in OUTSIDE.items()}
     for name, text in pages.items():
         file = GENERATED / f"{name}.md"
         # an unchanged page is not built again
@@ -113,10 +121,11 @@ def generate(app) -> None:
             file.write_text(text)
 
 
-def link_benchmarks(app, page: str, source: list[str]) -> None:
-    """Point links at the page made of benchmarks/README.md; the sources link the file, which works on GitHub."""
-    to = "../" * page.count("/") + "_generated/benchmarks.md"
-    source[0] = re.sub(r"\]\((\.\./)+benchmarks/README\.md", f"]({to}", source[0])
+def link_outside(app, page: str, source: list[str]) -> None:
+    """Links to these files become links to their pages; the sources link the files, which works in the repository."""
+    for file, name in OUTSIDE.items():
+        to = "../" * page.count("/") + f"_generated/{name}.md"
+        source[0] = re.sub(rf"\]\((\.\./)+{re.escape(file)}", f"]({to}", source[0])
 
 
 def keep_layout(app, what: str, name: str, obj, options, lines: list[str]) -> None:
@@ -127,5 +136,5 @@ def keep_layout(app, what: str, name: str, obj, options, lines: list[str]) -> No
 
 def setup(app) -> None:
     app.connect("builder-inited", generate)
-    app.connect("source-read", link_benchmarks)
+    app.connect("source-read", link_outside)
     app.connect("autodoc-process-docstring", keep_layout)

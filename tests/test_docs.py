@@ -193,6 +193,22 @@ def test_embodichains_config_is_accepted_as_it_is(tmp_path, capsys):
     assert "  iterations: 500 " in printed
 
 
+def test_the_architecture_page_names_files_and_folders_that_exist():
+    page, source = (ROOT / "docs/architecture.md").read_text(), ROOT / "src/sparring"
+    files = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]*\.py)`", page))
+    assert len(files) > 40
+    assert [file for file in sorted(files) if not (source / file).is_file() and not (ROOT / file).is_file()] == []
+    listed = set(re.findall(r"^\| `([a-z_]+)/`, `", page, re.M))
+    assert listed == {path.parent.name for path in source.glob("*/__init__.py")}
+    # an hour's reading path
+    assert sum(map(int, re.findall(r"^\| \[.*\): (\d+) \|", page, re.M))) == 60
+
+
+def test_the_picture_of_an_update_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "docs/images/update.py"))["draw"]()
+    assert drawn == (ROOT / "docs/images/update.svg").read_text()
+
+
 def test_links_and_pictures_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

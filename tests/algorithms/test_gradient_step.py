@@ -1,9 +1,11 @@
 """A step on NaN or infinity is not taken: what is left as it was, what is said, and by whom."""
 
+import gc
 import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,17 @@ def test_the_step_on_nan_is_not_taken_and_its_batch_is_handed_out():
     assert about["gradient_step"] == 3 and math.isnan(about["loss"]) and about["learning_rate"] == 0.1
     # the batch itself is to blame, and the sentence says so
     assert "not finite either (number)" in str(told.value)
+
+
+def test_no_minibatch_is_kept_after_an_update():
+    learner = Learner()
+    batch = TensorDict({"number": torch.ones(3)}, [3])
+    learner.step(batch, (learner.weight * batch["number"]).sum())
+    assert learner.step.end_update() == 0
+    is_there = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert is_there() is None
 
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss():

@@ -124,7 +124,7 @@ def test_a_report_that_the_disk_does_not_take(tmp_path):
     (tmp_path / "run/report.html").write_text("the last one")
     done = limited(resource.RLIMIT_FSIZE, 10_000, ["report", "run"], cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "'run/report.html': cannot write there (File too large)" in done.stderr
+    assert "'run/report.html' cannot be written (File too large)" in done.stderr
     assert (tmp_path / "run/report.html").read_text() == "the last one"
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_written_through_a_link(tmp_path, monkeypatch, capsys):
     precious.write_text("kept")
     (run / "report.html").symlink_to(precious)
     assert told(capsys, "report", "run")[0] == 2
-    (tmp_path / "other.partial").symlink_to(precious)
+    (tmp_path / ".other.html.partial").symlink_to(precious)
     assert told(capsys, "report", "run", "--output", "other.html")[0] == 0
     assert precious.read_text() == "kept" and (run / "report.html").is_symlink()
     assert not (tmp_path / "other.html").is_symlink()

@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from small_runs import seal
 
 import sparring
 from sparring.cli.config import SCRIPTS, candidates
@@ -295,6 +297,11 @@ def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
     (first, _) = map(json.loads, (run_folder / "episode_metrics.jsonl").read_text().splitlines())
     found = _progress(run_folder / "checkpoint-1")
     assert (found.updates, found.env_steps, found.episodes) == (1, 32, first["episode"])
+    # of a phase of one's own
+    for phase in (3, {"progress": 3}, {"progress": {"games": 3}}):
+        torch.save({"phase": phase}, run_folder / "checkpoint-1/training_state.pt")
+        seal(run_folder / "checkpoint-1")
+        assert _progress(run_folder / "checkpoint-1") == Progress(updates=1)
     (run_folder / "checkpoint-1/training_state.pt").unlink()
     assert _progress(run_folder / "checkpoint-1") == Progress(updates=1)
 

@@ -4,9 +4,10 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
-import config_fuzz
+import chaos_configs
 import pytest
 
 from sparring.config.schema import SCHEMA, load_config
@@ -29,11 +30,11 @@ def said_of_file(path):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_is_random_is_a_config_or_refused(tmp_path, seed):
-    found = config_fuzz.fuzz(200, seed, tmp_path)
-    assert found.tracebacks == {} and found.differ == []
-    assert found.verdicts["slow"] == found.verdicts["large"] == 0
-    assert found.verdicts["refused"] > 100 and found.verdicts["accepted"] > 5
-    assert found.longest_message < 25_000
+    trials = list(chaos_configs.fuzz(200, seed, tmp_path))
+    assert [trial for trial in trials if trial["verdict"] in chaos_configs.BAD] == []
+    verdicts = Counter(trial["verdict"] for trial in trials)
+    assert verdicts["refused"] > 100 and verdicts["accepted"] > 5
+    assert max(trial["characters"] for trial in trials) < 25_000
 
 
 @pytest.mark.parametrize(
@@ -130,8 +131,8 @@ def test_of_many_mistakes_the_first_are_told(tmp_path):
 
 def test_every_integer_has_a_largest_value():
     rng = random.Random(0)
-    for kinds in config_fuzz.KINDS:
-        classes = SCHEMA.classes(config_fuzz.settings_of(kinds))
+    for kinds in chaos_configs.KINDS:
+        classes = SCHEMA.classes(chaos_configs.settings_of(kinds))
         keys = [key for key, info in SCHEMA.keys(classes).items() if info.annotation in (int, int | None)]
         assert len(keys) > 50
         for key in rng.sample(keys, 20):

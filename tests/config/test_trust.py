@@ -64,6 +64,8 @@ REFUSED = {
     "a list": {"env.name": ["{m}:Thing"]},
     "the old gym": {"policy": {"name": "gym:make"}},
     "letters of others": {"env.name": "módulo:Thing"},
+    "a letter that \\w is not": {"env.name": "℘:Thing"},
+    "a letter within that \\w is not": {"policy": {"name": "l·l:Thing"}},
 }
 # functions that are called with what the config says
 CALLED = {

@@ -314,6 +314,24 @@ def test_one_number_an_action(tmp_path):
 # ---- what is refused
 
 
+@pytest.mark.parametrize("named", ["{outside}/file", "../outside/file", "observation.images.a\0b"])
+def test_no_name_of_a_feature_leads_out_of_the_folder(tmp_path, named):
+    outside, folder = tmp_path / "outside", foreign(tmp_path / "set")
+    outside.mkdir()
+    named = named.replace("{outside}", str(outside))
+    info = json.loads((folder / "meta/info.json").read_text())
+    info["features"][named] = info["features"].pop("observation.image")
+    info["video_path"] = info["video_path"].replace("{video_key}", "observation.image")
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    for file in folder.glob("meta/episodes/*/*.parquet"):
+        table = pyarrow.parquet.read_table(file, partitioning=None)
+        names = [name.replace("observation.image", named) for name in table.column_names]
+        pyarrow.parquet.write_table(table.rename_columns(names), file)
+    with pytest.raises(DatasetError, match="expected a feature's name without a slash"):
+        Demonstrations(folder, cache=True)
+    assert list(outside.iterdir()) == []
+
+
 WITH = "; it was recorded with env."
 
 

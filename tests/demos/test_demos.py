@@ -148,7 +148,7 @@ def test_failures_are_left_out_and_what_was_tried_is_told(tmp_path):
 
 def test_an_expert_that_never_succeeds_is_not_tried_for_ever(tmp_path):
     hopeless = replace(SHORT, env=ENV.model_copy(update={"cameras": ()}), keep_failures=False)
-    with pytest.raises(UserError, match="managed none of 128 episodes of lift_d0 .* noise 0.2, 9 steps"):
+    with pytest.raises(UserError, match="failed in all of 128 episodes of lift_d0 .* noise 0.2, 9 steps"):
         record(hopeless, 1, tmp_path / "none", quiet=True)
 
 
@@ -279,7 +279,7 @@ def test_a_block_that_is_damaged_while_others_are_recorded(recorded, monkeypatch
         return needed
 
     monkeypatch.setattr(record_module, "_record_blocks", then_damaged)
-    with pytest.raises(UserError, match="block 2 in .* is damaged since it was recorded; run the same command again"):
+    with pytest.raises(UserError, match="block 2 in .* was damaged after it was recorded; run the same command again"):
         record(SHORT, 6, recorded, quiet=True)
 
 
@@ -300,7 +300,7 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     def move(source, target):
         source = Path(source)
         needed = [source, *source.rglob("*")]
-        if source.name == "info.partial" or source == recorded / "manifest.partial":
+        if source.name == ".info.json.partial" or source == recorded / ".manifest.json.partial":
             needed += [path for part in assemble.PARTS for path in (recorded / part).rglob("*")]
             needed += [recorded, *(recorded / part for part in assemble.PARTS)]
         missing[Path(target).name] = [path for path in needed if path.stat().st_ino not in flushed]
@@ -338,9 +338,19 @@ def test_what_an_interrupted_assembly_left_is_gone(recorded, monkeypatch):
 
 def test_what_others_wrote_is_never_deleted(tmp_path):
     (tmp_path / "mine/data").mkdir(parents=True)
-    with pytest.raises(UserError, match="mine' holds data of something else; give another --output"):
+    with pytest.raises(UserError, match="mine' holds data .*; give another --output"):
         record(SHORT, 6, tmp_path / "mine", quiet=True)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["data"]
+
+
+def test_the_lock_of_a_recording_is_no_link(tmp_path):
+    precious, folder = tmp_path / "precious", tmp_path / "set/recording"
+    precious.write_text("kept")
+    folder.mkdir(parents=True)
+    (folder / "lock").symlink_to(precious)
+    with pytest.raises(UserError, match=r"cannot write there \(a link\)"):
+        record(SHORT, 1, folder.parent, quiet=True)
+    assert precious.read_text() == "kept"
 
 
 def test_blocks_of_another_size_are_not_mixed(recorded, monkeypatch):
@@ -484,7 +494,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "env.name=gym:Pendulum-v1"], "env.name=gym:Pendulum-v1 has no scripted"),
         (["lift_d0", "--episodes", "1", "env.task=push_d0"], "the task is given twice"),
         (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml': cannot read it"),
-        (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no': cannot write there"),
+        (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no' cannot be written"),
         (["show"], "expected one dataset: sparring demos show PATH"),
         (["show", ".", "--episodes", "3", "--seed=1"], "--episodes, --seed=1: only --sheet goes with `sparring demos"),
         (["show", "nowhere"], "'nowhere' is no folder"),
@@ -514,7 +524,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_after_the_first_block(tmp_path
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(recording.shutil, "disk_usage", lambda _: usage._replace(free=10**9))
-    with pytest.raises(UserError, match="10000000 episodes of about .* but '.*' has 1.0 GB free; make room and give"):
+    with pytest.raises(UserError, match="10000000 episodes of about .* but '.*' has 1.0 GB free; "):
         record(SHORT, 10_000_000, tmp_path / "much", quiet=True)
     # what was recorded is not lost
     monkeypatch.undo()

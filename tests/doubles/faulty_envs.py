@@ -14,7 +14,8 @@ FAULTS = ["hang in reset", "hang in step", "hang in close", "hang in render", "h
 FAULTS += ["segfault", "raise in __init__", "raise in reset", "raise in step", "raise in close", "raise in render"]
 FAULTS += ["nan", "wrong shape", "no reward", "endless", "child", "ctrl-c"]
 # more of the kinds above
-VARIANTS = ["inf", "wrong dtype", "nan reward", "shape changes", "prints", "sys.exit"]
+VARIANTS = ["hang in C with the lock", "stubborn child", "inf", "wrong dtype", "nan reward", "shape changes", "prints"]
+VARIANTS += ["sys.exit"]
 
 
 class Faulty(gymnasium.Env):
@@ -80,6 +81,9 @@ class Faulty(gymnasium.Env):
             # locked twice: no signal ends this
             lock, take = ctypes.create_string_buffer(256), ctypes.CDLL(None).pthread_mutex_lock
             take(lock), take(lock)
+        if self.how == "hang in C with the lock":
+            # no thread of Python runs meanwhile
+            ctypes.PyDLL(None).pause()
         if self.how == "slow":
             time.sleep(1)
         if self.how == "exit":
@@ -90,6 +94,9 @@ class Faulty(gymnasium.Env):
             ctypes.string_at(0)
         if self.how == "child" and self.count == self.at:
             subprocess.Popen(["sleep", "100000"])
+        if self.how == "stubborn child" and self.count == self.at:
+            # orphaned at once; SIGTERM does not end it
+            subprocess.run(["sh", "-c", "trap '' TERM; sleep 100000 &"], check=True)
         if self.how == "prints":
             sys.stdout.write("x" * 50_000_000 + "\n")
         if self.how == "ctrl-c":

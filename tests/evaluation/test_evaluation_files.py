@@ -4,6 +4,7 @@ import pytest
 
 from sparring.errors import UserError
 from sparring.evaluation.files import LONGEST, EvaluationFiles, refuse_unwritable, terminal_width, text_table
+from sparring.processes.files import write_whole
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,15 @@ def test_an_evaluation_removes_its_own_earlier_videos_only(tmp_path):
         (tmp_path / file).touch()
     EvaluationFiles.of(tmp_path, "eval", {}, None).remove_videos()
     assert {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} == set(kept)
+
+
+def test_no_other_file_of_that_name_is_lost(tmp_path):
+    for name in ("new.partial", "new.probe"):
+        (tmp_path / name).write_text("of the user")
+    refuse_unwritable(tmp_path / "new.json")
+    write_whole(tmp_path / "new.json", "{}")
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert found == {"new.json": "{}", "new.partial": "of the user", "new.probe": "of the user"}
 
 
 def test_where_nothing_can_be_written_is_told_and_trying_leaves_nothing_behind(tmp_path):

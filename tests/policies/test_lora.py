@@ -1,16 +1,20 @@
 """LoRA: adapters learn and nothing else does; alone in a folder that peft opens; folded into the weights."""
 
 import copy
+import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sparring import load_vla_model
 from sparring.errors import UserError
 from sparring.policies.configs import LoraConfig
 from sparring.policies.lora import _learned as adapter_weights
 from sparring.policies.lora import adapt, load_adapters, merge, save_adapters
+from sparring.policies.pi0 import load_pi0
 
 
 class Net(nn.Module):
@@ -224,6 +228,32 @@ def test_a_state_dict_loads_back_strictly(net, inputs):
 def test_bad_settings(net, settings, said):
     with pytest.raises(UserError, match=said):
         adapt(net, LoraConfig(**settings))
+
+
+def test_nothing_that_adapters_name_is_imported(net, tmp_path, monkeypatch):
+    # peft imports such modules; older versions any
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/core.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    adapt(net, CONFIG)
+    save_adapters(net, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config |= {"megatron_config": {"a": 1}, "megatron_core": "megatron.core"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"linear.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "pi0"}))
+
+    class Pretrained(Net):
+        from_pretrained = get_value = evaluate_actions = lambda *_: None
+
+    for load in (
+        lambda: load_adapters(Net(), tmp_path),
+        lambda: load_pi0(tmp_path),
+        lambda: load_vla_model(tmp_path, Pretrained),
+    ):
+        with pytest.raises(UserError, match="adapter_config.json' names a module to import"):
+            load()
+    assert "megatron" not in sys.modules
 
 
 def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):

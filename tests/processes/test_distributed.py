@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from sparring.errors import UserError
+from sparring.errors import PeerGone, UserError
 from sparring.processes.distributed import Distributed, pick_device
 from sparring.runs.checkpoint import find_checkpoint
 
@@ -95,6 +96,27 @@ def updates_by_episodes_on_this_rank(folder):
     torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
 
 
+def waits_on_this_rank(folder):
+    """Seconds that the main process waits in a collective and in a barrier for one that comes after five."""
+    here = Path(folder) / f"here-{os.environ['RANK']}"
+    here.touch()
+    # they begin together: their start has the same limit, and the machine may be busy
+    while len(list(here.parent.glob("here-*"))) < 2:
+        time.sleep(0.01)
+    distributed, waited = Distributed("cpu", watchdog_s=0.3), {}
+    for name, wait in (("barrier", distributed.barrier), ("collective", lambda: distributed.max(1.0))):
+        distributed.barrier()
+        if distributed.rank == 1:
+            time.sleep(5)
+        began, why = time.monotonic(), ""
+        try:
+            wait()
+        except PeerGone as error:
+            why = str(error)
+        waited[name] = (time.monotonic() - began, why)
+    torch.save(waited, f"{folder}/rank{distributed.rank}.pt")
+
+
 def on_two_ranks(function, folder) -> list:
     code = (
         "import sys; from accelerate import debug_launcher; "
@@ -110,6 +132,19 @@ def on_two_ranks(function, folder) -> list:
 def two_ranks(forked, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     return folder, on_two_ranks(one_update_on_this_rank, folder)
+
+
+def test_without_a_launcher_a_collective_waits_for_ten_times_the_watchdogs_limit(tmp_path):
+    """Not so a barrier, where others evaluate and save."""
+    script = tmp_path / "ranks.py"
+    script.write_text(f"from test_distributed import waits_on_this_rank as wait\nwait({str(tmp_path)!r})\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    main = torch.load(tmp_path / "rank0.pt")
+    (long, fine), (short, why) = main["barrier"], main["collective"]
+    assert long > 4 and not fine
+    assert 2.5 < short < 4.9 and "did not come to where this one waits; if it was only slow, raise" in why
 
 
 def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):

@@ -74,6 +74,16 @@ def test_a_file_that_is_gone_has_lost_all(tmp_path):
     assert not file.path.exists()
 
 
+@pytest.mark.parametrize("text", [b"{oops}", b"{\xff}", b'{"a": ' + b"[" * 3000 + b"}", b'{"a": ' + b"9" * 5000 + b"}"])
+def test_what_only_has_the_right_checksum_is_passed_over(rows, text):
+    """Anybody can work a CRC out, for anything."""
+    whole = text[:-1] + b', "row": 6}'
+    with rows.path.open("ab") as file:
+        file.write(b'%s, "crc": "%08x"}\n' % (whole[:-1], zlib.crc32(whole)))
+    assert rows.read() == ROWS and rows.last == 6
+    assert rows.go_back(7) == ["rows after update 5 are lost (1 of 7)"]
+
+
 def test_some_are_kept(rows):
     with rows.path.open("ab") as file:
         file.write(b'[1]\n{"torn')

@@ -72,7 +72,7 @@ def test_half_requests_keep_nobody_out_and_hold_few_threads(server):
         assert time.monotonic() - began < 2
         # all of them are still held, and yet their threads are free after `request_s`
         until(lambda: threading.active_count() <= before)
-    assert server._open == {} and server._lost == set()
+    assert server._open == {} and server._closing == set()
 
 
 def test_a_head_that_never_ends_is_not_waited_for(server):
@@ -153,3 +153,11 @@ def test_a_mistake_of_ours_is_told_in_a_line(server, capfd):
     assert ask(server) == (200, b"fine")
     told = capfd.readouterr().err
     assert told.startswith("sparring: a request failed: RuntimeError: a mistake of ours (") and told.count("\n") == 1
+
+
+def test_connections_for_which_there_was_no_thread_take_no_place(server, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
+        for _ in range(2 * server.connections):
+            assert send(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
+    assert not server._open and ask(server) == (200, b"fine")

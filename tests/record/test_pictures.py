@@ -252,6 +252,22 @@ def test_a_film_becomes_a_video_a_strip_and_a_line(tmp_path):
     assert Image.open(tmp_path / first["strip"]).size == (3 * 128 + 16, 2 * 64 + 8)
 
 
+@pytest.mark.parametrize("link", ["videos/index.jsonl", "videos/a.mp4", "samples/a.png", "partial", "hidden partial"])
+def test_nothing_is_written_through_a_link_of_somebody_elses_folder(tmp_path, link):
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("kept")
+    links = {"partial": ["videos/a.partial", "samples/a.partial"]}
+    links["hidden partial"] = ["videos/.a.mp4.partial", "samples/.a.png.partial"]
+    for name in links.get(link, [link]):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).symlink_to(precious)
+    writer = VideoWriter(run)
+    writer.record_video("a", "eval", film_of(), Progress(), SPEC)
+    writer.finish()
+    assert precious.read_text() == "kept"
+    assert (run / "videos/a.mp4").is_symlink() == (link == "videos/a.mp4")
+
+
 def test_predictions_stand_beside_the_truth(tmp_path):
     scene = _prediction_scene(foretold_of(), SPEC)
     assert [name for name, _ in scene.rows[0]] == ["head, predicted", "head, true"] and scene.fps == 5

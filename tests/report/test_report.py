@@ -303,7 +303,7 @@ def test_what_losses_and_rewards_are_of_is_told(tmp_path):
     assert kinds(env={"name": "gym:CartPole-v1"})["evaluation"] == "rewards of gym:CartPole-v1"
     teacher, student = kinds(phase="teacher"), kinds(phase="student")
     assert (teacher["loss"], teacher["reward"]) == ("world model", "accuracy")
-    assert (student["loss"], student["reward"]) == ("ppo", "pay of explorers")
+    assert (student["loss"], student["reward"]) == ("ppo", "intrinsic reward")
     assert kinds(phase="imitate")["loss"] == "imitation" and _kinds({}) == {}
 
 
@@ -347,7 +347,7 @@ def test_without_a_status_nothing_is_claimed(tmp_path):
     (run / "status.json").unlink()
     assert _read_status(run)["why"] == "status.json is missing"
     (run / "episode_metrics.jsonl").unlink()
-    assert _read_status(run) == {"state": "unknown", "why": "this run kept no status.json"}
+    assert _read_status(run) == {"state": "unknown", "why": "this run has no status.json"}
     assert _read_status(tmp_path / "none")["state"] == "waiting"
 
 
@@ -444,7 +444,7 @@ def test_pictures_keep_to_their_budget(tmp_path):
     ("words", "told"),
     [
         (["{}/none"], "none': no run there; give run folders, e.g. outputs/finetune_rl"),
-        (["{}/run", "--output", "{}/no/report.html"], "cannot write there (No such file or directory)"),
+        (["{}/run", "--output", "{}/no/report.html"], "cannot be written (No such file or directory)"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(tmp_path, capsys, words, told):

@@ -62,7 +62,8 @@ def test_everything_is_drawn_and_fits(browser, report, width, scheme):
     visit = Visit(browser, report, width, scheme)
     titles = [title.inner_text() for title in visit.page.locator("h2").all()]
     shown = (
-        "Videos, Predicted and true, Success, Learning, Evaluation, Reward terms, Stages, Staleness, Settings, System"
+        "Videos, Predicted and true frames, Success, Learning, Evaluation, Reward terms, Stages, Staleness, "
+        "Settings, System"
     )
     assert titles == shown.split(", ")
     # of each run: evaluations with a band and rollouts; a dotted level each
@@ -251,7 +252,7 @@ def test_the_live_page_follows_its_run(browser, tmp_path):
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://{HOST}:{server.server_address[1]}/"
     visit = Visit(browser, address)
-    assert visit.text("#main") == "Nothing to show yet. This page looks again every few seconds."
+    assert visit.text("#main") == "Nothing to show yet. This page refreshes every second."
     make_run(run, pictures=True, state="crashed", why="RuntimeError: <b>bold</b>")
     # what is written last
     visit.page.wait_for_selector("#strips")

@@ -74,6 +74,12 @@ STATES = {
     "groups gone": (put(*OPTIMIZER, "param_groups", to=lambda groups: groups * 2), "it is of other groups"),
     "lr NaN": (put(*OPTIMIZER, "param_groups", 0, "lr", to=float("nan")), "lr is nan"),
     "base_lr": (put(*OPTIMIZER, "param_groups", 0, "base_lr", to=1e9), "base_lr is 1000000000.0, not 0.001"),
+    "uphill": (put(*OPTIMIZER, "param_groups", 0, "maximize", to=True), "maximize is True, not False"),
+    "amsgrad": (put(*OPTIMIZER, "param_groups", 0, "amsgrad", to=True), "amsgrad is True, not False"),
+    "no betas": (
+        lambda s: s["phase"]["algorithm"]["optimizer"]["param_groups"][0].pop("betas"),
+        "the saved optimiser does not fit what learns: it has another form",
+    ),
     "a list": (lambda s: [1], "holds a list, not names with tensors"),
     "nothing": (lambda s: {}, "it holds nothing; expected phase, processes, pending, recorder"),
     "extra": (put("extra", to=1), "it holds .*extra; expected"),
@@ -200,6 +206,15 @@ def break_moments(run):
 
 def break_normalizer(run):
     next(buffer for name, buffer in run.phase.model.named_buffers() if name.endswith("var")).fill_(float("nan"))
+
+
+def test_a_process_whose_weights_alone_are_not_finite_says_so(tmp_path):
+    """The main process, whose weights are finite, leaves that to it."""
+    run = Run(config_in(tmp_path / "run"))
+    break_model(run)
+    run.distributed.is_main = False
+    with pytest.raises(Diverged, match="update 0 is not saved: NaN, infinite or impossible numbers in "):
+        run.save()
 
 
 @pytest.mark.parametrize("spoil", [break_model, break_moments, break_normalizer])

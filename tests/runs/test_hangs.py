@@ -2,11 +2,13 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -21,6 +23,7 @@ from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("forked")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="commands have a guard on Linux only")
 # of the promise: within the limit and some seconds; machines that run tests are busy
 SOON = 15.0
 WORKERS = {"vectorize": "process", "workers": 2}
@@ -31,6 +34,24 @@ def faulty(folder, how, watchdog_s=1.0, groups=1, **env) -> dict:
     env = {"name": "faulty_envs:Faulty", "kwargs": {"how": how, "at": 56}} | env
     rollout = SMALL["rollout"] | {"watchdog_s": watchdog_s, "groups": groups}
     return {"env": env, "rollout": rollout, "training": {"iterations": 100, "save_every": 100}}
+
+
+def command_of(folder, how, *more) -> list[str]:
+    words = [f"env.kwargs.how={how}", "env.kwargs.at=56", "rollout.steps=16", "rollout.watchdog_s=1", *more]
+    words += ["env.name=faulty_envs:Faulty", "--envs", "2", "rollout.render_episodes=0", "policy.hidden=[8]"]
+    words += ["ppo.mini_batch_size=16", "evaluation.episodes=2", "device=cpu", "--output", str(folder)]
+    return [sys.executable, "-m", "sparring", "train", "finetune", *words]
+
+
+def command(folder, how, *more) -> tuple[subprocess.CompletedProcess, str]:
+    done = subprocess.run(command_of(folder, how, *more), capture_output=True, timeout=90)
+    return done, done.stderr.decode()
+
+
+def is_sleep(process, folder) -> bool:
+    with suppress(psutil.Error):
+        return process.info["name"] == "sleep" and process.environ().get("STARTED_BY") == str(folder)
+    return False
 
 
 def saved(folder) -> list[str]:
@@ -53,22 +74,41 @@ def test_a_hang_ends_the_run_which_is_saved(tmp_path, how, more):
     ("how", "groups", "left"), [("hang in C", 1, []), ("hang in step", 2, ["checkpoint-2"])], ids=["C", "groups"]
 )
 def test_what_nothing_breaks_off_ends_with_the_process(tmp_path, how, groups, left):
-    words = [
-        f"env.kwargs.how={how}",
-        "env.kwargs.at=56",
-        f"rollout.groups={groups}",
-        "rollout.steps=16",
-        "rollout.watchdog_s=1",
-    ]
-    words += ["env.name=faulty_envs:Faulty", "--envs", "2", "rollout.render_episodes=0", "policy.hidden=[8]"]
-    words += ["ppo.mini_batch_size=16", "device=cpu", "training.iterations=100", "--output", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "sparring", "train", "finetune", *words], capture_output=True, timeout=90
-    )
-    said = done.stderr.decode()
+    done, said = command(tmp_path, how, f"rollout.groups={groups}", "training.iterations=100")
     assert done.returncode == 1 and "Traceback" not in said
     assert said.count("sparring: simulating (a step of the env) has not come to an end") == 1
     assert status_in(tmp_path)["state"] == "crashed" and saved(tmp_path) == left
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "says"),
+    [
+        ("hang in C with the lock", signal.SIGABRT, "simulating (a step of the env) has not come to an end"),
+        ("segfault", signal.SIGSEGV, "the command ended without a message"),
+        ("kill", signal.SIGKILL, "the command ended without a message"),
+    ],
+)
+@linux
+def test_the_guard_reports_what_the_command_cannot(tmp_path, how, number, says):
+    done, said = command(tmp_path, how, "training.iterations=100")
+    assert done.returncode == -number and "Traceback" not in said
+    assert said.count("sparring: ") == 1 and f"sparring: {says}" in said
+    # where the env is
+    assert bool(re.search(r"faulty_envs.py\", line \d+ in _go_wrong", said)) == (how != "kill")
+
+
+@pytest.mark.parametrize(("how", "killed"), [("child", True), ("stubborn child", False)])
+@linux
+def test_what_an_env_in_the_main_process_started_ends_with_the_command(tmp_path, how, killed):
+    words = command_of(tmp_path, how, f"training.iterations={100_000 if killed else 40}")
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, env=os.environ | {"STARTED_BY": str(tmp_path)})
+    while len(started := [each for each in psutil.process_iter(["name"]) if is_sleep(each, tmp_path)]) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    if killed:
+        process.kill()
+    assert process.wait(90) == (-signal.SIGKILL if killed else 0)
+    assert psutil.wait_procs(started, SOON)[1] == []
 
 
 @pytest.mark.parametrize("more", [{}, WORKERS], ids=["here", "workers"])
@@ -123,7 +163,7 @@ def test_what_an_env_in_a_worker_started_ends_with_it():
 
 
 def test_stages_are_late_by_their_own_time_and_once_asked_to_stop(monkeypatch):
-    stages = OwnStages(np.zeros((2, OwnStages.columns())), 1.0)
+    stages = OwnStages(2, 1.0)
     monkeypatch.setattr(OwnStages, "now", stages)
     with OwnStage("simulate", 1, patience_s=math.inf):
         stages.check()

@@ -235,6 +235,14 @@ def test_where_success_is_not_told_reward_or_foretelling_is(folder, capsys, line
     assert names(run) == ["checkpoint-20", "checkpoint-40"]
 
 
+def test_evaluations_that_say_no_update_rank_nothing(folder, capsys):
+    run = folder("run", checkpoints=[1, 2, 3])
+    rates = [{"update": 1, "eval/success_rate": 0.5}, {"eval/success_rate": 1.0}]
+    RowFile(run / "evaluations.jsonl").append([*rates, {"update": [2], "eval/success_rate": 1.0}])
+    assert main(["prune", str(run), "--yes", "--dry-run"]) == 0
+    assert "keeps checkpoint-1 (success 50%), checkpoint-3 (last);" in capsys.readouterr().out
+
+
 def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
     run = folder("run", checkpoints=FIVE)
     assert main(["prune", str(run), "--yes"]) == 2

@@ -100,6 +100,7 @@ class GradientStep:
             # Adam skips parameters without a gradient: values and moments stay
             group.vector.grad = None
         batch, loss = self._learned_from
+        del self._learned_from  # of images it is large: none is kept while robots act
         at_once = loss.device.type == "cpu"
         looks = at_once and self.distributed.world_size == 1
         if not looks:

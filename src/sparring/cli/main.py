@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import faulthandler
 import io
 import os
 import re
@@ -30,9 +31,16 @@ _MENDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    OwnStages.is_ours = True
-    code = _exit_code(argv)
+    # else somebody calls it, whose process it is
+    OwnStages.is_ours = argv is None
+    if OwnStages.is_ours and sys.stderr is not None:
+        # a crash in a C library, as of an env, prints a stack
+        faulthandler.enable()
+    try:
+        code = _exit_code(sys.argv[1:] if argv is None else argv)
+    finally:
+        if OwnStages.now is not None:
+            OwnStages.now.end_reported()
     if OwnStages.now is not None and OwnStages.now.has_hung:
         # in a thread, for which the end of the interpreter would wait
         sys.stdout.flush()

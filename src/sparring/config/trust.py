@@ -19,8 +19,8 @@ from sparring.errors import UserError
 from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manifest, sign
 
 _GIVEN = ContextVar("trust", default=False)
-# module:anything; gymnasium imports the module whatever follows
-_IMPORT_PATH = re.compile(r"\s*[^\W\d][\w.-]*:\s*\S.*", re.DOTALL)
+# module:anything; gymnasium imports the module whatever follows. Names of Python hold more than \w: U+2118, U+00B7
+_IMPORT_PATH = re.compile(r"\s*(?!\d)(?:[\w.-]|[^\x00-\x7f])+:\s*\S.*", re.DOTALL)
 _HARMLESS = re.compile(r"(cpu|cuda|mps|xpu|meta):\d+|https?://.*", re.DOTALL)
 # which file of a folder names code -> what else --trust signs there; of a run nothing else stays as it is
 _REST = {"config.yaml": ("spec.json", "training_state.pt", "model*")}

@@ -172,6 +172,8 @@ def _read_info(path: Path) -> dict[str, Any]:
     if not isinstance(fps, int | float) or not 0 < fps < float("inf"):
         raise DatasetError(f"'{path}/{INFO}' has fps {fps!r}, expected frames a second, above 0")
     for name, feature in features.items():
+        if {"/", "\0"} & set(name):
+            raise DatasetError(f"'{path}/{INFO}': {name!r} is part of paths; expected a feature's name without a slash")
         shape = feature["shape"]
         if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 2**31 for size in shape):
             raise DatasetError(f"'{path}/{INFO}': {name} has shape {shape!r}, expected whole numbers above 0")

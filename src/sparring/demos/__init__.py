@@ -1,1 +1,1 @@
-"""Recording of scripted experts as datasets, and a look into datasets."""
+"""Recording of scripted experts as datasets, and inspection of datasets."""

@@ -1,6 +1,6 @@
-"""Makes a LeRobotDataset v3.0 folder (see data/lerobot.py) out of recorded blocks of episodes.
+"""Assembles a LeRobotDataset v3.0 folder (see data/lerobot.py) from recorded blocks of episodes.
 
-manifest.json is written last, in one stroke, and meta/info.json before it: an interrupted dataset is never read.
+meta/info.json and then manifest.json are written last, each atomically: an incomplete dataset is never read.
 """
 
 import json
@@ -31,7 +31,7 @@ from sparring.errors import UserError
 from sparring.processes.files import flush, write_whole
 from sparring.processes.manifest import MANIFEST, damage, entry, read_manifest, write_manifest
 
-# LeRobot keeps the time within a video in float32: beyond 1000 s it could no longer tell frames to a tenth of a ms
+# LeRobot stores the time within a video as float32: beyond 1000 s its resolution is worse than a tenth of a ms
 _FRAMES_PER_FILE = 20_000
 # the folders of a dataset
 PARTS = ("data", "videos", "meta")
@@ -42,10 +42,10 @@ _DATA, _VIDEO = f"data/{_PLACE}.parquet", f"videos/{{video_key}}/{_PLACE}.mp4"
 
 @dataclass(frozen=True)
 class EpisodeBlock:
-    """A recorded block: K episodes kept of those tried, F steps in all.
+    """A recorded block: K kept episodes with F steps in total.
 
-    block-000007/numbers.npz     of the kept episodes, one after another
-    block-000007/0-head.mp4      pictures of the first kept one
+    block-000007/numbers.npz     arrays of the kept episodes, concatenated
+    block-000007/0-head.mp4      frames of the first kept episode
     block-000007/manifest.json   checksums of both
     """
 
@@ -57,7 +57,7 @@ class EpisodeBlock:
 
     @classmethod
     def read(cls, folder: Path, number: int) -> "EpisodeBlock | None":
-        """None where it is not as it was written: it is to be recorded again."""
+        """None if it is missing or damaged: it must be recorded again."""
         block = cls(folder, number, {})
         try:
             manifest = read_manifest(block.path)
@@ -78,13 +78,13 @@ class EpisodeBlock:
 
 @dataclass(frozen=True)
 class _Episode:
-    """The k-th episode of a block, its rows in there, and its place in the dataset."""
+    """The k-th episode of a block, its rows in the block, and its position in the dataset."""
 
     block: EpisodeBlock
     k: int
     rows: slice
     file: int
-    # steps of earlier episodes, in all and in the same file
+    # steps of earlier episodes, in total and in the same file
     first: int
     first_in_file: int
 
@@ -97,8 +97,8 @@ class _Episode:
 
 
 def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int) -> None:
-    """A dataset of the first `episodes` kept ones of these blocks."""
-    # what an interrupted assembly left
+    """Write a dataset of the first `episodes` kept episodes of these blocks."""
+    # remove the files of an interrupted assembly
     (output / MANIFEST).unlink(missing_ok=True)
     for name in PARTS:
         shutil.rmtree(output / name, ignore_errors=True)
@@ -106,7 +106,7 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
     fps, cameras = int(env.spec.control_hz), plan.env.cameras
     kept = _pick(blocks, episodes)
     phrases = [env.spec.instructions[episode.number("task")] for episode in kept]
-    # in the order of the env, each once: tasks that differ in their starts only are put in the same words
+    # in the order of the env, without duplicates: tasks that differ only in their start states share instructions
     instructions = [text for text in dict.fromkeys(env.spec.instructions) if text in phrases]
     columns = _columns(kept, fps, np.array([instructions.index(text) for text in phrases]))
     pixels = {_video_key(name): np.stack([episode.number(f"pixels/{name}") for episode in kept]) for name in cameras}
@@ -122,7 +122,7 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
     _write_table(output / f"meta/episodes/{_PLACE.format(**_place(0))}.parquet", table)
     _write_tasks(output / "meta/tasks.parquet", instructions)
     write_json(output / "meta/stats.json", _statistics(columns, pixels, slice(0, len(kept)), slice(None)))
-    # what LeRobot has no place for, of each episode
+    # per-episode data without a place in LeRobot's format
     extras: dict[str, Any] = {"episodes_tried": int(kept[-1].number("number")) + 1}
     extras |= {f"episode_{n}s": [int(episode.number(n)) for episode in kept] for n in ("number", "seed")}
     extras["episode_tasks"] = [env.spec.task_names[episode.number("task")] for episode in kept]
@@ -157,9 +157,9 @@ def _pick(blocks: list[EpisodeBlock], episodes: int) -> list[_Episode]:
 
 
 def _join(path: Path, episodes: list[_Episode], camera: str, folder: Path) -> None:
-    """ffmpeg silently joins what it can of damaged clips, so the frames are counted."""
+    """Concatenate clips and count the frames, because ffmpeg silently drops damaged parts."""
     clips = [episode.block.clip(episode.k, camera) for episode in episodes]
-    # the damaged clip is named below
+    # an error is reported below, with the name of the damaged clip
     with suppress(UserError):
         video.join(path, clips, folder)
         if video.count(path) == sum(episode.length for episode in episodes):
@@ -167,13 +167,13 @@ def _join(path: Path, episodes: list[_Episode], camera: str, folder: Path) -> No
     for episode, clip in zip(episodes, clips, strict=True):
         whole = video.count(clip)
         if whole != episode.length:
-            advice = f"delete the folder '{clip.parent}' and run the same command again, which records it anew"
+            advice = f"delete the folder '{clip.parent}' and run the same command again to record it again"
             raise UserError(f"'{clip}' is damaged: {whole} of its {episode.length} frames can be read; {advice}")
-    raise UserError(f"'{path}' was not written whole; is the disk full? run the same command again")
+    raise UserError(f"'{path}' is incomplete; is the disk full? Run the same command again")
 
 
 def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
-    """Feature -> `[F]` or `[F, D]` (points: `[F, P, 6]`), all frames."""
+    """Feature -> `[F]` or `[F, D]` (points: `[F, P, 6]`), for all frames."""
     lengths = np.array([episode.length for episode in kept])
     frames, ends = int(lengths.sum()), np.cumsum(lengths)
     within = np.arange(frames) - np.repeat(ends - lengths, lengths)
@@ -192,7 +192,7 @@ def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
 
 
 def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
-    # of points the axes are named, as those of a picture are
+    # points have named axes, like images
     names = entry_names(env) | {POINTS: ["points", "x_y_z_r_g_b"]}
     features: dict[str, Any] = {
         name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": names.get(name)}
@@ -212,7 +212,7 @@ def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str,
 
 
 def _episodes(kept: list[_Episode], phrases: list[str], columns: Arrays, pixels: Arrays, fps: int) -> dict[str, list]:
-    """Column -> an entry for each episode."""
+    """Column -> its values, one per episode."""
     rows = []
     for number, (episode, text) in enumerate(zip(kept, phrases, strict=True)):
         place, end = _place(episode.file), episode.first + episode.length
@@ -256,7 +256,7 @@ def _write_table(path: Path, columns: dict[str, Any], metadata: dict[bytes, byte
         if isinstance(values, np.ndarray) and values.ndim == 2:
             return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values.ravel()), values.shape[1])
         if isinstance(values, np.ndarray) and values.ndim == 3:
-            # lists of lists, which is how LeRobot keeps what has two axes
+            # LeRobot stores arrays with two axes as lists of lists
             frames, points, entries = values.shape
             inner = np.arange(frames * points + 1, dtype=np.int32) * entries
             rows = pyarrow.ListArray.from_arrays(pyarrow.array(inner), pyarrow.array(values.ravel()))
@@ -269,7 +269,7 @@ def _write_table(path: Path, columns: dict[str, Any], metadata: dict[bytes, byte
 
 
 def _write_tasks(path: Path, instructions: list[str]) -> None:
-    """LeRobot reads it with pandas and looks the words up in the index; this says so in pandas' own way."""
+    """LeRobot reads it with pandas and looks instructions up in the index; the metadata declares that index."""
     described = [
         {"name": name, "field_name": name, "pandas_type": kind, "metadata": None, "numpy_type": numpy}
         for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))

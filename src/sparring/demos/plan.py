@@ -1,4 +1,4 @@
-"""What is to be recorded: the plan of a recording, and the names of what it holds."""
+"""The plan of a recording: its settings, and the names of the recorded features."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,9 +12,9 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.tasks.registry import TASKS, find
 from sparring.errors import UserError
 
-# episodes that a process plays at once: enough to keep the simulator busy, and their pictures in a quarter of a GB
+# episodes that a process plays at once: enough to keep the simulator busy, with at most a quarter of a GB of frames
 _ROBOTS, _BYTES = 16, 2**28
-_FREE_TO_DIFFER = {"threads", "video_renderer"}  # these change neither physics nor pictures
+_FREE_TO_DIFFER = {"threads", "video_renderer"}  # these change neither physics nor frames
 _ACTIONS = {
     "delta_qpos": [f"joint_step.{k}" for k in range(6)] + ["finger_step"],
     "delta_ee_pos": ["hand_x", "hand_y", "hand_z", "finger_step"],
@@ -25,7 +25,7 @@ _ACTIONS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides which episodes a dataset holds. Picklable, for worker processes."""
+    """All settings that determine the episodes of a dataset. Picklable, for worker processes."""
 
     env: TabletopConfig
     max_episode_steps: int | None = None
@@ -38,11 +38,11 @@ class Plan:
         if not isinstance(self.env, TabletopConfig):
             raise UserError(f"env.name={self.env.name} has no scripted experts; only the built-in tabletop has them")
         if not 0 <= self.noise <= 1:
-            raise UserError(f"--noise {self.noise:g}: expected 0 to 1, the deviation of what is added to an action")
+            raise UserError(f"--noise {self.noise:g}: expected 0 to 1, the standard deviation of the action noise")
         if self.env.cameras and self.env.image_size % 2:
             size = self.env.image_size
-            raise UserError(f"env.image_size={size} is odd; a video needs an even number of pixels a side")
-        # a dataset has no place for them, or readers add them themselves
+            raise UserError(f"env.image_size={size} is odd; a video needs an even image size")
+        # the format has no place for these, or readers add them themselves
         for key in ("depth", "segmentation", "pad_state", "pad_action"):
             if getattr(self.env, key):
                 raise UserError(f"env.{key} is not recorded; leave it at its default")
@@ -51,7 +51,7 @@ class Plan:
     def of(
         cls, tasks: list[str], file: str | None, settings: list[Setting], noise: float, keep: bool, pixel_format: str
     ) -> "Plan":
-        """By default all cameras of the robot are recorded, and object positions apart from its state."""
+        """By default it records all cameras of the robot, and object positions separately from the robot's state."""
         cameras = TASKS[tasks[0]].scene.cameras if tasks[0] in TASKS else ()
         if any(setting.key in ("env.task", "task_name") for setting in settings):
             raise UserError(f"the task is given twice: as {' '.join(tasks)} and as an override; leave the override out")
@@ -61,7 +61,7 @@ class Plan:
             raise UserError(f"env.name={others[-1]} has no scripted experts; only the built-in tabletop has them")
         shown = {"env.cameras": list(cameras), "env.object_state": "privileged"}
         defaults = [Setting(key, value, "default") for key, value in shown.items()]
-        # `rollout.n_envs` must be a multiple of the tasks, though recording has its own number of robots
+        # a valid config needs `rollout.n_envs` as a multiple of the tasks; recording has its own number of robots
         asked = [Setting("env.task", tasks, "command line"), Setting("rollout.n_envs", len(tasks), "command line")]
         config = load_config(None, [*defaults, *given, *settings, *asked], inherit=False)
         return cls(config.env, config.rollout.max_episode_steps, config.seed, noise, keep, pixel_format)
@@ -73,21 +73,21 @@ class Plan:
 
     @property
     def robots(self) -> int:
-        """Episodes of a block, which are played together; a multiple of the tasks, which are dealt out in turn."""
-        # bytes of a step; a point is six float32
+        """Episodes of a block, played together; a multiple of the number of tasks, which are assigned in turn."""
+        # bytes per step; a point has six float32
         seen = 3 * self.env.image_size**2 * len(self.env.cameras) + 24 * self.env.points
         robots = min(_ROBOTS, _BYTES // max(seen * self.steps, 1))
         return max(robots // len(self.env.task), 1) * len(self.env.task)
 
     def settings(self) -> dict[str, Any]:
-        """As JSON; a recording goes on only under the same ones."""
+        """As JSON; a recording resumes only with equal settings."""
         env = self.env.model_dump(mode="json", exclude=_FREE_TO_DIFFER)
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "env"}
         return {"sparring_version": __version__, "env": env, "control_mode": self.env.control_mode} | own
 
 
 def entry_names(env: Tabletop) -> dict[str, list[str]]:
-    """Feature -> what each entry of a recorded state, privileged state and action is called."""
+    """Feature -> the names of the entries of a recorded state, privileged state and action."""
     actions = _ACTIONS[env.config.control_mode]
     if len(env.mounts) > 1:
         actions = [f"{side}_{name}" for side in ("left", "right") for name in actions]

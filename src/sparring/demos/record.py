@@ -1,9 +1,9 @@
-"""Records scripted experts: many robots at once, in several processes, going on where it was stopped.
+"""Records scripted experts: many robots at once, in several processes; resumes an interrupted recording.
 
-Which episodes a block holds follows from its number, and what happens in them from their seeds: any process may record
-any block, at any time, and the same bytes come out. A block appears under its name only when it is complete.
+The number of a block determines its episodes, and their seeds determine what happens in them: any process may record
+any block at any time, with the same bytes as the result. A block gets its final name only when it is complete.
 
-outputs/demos/lift_d0/recording/   blocks of episodes, see EpisodeBlock; gone when the dataset is complete
+outputs/demos/lift_d0/recording/   blocks of episodes, see EpisodeBlock; removed when the dataset is complete
 outputs/demos/lift_d0/meta, data, videos
 """
 
@@ -35,30 +35,32 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
-from sparring.processes.files import flush
+from sparring.processes.files import flush, refuse_special
 from sparring.processes.manifest import MANIFEST, entry, write_manifest
 from sparring.record.log import Console
 
 log = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
-# an expert that has not managed one episode by then never will
-_PATIENCE = 128
+# give up if no episode succeeds in this number of tries
+_MOST_FAILURES = 128
+# limit in seconds for the recording of a block by one of several workers
+_BLOCK_S = 7200.0
 
 
 def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: bool = False) -> dict[str, Any]:
-    """A dataset of exactly so many episodes in `output`; returns what its meta/sparring.json holds."""
-    # what is missing is refused before anything is written, by this process and not by a worker
+    """Record a dataset of exactly `episodes` episodes in `output`; returns the content of its meta/sparring.json."""
+    # missing packages and experts raise here, before anything is written and before workers start
     parquet()
     find_ffmpeg()
     env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
     Expert(env)
     env.close()
     extras = output / "meta/sparring.json"
-    # a finished dataset is never changed; earlier versions wrote no manifest
+    # a complete dataset is never changed; earlier versions wrote no manifest
     if (output / INFO).exists() and ((output / MANIFEST).exists() or not (output / RECORDING / _SETTINGS).exists()):
         if not extras.exists():
-            raise UserError(f"'{output}' holds a dataset that was not recorded here; give another --output")
+            raise UserError(f"'{output}' holds a dataset from another program; give another --output")
         saved = read_dataset(output).extras
         _refuse_other_settings(output, saved, plan.settings())
         if (there := len(saved["episode_seeds"])) != episodes:
@@ -72,32 +74,37 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
             assemble(output, plan, _read_blocks(folder, needed), episodes)
         shutil.rmtree(output / RECORDING)
     except OSError as error:
-        raise UserError(f"--output '{output}': cannot write there ({error.strerror or error})") from None
+        raise UserError(f"--output '{output}' cannot be written ({error.strerror or error})") from None
     finally:
         console.end()
     return json.loads(extras.read_text())
 
 
 def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, console: Console) -> int:
-    """Record blocks until the first ones hold enough episodes; returns how many these are."""
+    """Record blocks until the first blocks hold enough episodes; returns the number of these blocks."""
     kept = _recorded_before(folder)
-    found, doing = sum(kept.values()), "going on" if kept else "compiling and recording the first episodes"
+    found, doing = sum(kept.values()), "resuming" if kept else "compiling and recording the first episodes"
     console.progress(min(found / episodes, 1), len(kept) * plan.robots * plan.steps, doing)
     with _recorders(plan, folder, workers) as start:
         running: set[Future] = set()
         next_block, room_checked = 0, False
         while (needed := _first_enough(kept, episodes)) is None:
-            # do not begin one that is probably not needed
+            # do not start a block that is probably not needed
             while not running or (len(running) < workers and found + len(running) * plan.robots < episodes):
                 if next_block not in kept:
                     running.add(start(next_block))
                 next_block += 1
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, running = wait(running, _BLOCK_S if workers > 1 else None, FIRST_COMPLETED)
+            if not done:
+                # else the pool waits for them
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise UserError(f"no worker process has recorded a block in {_BLOCK_S:g} seconds; try fewer --workers")
             kept.update(future.result() for future in done)
             found, tried = sum(kept.values()), len(kept) * plan.robots
-            if not found and tried >= _PATIENCE:
+            if not found and tried >= _MOST_FAILURES:
                 raise UserError(
-                    f"the expert managed none of {tried} episodes of {', '.join(plan.env.task)} (control mode "
+                    f"the expert failed in all of {tried} episodes of {', '.join(plan.env.task)} (control mode "
                     f"{plan.env.control_mode}, noise {plan.noise:g}, {plan.steps} steps); try another --control-mode, "
                     "less --noise or a larger rollout.max_episode_steps"
                 )
@@ -112,8 +119,8 @@ def _read_blocks(folder: Path, needed: int) -> list[EpisodeBlock]:
     blocks = []
     for number in range(needed):
         if (block := EpisodeBlock.read(folder, number)) is None:
-            advice = "run the same command again, which records it anew"
-            raise UserError(f"block {number} in '{folder}' is damaged since it was recorded; {advice}")
+            advice = "run the same command again to record it again"
+            raise UserError(f"block {number} in '{folder}' was damaged after it was recorded; {advice}")
         blocks.append(block)
     return blocks
 
@@ -132,7 +139,7 @@ def _recorded_before(folder: Path) -> dict[int, int]:
 
 
 def _first_enough(kept: dict[int, int], episodes: int) -> int | None:
-    """How many of the first blocks hold enough episodes; None: not yet, or one among them is still missing."""
+    """The number of first blocks that hold enough episodes; None: there are too few, or one of them is missing."""
     found = 0
     for number in takewhile(kept.__contains__, count()):
         found += kept[number]
@@ -142,26 +149,26 @@ def _first_enough(kept: dict[int, int], episodes: int) -> int | None:
 
 
 def _progress(found: int, tried: int, episodes: int) -> str:
-    """Without the episodes that the last block holds beyond what is needed."""
+    """The progress in episodes; surplus episodes of the last block do not count."""
     failed = f", {tried - found} failed" if tried > found else ""
     return f"{min(found, episodes)} of {episodes} episodes{failed}"
 
 
 def _refuse_without_room(folder: Path, found: int, episodes: int) -> None:
-    """Estimated from what is recorded; at the end blocks and dataset both lie there for a moment."""
+    """Estimate the disk space from the recorded blocks; at the end, blocks and dataset exist at the same time."""
     each = sum(file.stat().st_size for file in folder.glob("block-??????/*")) / found
     needed, free = each * (max(episodes - found, 0) + episodes), shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"{episodes} episodes of about {each / 1e6:.2f} MB need {needed / 1e9:,.1f} GB more until they are a "
-            f"dataset, but '{folder.parent}' has {free / 1e9:,.1f} GB free; make room and give the same command "
-            "again, or fewer --episodes"
+            f"{episodes} episodes of about {each / 1e6:.2f} MB need {needed / 1e9:,.1f} GB more for recording and "
+            f"dataset, but '{folder.parent}' has {free / 1e9:,.1f} GB free; free some space and run the same command "
+            "again, or use fewer --episodes"
         )
 
 
 @contextmanager
 def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
-    """A function that starts the recording of a block and returns a Future of its number and kept episodes."""
+    """Yields a function that starts to record a block and returns a Future of (number, kept episodes)."""
     if workers == 1:
         recorder = _BlockRecorder(plan, folder)
         with ThreadPoolExecutor(1) as pool:
@@ -174,12 +181,12 @@ def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (plan, folder)) as pool:
             yield lambda number: pool.submit(_record, number)
     except BrokenProcessPool:
-        said = "a worker process died (out of memory?); the same command goes on, try fewer --workers"
-        raise UserError(said) from None
+        why = "a worker process died (out of memory?); the same command resumes, try fewer --workers"
+        raise UserError(why) from None
 
 
 class _BlockRecorder:
-    """Records blocks of a plan into `folder`; one env, used again and again."""
+    """Records blocks of a plan into `folder`, all with the same env."""
 
     def __init__(self, plan: Plan, folder: Path):
         self._plan, self._folder = plan, folder
@@ -188,7 +195,7 @@ class _BlockRecorder:
         self._vectors = [name for name in ("state", "privileged", "points") if name in self._env.spec.observation]
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """Record a block; returns its number and how many of its episodes were kept."""
+        """Record a block; returns its number and the number of kept episodes."""
         seeds = EpisodeSeeds(self._plan.seed, first_env=number * self._plan.robots, total_envs=self._plan.robots)
         tracks, lengths, success = self._play(seeds)
         kept = np.flatnonzero(success | self._plan.keep_failures)
@@ -197,25 +204,25 @@ class _BlockRecorder:
         numbers["seed"] = np.array([seeds(int(row), 0) for row in kept], np.int64)
         for name in (*self._vectors, "action", "reward"):
             parts = [tracks[name][: lengths[row], row] for row in kept]
-            # an empty first part tells shape and type where nothing is kept
+            # the empty first part sets shape and dtype if no episode is kept
             numbers[name] = np.concatenate([tracks[name][:0, 0], *parts])
         self._write(number, numbers, tracks, lengths, kept)
         return number, len(kept)
 
     def _play(self, seeds: EpisodeSeeds) -> tuple[Arrays, np.ndarray, np.ndarray]:
-        """One episode of every robot: what was seen, done and earned `[T, N, ...]`, and `[N]` lengths and successes."""
+        """Play one episode per robot: observations, actions and rewards `[T, N, ...]`; lengths and successes `[N]`."""
         env, steps = self._env, self._env.spec.max_episode_steps
         shapes = env.spec.observation | {"action": ((env.spec.action_dim,), "float32"), "reward": ((), "float32")}
         tracks = {name: np.empty((steps, env.num_envs, *shape), dtype) for name, (shape, dtype) in shapes.items()}
         lengths, success = np.zeros(env.num_envs, np.int64), np.zeros(env.num_envs, bool)
         observation = env.reset(seeds)
         for t in range(steps):
-            # recorded exactly as the robots get it
+            # record the float32 that the robots execute
             action = self._expert().astype(np.float32)
             step = env.step(action)
             for name, values in (observation | {"action": action[:, 0], "reward": step.reward[:, 0]}).items():
                 tracks[name][t] = values
-            # where tasks are mixed, the shorter ones go on with another episode, which is not recorded
+            # with several tasks, robots with shorter episodes start another one, which is not recorded
             first = step.ended[lengths[step.ended] == 0]
             lengths[first], success[first] = t + 1, step.success[first]
             observation = step.observation
@@ -242,11 +249,11 @@ class _BlockRecorder:
         flush(self._folder)
 
 
-_recorder: _BlockRecorder  # of a worker process
+_recorder: _BlockRecorder  # in a worker process
 
 
 def _begin(plan: Plan, folder: Path) -> None:
-    """In a worker process; the parent handles Ctrl-C."""
+    """Initialise a worker process; the parent handles Ctrl-C."""
     global _recorder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _recorder = _BlockRecorder(plan, folder)
@@ -258,19 +265,20 @@ def _record(number: int) -> tuple[int, int]:
 
 @contextmanager
 def _held(folder: Path, plan: Plan) -> Iterator[Path]:
-    """The folder of a recording, locked for this process, with the settings it began with."""
+    """The folder of a recording, locked for this process; refuses settings other than its first ones."""
     settings, output = folder / _SETTINGS, folder.parent
     there = [name for name in PARTS if (output / name).exists()]
-    # what an interrupted assembly left will be deleted, so nothing else may lie there
+    # assembly deletes these folders, so they must be from an interrupted assembly
     if there and not settings.exists():
-        raise UserError(f"'{output}' holds {', '.join(there)} of something else; give another --output")
+        raise UserError(f"'{output}' holds {', '.join(there)} that this command did not write; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_special(folder / "lock")
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"'{output}' is being recorded by another process; wait for it") from None
-        # which episodes a block holds follows from its number and the robots
+        # the number of robots belongs to the settings: it determines the episodes of a block
         now = plan.settings() | {"robots": plan.robots}
         if settings.exists():
             _refuse_other_settings(output, read_json(settings), now)

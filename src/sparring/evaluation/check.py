@@ -38,6 +38,7 @@ from sparring.runs.run import Run
 ROBOTS = 4
 PATIENCE = 1000  # decisions in an env that has no time limit
 FRAMES = 300  # frames that a contact sheet picks from
+_IMPORT_S = 300.0  # seconds that an import may take
 # policies that need more than a name -> the setting, and an example
 NEEDS = {
     "vla": ("model_class", "policy.model_class=package.module:Class policy.model_path=WEIGHTS 'env.cameras=[head]'"),
@@ -77,7 +78,11 @@ def _torchvision() -> Finding:
     if importlib.util.find_spec("torchvision") is None:
         return "torchvision", True, "absent, as it should be beside a CPU build of torch"
     # in a process of its own: a broken one can poison this one
-    attempt = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
+    try:
+        command = [sys.executable, "-c", "import torchvision"]
+        attempt = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return "torchvision", False, f"its import has not ended after {_IMPORT_S:g} seconds"
     if attempt.returncode == 0:
         return "torchvision", True, "importable"
     reason = attempt.stderr.strip().splitlines()[-1]

@@ -94,7 +94,7 @@ def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder t
         refuse_special(file)
         if file.exists():
             file.open("a").close()
-        probe = file.with_suffix(".probe")
+        probe = file.with_name(f".{file.name}.probe")
         write_whole(probe, "")
         probe.unlink()
     except OSError as error:

@@ -140,6 +140,6 @@ def _limits(config: Config) -> list[int | None]:
 def _progress(checkpoint: Path) -> Progress:
     try:
         return Progress(**load_training_state(checkpoint)["phase"]["progress"])
-    except (CheckpointError, KeyError):  # weights alone, or a phase of one's own
+    except (CheckpointError, KeyError, TypeError):  # weights alone, or a phase of one's own
         number = checkpoint.name.rpartition("-")[2]
         return Progress(updates=int(number) if number.isdecimal() else 0)

@@ -59,7 +59,7 @@ def held_out_env(config: Config, device: Device, robots: int | None = None) -> E
     """With `robots` or as many as the run had, rounded up to the same number for each task."""
     if OwnStages.now is None:
         # of a run they are watched already
-        OwnStages(np.zeros((1, OwnStages.columns())), config.rollout.watchdog_s).watch()
+        OwnStages(1, config.rollout.watchdog_s).watch()
     tasks = len(getattr(config.env, "task", ())) or 1
     robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
     return make_env(config.env, robots, config.rollout.max_episode_steps, device)

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparring.errors import UserError
 from sparring.policies.configs import LoraConfig
-from sparring.policies.weights import WeightsFit, match_names, match_parameters, name_matches
+from sparring.policies.weights import WeightsFit, match_names, match_parameters, name_matches, refuse_code_of_adapters
 
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WRAPPED = "base_model.model."  # how peft names what is inside the model that it wraps
@@ -171,6 +171,7 @@ def _adapt_like(module: nn.Module, folder: Path) -> None:
         raise UserError(f"the adapter_config.json in '{folder}' cannot be read: {error!r}") from error
     if not isinstance(saved, peft.LoraConfig):
         raise UserError(f"the adapter_config.json in '{folder}' is of {saved.peft_type}, expected LORA")
+    refuse_code_of_adapters(folder)
     whole = _whole_parts(module, saved.modules_to_save or (), "modules_to_save")
     saved.modules_to_save, saved.inference_mode = None, False  # peft's files say that adapters no longer learn
     _inject(module, saved, whole)

@@ -21,7 +21,7 @@ from sparring.policies.encoders import STATE, TASK
 from sparring.policies.flow.chain import FlowChain
 from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
 from sparring.policies.lora import adapt
-from sparring.policies.weights import WeightsFit, match_names, read_json
+from sparring.policies.weights import WeightsFit, match_names, read_json, refuse_code_of_adapters
 from sparring.processes.memory import oom_message
 
 # what transformers may raise where a config or its weights are not what they should be
@@ -213,6 +213,7 @@ def _checkpoint_folder(path: str | Path | None, key: str = "policy.model_path") 
     kind = read_json(file).get("model_type")
     if kind != "pi0":
         raise UserError(f"{key}={path}: config.json says model_type={kind!r}, expected 'pi0'")
+    refuse_code_of_adapters(folder)
     return folder
 
 

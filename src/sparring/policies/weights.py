@@ -107,8 +107,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
         numbers = [list(group["params"]) for group in given]
         wrong = [] if list(map(len, numbers)) == list(map(len, groups)) else ["it is of other groups of parameters"]
         for group, mine in zip(given, optimizer.param_groups, strict=False):
-            fixed = [key for key in ("betas", "eps", "weight_decay", "base_lr") if key in mine]
-            wrong += [f"{key} is {group[key]}, not {mine[key]}" for key in fixed if group[key] != mine[key]]
+            # all but the rate, which a schedule moves: torch takes over whatever is saved, as `maximize`
+            fixed = {"betas", "eps", "weight_decay", "base_lr"} & mine.keys() | group.keys() - {"params", "lr"}
+            unlike = [key for key in sorted(fixed) if group[key] != mine.get(key)]
+            wrong += [f"{key} is {group[key]}, not {mine.get(key)}" for key in unlike]
             wrong += [] if 0 <= group["lr"] < math.inf else [f"lr is {group['lr']}"]
         for number, parameter in zip(sum(numbers, []), sum(groups, []), strict=False):
             # nothing where it has not learned yet
@@ -205,6 +207,14 @@ def read_weights(path: str | Path, own: Collection[str] = ()) -> Weights:
         if weights.keys().isdisjoint(own) and all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     return weights
+
+
+def refuse_code_of_adapters(folder: Path) -> None:
+    """peft imports what an adapter_config.json names, and transformers reads one that lies with weights."""
+    file = folder / "adapter_config.json"
+    if file.is_file() and read_json(file).get("megatron_config"):
+        why = "names a module to import (megatron_core), and weights import nothing"
+        raise UserError(f"'{file}' {why}; set its megatron_config to null, if these adapters do without")
 
 
 def read_json(file: Path) -> dict:

@@ -17,23 +17,40 @@ import torch
 from torch import nn
 
 from sparring.errors import Diverged, OtherFailed, PeerGone, UserError
-from sparring.processes.heartbeat import ELSEWHERE, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, own_heartbeat
+from sparring.processes.heartbeat import (
+    ELSEWHERE,
+    ENTERED,
+    FIRST_TIME,
+    PATIENT,
+    PLACE,
+    TOGETHER,
+    UPDATES,
+    own_heartbeat,
+)
 
-# what gloo says where another process has gone
+# what gloo says where another process has gone, or does not come
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
+_LATE = ("Timed out", "timed out")
+# how many times rollout.watchdog_s a barrier waits, during evaluations and while the main process saves
+_PATIENCE = 180
 
 
 class Distributed:
     """This process among `world_size`."""
 
-    def __init__(self, device: str = "auto"):
+    def __init__(self, device: str = "auto", watchdog_s: float = 60.0):
         # as it was asked for: a name, or auto
         self.asked = device
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exact_kernels()
         # what the launcher sees of this process
         self.heartbeat = own_heartbeat() if self.world_size > 1 else None
-        self.accelerator = _accelerator(device) if self.world_size > 1 else None
+        patience = timedelta(seconds=_PATIENCE * watchdog_s)
+        # a launcher of ours has limits of its own, and reports which process it was
+        limit = patience if self.heartbeat else timedelta(seconds=FIRST_TIME * watchdog_s)
+        self.accelerator = _accelerator(device, limit) if self.world_size > 1 else None
+        # by gloo also where there are GPUs, whose waits keep them busy
+        self._patient = torch.distributed.new_group(timeout=patience, backend="gloo") if self.accelerator else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.is_main = self.rank == 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
@@ -112,7 +129,7 @@ class Distributed:
         """Where some may come minutes after the others: in any other collective, a rank that is so late hangs."""
         if self.accelerator:
             with self._in_collective(PATIENT):
-                self.accelerator.wait_for_everyone()
+                torch.distributed.barrier(self._patient)
 
     def update_done(self) -> None:
         """After the first one, the watchdog is less patient: everything has been compiled."""
@@ -128,10 +145,15 @@ class Distributed:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in _GONE):
+            if not isinstance(error, torch.distributed.DistError) and not any(
+                word in str(error) for word in _GONE + _LATE
+            ):
                 raise
             first = str(error).splitlines()[0]
-            raise PeerGone(f"process {self.rank}: another process of this run has gone ({first})") from error
+            what = "has gone"
+            if any(word in first for word in _LATE):
+                what = "did not come to where this one waits; if it was only slow, raise rollout.watchdog_s"
+            raise PeerGone(f"process {self.rank}: another process of this run {what} ({first})") from error
         finally:
             if self.heartbeat:
                 self.heartbeat[PLACE] = ELSEWHERE
@@ -174,7 +196,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def _accelerator(device: str):
+def _accelerator(device: str, limit: timedelta):
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -185,9 +207,7 @@ def _accelerator(device: str):
         raise UserError(f"device={device} names one GPU and {processes} processes run; {advice}")
     if name == "cuda" and processes > gpus:
         raise UserError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
-    # the others wait while the main process evaluates and saves
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=3))
-    return Accelerator(cpu=name == "cpu", kwargs_handlers=[patience])
+    return Accelerator(cpu=name == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
 
 
 @contextmanager

@@ -57,11 +57,18 @@ def refuse_special(path: Path) -> None:
         raise OSError(errno.ENXIO, what, str(path))
 
 
+def partial_of(path: Path) -> Path:
+    """Where a file is written until it is whole; what a killed process left there, or a link, is gone."""
+    refuse_special(path)
+    # hidden: out.partial may be a file of the user
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    return partial
+
+
 def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
     """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk."""
-    refuse_special(path)
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # what a process that was killed left, or a link
+    partial = partial_of(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(partial, flags, 0o666), "wb") as opened:
         opened.write(content.encode() if isinstance(content, str) else content)

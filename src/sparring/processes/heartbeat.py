@@ -2,7 +2,7 @@
 
 Each rank of `--gpus N` writes a row of whole numbers in a file that all of them map; the launcher measures by its own
 clock how long these stay the same. The collecting process shows its learner by when each of its stages has to be over;
-what a process does with envs of its own, a thread of it watches in the same way.
+what a process does with envs of its own, a thread of it watches in the same way, and the guard of a command (guard.py).
 """
 
 import atexit
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -62,11 +63,18 @@ DOING = {
     "rollout": "waiting for a rollout",
 }
 # of a process's own envs, in the order of their columns; and those that are broken off where a run was asked to stop
-_OWN = ("make", "reset", "simulate", "render", "state", "close", "rollout")
+OWN = ("make", "reset", "simulate", "render", "state", "close", "rollout")
 _BROKEN_OFF = ("reset", "simulate", "rollout")
 # how often the thread looks; how long after a deadline it acts: whoever waits for a worker has noticed by then; and how
 # much later it ends the process, if that had no effect
 _WATCH_S, _AFTER_S, _END_S = 0.2, 0.5, 3.0
+
+
+def overdue(stage: str, group: int, watchdog_s: float) -> str:
+    """The sentence about a stage whose deadline has passed."""
+    limit = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
+    limit = f"{MAKING_S:g} seconds" if stage == "make" else limit
+    return f"{DOING[stage]} has not come to an end, in group {group}; it is given {limit}"
 
 
 @cache
@@ -194,9 +202,18 @@ class OwnStages:
     # whether the process may be ended
     is_ours = False
 
-    def __init__(self, table: "np.ndarray", watchdog_s: float):
-        """`table`: `[lanes, columns]` of zeros; a lane for each thread that has envs."""
-        self.deadlines = StageDeadlines(table, _OWN, watchdog_s)
+    def __init__(self, lanes: int, watchdog_s: float):
+        """A lane for each thread that has envs."""
+        import numpy as np
+
+        # what the guard reads: since when this process ends, and has reported why; and the table
+        size = 8 * (1 + lanes * len(OWN))
+        self._file = os.memfd_create("stages") if hasattr(os, "memfd_create") else -1
+        if self._file >= 0:
+            weakref.finalize(self, os.close, self._file)
+            os.ftruncate(self._file, size)
+        self._shared = np.frombuffer(mmap.mmap(self._file, size))
+        self.deadlines = StageDeadlines(self._shared[1:].reshape(lanes, len(OWN)), OWN, watchdog_s)
         # what is broken off if it is at work then: somebody asked to stop before
         self.stop_at = math.inf
         # gives what is to be called with the error that ends the process, or None
@@ -207,16 +224,17 @@ class OwnStages:
         # whether envs are the main thread's, which a signal wakes
         self._wakes = False
 
-    @classmethod
-    def columns(cls) -> int:
-        return len(_OWN)
-
     @property
     def has_hung(self) -> bool:
         """Whether something never came back, which would hold up the end of the process."""
         return bool(self.deadlines.table.any())
 
     def watch(self) -> None:
+        if self.is_ours and OwnStages.now is not self:
+            # which reads this file
+            from sparring.processes.guard import start_guard
+
+            start_guard(self, self._file, self.deadlines.watchdog_s)
         OwnStages.now, self.stop_at = self, math.inf
         self._wakes = threading.current_thread() is threading.main_thread()
         if self._wakes:
@@ -225,6 +243,10 @@ class OwnStages:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
             self._thread.start()
+
+    def end_reported(self) -> None:
+        """This process reports how it ends itself, and ends soon: its guard sees to that only."""
+        self._shared[0] = time.monotonic()
 
     def check(self, after_s: float = 0.0) -> None:
         """Raises StageFailed where a stage is late, by so many seconds."""
@@ -239,16 +261,14 @@ class OwnStages:
             raise StageFailed(why)
 
     def _late(self, after_s: float = 0.0) -> str | None:
-        now, watchdog_s = time.monotonic() - after_s, self.deadlines.watchdog_s
+        now = time.monotonic() - after_s
         if now < self._patient_until:
             return None
         late, _ = self.deadlines.look(now)
         if late:
             group, stage = late
-            given = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
-            given = f"{MAKING_S:g} seconds" if stage == "make" else given
-            return f"{DOING[stage]} has not come to an end, in group {group}; it is given {given}"
-        busy = [stage for stage in _BROKEN_OFF if self.deadlines.table[:, _OWN.index(stage)].any()]
+            return overdue(stage, group, self.deadlines.watchdog_s)
+        busy = [stage for stage in _BROKEN_OFF if self.deadlines.table[:, OWN.index(stage)].any()]
         return f"asked to stop, it broke off {DOING[busy[0]]}" if busy and now > self.stop_at else None
 
     def _look_on(self) -> None:
@@ -270,6 +290,7 @@ class OwnStages:
         error = StageFailed(f"{why}, and nothing but the end of the process ends it")
         if (tell := self.last_words()) is not None:
             tell(error)
+        self.end_reported()
         print(f"sparring: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 

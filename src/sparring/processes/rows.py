@@ -109,7 +109,7 @@ class RowFile:
         for line in content.split(b"\n")[:-1]:
             if cut and max(check.last + 1, RowCheck.number(line) or 0) > count:
                 break
-            last = _row(line) if check.is_good(line) else last
+            last = (_row(line) if check.is_good(line) else None) or last
             end += len(line) + 1
         if end < len(content):
             os.truncate(self.path, end)
@@ -171,8 +171,12 @@ def _checksum(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-def _row(line: bytes) -> dict[str, Any]:
-    return {name: value for name, value in json.loads(line).items() if name not in ("row", "crc")}
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None: no JSON, though its checksum is right: nothing that was written here."""
+    try:
+        return {name: value for name, value in json.loads(line).items() if name not in ("row", "crc")}
+    except (ValueError, RecursionError):
+        return None
 
 
 def _some(numbers: list[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.errors import UserError
+from sparring.processes.files import partial_of
 
 # video frames, pixels: the least width of a camera's image, the text and what is around it
 WIDE, _TEXT, _LINE, _MARGIN, _FRAME, _VERDICT = 384, 15, 22, 8, 6, 72
@@ -110,9 +111,9 @@ def write_png(path: Path, picture: np.ndarray) -> Path:
 
     if path.suffix.lower() != ".png":
         raise UserError(f"'{path}' does not end in .png; pictures are written as PNG")
-    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial = partial_of(path)
         Image.fromarray(np.ascontiguousarray(picture)).save(partial, "PNG", compress_level=3)
         partial.replace(path)
     except OSError as error:

@@ -21,6 +21,7 @@ from sparring.config.schema import Config
 from sparring.errors import UserError
 from sparring.phases.configs import LoggingConfig
 from sparring.phases.phase import Progress
+from sparring.processes.files import write_whole
 from sparring.processes.rows import RowFile
 from sparring.record.log import LOGGER
 from sparring.record.names import FLAT, file_name
@@ -237,7 +238,7 @@ class _WeightsAndBiases:
         id_file = folder / "wandb" / "id"  # the same id for every process that trains in this folder
         if not id_file.exists():
             id_file.parent.mkdir(exist_ok=True)
-            id_file.write_text(uuid.uuid4().hex[:12])
+            write_whole(id_file, uuid.uuid4().hex[:12])
         try:
             self.run = wandb.init(
                 project=config.project,

@@ -25,6 +25,7 @@ from sparring.envs.backend import SEAM
 from sparring.errors import UserError
 from sparring.phases.phase import Progress
 from sparring.phases.replay import Prediction
+from sparring.processes.files import partial_of, refuse_special
 from sparring.record.log import LOGGER
 from sparring.record.overlay import Scene, filmstrip, write_png
 
@@ -115,7 +116,9 @@ class VideoWriter:
 
     def _make_video(self, line: dict, scene: Scene) -> None:
         file = _write_video(self.folder / line["file"], scene.frames(), scene.fps)
-        with (self.folder / "videos" / "index.jsonl").open("a") as index:
+        index_file = self.folder / "videos" / "index.jsonl"
+        refuse_special(index_file)
+        with index_file.open("a") as index:
             index.write(json.dumps(line) + "\n")
         if self.on_video is not None:
             self.on_video(file, line)
@@ -186,7 +189,7 @@ def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
     first = next(frames)
     given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{first.shape[1]}x{first.shape[0]}", "-r", str(fps)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = partial_of(path)
     command = [find_ffmpeg(), "-y", "-v", "error", *given, "-i", "-", *_CODING, *_PLAYABLE, str(partial)]
     with tempfile.TemporaryFile() as output:
         # in its own session: Ctrl-C is ours to answer, and must not cut a video short

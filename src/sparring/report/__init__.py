@@ -1,1 +1,1 @@
-"""A run folder as a page: `sparring report` writes it to a file, `sparring watch` serves it live."""
+"""The report page of run folders: `sparring report` writes it to a file, `sparring watch` serves it live."""

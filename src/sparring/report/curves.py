@@ -1,4 +1,4 @@
-"""Curves of any number of rows, and the timeline, of a size that a page can hold, from lines that a run appends."""
+"""Curves and the timeline, reduced to a bounded size, from files to which a run appends lines."""
 
 import os
 from abc import ABC, abstractmethod
@@ -15,33 +15,33 @@ from sparring.processes.files import open_regular
 from sparring.processes.rows import RowCheck
 
 BUCKETS = 1024
-AXES = ("update", "total_steps", "episode", "timestamp")  # what a curve may be drawn over
+AXES = ("update", "total_steps", "episode", "timestamp")  # the possible x axes
 BINS = 480
-_LAST_TIME = 1e11  # seconds: a later time is none
-CLOSE = 1200  # turns that can be told apart on a screen
-# stages within a rollout (collect), of which every turn is written for the first updates only
+_LAST_TIME = 1e11  # seconds: a larger value is not a valid time
+CLOSE = 1200  # number of spans that are distinguishable on a screen
+# stages within a rollout (collect), whose spans are written for the first updates only
 FINE = ("simulate", "infer")
-# what buckets of nothing hold, and how two buckets become one: counts, sums, least, most
+# values of empty buckets, and operations that join two buckets: counts, sums, minima, maxima
 _EMPTY = (0.0, 0.0, np.inf, -np.inf)
 _JOIN = (np.add, np.add, np.minimum, np.maximum)
-BLOCK = 1 << 19  # a block and its rows fit into a processor's cache: a quarter faster than blocks of 4 MB
-_FINGERPRINT = 64  # last bytes that were read, to know them again: every line ends with a time and a checksum
+BLOCK = 1 << 19  # a block and its rows fit into the processor's cache: a quarter faster than blocks of 4 MB
+_FINGERPRINT = 64  # number of last bytes kept to detect a changed file: every line ends with a time and a checksum
 
 
 class Tail:
-    """Reads on where it stopped. A last line without its end is left for the next time."""
+    """Reads the lines that were appended since the last call. An incomplete last line is read at the next call."""
 
     def __init__(self, path: Path):
         self.path = path
         self.offset = 0
         self._seen = b""
         self._rows = RowCheck()
-        self._is_old: bool | None = None  # written by an earlier version, without checksums
+        self._is_old: bool | None = None  # an earlier version wrote it, without checksums
         self._unreadable = 0
         self._problem: str | None = None
 
     def was_cut(self) -> bool:
-        """Whether lines that were read are gone: a resumed run removes those after its checkpoint."""
+        """Whether lines that were read are gone: a resumed run removes the lines after its checkpoint."""
         if not self.offset:
             return False
         try:
@@ -52,7 +52,7 @@ class Tail:
             return True
 
     def damage(self, count: int) -> list[str]:
-        """What is wrong with the file, a clause each; it was written to hold so many rows, or more."""
+        """The damage found in the file, a clause each. `count`: the number of rows that were written, at least."""
         if self._problem:
             return [f"{self.path.name} cannot be read ({self._problem})"]
         left_out = len(self._rows.altered) + self._unreadable
@@ -65,11 +65,11 @@ class Tail:
         self._problem = None
         try:
             file = open_regular(self.path)
-        except OSError as error:  # none yet, or nothing that can be read
+        except OSError as error:  # it does not exist yet, or cannot be read
             self._problem = error.strerror if os.path.lexists(self.path) else None
             return
         with file:
-            end = os.fstat(file.fileno()).st_size  # a line that is being written now is for the next time
+            end = os.fstat(file.fileno()).st_size  # lines written from now on are left for the next call
             file.seek(self.offset)
             rest = b""
             while (left := end - self.offset - len(rest)) > 0 and (block := file.read(min(BLOCK, left))):
@@ -97,7 +97,7 @@ class Tail:
 
 
 class Follower(ABC):
-    """Adds up the rows of a file that grows, and starts anew when it was cut."""
+    """Accumulates the rows of a growing file, and starts over if the file was cut."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -116,11 +116,11 @@ class Follower(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Start anew."""
+        """Drop everything that was accumulated."""
 
     @abstractmethod
     def add(self, rows: list[dict]) -> None:
-        """Rows that follow."""
+        """Accumulate the next rows."""
 
     def _begin(self) -> None:
         self.starts += 1
@@ -129,11 +129,11 @@ class Follower(ABC):
 
 
 class Curves:
-    """Buckets of equally many rows, each with mean, least and most. When there would be too many, pairs are joined."""
+    """Buckets of equally many rows, each with mean, minimum and maximum; joins pairs if there are too many."""
 
     def __init__(self):
         self.rows = 0
-        self.width = 1  # rows of a bucket
+        self.width = 1  # rows per bucket
         self.names: dict[str, int] = {}
         self.count, self.sum, self.least, self.most = (np.zeros((0, BUCKETS)) for _ in _EMPTY)  # [K, BUCKETS]
 
@@ -163,12 +163,12 @@ class Curves:
         return float(self.sum[k].sum() / self.count[k].sum()) if name in self else None
 
     def first(self, name: str) -> float | None:
-        """The least, which for times is the first."""
+        """The minimum, which for times is the first."""
         return float(self.least[self.names[name]].min()) if name in self else None
 
     def points(self, began: float | None = None) -> dict:
-        """`axes`: name -> [B]; `curves`: name -> mean, low, high [B], the last two where buckets hold several rows.
-        Times count from `began`, or else from the first."""
+        """`axes`: name -> [B]; `curves`: name -> mean, low, high [B], the last two if buckets hold several rows.
+        Times are relative to `began`, by default to the first time."""
         used = -(-self.rows // self.width)
         with np.errstate(invalid="ignore"):
             means = self.sum[:, :used] / np.where(self.count[:, :used] > 0, self.count[:, :used], np.nan)
@@ -198,7 +198,7 @@ class Curves:
 
 def _columns(rows: list[dict], names: list[str]) -> np.ndarray:
     try:
-        # rows are mostly alike: much faster than asking each for every name
+        # rows usually have the same keys: itemgetter is much faster than a lookup per name and row
         return np.array(list(map(itemgetter(*names), rows)), float).reshape(len(rows), -1).T
     except (KeyError, TypeError, ValueError):
         return np.array([_numbers([row.get(name) for row in rows]) for name in names])
@@ -212,20 +212,20 @@ def _numbers(values: list) -> np.ndarray:
 
 
 def _short(values: np.ndarray) -> np.ndarray:
-    """Seven digits are more than can be seen, and take half the space."""
+    """As float32: seven digits are enough for a plot, and take half the space."""
     with np.errstate(over="ignore"):
         return np.where(np.isfinite(values), values, np.nan).astype(np.float32)
 
 
 class Timeline(Follower):
-    """Who was at which stage when, from `timeline.jsonl`: shares of the whole run, and the last turns one by one."""
+    """Stages over time, from `timeline.jsonl`: shares of the whole run in bins, and the last spans one by one."""
 
     def lanes(self) -> dict | None:
-        """`lanes`: who, stage, busy seconds of each bin `[B]`, turns of the close look `[[begin, end], ...]`."""
+        """`lanes`: who, stage, busy share of each bin `[B]`, spans of the close-up `[[begin, end], ...]`."""
         if not self.busy or self.began is None:
             return None
         used = 1 + max((np.flatnonzero(busy)[-1] for busy in self.busy.values() if busy.any()), default=0)
-        # from when on every lane is there: turns of one group are written after those of another
+        # start when every lane has data: spans of one group are written after those of another
         firsts: dict[tuple[str, str], float] = {}
         for who, stage, begin, _ in self.close:
             if stage in FINE:
@@ -255,7 +255,7 @@ class Timeline(Follower):
             return
         if self.began is None:
             self.began = min(begin for _, _, begin, _ in spans)
-        # keep the last turns while there are fine ones; without them turns would soon be hours apart
+        # the close-up ends with the last fine span; without them, its spans would soon be hours apart
         for span in spans:
             self._since_fine.append(span)
             if span[1] in FINE:
@@ -289,14 +289,14 @@ def _spread(begin: np.ndarray, end: np.ndarray, width: float) -> np.ndarray:
     first, last, begin, end = first[~within], last[~within], begin[~within], end[~within]
     np.add.at(busy, first, (first + 1) * width - begin)
     np.add.at(busy, last, end - last * width)
-    steps = np.zeros(BINS + 1)  # whole bins between them
+    steps = np.zeros(BINS + 1)  # full bins in between
     np.add.at(steps, first + 1, width)
     np.add.at(steps, last, -width)
     return busy + np.cumsum(steps)[:BINS]
 
 
 def _order(lane: tuple[str, str]) -> tuple:
-    """Collectors above learners; stages as they follow each other."""
+    """Sort collectors before learners, and stages in the order of execution."""
     who, stage = lane
     stages = ("reset", "collect", "simulate", "infer", "complete", "wait", "learn")
     return who.startswith("learner"), who, stages.index(stage) if stage in stages else len(stages), stage

@@ -1,4 +1,4 @@
-"""Videos and strips of a run folder: which there are, and which to show."""
+"""Videos and strips of a run folder: lists them, and chooses those to show."""
 
 import filecmp
 import os
@@ -15,7 +15,7 @@ from sparring.report.curves import Tail
 
 STRIPS = 12
 VIDEOS = 48
-# what a line of index.jsonl says, and of which kind it is
+# keys of a line of index.jsonl, and their types
 _KINDS: dict[str, type | tuple[type, ...]] = dict.fromkeys(("kind", "task", "settings"), str)
 _KINDS |= dict.fromkeys(("update", "episode", "steps"), int) | {"success": bool, "reward": (int, float)}
 TYPES = {".mp4": "video/mp4", ".png": "image/png"}
@@ -32,18 +32,18 @@ class Picture:
     success: bool | None = None
     reward: float | None = None
     steps: int | None = None
-    settings: str | None = None  # of an evaluation whose episodes differ from those of the run
+    settings: str | None = None  # of an evaluation whose settings differ from those of the run
 
     @staticmethod
     def videos(folder: Path) -> list["Picture"]:
-        """Those of index.jsonl and those that are only files; failures first, then the newest."""
+        """All video files, with their entries in index.jsonl; failures first, then the newest."""
         index: dict[str, dict] = {}
         for rows in Tail(folder / "videos" / "index.jsonl").rows():
             index |= {Path(str(row["file"])).name: row for row in rows if "file" in row}
         found = [_video(name, size, index.get(name, {})) for name, size in _files(folder / "videos", ".mp4").items()]
         failures_first = {False: 0, None: 1, True: 2}
         found.sort(key=lambda v: (failures_first[v.success], -(v.update or v.episode or 0), v.file))
-        # `sparring eval` may have filmed the same episodes as the run itself
+        # `sparring eval` may have recorded the same episodes as the run itself
         later = [video for video in found if Path(video.file).name.startswith("eval_")]
         own = [video for video in found if video not in later]
         doubles = []
@@ -74,14 +74,14 @@ class Picture:
 
 
 def _spread(pictures: list[Picture], most: int) -> list[Picture]:
-    """At most so many, evenly, with the first and the last."""
+    """At most `most` pictures, evenly spaced, including the first and the last."""
     if len(pictures) <= most:
         return pictures
     return [pictures[i] for i in np.linspace(0, len(pictures) - 1, most).round().astype(int)]
 
 
 def _within(pictures: list[Picture], budget: int) -> list[Picture]:
-    """Those that fit into so many bytes, in their order; a large one does not keep small ones out."""
+    """The pictures that fit into `budget` bytes, in order; skips one that is too large and tries the next."""
     kept = []
     for picture in pictures:
         if picture.bytes <= budget:
@@ -91,7 +91,7 @@ def _within(pictures: list[Picture], budget: int) -> list[Picture]:
 
 
 def _video(name: str, size: int, line: dict) -> Picture:
-    """By its line of the index, or else by its name: rollout_<update>_*, episode_<n>_*, a prediction's episode_<n>."""
+    """Described by its index entry, or by its name: rollout_<update>_*, episode_<n>_*, a prediction's episode_<n>."""
     guess: dict[str, Any] = {"kind": "eval" if name.startswith("eval_") else "video"}
     if match := re.match(r"rollout_(\d+)", name):
         guess = {"kind": "rollout", "update": int(match[1])}
@@ -102,7 +102,7 @@ def _video(name: str, size: int, line: dict) -> Picture:
 
 
 def _files(folder: Path, suffix: str) -> dict[str, int]:
-    """Names and sizes; a video that is being encoded is empty at first."""
+    """Names and sizes; skips empty files: a video that is being encoded is empty at first."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The report page: one HTML file with everything in it, and the server of live ones. A page fetches nothing else."""
+"""The report page: one self-contained HTML file, and the server of the live page."""
 
 import base64
 import errno
@@ -24,7 +24,7 @@ from sparring.report.media import TYPES, Picture
 from sparring.report.run_folder import RunFolder
 
 SCRIPTS = ("draw.js", "charts.js", "sections.js", "page.js")
-# content policy of a live page, which may talk to its own server, and of one that may talk to nobody
+# content security policy of a live page, which may connect to its own server, and of a file, which may not connect
 _MAY_FETCH = {
     True: "img-src 'self' data:; media-src 'self'; connect-src 'self'",
     False: "img-src data:; media-src blob:",
@@ -32,19 +32,19 @@ _MAY_FETCH = {
 
 
 class Collection:
-    """The runs in and below some folders. `changes(since)` is all that is new after that version."""
+    """The runs in and below some folders. `changes(since)` returns the parts that changed after that version."""
 
     def __init__(self, paths: list[Path], make: Callable[[Path], RunFolder]):
         self.paths, self.make = paths, make
         self.version = 0
         self.runs: dict[Path, RunFolder] = {}
-        self.numbers: dict[Path, int] = {}  # runs keep their number when others come or go
+        self.numbers: dict[Path, int] = {}  # runs keep their number when others appear or are removed
         self._together: dict | None = None
         self._together_changed = 0
 
     def refresh(self) -> None:
         self.version += 1
-        # a folder that does not exist yet is waited for
+        # a folder that does not exist yet stays in the list and may appear later
         found = [run for path in self.paths for run in (RunFolder.all_in(path) or [path])]
         self.runs = {path: self.runs.get(path) or self.make(path) for path in dict.fromkeys(found)}
         for path, run in self.runs.items():
@@ -57,7 +57,7 @@ class Collection:
 
     def changes(self, since: int = 0) -> bytes:
         """JSON of `runs` (number -> changed part -> content) and `together` (order, labels, settings)."""
-        if since > self.version:  # from a page that another process served
+        if since > self.version:  # the page was served by another process
             since = 0
         changed = {
             str(self.numbers[path]): {name: run.parts[name] for name, at in run.changed.items() if at > since}
@@ -72,7 +72,7 @@ class Collection:
         assets = files("sparring.report") / "assets"
         script = b"".join((assets / name).read_bytes() for name in SCRIPTS)
         texts = {"POLICY": _MAY_FETCH[live].encode(), "STYLE": (assets / "style.css").read_bytes(), "SCRIPT": script}
-        # so that no text of a run can end the script element
+        # escaped, so that no text of a run can close the script element
         texts |= {"LIVE": b"live" if live else b"", "CONTENT": self.changes().replace(b"<", b"\\u003c")}
         html = (assets / "page.html").read_bytes()
         for name, text in texts.items():
@@ -99,12 +99,12 @@ class Collection:
         try:
             write_whole(output, collection.page(live=False))
         except OSError as error:
-            advice = "give --output FILE in a folder that is there and yours"
-            raise UserError(f"'{output}': cannot write there ({error.strerror}); {advice}") from None
+            advice = "give --output FILE in an existing folder that you can write to"
+            raise UserError(f"'{output}' cannot be written ({error.strerror}); {advice}") from None
         return collection
 
 
-_MORE_PORTS = 50  # ports that are tried after the one that was asked for
+_MORE_PORTS = 50  # number of further ports that are tried if the requested one is taken
 _BLOCK = 1 << 20
 
 
@@ -114,7 +114,7 @@ class _Server(BoundedServer):
         self.collection = Collection(
             paths, lambda path: RunFolder(path, lambda run, seen: f"runs/{self.collection.numbers[run]}/{seen.file}")
         )
-        self.lock = Lock()  # every tab asks in a thread of its own
+        self.lock = Lock()  # each request is answered in its own thread
 
     def refreshed(self, answer: Callable[[Collection], bytes]) -> bytes:
         with self.lock:
@@ -122,13 +122,13 @@ class _Server(BoundedServer):
             return answer(self.collection)
 
     def picture(self, number: int, file: str) -> Path | None:
-        """A file that the page may show: right below videos/ or samples/ of a run, and nothing else."""
+        """A file that the page may show: directly below videos/ or samples/ of a run."""
         with self.lock:
             runs = {known: path for path, known in self.collection.numbers.items()}
         if number not in runs or not re.fullmatch(r"(videos/[^/\\\0]+\.mp4|samples/[^/\\\0]+\.png)", file):
             return None
         path = runs[number] / file
-        with suppress(OSError):  # a name that is too long for any file
+        with suppress(OSError):  # the name may be too long
             return path if path.is_file() and path.resolve().is_relative_to(runs[number].resolve()) else None
         return None
 
@@ -141,14 +141,14 @@ def open_server(paths: list[Path], port: int) -> _Server:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             continue
-        # an error of a run is not one of the port
+        # outside the try above: an error in reading a run must not try the next port
         try:
             server.collection.refresh()
         except BaseException:
             server.server_close()
             raise
         return server
-    raise UserError(f"--port {port}: this one and those after it are taken or not allowed; give another")
+    raise UserError(f"--port {port}: this port and the next {_MORE_PORTS - 1} are taken or not allowed; give another")
 
 
 class _Handler(BoundedHandler):
@@ -168,7 +168,7 @@ class _Handler(BoundedHandler):
             self.refuse(HTTPStatus.NOT_FOUND)
 
     def _send_file(self, path: Path) -> None:
-        """All, or the range of the request: without ranges a browser cannot seek in a video."""
+        """Send the file, or the requested range: without ranges a browser cannot seek in a video."""
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             asked = _byte_range(self.headers.get("Range"), size)
@@ -192,7 +192,7 @@ def _byte_range(header: str | None, size: int) -> tuple[int, int] | None:
     match = re.fullmatch("bytes=([0-9]*)-([0-9]*)", header or "bytes=0-")
     if not match or match[0] == "bytes=-":
         return 0, size - 1
-    # of a long number the first digits say that it is past the end
+    # the first digits of a long number are enough to be past the end
     given = [int(text[:18]) if text else None for text in (text.lstrip("0") or text[:1] for text in match.groups())]
     if given[0] is None:
         first, last = max(size - (given[1] or 0), 0), size - 1

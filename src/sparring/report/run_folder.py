@@ -1,4 +1,4 @@
-"""All that the report shows of one run folder, in parts that are made again only when they changed."""
+"""The content of the report for one run folder, in parts that are rebuilt only if they changed."""
 
 import re
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from sparring.report import media
 from sparring.report.curves import Curves, Follower, Timeline
 from sparring.runs.listing import lives, read_status, run_folders
 
-IDLE = ("output", "resume", "logging.")  # settings that say where and how loudly, not what is trained
-_IN_A_LABEL = 3  # with more differences than this, a folder's name says more
+IDLE = ("output", "resume", "logging.")  # settings that do not affect training
+_IN_A_LABEL = 3  # runs with more differing settings than this are labelled by their folder
 # settings that the defaults of others depend on
 _CHOICES = ("phase", "algorithm", "env.name", "policy.name", "world_model.name", "rewards.name")
 
 
 class RunFolder:
-    """`parts` is the content of a page; `changed` is the version at which each part was made."""
+    """`parts` is the content of a page; `changed` is the version at which each part was built."""
 
     def __init__(self, path: Path, source: Callable[[Path, media.Picture], str], budget: int | None = None):
-        """`source`: address or content of a picture; `budget`: bytes of pictures in a page that holds them."""
+        """`source`: address or content of a picture; `budget`: limit in bytes of the embedded pictures."""
         self.path, self.source, self.budget = path, source, budget
         self.metrics = _CurvesFile(path / "episode_metrics.jsonl")
         self.evaluations = _CurvesFile(path / "evaluations.jsonl")
@@ -41,13 +41,13 @@ class RunFolder:
         if re.fullmatch(r"checkpoint-\d+", path.name):
             raise UserError(f"'{path}' is a checkpoint; give its run folder: {path.parent}")
 
-        # by number: run-10 comes after run-9
-        words = {folder: [re.split(r"(\d+)", part) for part in folder.parts] for folder in run_folders(path)}
-        return sorted(words, key=lambda run: [[int(w) if w.isdigit() else w for w in part] for part in words[run]])
+        # natural order: run-10 comes after run-9
+        names = {folder: [re.split(r"(\d+)", part) for part in folder.parts] for folder in run_folders(path)}
+        return sorted(names, key=lambda run: [[int(w) if w.isdigit() else w for w in part] for part in names[run]])
 
     @staticmethod
     def side_by_side(runs: list["RunFolder"]) -> dict:
-        """Names and labels of runs, and their settings that differ: from each other, or from the defaults."""
+        """Names and labels of runs, and the settings that differ between them (one run: from the defaults)."""
         configs, names = [run.config for run in runs], _short_names([run.path for run in runs])
         settings, columns = _differences(configs), None
         if len(runs) == 1 and configs[0] and (usual := _defaults(configs[0], runs[0].path)) is not None:
@@ -55,19 +55,19 @@ class RunFolder:
         return {"labels": _labels(configs, names), "names": names, "settings": settings, "columns": columns}
 
     def refresh(self, version: int) -> None:
-        """Read new lines and files; parts that differ from before get this version."""
-        # before the rows that it counts: others are being written
+        """Read new lines and files; changed parts get this version."""
+        # read before the rows that it counts, because more rows are being written
         status = _read_status(self.path)
         for reader in (self.metrics, self.evaluations, self.timeline):
             reader.refresh()
         file = self.path / "config.yaml"
         if self._differs("config", file.stat().st_mtime_ns if file.exists() else None):
             self.config = {}
-            with suppress(UserError):  # one that cannot be read
+            with suppress(UserError):  # it cannot be read
                 self.config = saved_settings(self.path)
         videos, strips = media.Picture.videos(self.path), media.Picture.strips(self.path)
         self._update("media", [videos, strips], version, lambda: self._media(videos, strips))
-        # the first of both, so that they are drawn over the same time
+        # the earlier start of both, so that they share a time axis
         firsts = (part.curves.first("timestamp") for part in (self.metrics, self.evaluations))
         began = min(filter(None, firsts), default=None)
         self._update("metrics", [self.metrics.stamp, began], version, lambda: self._metrics(began))
@@ -109,8 +109,8 @@ class RunFolder:
         return about | {name: status.get(name) for name in ("why", "progress", "last", "best", "system")}
 
     def _damage(self, status: dict[str, Any]) -> list[str]:
-        """What of the folder is not as it was written, a clause each."""
-        # while a run goes on, or back, its status is behind
+        """The damage found in the folder, a clause each."""
+        # while a run is training or rewinding, its status is behind its rows
         counts = status.get("rows", {}) if status.get("state") != "running" else {}
         found = [status["damaged"]] if "damaged" in status else []
         for reader in (self.metrics, self.evaluations, self.timeline):
@@ -128,29 +128,29 @@ class _CurvesFile(Follower):
 
 
 def _kinds(config: dict[str, Any]) -> dict[str, str]:
-    """What losses and rewards of a run are of: runs where these differ are not drawn on one axis."""
+    """The kinds of loss and reward of a run: runs with different kinds are not drawn on one axis."""
     if not config:
         return {}
     phase, env = config.get("phase"), config.get("env.name")
-    # of the env itself; "sparse rewards" and "dense rewards" of one task differ
+    # sparse and dense rewards of one env differ
     rewards = f"{config['env.reward']} rewards" if "env.reward" in config else f"rewards of {env}"
-    pays = {"teacher": "accuracy", "student": "pay of explorers", "adversarial": "pay of explorers"}
+    intrinsic = {"teacher": "accuracy", "student": "intrinsic reward", "adversarial": "intrinsic reward"}
     losses = {"teacher": "world model", "imitate": "imitation"}
     loss = losses.get(str(phase), str(config.get("algorithm")))
-    return {"loss": loss, "reward": pays.get(str(phase), rewards), "evaluation": rewards}
+    return {"loss": loss, "reward": intrinsic.get(str(phase), rewards), "evaluation": rewards}
 
 
 def _read_status(folder: Path) -> dict:
-    """`status.json`, with the state `killed` where a run had no time to write how it ended."""
+    """`status.json`, with the state `killed` if the process ended without writing its state."""
     status = read_status(folder)
     if "damaged" in status:
         return status | {"state": "unknown", "why": status["damaged"]}
     if not status:
         started = any((folder / name).exists() for name in ("config.yaml", "episode_metrics.jsonl"))
-        why = "this run kept no status.json" if started else "nothing has been written here yet"
+        why = "this run has no status.json" if started else "nothing has been written here yet"
         return {"state": "unknown" if started else "waiting", "why": why}
     if status.get("state") == "running" and lives(folder, status) is False:
-        return status | {"state": "killed", "why": "its process is gone and did not say why"}
+        return status | {"state": "killed", "why": "its process ended without a message"}
     return status
 
 
@@ -162,17 +162,17 @@ def _differences(configs: list[dict[str, Any]]) -> list[dict]:
 
 
 def _defaults(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """The config of a run with the same phase, env, policy, ... and nothing else set; None where it is unknown."""
+    """The default config for the same phase, env, policy, ...; None if it cannot be determined."""
     chosen = [Setting(key, config[key], "the run") for key in _CHOICES if config.get(key) is not None]
     try:
         refuse_code(folder, "config.yaml", chosen)
         return flatten(load_config(None, chosen, inherit=False, to_run=False).dump())
-    except UserError:  # with classes that are not here, or not trusted
+    except UserError:  # its classes are not installed or not trusted
         return None
 
 
 def _labels(configs: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """The settings that differ, if they are few and tell the runs apart; else their names."""
+    """The differing settings, if they are few and unique for each run; else the names."""
     differ = _differences(configs)
     if not 0 < len(differ) <= _IN_A_LABEL or not all(configs):
         return names

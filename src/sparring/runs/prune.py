@@ -94,7 +94,7 @@ def _is_figure(value: object) -> bool:
 
 def _evaluations(run: Path) -> tuple[_Measure, list[tuple[int, float]]]:
     """The first measure that any evaluation has; (update, figure) of each, in order."""
-    rows = RowFile(run / "evaluations.jsonl").read()
+    rows = [row for row in RowFile(run / "evaluations.jsonl").read() if isinstance(row.get("update"), int)]
     for measure in _MEASURES:
         figures = ((row["update"], [row[name] for name in row if name.endswith(measure.name)]) for row in rows)
         # of several cameras, their mean

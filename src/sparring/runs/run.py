@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from sparring.config.inherit import LIMITS
@@ -46,8 +45,8 @@ class Run:
         self, config: Config, phase: Phase | None = None, folder=True, quiet=False, run_log: RunLog | None = None
     ):
         self.config = config
-        self.distributed = phase.distributed if phase else Distributed(config.device)
-        self.stages = OwnStages(np.zeros((config.rollout.groups, OwnStages.columns())), config.rollout.watchdog_s)
+        self.distributed = phase.distributed if phase else Distributed(config.device, config.rollout.watchdog_s)
+        self.stages = OwnStages(config.rollout.groups, config.rollout.watchdog_s)
         self.stages.watch()
         # `folder`: of the main process only, which writes nearly everything
         self.writes, self.folder = folder, config.run_folder if folder and self.distributed.is_main else None
@@ -363,7 +362,7 @@ class _Checkpoints:
         updates = phase.progress.updates
         unfit = self.unfit(run)
         if distributed.max(float(unfit is not None)):
-            raise diverged(run.config, updates, unfit) if unfit and distributed.is_main else OtherFailed(_NOT_SAVED)
+            raise diverged(run.config, updates, unfit) if unfit else OtherFailed(_NOT_SAVED)
         if run.folder is not None:
             state = {"phase": phase.state_dict(), "processes": processes, "pending": dict(run.recorder.pending)}
             state["recorder"] = run.recorder.state_dict()

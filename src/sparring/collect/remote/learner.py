@@ -19,7 +19,7 @@ from sparring.contract import EnvSpec
 from sparring.errors import Diverged, StageFailed, UserError
 from sparring.policies.policy import Policy
 from sparring.processes.child import Child
-from sparring.processes.heartbeat import DOING, FIRST_TIME, MAKING_S, OwnStage, OwnStages, StageDeadlines
+from sparring.processes.heartbeat import DOING, FIRST_TIME, MAKING_S, OwnStage, OwnStages, StageDeadlines, overdue
 from sparring.processes.memory import Column, SharedMemory
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class ActorProcess:
         watchdog_s = self.deadlines.watchdog_s
         if late:
             group, stage = late
-            given = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
-            given = f"{MAKING_S:g} seconds" if stage == "make" else given
-            what = f"{DOING[stage]} has not come to an end, in group {group}; it is given {given}"
-            raise self._failed(what, _CLOSE_HUNG_S)
+            raise self._failed(overdue(stage, group, watchdog_s), _CLOSE_HUNG_S)
         # between two stages hardly any time goes by, and it is not the weights that it waits for: we wait for it
         patience = watchdog_s * (1 if self._has_reported else FIRST_TIME)
         if idle_s > patience:

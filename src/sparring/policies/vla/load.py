@@ -15,7 +15,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sparring.config.resolve import resolve
 from sparring.errors import UserError, describe_error
-from sparring.policies.weights import WeightsFit, match_names, match_parameters, read_json, read_weights, weights_file
+from sparring.policies.weights import (
+    WeightsFit,
+    match_names,
+    match_parameters,
+    read_json,
+    read_weights,
+    refuse_code_of_adapters,
+    weights_file,
+)
 from sparring.processes.memory import explain_oom, oom_message
 
 # of a Hugging Face config.json, not for constructors
@@ -157,6 +165,7 @@ def _construct(cls: type, settings: dict) -> nn.Module:
 def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> nn.Module:
     """By the class itself. transformers reports what did not fit; for others it is found out here."""
     weights_file(folder)
+    refuse_code_of_adapters(folder)
     transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
     more = dict.fromkeys(("local_files_only", "output_loading_info", "ignore_mismatched_sizes"), True)
     try:

@@ -326,7 +326,7 @@ def _first_call(model: nn.Module, seen: TensorDict):
         where = f"{type(error).__name__}: {error} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
         change = "policy.observation_keys, policy.tokenizer, env.cameras and env.image_size change what it is shown"
         told = f"{type(model).__name__} failed when it was shown {shown}: {where}; {change}"
-        raise UserError(f"{told} (docs/vla.md, 'What it is told')") from error
+        raise UserError(f"{told} (docs/vla.md, 'Observations')") from error
 
 
 class _Drawing:

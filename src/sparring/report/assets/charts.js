@@ -1,8 +1,8 @@
-// Curves with bands, lanes of stages, bars. Each draws itself anew when its width or its data changes.
+// Curves with bands, lanes of stages, bars. Each redraws itself when its width or its data changes.
 
 const view = { axis: "total_steps", smooth: 0.6, hidden: new Set(), open: new Set() };
 
-// tells every drawing its width, at first too: to ask the browser for it between two drawings would be slow
+// gives every drawing its width, also at first: reading it from the browser between two drawings would be slow
 const widths = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) {
     target.chart.width = contentRect.width;
@@ -22,7 +22,7 @@ class Drawing {
     widths.observe(this.plot);
     this.plot.addEventListener("pointermove", (event) => this.point(event.clientX, event.clientY));
     this.plot.addEventListener("pointerdown", (event) => this.point(event.clientX, event.clientY));
-    // what was tapped stays until something else is
+    // a tooltip opened by touch stays until the next tap
     this.plot.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && tip.hide());
     this.node.addEventListener("blur", () => tip.of === this && tip.hide());
     this.node.addEventListener("keydown", (event) => this.key(event));
@@ -46,20 +46,20 @@ class Curves extends Drawing {
 
   set(series) {
     this.series = series.filter((one) => one.x && one.y.some(known)).map((one) => ({ ...one, line: one.smooth ? smoothed(one.y, view.smooth) : one.y }));
-    const lasts = this.series.filter((one) => !one.faint && !one.level).map((one) => html("span", { style: `color:${one.colour}` }, this.tell(lastOf(one.y))));
+    const lasts = this.series.filter((one) => !one.faint && !one.level).map((one) => html("span", { style: `color:${one.colour}` }, this.text(lastOf(one.y))));
     this.value.replaceChildren(...(lasts.length <= 3 ? lasts : []));
-    const summary = this.series.map((one) => `${one.label}: last ${this.tell(lastOf(one.y))}, from ${this.tell(least(one.y))} to ${this.tell(most(one.y))}`);
+    const summary = this.series.map((one) => `${one.label}: last ${this.text(lastOf(one.y))}, from ${this.text(least(one.y))} to ${this.text(most(one.y))}`);
     this.node.setAttribute("role", "img");
-    this.node.setAttribute("aria-label", `${this.title} over ${AXES[view.axis].words}. ${summary.join("; ")}`);
+    this.node.setAttribute("aria-label", `${this.title} over ${AXES[view.axis].label}. ${summary.join("; ")}`);
     this.draw();
   }
 
-  // a read-out goes from point to point of the curve that has most
+  // the tooltip moves between the points of the curve with the most points
   get finest() {
     return this.series.reduce((a, b) => (b.x.length > a.x.length ? b : a));
   }
 
-  tell(value) {
+  text(value) {
     return this.isShare ? percent(value) : number(value);
   }
 
@@ -115,21 +115,21 @@ class Curves extends Drawing {
     const left = this.plot.getBoundingClientRect().left;
     const { x } = this.finest;
     this.at = nearest(x, clientX - left, this.x);
-    this.tellAt(x[this.at], clientX, clientY);
+    this.showAt(x[this.at], clientX, clientY);
   }
 
-  tellAt(where, clientX, clientY) {
+  showAt(where, clientX, clientY) {
     const marks = [], lines = [];
     for (const one of this.series) {
       const i = nearest(one.x, this.x(where), this.x, one.y);
       if (i === null) continue;
       if (!one.level) marks.push(svg("circle", { fill: one.colour, cx: this.x(one.x[i]), cy: this.y(one.line[i]), r: 3.5 }));
       const band = one.low && known(one.low[i]) && one.low[i] < one.high[i];
-      lines.push({ colour: one.colour, label: one.label, value: this.tell(one.line[i]), range: band ? `${this.tell(one.low[i])} to ${this.tell(one.high[i])}` : null });
+      lines.push({ colour: one.colour, label: one.label, value: this.text(one.line[i]), range: band ? `${this.text(one.low[i])} to ${this.text(one.high[i])}` : null });
     }
     const at = this.x(where);
     this.cursor.replaceChildren(svg("line", { x1: at, x2: at, y1: this.box.top, y2: this.box.bottom }), ...marks);
-    tip.show(this, clientX, clientY, AXES[view.axis].tell(where), lines);
+    tip.show(this, clientX, clientY, AXES[view.axis].text(where), lines);
   }
 
   key(event) {
@@ -139,11 +139,11 @@ class Curves extends Drawing {
     const { x } = this.finest;
     this.at = Math.max(0, Math.min(x.length - 1, (this.at ?? x.length) + move));
     const place = this.plot.getBoundingClientRect();
-    this.tellAt(x[this.at], place.left + this.x(x[this.at]), place.top + this.height / 2);
+    this.showAt(x[this.at], place.left + this.x(x[this.at]), place.top + this.height / 2);
   }
 }
 
-// Rows of stages over time: busy shares of bins, or single turns.
+// Rows of stages over time: busy shares of bins, or single spans.
 class Lanes extends Drawing {
   constructor(title, name) {
     super(title, name, 0);
@@ -153,9 +153,9 @@ class Lanes extends Drawing {
     Object.assign(this, { lanes, end, from });
     this.value.textContent = note;
     this.height = lanes.length * 24 + 26;
-    const told = lanes.map((lane) => `${lane.who} ${lane.stage} ${percent(lane.of)}`);
+    const summary = lanes.map((lane) => `${lane.who} ${lane.stage} ${percent(lane.of)}`);
     this.node.setAttribute("role", "img");
-    this.node.setAttribute("aria-label", `${this.title}, ${note}. ${told.join("; ")}`);
+    this.node.setAttribute("aria-label", `${this.title}, ${note}. ${summary.join("; ")}`);
     this.draw();
   }
 
@@ -250,7 +250,7 @@ function turnAt(pairs, seconds) {
   return found ? duration(found[1] - found[0]) : null;
 }
 
-// where a value is missing, from the one before to the one after
+// connects the neighbours of a missing value
 function path(xs, ys, x, y) {
   const there = [...xs.keys()].filter((i) => known(xs[i]) && known(ys[i]));
   return there.length ? "M" + there.map((i) => `${x(xs[i]).toFixed(1)} ${y(ys[i]).toFixed(1)}`).join("L") : "";
@@ -259,7 +259,7 @@ function path(xs, ys, x, y) {
 function area(xs, lows, highs, x, y) {
   const there = [...xs.keys()].filter((i) => known(xs[i]) && known(lows[i]) && known(highs[i]));
   if (!there.length) return "";
-  // of a single one, a stroke wide enough to be seen
+  // a single value gets a visible width
   const spread = there.length === 1 ? [-4, 4] : [0, 0];
   const above = there.map((i) => `${(x(xs[i]) + spread[1]).toFixed(1)} ${y(highs[i]).toFixed(1)}`);
   const below = there.map((i) => `${(x(xs[i]) + spread[0]).toFixed(1)} ${y(lows[i]).toFixed(1)}`).reverse();
@@ -267,7 +267,7 @@ function area(xs, lows, highs, x, y) {
   return `M${above.join("L")}L${below.join("L")}z`;
 }
 
-// an exponential mean that starts unbiased
+// an exponential moving average with bias correction
 function smoothed(values, weight) {
   if (!weight || values.length < 8) return values;
   let sum = 0, total = 0;
@@ -283,7 +283,7 @@ const least = (values) => values.reduce((a, b) => (known(b) && (a === null || b 
 const most = (values) => values.reduce((a, b) => (known(b) && (a === null || b > a) ? b : a), null);
 const lastOf = (values) => values.findLast(known) ?? null;
 
-// what the lines need, and of the bands all but the outermost
+// the y range: all of the lines, and the bands without their extremes
 function range(series) {
   const lines = series.flatMap((one) => [least(one.y), most(one.y)]);
   const bands = series.filter((one) => one.low).flatMap((one) => [quantile(one.low, 0.03), quantile(one.high, 0.97)]);
@@ -298,7 +298,7 @@ function quantile(values, share) {
   return sorted[Math.round(share * (sorted.length - 1))];
 }
 
-// the index of what is drawn nearest to a place, among those that have a value
+// the index of the point nearest to a position, among those with a value
 function nearest(xs, place, x, ys = xs) {
   let best = null;
   for (let i = 0; i < xs.length; i++) {

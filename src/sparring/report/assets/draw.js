@@ -53,7 +53,7 @@ function bytes(count) {
 
 const SPELLED = { lr: "Learning rate", avg_loss: "Loss", avg_acc: "Accuracy", approx_kl: "KL divergence", ess: "Effective sample size", grad_norm: "Gradient norm" };
 
-// name -> what it means, told by the page
+// name -> meaning, filled by the page
 const meanings = {};
 const explained = (name) => (name in meanings ? `${name}: ${meanings[name]}` : name);
 
@@ -77,10 +77,10 @@ function steps(low, high, count, sizes = null) {
 const MINUTES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400];
 
 const AXES = {
-  total_steps: { words: "steps", tell: (x) => whole(x) + " steps", tick: number },
-  update: { words: "updates", tell: (x) => "update " + whole(x), tick: number },
-  episode: { words: "episodes", tell: (x) => whole(x) + " episodes", tick: number },
-  timestamp: { words: "time", tell: duration, tick: clock, sizes: MINUTES },
+  total_steps: { label: "steps", text: (x) => whole(x) + " steps", tick: number },
+  update: { label: "updates", text: (x) => "update " + whole(x), tick: number },
+  episode: { label: "episodes", text: (x) => whole(x) + " episodes", tick: number },
+  timestamp: { label: "time", text: duration, tick: clock, sizes: MINUTES },
 };
 
 function clock(seconds) {
@@ -89,11 +89,11 @@ function clock(seconds) {
   return h ? `${h}:${two(m)} h` : `${m}:${two(s)}`;
 }
 
-// eight colours that colour-blind people tell apart (after Okabe and Ito), then the same dashed
+// eight colours that colour-blind people can distinguish (after Okabe and Ito), then the same dashed
 const colour = (index) => `var(--run${index % 8})`;
 const dashes = (index) => (index >= 8 ? "6 3" : null);
 
-// the read-out beside the pointer, of one drawing at a time
+// the tooltip at the pointer; one drawing at a time
 const tip = {
   of: null,
   show(drawing, x, y, title, lines) {

@@ -1,4 +1,4 @@
-// The page: takes what is new, and draws what it changes.
+// The page: receives changes and redraws the affected parts.
 
 const live = document.body.dataset.mode === "live";
 const state = { version: 0, runs: {}, together: null };
@@ -26,10 +26,10 @@ function drawAll() {
   const curves = curveSections(runs);
   const success = successSection(runs);
   const sections = [
-    // what a robot does is seen before dozens of curves
+    // videos come before dozens of curves
     mediaSection(runs, "videos", "videos", "Videos", "Failures first, then the newest.", videoCard),
-    mediaSection(runs, "strips", "strips", "Predicted and true", "Left what the world model foretold, right what came; a row for each camera.", stripCard),
-    // of what knows no success, evaluations are what matters most
+    mediaSection(runs, "strips", "strips", "Predicted and true frames", "Left: predicted by the world model; right: the true frame. One row per camera.", stripCard),
+    // without a success rate, evaluations matter most
     success || curves.evaluation, curves.learning, success && curves.evaluation, curves.rewards, curves.world,
     timelineSection(runs), stalenessSection(runs), curves.speed,
     settingsSection(runs, state.together), systemSection(runs),
@@ -50,7 +50,7 @@ function drawHead(runs) {
 }
 
 function drawBar(runs, axes) {
-  const choose = (axis) => html("button", { type: "button", "aria-pressed": String(view.axis === axis), onclick: () => { view.axis = axis; drawAll(); } }, AXES[axis].words);
+  const choose = (axis) => html("button", { type: "button", "aria-pressed": String(view.axis === axis), onclick: () => { view.axis = axis; drawAll(); } }, AXES[axis].label);
   const legend = runs.length > 1 ? runs.map((run) => html("button", { type: "button", class: "legend", style: `--own:${run.colour}`, "aria-pressed": String(!view.hidden.has(run.id)), title: "show or hide this run",
     onclick: () => { view.hidden.has(run.id) ? view.hidden.delete(run.id) : view.hidden.add(run.id); drawAll(); } }, html("span", { class: "swatch" }), run.label)) : [];
   const bar = document.getElementById("bar");
@@ -61,14 +61,14 @@ function drawBar(runs, axes) {
   bar.key = key;
   const smooth = bar.querySelector(".smooth") || html("label", { class: "smooth" }, "smooth", slider, html("output", {}));
   smooth.querySelector("output").textContent = view.smooth ? view.smooth.toFixed(2) : "off";
-  const groups = [legend.length ? html("div", { class: "group" }, ...legend) : null, axes.length > 1 ? html("div", { class: "group choice", role: "group", "aria-label": "what the curves are drawn over" }, ...axes.map(choose)) : null];
+  const groups = [legend.length ? html("div", { class: "group" }, ...legend) : null, axes.length > 1 ? html("div", { class: "group choice", role: "group", "aria-label": "x axis of the curves" }, ...axes.map(choose)) : null];
   for (const old of [...bar.children]) if (old !== smooth) old.remove();
   bar.prepend(...groups.filter(Boolean));
   if (!smooth.isConnected) bar.append(smooth);
   bar.hidden = !axes.length;
 }
 
-// sections and grids keep their elements: a video goes on playing, a read-out stays
+// sections and grids keep their elements, so that a video keeps playing and a tooltip stays
 function drawSections(sections) {
   const nodes = sections.map(({ id, title, lead, nodes }) => {
     const kept = drawing(`section ${id}`, () => ({ body: html("div", { class: "body" }), lead: html("p", { class: "lead" }) }));
@@ -77,7 +77,7 @@ function drawSections(sections) {
     settle(kept.body, nodes.map((node, i) => (node.kind === undefined ? node : gridElement(`${id} ${i}`, node))));
     return kept.node;
   });
-  if (!nodes.length) nodes.push(note("Nothing to show yet. ", live ? "This page looks again every few seconds." : "The run wrote no numbers."));
+  if (!nodes.length) nodes.push(note("Nothing to show yet. ", live ? "This page refreshes every second." : "The run wrote no metrics."));
   settle(document.getElementById("main"), nodes);
 }
 
@@ -87,7 +87,7 @@ function gridElement(key, { kind, nodes }) {
   return node;
 }
 
-// give a parent these children, and move none that is in its place
+// give a parent these children, without moving those that are in place
 function settle(parent, nodes) {
   for (const child of [...parent.childNodes]) if (!nodes.includes(child)) child.remove();
   nodes.forEach((node, i) => {
@@ -112,7 +112,7 @@ async function follow() {
     pulse().className = "live";
     pulse().textContent = "live";
   } catch (error) {
-    // nobody answers, or somebody else does, as a proxy with a page of its own
+    // no answer, or the answer of a proxy
     if (!(error instanceof TypeError || error instanceof SyntaxError)) throw error;
     pulse().className = "live lost";
     pulse().textContent = "no answer: is sparring watch still running?";

@@ -1,4 +1,4 @@
-// What the page is made of, from top to bottom. Each function gives the nodes of one section, or nothing to leave it out.
+// The sections of the page, from top to bottom. Each function returns the nodes of one section, or nothing to omit it.
 
 const drawings = new Map();
 
@@ -12,7 +12,7 @@ function section(id, title, lead, ...nodes) {
   return there.length ? { id, title, lead, nodes: there } : null;
 }
 
-// told, not made: the page keeps the element it has, since a video that is moved stops
+// a description, not an element: the page keeps existing elements, because a video stops when it is moved
 const grid = (nodes, kind = "") => (nodes.length ? { kind, nodes } : null);
 const note = (...content) => html("p", { class: "note" }, ...content);
 
@@ -41,14 +41,14 @@ function runCard(run, several) {
 function gauge({ last, best }) {
   const place = (share) => `${(100 * share).toFixed(2)}%`;
   const interval = known(last.low) && known(last.high);
-  const told = interval ? `95 % interval ${trimmed((100 * last.low).toFixed(1))} to ${percent(last.high)}` : "";
+  const range = interval ? `95 % interval ${trimmed((100 * last.low).toFixed(1))} to ${percent(last.high)}` : "";
   return html("div", { class: "success" },
     html("div", { class: "big" }, percent(last.success_rate), html("small", {}, "success")),
-    html("div", { class: "gauge", role: "img", "aria-label": `success ${percent(last.success_rate)}, ${told}` },
+    html("div", { class: "gauge", role: "img", "aria-label": `success ${percent(last.success_rate)}, ${range}` },
       interval ? html("i", { class: "interval", style: `left:${place(last.low)};width:${place(last.high - last.low)}` }) : null,
       best && known(best.success_rate) ? html("i", { class: "best", style: `left:${place(best.success_rate)}` }) : null,
       html("i", { class: "dot", style: `left:${place(last.success_rate)}` })),
-    html("p", { class: "small" }, [told, known(last.episodes) ? `${whole(last.episodes)} episodes` : null,
+    html("p", { class: "small" }, [range, known(last.episodes) ? `${whole(last.episodes)} episodes` : null,
       best && best.success_rate > last.success_rate ? `best ${percent(best.success_rate)} at update ${whole(best.update)}` : null].filter(Boolean).join(" · ")));
 }
 
@@ -67,7 +67,7 @@ const firstOf = (part, names) => names.find((name) => part?.curves?.[name]);
 const ROLLED = ["rollout/success_rate", "success_rate"];
 const areSeveral = (runs) => runs.length > 1;
 
-// success of evaluations with Wilson intervals, of rollouts beneath, of random actions as a level
+// success of evaluations with Wilson intervals, of rollouts in a lighter line, and of random actions as a level
 function successSeries(runs, before, rollouts) {
   return shown(runs).flatMap((run) => {
     const part = run.evaluations, curves = part?.curves || {};
@@ -80,7 +80,7 @@ function successSeries(runs, before, rollouts) {
   }).concat(levels(runs, `${before}random_success_rate`));
 }
 
-// what random actions reach, as a dotted line
+// the result of random actions, as a dotted line
 function levels(runs, name) {
   return shown(runs).map((run) => line(run, run.evaluations, name, { label: areSeveral(runs) ? `${run.label}, random actions` : "random actions", colour: areSeveral(runs) ? run.colour : "var(--muted)", low: null, level: true })).filter(Boolean);
 }
@@ -96,7 +96,7 @@ function successSection(runs) {
     chart.set(successSeries(runs, "eval/", true));
     nodes.push(chart.node);
   }
-  if (rolled && !evaluated) nodes.push(note("No evaluation has been kept; these are the sampled actions of training. ", html("code", {}, "evaluation.every"), " says how often a run is evaluated."));
+  if (rolled && !evaluated) nodes.push(note("There are no evaluations; the curve shows the sampled actions of training. Set ", html("code", {}, "evaluation.every"), " to evaluate during training."));
   nodes.push(grid(tasks.map((name) => {
     const chart = drawing(name, () => new Curves(words(name.replace(/\/success_rate$/, "")), name, { isShare: true }));
     chart.set(successSeries(runs, name.replace("success_rate", ""), false));
@@ -115,7 +115,7 @@ function groupOf(name) {
   return /^(success_rate|episode_reward|episode_length)$/.test(name) ? "rollout" : "train";
 }
 
-// what a figure of this run may be compared with: losses of PPO and of a world model have nothing in common
+// runs with the same kind may be compared in one plot: losses of PPO and of a world model may not
 function kindOf(run, part, name) {
   const kinds = run.about?.kinds || {};
   if (groupOf(name) === "world_model") return "";
@@ -123,7 +123,7 @@ function kindOf(run, part, name) {
   return part === "metrics" && /loss|avg_acc|grad_norm/.test(name) ? kinds.loss || "" : "";
 }
 
-// runs that may share an axis, and what tells them apart where there are others
+// groups of runs that may share an axis, each with its kind if there are several
 function comparable(runs, part, name) {
   const groups = new Map();
   for (const run of runs.filter((run) => run[part]?.curves?.[name])) {
@@ -145,10 +145,10 @@ function curvesSection(id, title, lead, runs, part, names, before = []) {
       continue;
     }
     const random = part === "evaluations" ? levels(among, name.replace(/([^/]+)$/, "random_$1")) : [];
-    // a point is no curve
+    // a single point is shown as text, not as a curve
     if (series.length && series.every((one) => one.y.filter(known).length === 1)) {
-      const told = (one) => html("b", { style: `color:${one.colour}`, title: one.label }, number(lastOf(one.y)) + " ");
-      single.push(html("span", {}, title + " ", ...series.map(told), random.length ? `random actions ${random.map((one) => number(lastOf(one.y))).join(", ")}` : null));
+      const value = (one) => html("b", { style: `color:${one.colour}`, title: one.label }, number(lastOf(one.y)) + " ");
+      single.push(html("span", {}, title + " ", ...series.map(value), random.length ? `random actions ${random.map((one) => number(lastOf(one.y))).join(", ")}` : null));
       continue;
     }
     series.push(...random);
@@ -157,7 +157,7 @@ function curvesSection(id, title, lead, runs, part, names, before = []) {
     chart.set(series);
     if (series.length) nodes.push(chart.node);
   }
-  const same = constant.length ? html("p", { class: "constant" }, "The same all along: ", ...constant) : null;
+  const same = constant.length ? html("p", { class: "constant" }, "Constant: ", ...constant) : null;
   const once = single.length ? html("p", { class: "constant" }, "Measured once: ", ...single) : null;
   return section(id, title, lead, grid([...before, ...nodes]), once, same);
 }
@@ -166,7 +166,7 @@ const STALE = /staleness/;
 const FIRST = ["episode_reward", "rollout/episode_reward", "avg_loss", "avg_acc", "rollout/episode_length", "episode_length"];
 const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
-// in finetune, what avg_acc tells is success
+// in finetune, avg_acc is the success rate
 function isSuccess({ metrics }) {
   const text = (name) => JSON.stringify(metrics?.curves?.[name]?.mean);
   return !metrics?.curves?.avg_acc || text("avg_acc") === text(firstOf(metrics, ROLLED));
@@ -180,17 +180,17 @@ function curveSections(runs) {
   const drawnElsewhere = /\/(success_rate|(sampled_)?success_(low|high)|random_[^/]+)$|^eval\/episodes$/;
   const evaluations = namesOf(runs, "evaluations").filter((name) => name.startsWith("eval/") && !drawnElsewhere.test(name));
   return {
-    evaluation: curvesSection("evaluation", "Evaluation", "Other figures of the held-out episodes.", runs, "evaluations", evaluations),
+    evaluation: curvesSection("evaluation", "Evaluation", "Other metrics of the held-out episodes.", runs, "evaluations", evaluations),
     learning: curvesSection("learning", "Learning", bandLead(runs), runs, "metrics", [...of("rollout", "train"), ...others]),
-    rewards: curvesSection("rewards", "Reward terms", "What was paid, by reason.", runs, "metrics", of("reward")),
+    rewards: curvesSection("rewards", "Reward terms", "Mean reward of each term.", runs, "metrics", of("reward")),
     world: curvesSection("world", "World model", null, runs, "metrics", of("world_model")),
-    speed: curvesSection("speed", "Speed", "Seconds are those of one update.", runs, "metrics", of("perf")),
+    speed: curvesSection("speed", "Speed", "Seconds are per update.", runs, "metrics", of("perf")),
   };
 }
 
 function bandLead(runs) {
   const width = Math.max(1, ...runs.map((run) => run.metrics?.width || 1));
-  return width > 1 ? `A point is the mean of up to ${whole(width)} lines; the band reaches from their least to their most.` : null;
+  return width > 1 ? `A point is the mean of up to ${whole(width)} rows; the band is their range.` : null;
 }
 
 // --- pictures ---------------------------------------------------------------------------------------------------------
@@ -202,20 +202,20 @@ function mediaSection(runs, kind, id, title, lead, card) {
   const there = shown(runs).filter((run) => run.media?.[`${kind}_found`]);
   if (!there.length) return null;
   const all = there.flatMap((run) => run.media[kind].map((one, place) => ({ run, one, place })));
-  // of several runs in turns
+  // videos of several runs alternate
   if (kind === "videos") all.sort((a, b) => WORST_FIRST[a.one.success] - WORST_FIRST[b.one.success] || a.place - b.place);
   const nodes = all.map(({ run, one }) => drawing(`${run.id}/${one.file}/${one.bytes}`, () => ({ node: card(run, one, areSeveral(runs)) })).node);
   const open = view.open.has(id) ? nodes.length : AT_FIRST;
   const more = nodes.length > open ? html("button", { type: "button", class: "more", onclick: () => { view.open.add(id); drawAll(); } }, `show ${nodes.length - open} more`) : null;
-  return section(id, title, lead, note(mediaTold(there, kind)), grid(nodes.slice(0, open), kind), more);
+  return section(id, title, lead, note(mediaSummary(there, kind)), grid(nodes.slice(0, open), kind), more);
 }
 
-function mediaTold(runs, kind) {
+function mediaSummary(runs, kind) {
   const sum = (count) => runs.reduce((total, run) => total + count(run.media), 0);
   const found = sum((media) => media[`${kind}_found`]), chosen = sum((media) => media[kind].length);
   const size = sum((media) => media[kind].reduce((total, one) => total + one.bytes, 0));
-  const told = (chosen < found ? `${chosen} of ${found} ${kind}` : `${found} ${kind}`).replace(/^1 (\w+)s$/, "1 $1");
-  return live ? `${told}.` : `${told}, ${bytes(size)}; all pictures of these runs may take ${bytes(sum((media) => media.budget))} of this page (--media-mb).`;
+  const count = (chosen < found ? `${chosen} of ${found} ${kind}` : `${found} ${kind}`).replace(/^1 (\w+)s$/, "1 $1");
+  return live ? `${count}.` : `${count}, ${bytes(size)}; limit for videos and images of these runs: ${bytes(sum((media) => media.budget))} (--media-mb).`;
 }
 
 const KINDS = { rollout: "training", evaluation: "evaluation", eval: "sparring eval", prediction: "predicted | true", "pred vs gt": "predicted | true" };
@@ -231,11 +231,11 @@ function caption(run, one, several) {
     html("span", {}, facts.filter(Boolean).join(" · ")));
 }
 
-// a video is given to the browser when it comes into sight
+// the browser gets a video when it scrolls into view
 const sight = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (isIntersecting && !target.src) {
-      // some browsers draw nothing of a video that was not played unless a moment is asked for
+      // some browsers show nothing of an unplayed video unless a time is requested
       target.src = (target.source.startsWith("data:") ? URL.createObjectURL(blob(target.source)) : target.source) + "#t=0.1";
       sight.unobserve(target);
     }
@@ -267,25 +267,25 @@ function timelineSection(runs) {
   const nodes = there.flatMap((run, place) => {
     const lanes = timelineDrawings(run);
     if (!areSeveral(runs)) return lanes;
-    // one after the other, the first one open
+    // one fold per run, the first one open
     const fold = drawing(`${run.id}/lanes`, () => ({ node: html("details", { open: place === 0 }, html("summary", {}, run.label)) }));
     settle(fold.node, [fold.node.firstChild, ...lanes]);
     return [fold.node];
   });
-  return section("stages", "Stages", "Who was at work when. Robots and learner that overlap work at the same time; simulate, infer, reset and complete are parts of collect; gaps are waiting.", ...nodes);
+  return section("stages", "Stages", "Active stages over time. Overlapping spans of robots and learner run in parallel; simulate, infer, reset and complete are parts of collect; gaps are waiting time.", ...nodes);
 }
 
 function timelineDrawings(run) {
   const { lanes, bin_seconds: bin, close_began: from } = run.timeline;
   const total = lanes[0].share.length * bin;
   const all = drawing(`${run.id}/whole`, () => new Lanes("The whole run", "timeline.jsonl"));
-  // single turns are written at the beginning only, rollouts always; what takes next to no time would be an empty lane
+  // simulate and infer are written at the beginning only, rollouts always; stages that take almost no time are left out
   const rollouts = lanes.some((lane) => lane.stage === "collect");
   const worth = lanes.filter((lane) => lane.seconds > total / 200 && !(rollouts && FINE.includes(lane.stage)));
   all.set({ lanes: (worth.length ? worth : lanes).map(({ turns, ...lane }) => ({ ...lane, bin, of: lane.seconds / total })), end: total, from: 0, note: "height: share of the time" });
   const end = Math.max(0, ...lanes.flatMap((lane) => lane.turns.map((turn) => turn[1])));
   if (!end) return [all.node];
-  const close = drawing(`${run.id}/close`, () => new Lanes("A close look", "timeline.jsonl"));
+  const close = drawing(`${run.id}/close`, () => new Lanes("Close-up", "timeline.jsonl"));
   close.set({ lanes: lanes.filter((lane) => lane.turns.length).map((lane) => ({ ...lane, of: lane.seconds / total })), end, from, note: `${duration(end)}, from ${duration(from)} on` });
   return [all.node, close.node];
 }
@@ -296,7 +296,7 @@ function stalenessSection(runs) {
   const bars = drawing("behind", () => new Bars("Rollouts by updates behind", "behind_k", 150));
   bars.set(rows);
   const names = namesOf(runs, "metrics").filter((name) => STALE.test(name));
-  return curvesSection("staleness", "Staleness", "How old the weights were that collected what was learned from.", runs, "metrics", names, [bars.node]);
+  return curvesSection("staleness", "Staleness", "Age of the weights that collected the training data, in updates.", runs, "metrics", names, [bars.node]);
 }
 
 // --- tables -----------------------------------------------------------------------------------------------------------
@@ -313,18 +313,18 @@ function settingsSection(runs, together) {
   const { settings, columns } = together;
   const one = runs.length === 1;
   const heads = ["setting", ...(columns || runs.map((run) => run.label))];
-  const lead = one ? "What differs from the defaults." : "What differs between the runs.";
+  const lead = one ? "Settings that differ from the defaults." : "Settings that differ between the runs.";
   if (settings.length) return section("settings", "Settings", lead, table(heads, settings.map((row) => [row.key, ...row.values])));
   if (!one) return section("settings", "Settings", null, note("All runs have the same settings."));
-  return columns ? section("settings", "Settings", null, note("Everything is as it is by default.")) : null;
+  return columns ? section("settings", "Settings", null, note("All settings have their default values.")) : null;
 }
 
-const SYSTEM = { sparring: "sparring", python: "Python", torch: "torch", platform: "platform", cpus: "CPU cores", device: "device", gpu: "GPU", trainable: "parameters that learn", frozen: "frozen parameters", command: "command" };
+const SYSTEM = { sparring: "sparring", python: "Python", torch: "torch", platform: "platform", cpus: "CPU cores", device: "device", gpu: "GPU", trainable: "trainable parameters", frozen: "frozen parameters", command: "command" };
 
 function systemSection(runs) {
-  const told = runs.filter((run) => run.about?.system);
-  const rows = Object.entries(SYSTEM).map(([key, name]) => [name, ...told.map((run) => run.about.system[key])]);
+  const described = runs.filter((run) => run.about?.system);
+  const rows = Object.entries(SYSTEM).map(([key, name]) => [name, ...described.map((run) => run.about.system[key])]);
   const there = rows.filter((row) => row.slice(1).some((value) => value !== null && value !== undefined));
   const cell = (value) => (typeof value === "number" ? whole(value) : value);
-  return there.length ? section("system", "System", null, table(["", ...told.map((run) => run.label)], there.map(([name, ...values]) => [name, ...values.map(cell)]))) : null;
+  return there.length ? section("system", "System", null, table(["", ...described.map((run) => run.label)], there.map(([name, ...values]) => [name, ...values.map(cell)]))) : null;
 }

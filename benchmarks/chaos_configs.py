@@ -1,32 +1,25 @@
-"""Does any config or override end in anything but a config or a sentence? Seeded, structure-aware, in one process.
-
-    python benchmarks/config_fuzz.py --count 10000 --cli 100
+"""Does any config or override end in anything but a config or a sentence? Seeded, structure-aware.
 
 Real keys meet values of wrong types and extremes; files are broken, nested, aliased, tagged, huge or no files at all.
-What is accepted is printed and read again, and must be the same. A sample goes through the command line. Seconds are of
-the processor, as the machine may be shared. Memory is the growth of the peak by one load, in this process.
+What is accepted is printed and read again, and must be the same. `here`: in one process, the seconds of the processor
+that each takes, at most 2, and the growth of this process's peak of memory, at most 500 MB. `commands`: the same kinds
+of cases given to `sparring config`.
 """
 
 import argparse
-import collections
-import contextlib
-import io
 import json
 import os
 import random
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from report import RESULTS, metadata, write_json
 
-import sparring.runs.checkpoint  # noqa: F401  (torch, which `pretrained` needs: its 250 MB are not those of a config)
 from sparring.config.inherit import PHASE_DEFAULTS
 from sparring.config.schema import SCHEMA, configure
 from sparring.config.text import Setting, parse_overrides, read_settings
@@ -90,18 +83,8 @@ _SPLICES = [
 ]
 
 
-@dataclass
-class Found:
-    """What became of the cases."""
-
-    verdicts: collections.Counter = field(default_factory=collections.Counter)
-    tracebacks: collections.Counter = field(default_factory=collections.Counter)
-    differ: list[str] = field(default_factory=list)  # printed and read again
-    slowest_s: float = 0.0
-    slowest: str = ""
-    most_mb: float = 0.0
-    most: str = ""
-    longest_message: int = 0
+CASES = ("here", "commands")
+BAD = ("traceback", "slow", "large", "differs when read again", "other exit code", "hang")
 
 
 class Cases:
@@ -109,6 +92,7 @@ class Cases:
 
     def __init__(self, seed: int, work: Path):
         self.rng, self.work = random.Random(seed), work
+        os.mkfifo(work / "fifo")
         self.keys = [*SCHEMA.keys(SCHEMA.classes()), *(f"{name}.{leaf}" for name, leaf in _own_keys())]
         self.spelled = [*self.keys, *(alias.rstrip(".") for alias in SCHEMA.aliases), *SCHEMA.root.model_fields]
 
@@ -173,66 +157,79 @@ class Cases:
         return file
 
 
-def fuzz(count: int, seed: int, work: Path) -> Found:
-    found, cases = Found(), Cases(seed, work)
-    if not (work / "fifo").exists():
-        os.mkfifo(work / "fifo")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--configs", type=int, default=10_000, help="of `here` (default: 10000)")
+    parser.add_argument("--commands", type=int, default=100, help="of `commands` (default: 100)")
+
+
+def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
+    work = work / name
+    work.mkdir()
+    found = fuzz(args.configs, args.seed, work) if name == "here" else by_command(args.commands, args.seed + 1, work)
+    for trial in found:
+        yield trial | {"of": args.configs if name == "here" else args.commands}
+
+
+def summary(trials: list[dict]) -> dict:
+    return {"most": {name: max(trial[name] for trial in trials) for name in ("seconds", "mb_grown", "characters")}}
+
+
+def fuzz(count: int, seed: int, work: Path) -> Iterator[dict]:
+    # `pretrained` needs torch: its 250 MB are not those of a config
+    import sparring.runs.checkpoint  # noqa: F401
+
+    cases = Cases(seed, work)
     for number in range(count):
         phase, words, file = cases.next()
-        told = f"{number}: {phase} {' '.join(words)[:100]!r} {file.name if file else ''}"
         before, began = _peak_mb(), time.process_time()
-        verdict = _try(phase, words, file, number % 2 == 0, told, found)
-        took, grown = time.process_time() - began, _peak_mb() - before
-        found.verdicts[verdict] += 1
-        found.verdicts["slow"] += took > SLOW_S
-        found.verdicts["large"] += grown > LARGE_MB
-        if took > found.slowest_s:
-            found.slowest_s, found.slowest = took, told
-        if grown > found.most_mb:
-            found.most_mb, found.most = grown, told
-    return found
+        verdict, message = _try(phase, words, file, number % 2 == 0, work / "again.yaml")
+        seconds, grown = time.process_time() - began, _peak_mb() - before
+        if verdict in ("accepted", "refused"):
+            verdict = "slow" if seconds > SLOW_S else "large" if grown > LARGE_MB else verdict
+        trial = {"verdict": verdict, "seconds": round(seconds, 3), "mb_grown": round(grown, 1)}
+        trial |= {"characters": len(message)}
+        if verdict in BAD:
+            trial |= {"case": f"{number}: {phase} {' '.join(words)[:200]!r} {file or ''}", "output": message[-500:]}
+        yield trial
 
 
-def _try(phase: str, words: list[str], file: Path | None, to_run: bool, told: str, found: Found) -> str:
+def _try(phase: str, words: list[str], file: Path | None, to_run: bool, again: Path) -> tuple[str, str]:
+    """The verdict, and the message that goes with it."""
     try:
         settings = (read_settings(file) if file else []) + parse_overrides(words)
         if phase:
             settings.append(Setting("phase", phase, "command line"))
         config, _ = configure(settings, inherit=True, to_run=to_run)
-        printed = config.to_yaml()
-        again = (
-            file.parent / "again.yaml"
-            if file and file.is_file()
-            else Path(tempfile.gettempdir()) / f"{os.getpid()}.yaml"
-        )
-        again.write_text(printed, encoding="utf-8")
-        if configure(read_settings(again), inherit=False, to_run=False)[0].dump() != config.dump():
-            found.differ.append(told)
-        return "accepted"
+        again.write_text(config.to_yaml(), encoding="utf-8")
+        same = configure(read_settings(again), inherit=False, to_run=False)[0].dump() == config.dump()
+        return "accepted" if same else "differs when read again", ""
     except UserError as error:
-        found.longest_message = max(found.longest_message, len(str(error)))
-        return "refused"
-    except Exception as error:
-        ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "sparring" in frame.filename][-1]
-        found.tracebacks[f"{type(error).__name__}: {str(error)[:80]} at {ours.name}:{ours.lineno}, e.g. {told}"] += 1
-        return "traceback"
+        return "refused", str(error)
+    except Exception:
+        return "traceback", traceback.format_exc()
 
 
-def by_command(count: int, seed: int, work: Path) -> dict[str, int]:
+def by_command(count: int, seed: int, work: Path) -> Iterator[dict]:
     """The same kinds of cases through `sparring config` in processes of their own."""
-    cases, verdicts = Cases(seed, work), collections.Counter()
-    while verdicts.total() < count:
+    cases, made = Cases(seed, work), 0
+    while made < count:
         phase, words, file = cases.next()
         if any("\0" in word for word in words) or phase == "all":
             continue  # no process can be given a NUL
         command = [sys.executable, "-m", "sparring", "config", phase or "finetune", *words]
         command += ["--config", str(file)] if file else []
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, cwd=work)
-        kind = "traceback" if "Traceback" in done.stderr else f"exit code {done.returncode}"
-        verdicts[kind] += 1
-        if kind not in ("exit code 0", "exit code 2"):
-            print(kind, command[3:], done.stderr[-500:], file=sys.stderr)
-    return dict(verdicts)
+        made, began = made + 1, time.monotonic()
+        output = {"capture_output": True, "text": True, "errors": "replace"}
+        try:
+            done = subprocess.run(command, timeout=120, cwd=work, **output)
+            verdict = {0: "accepted", 2: "refused"}.get(done.returncode, "other exit code")
+            verdict = "traceback" if "Traceback" in done.stderr else verdict
+            message = done.stderr
+        except subprocess.TimeoutExpired:
+            verdict, message = "hang", ""
+        trial = {"verdict": verdict, "seconds": round(time.monotonic() - began, 3), "mb_grown": 0.0}
+        trial |= {"characters": len(message)}
+        yield trial | ({"case": " ".join(command[3:]), "output": message[-500:]} if verdict in BAD else {})
 
 
 def settings_of(kinds: list[tuple[str, str]]) -> list[Setting]:
@@ -250,29 +247,3 @@ KINDS = [[("policy", name)] for name in ("flow", "vla", "pi0", "native_vla")] + 
 
 def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cli", type=int, default=100, help="cases that go through the command line, too")
-    arguments = parser.parse_args()
-    about = metadata()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        found = fuzz(arguments.count, arguments.seed, Path(folder))
-        commands = by_command(arguments.cli, arguments.seed + 1, Path(folder))
-    content = {"about": about, "configs": arguments.count, "seed": arguments.seed, "by_command": commands}
-    content |= {
-        "verdicts": {name: found.verdicts[name] for name in ("accepted", "refused", "traceback", "slow", "large")}
-    }
-    content |= {"tracebacks": dict(found.tracebacks), "differ_when_read_again": found.differ}
-    content |= {"slowest_s": round(found.slowest_s, 3), "slowest": found.slowest}
-    content |= {"most_mb_grown": round(found.most_mb, 1), "most": found.most, "peak_mb": round(_peak_mb(), 1)}
-    content |= {"longest_message": found.longest_message}
-    write_json(RESULTS / "config_fuzz.json", json.loads(json.dumps(content).replace(folder, "")))
-    print(json.dumps({name: value for name, value in content.items() if name != "about"}, indent=1, ensure_ascii=True))
-
-
-if __name__ == "__main__":
-    main()

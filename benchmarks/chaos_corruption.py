@@ -1,38 +1,31 @@
-"""Damage files that we wrote, in 1,000 ways; what do the commands that read them make of it?
+"""Files that we wrote are damaged in 1,000 ways: what do the commands that read them make of it?
 
-    python benchmarks/corruption.py [--only demos recording store run] [--count 1000] [--seed 0] [--minutes 60]
-
-Makes a tiny dataset, a recording that was stopped, and runs of finetune and teacher that were stopped half way. Each
-variant is a fresh copy with one file damaged (corruption_ways.py), which a command reads in a fork of this process. How
-it ended: `clear` (an exit code and a sentence), `same` (what came of it is what comes of the good folder), `told`
-(something else came of it, and a warning said why), and what must never be: `silent`, `traceback`, `hang`, `died`.
-What comes of a command: weights and rows of metrics, scores, what it printed, bytes of a dataset. Times are left out.
+Makes a tiny dataset (demos), a recording that was stopped (recording), a run of finetune (run) and a teacher's stored
+episodes (store), the runs half way. Each variant is a fresh copy with one file damaged (corruption_ways.py), which a
+command reads in a fork of this process. How it ended: `refused` (an exit code and a sentence), `same` (the result of
+the good folder), `warned` (another result, and a warning said why), and what must never be: `silent`, `traceback`,
+`hang`, `died`. The result of a command: weights and rows of metrics, scores, what it printed, bytes of a dataset. Times
+are left out.
 """
 
 import argparse
-import collections
 import hashlib
 import json
 import random
 import re
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import report
 from corruption_ways import Way, ways
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
 from forks import fork  # noqa: E402
 
 HANG_S = 60
-RESULTS = report.RESULTS / "corruption.json"
 BAD = ("silent", "traceback", "hang", "died")
-VERDICTS = ("clear", "same", "told", *BAD)
 _WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
 WARNS = re.compile(f"{_WORDS}|as it was written|when it was written|written were|not a regular", re.I)
 # of rows of metrics and of what is printed
@@ -57,7 +50,7 @@ class Subject:
     good: Path
     # path of the file below the folder -> names of commands
     readers: Callable[[str], list[str]]
-    # name -> (its arguments, what came of it)
+    # name -> (its arguments, its result)
     commands: dict[str, tuple[list[str], Callable[[str], object]]]
 
 
@@ -199,36 +192,43 @@ def subject_run(work: Path, victim: Path) -> Subject:
     return Subject(good, readers, commands)
 
 
-SUBJECTS = {"demos": subject_demos, "recording": subject_recording, "store": subject_store, "run": subject_run}
+CASES = {"demos": subject_demos, "recording": subject_recording, "store": subject_store, "run": subject_run}
 
 
-def verdict(code: int | None, text: str, came: object, usual: object) -> str:
+def verdict(code: int | None, text: str, result: object, usual: object) -> str:
     if code is None:
         return "hang"
     if "Traceback (most recent call last)" in text:
         return "traceback"
     if code:
-        return "died" if code < 0 else "clear"
-    if came == usual:
+        return "died" if code < 0 else "refused"
+    if result == usual:
         return "same"
-    return "told" if WARNS.search(text) else "silent"
+    return "warned" if WARNS.search(text) else "silent"
 
 
 def outcome(take: Callable[[str], object], text: str) -> object:
-    """What came of a command, numbers of time left out of texts; None where it left nothing."""
+    """The result of a command, numbers of time left out of texts; None where it left nothing."""
     try:
-        came = take(text)
+        result = take(text)
     except (OSError, ValueError):
         return None
-    if isinstance(came, str):
-        came = came.splitlines()
-    return [" ".join(CLOCK.sub("#", line).split()) for line in came] if isinstance(came, list) else came
+    if isinstance(result, str):
+        result = result.splitlines()
+    return [" ".join(CLOCK.sub("#", line).split()) for line in result] if isinstance(result, list) else result
 
 
-def judge(name: str, work: Path, share: float, rng: random.Random, end: float) -> Iterator[dict]:
-    """A row for each damaged folder and command; `share` of all ways to damage its files."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=1000, help="damaged folders, shared out over the cases")
+
+
+def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
+    """Of each damaged folder and command; --count of all ways to damage the files."""
+    preload()
+    rng, work = random.Random(f"{args.seed} {name}"), work / name
+    work.mkdir()
     victim = work / "victim"
-    subject = SUBJECTS[name](work, victim)
+    subject = CASES[name](work, victim)
 
     def fresh() -> None:
         for path in (victim, work / "imitated"):
@@ -247,23 +247,23 @@ def judge(name: str, work: Path, share: float, rng: random.Random, end: float) -
             seen[0] = (0, None)
         usual[command] = seen[0][1]
     files = [str(path.relative_to(subject.good)) for path in sorted(subject.good.rglob("*")) if path.is_file()]
-    planned = [(file, way) for file in files if subject.readers(file) for way in ways(file, rng)]
-    # every file is damaged in some ways, whatever the share
-    for file, way in rng.sample(planned, min(len(planned), max(1, round(share)))):
-        for command in subject.readers(file):
-            if time.monotonic() > end:
-                return
-            fresh()
-            if not damaged(way, victim, work):
-                continue
-            argv, take = subject.commands[command]
-            code, text = fork(argv, HANG_S)
-            expected = usual[command]
-            came = outcome(take, text) if code == 0 and expected is not None else expected
-            found = verdict(code, text, came, expected)
-            yield {"subject": name, "file": file, "way": way.name, "command": command, "verdict": found} | (
-                {"said": text.strip()[-600:]} if found in BAD else {}
-            )
+    ways_of_all = [(file, way) for file in files if subject.readers(file) for way in ways(file, rng)]
+    chosen = rng.sample(ways_of_all, min(len(ways_of_all), max(1, round(args.count / len(args.only)))))
+    planned = [(file, way, command) for file, way in chosen for command in subject.readers(file)]
+    for file, way, command in planned:
+        fresh()
+        if not damaged(way, victim, work):
+            continue
+        argv, take = subject.commands[command]
+        code, text = fork(argv, HANG_S)
+        result = outcome(take, text) if code == 0 and usual[command] is not None else usual[command]
+        found = verdict(code, text, result, usual[command])
+        more = {"output": text.strip()[-600:]} if found in BAD else {}
+        yield {"file": file, "way": way.name, "command": command, "verdict": found, "of": len(planned)} | more
+
+
+def summary(trials: list[dict]) -> dict:
+    return {"folders": len({(trial["file"], trial["way"]) for trial in trials})}
 
 
 def damaged(way: Way, victim: Path, work: Path) -> bool:
@@ -273,34 +273,3 @@ def damaged(way: Way, victim: Path, work: Path) -> bool:
     except (KeyError, IndexError, StopIteration, FileNotFoundError):
         return False
     return True
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="KIND")
-    parser.add_argument("--count", type=int, default=1000, help="damaged folders, shared out over the kinds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=120, help="stop by then, wherever it is")
-    args = parser.parse_args()
-    preload()
-    about, end = report.metadata(), time.monotonic() + 60 * args.minutes
-    kept = json.loads(RESULTS.read_text())["kinds"] if RESULTS.is_file() else {}
-    for name in args.only:
-        found = []
-        with tempfile.TemporaryDirectory() as work:
-            for row in judge(name, Path(work), args.count / len(args.only), random.Random(f"{args.seed} {name}"), end):
-                found.append(row)
-                if row["verdict"] in BAD:
-                    last = (row["said"].splitlines() or [""])[-1][:150]
-                    print(f"{row['verdict']:10}{row['command']:9}{row['file']}: {row['way']}: {last}", flush=True)
-        counts = collections.Counter(row["verdict"] for row in found)
-        folders = len({(row["file"], row["way"]) for row in found})
-        kept[name] = {"about": about, "seed": args.seed, "folders": folders, "commands": len(found)}
-        kept[name] |= {each: counts[each] for each in VERDICTS} | {"bad": [r for r in found if r["verdict"] in BAD]}
-        report.write_json(RESULTS, {"kinds": {key: kept[key] for key in SUBJECTS if key in kept}})
-    columns = ["folders", "commands", *VERDICTS]
-    print(report.table([("kind", *columns), *((key, *(kept[key][c] for c in columns)) for key in args.only)]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
-"""Does anything in somebody else's folder run code? And is one asked about folders of one's own?
+"""Does anything in somebody else's folder execute code? And do commands refuse folders of one's own?
 
-    python benchmarks/hostile.py [--only settings folders datasets places own] [--each 3] [--minutes 60]
-
-- `settings`: runs whose configs name code in every way of tests/config/test_trust.py, as their author sealed them,
+- `settings`: runs whose configs name code in every way of tests/config/test_trust.py, as their author signed them,
   without manifests, changed after this user signed them, below `train all`; also where that of the run alone names it
 - `folders`: pickles in place of weights and states, YAML tags, links, and manifests of other folders, of other keys and
   of odd content
@@ -11,34 +9,57 @@
   and files that libraries look for; in new processes, the others in forks of this one, which has all imported
 - `own`: what this user made, by code of their own, in workers, processes and phases, moved and copied
 
-Each folder is read by `--each` commands, in turn, of all that read such a folder. Code that runs leaves a mark. What
-may run with --trust is seen to do so, else nothing would be shown here; what is named can be imported. Results:
-results/hostile.json; exit status 1 where anything ran, or own folders asked.
+Each folder is read by `--each` commands, in turn, of all that read such a folder. Code that is executed leaves a mark:
+the verdict is `executed`. What --trust permits must be executed with it (else `not executed with --trust`), or nothing
+would be shown here. No command may require --trust for a folder of one's own (`own refused`) or fail on it.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import corruption
+import chaos_corruption as corruption
 import hostile_ways as ways
-import report
 from hostile_ways import CARTPOLE, PPO, SHORT, Bait, Place
 
-RESULTS = report.RESULTS / "hostile.json"
-GENERATED = {"settings": ways.of_settings, "folders": ways.of_folders, "datasets": ways.of_datasets}
-PARTS = (*GENERATED, "places", "own")
+CASES = ("settings", "folders", "datasets", "places", "own")
+BAD = ("executed", "not executed with --trust", "own refused", "own failed", "traceback", "hang")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--each", type=int, default=3, metavar="N", help="commands that read each folder, in turn")
+
+
+def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
+    place = made_in(work)
+    of_others = {"settings": ways.of_settings, "folders": ways.of_folders, "datasets": ways.of_datasets}
+    if name in of_others:
+        yield from of_strangers(place, of_others[name], args.each)
+    else:
+        yield from of_places(place) if name == "places" else of_own(place)
+
+
+def summary(trials: list[dict]) -> dict:
+    of_others = [trial for trial in trials if not trial.get("trusted")]
+    codes = Counter("hang" if trial["code"] is None else str(trial["code"]) for trial in of_others)
+    return {"folders": len({trial["folder"] for trial in of_others}), "exit_codes": dict(codes)}
+
+
+@cache
+def made_in(work: Path) -> Place:
+    corruption.preload()
+    place = Place(work / "hostile")
+    place.made()
+    return place
 
 
 def command(argv: list[str], here: Path, seconds: float = corruption.HANG_S) -> tuple[int | None, str]:
@@ -77,7 +98,21 @@ def loaded(argv: list[str]) -> int:
     return 0
 
 
-def tried(place: Place, bait: Bait, argv: list[str]) -> dict:
+def judged(code: int | None, text: str, executed: bool = False, trusted: bool = False) -> dict:
+    if executed and not trusted:
+        verdict = "executed"
+    elif code is None:
+        verdict = "hang"
+    elif "Traceback (most recent" in text:
+        verdict = "traceback"
+    elif trusted:
+        verdict = "executed with --trust" if executed else "not executed with --trust"
+    else:
+        verdict = {0: "read", 2: "refused"}.get(code, "ended with an error")
+    return {"verdict": verdict, "code": code, "output": text.strip()[-300:]}
+
+
+def tried(place: Place, bait: Bait, argv: list[str], trusted: bool = False) -> dict:
     for path in (place.bait, place.out):
         shutil.rmtree(path, ignore_errors=True)
     place.mark.unlink(missing_ok=True)
@@ -85,29 +120,26 @@ def tried(place: Place, bait: Bait, argv: list[str]) -> dict:
     if place.mark.exists():
         raise SystemExit(f"{bait.name}: making it ran it")
     code, text = command(argv, place.here)
-    found = {"executed": place.mark.exists(), "code": code, "traceback": "Traceback (most recent" in text}
-    return found | {"asked": "--trust" in text or "trust=True" in text, "said": text.strip()[-300:]}
+    shown = {"folder": bait.name, "command": place.short(argv)} | ({"trusted": True} if trusted else {})
+    return shown | judged(code, text, place.mark.exists(), trusted)
 
 
-def of_strangers(place: Place, part: str, each: int, end: float) -> Iterator[dict]:
-    """A row for each folder and command: of all that read it the next `each`, in turn."""
+def of_strangers(place: Place, made: Callable[[Place], Iterator[Bait]], each: int) -> Iterator[dict]:
+    """Of each folder and command: of all that read it the next `each`, in turn."""
     turns = Counter[int]()
-    for bait in GENERATED[part](place):
+    for bait in made(place):
         many = len(bait.commands)
         begins = turns[many] % many
         turns[many] += each
         for argv in (bait.commands * 2)[begins : begins + min(each, many)]:
-            if time.monotonic() > end:
-                return
-            yield {"part": part, "folder": bait.name, "command": place.short(argv)} | tried(place, bait, argv)
+            yield tried(place, bait, argv)
         if bait.trusted:
-            found = tried(place, bait, bait.trusted)
-            yield {"part": part, "folder": bait.name, "command": place.short(bait.trusted), "trusted": True} | found
+            yield tried(place, bait, bait.trusted, trusted=True)
 
 
 def of_places(place: Place) -> Iterator[dict]:
     """Commands in a folder that holds what Python, its packages and their settings might be looked for as."""
-    names = {
+    names_of_all = {
         *sys.stdlib_module_names,
         *packages_distributions(),
         "sparring",
@@ -125,7 +157,8 @@ def of_places(place: Place) -> Iterator[dict]:
     commands += [["train", "finetune", *few, "pretrained=.", "env.vectorize=process", "env.workers=2"]]
     commands += [["train", "finetune", *few, "rollout.mode=async"], ["train", "finetune", *few, "--gpus", "2"]]
     commands += [["check"], ["config", "finetune", "pretrained=."], ["demos", "show", str(place.demos)]]
-    ways_to_start = {"sparring": ([str(script)], names), "python -P -m sparring": (["-P", "-m", "sparring"], names)}
+    ways_to_start = {"sparring": ([str(script)], names_of_all)}
+    ways_to_start["python -P -m sparring"] = (["-P", "-m", "sparring"], names_of_all)
     ways_to_start["python -m sparring"] = (["-m", "sparring"], packages)
     for how, (words, modules) in ways_to_start.items():
         for argv in commands if how == "sparring" else commands[:6:5]:
@@ -134,16 +167,18 @@ def of_places(place: Place) -> Iterator[dict]:
                 path.unlink(missing_ok=True)
             shutil.copytree(place.run, place.bait)
             litter(place, sorted(modules))
-            done = subprocess.run([sys.executable, *words, *argv], cwd=place.bait, capture_output=True, text=True)
-            text = done.stdout + done.stderr
-            found = {"executed": place.mark.exists(), "code": done.returncode, "traceback": "Traceback" in text}
-            said = (place.mark.read_text() if place.mark.exists() else "") + text.strip()[-300:]
-            command = f"{how}: {place.short(argv)}"
-            yield (
-                {"part": "places", "folder": "modules of all names", "command": command, "asked": False}
-                | found
-                | {"said": said}
-            )
+            code, text = started([sys.executable, *words, *argv], place.bait)
+            names = place.mark.read_text() if place.mark.exists() else ""
+            shown = {"folder": "modules of all names", "command": f"{how}: {place.short(argv)}"}
+            yield shown | judged(code, names + text, bool(names))
+
+
+def started(words: list[str], here: Path) -> tuple[int | None, str]:
+    try:
+        done = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout + done.stderr
 
 
 def litter(place: Place, names: list[str]) -> None:
@@ -183,7 +218,7 @@ def term(td):
 
 
 def of_own(place: Place) -> Iterator[dict]:
-    """What this user made: nothing of it asks."""
+    """What this user made: nothing of it requires --trust."""
     here = place.work / "project"
     here.mkdir()
     (here / "mine.py").write_text(MINE)
@@ -217,70 +252,7 @@ def of_own(place: Place) -> Iterator[dict]:
             shutil.move(here / argv[1], here / argv[2])
             continue
         code, text = command(argv, here, seconds=600)
-        found = {"asked": "trust" in text.lower(), "code": code, "traceback": "Traceback" in text}
-        yield (
-            {"part": "own", "folder": "own", "command": place.short(argv), "executed": False}
-            | found
-            | {"said": text.strip()[-300:]}
-        )
-
-
-def judged(rows: list[dict]) -> dict:
-    strangers = [row for row in rows if row["part"] != "own" and not row.get("trusted")]
-    trusted, own = [row for row in rows if row.get("trusted")], [row for row in rows if row["part"] == "own"]
-    codes = Counter("hang" if row["code"] is None else row["code"] for row in strangers)
-    return {
-        "folders": len({(row["part"], row["folder"]) for row in strangers}),
-        "commands": len(strangers),
-        "executed": sum(row["executed"] for row in strangers),
-        "exit_codes": {str(code): number for code, number in codes.items()},
-        "tracebacks": sum(row["traceback"] for row in rows),
-        "with_trust": {"commands": len(trusted), "executed": sum(row["executed"] for row in trusted)},
-        "own": {
-            "commands": len(own),
-            "asked": sum(row["asked"] for row in own),
-            "failed": sum(row["code"] != 0 for row in own),
-        },
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--each", type=int, default=3, metavar="N", help="commands that read each folder, in turn")
-    parser.add_argument("--minutes", type=float, default=60, help="of each part; stop by then, wherever it is")
-    args = parser.parse_args()
-    about = report.metadata()
-    kept: list[dict] = []
-    with tempfile.TemporaryDirectory() as work:
-        # the key of whoever runs this signs nothing here
-        os.environ["XDG_CONFIG_HOME"] = f"{work}/me"
-        os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"] = "", "1"
-        place = Place(Path(work).resolve())
-        corruption.preload()
-        place.made()
-        for part in args.only:
-            began = time.monotonic()
-            end = began + 60 * args.minutes
-            rows = {"places": of_places, "own": of_own}[part](place) if part not in GENERATED else None
-            found = []
-            for row in rows or of_strangers(place, part, args.each, end):
-                is_odd = (
-                    row["asked"] or row["code"] != 0 if part == "own" else row["executed"] != bool(row.get("trusted"))
-                )
-                if is_odd or row["traceback"] or row["code"] is None:
-                    print({**row, "odd": True}, flush=True)
-                else:
-                    row.pop("said")
-                found.append(row)
-            kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
-            kept = [row for row in kept if row["part"] != part] + found
-            total = {"all": judged(kept)} | {name: judged([r for r in kept if r["part"] == name]) for name in PARTS}
-            report.write_json(RESULTS, {"about": about, "total": total, "rows": kept})
-            print(part, judged(found), f"{time.monotonic() - began:.0f} s", flush=True)
-    found = judged(kept)
-    raise SystemExit(bool(found["executed"] or found["own"]["asked"]))
-
-
-if __name__ == "__main__":
-    main()
+        found = judged(code, text)
+        if found["verdict"] in ("refused", "ended with an error"):
+            found["verdict"] = "own refused" if "trust" in text.lower() else "own failed"
+        yield {"folder": "own", "command": place.short(argv)} | found

@@ -1,20 +1,19 @@
-"""Does a run that goes on and on need more and more memory?
-
-    python benchmarks/soak.py                              # 25 minutes: 2 min of warm-up, 6 measured, thrice
-    python benchmarks/soak.py --minutes 60 --only sync     # longer, for slopes below 1 MB/h
+"""Does a run that does not end need more and more memory, open files or threads?
 
 A real `sparring train finetune` of `reach_d0`, as tiny as it can be, so that an hour holds as many updates,
 checkpoints, evaluations and videos as a day of a real one: in one process (sync), with a collecting process (async),
-and in one process with a single arena of malloc. Every second the resident memory of each of its processes is read.
-Kept are, of each process that lived all the while:
+and in one process with a single arena of malloc. The minutes are shared out over them; a quarter of each, two minutes
+at most, is its warm-up. Every second the resident memory of each of its processes is read. Kept are, of each process
+that lived all the while:
 
 - the slope after warm-up, by least squares over means of 20 s, with its standard error: neighbouring samples are not
   independent, such means nearly are
 - memory at the beginning, after warm-up and at the end; open files and threads at both
 - the largest steps between two means, and when: what is allocated once is a step, what leaks is a slope
 
-and of the run how many updates, checkpoints and videos it made meanwhile, and the most that its encoders took beside.
-Results: results/soak.json.
+and of the run how many updates, checkpoints and videos it made meanwhile, and the most that its encoders took.
+Bad is `grows`: all means of the last third are above all of the first third, by more than the heaps of threads that
+glibc takes and gives back (30 MB), and with one arena by 2 MB; or there are more than four open files or threads more.
 """
 
 import argparse
@@ -23,17 +22,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
-import report
 
-RESULTS = report.RESULTS / "soak.json"
 EVERY_S, MEAN_S = 1.0, 20.0
 MB = 1e6
 WORDS = ["train", "finetune", "env.task=reach_d0", "--envs", "4", "rollout.steps=16", "rollout.max_episode_steps=20"]
@@ -52,33 +50,68 @@ WORDS += [
     "rollout.render_episodes=1",
 ]
 WORDS += ["evaluation.every=200", "evaluation.episodes=4", "evaluation.baseline=false"]
-# settings, and what the C library is told: without arenas of threads, what is left is the program's own
-MODES: dict[str, tuple[list[str], dict[str, str]]] = {"sync": ([], {}), "async": (["rollout.mode=async"], {})}
-MODES["sync, one arena"] = [], {"MALLOC_ARENA_MAX": "1"}
 
 
-def soak(mode: str, warm_s: float, measured_s: float) -> dict:
-    settings, told = MODES[mode]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        command = [sys.executable, "-m", "sparring", *WORDS, *settings, "--output", str(folder)]
-        with open(Path(place) / "said", "w") as said:
-            environment = os.environ | told
-            process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-        try:
-            # until the first update: imports and compiling are not the run
-            while not (folder / "episode_metrics.jsonl").is_file() and process.poll() is None:
-                time.sleep(0.2)
-            at_first = counted(folder)
-            samples, brief = sampled(process, warm_s + measured_s)
-            at_last = counted(folder)
-        finally:
-            code = ended(process)
-        if code != 130:
-            raise SystemExit(f"{mode}: the run ended with {code}:\n{(Path(place) / 'said').read_text()[-2000:]}")
+@dataclass(frozen=True)
+class Mode:
+    settings: list[str]
+    environment: dict[str, str]
+    # how much more a process may take at the end
+    mb: float
+
+
+# without arenas of threads, what is left is the program's own
+CASES = {"sync": Mode([], {}, 30), "async": Mode(["rollout.mode=async"], {}, 30)}
+CASES["sync, one arena"] = Mode([], {"MALLOC_ARENA_MAX": "1"}, 2)
+BAD = ("grows",)
+FEW = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="more of them for the runs")
+
+
+def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
+    seconds = 60 * args.minutes / len(args.only)
+    warm_s = min(120.0, seconds / 4)
+    found = soak(CASES[name], args.settings, warm_s, seconds - warm_s, work / name)
+    rows = found["processes"]
+    grows = any(row["grown_mb"] > CASES[name].mb for row in rows)
+    grows |= any(row[what][1] > row[what][0] + FEW for row in rows for what in ("open_files", "threads"))
+    yield {"verdict": "grows" if grows else "flat", **found, "of": 1}
+
+
+def summary(trials: list[dict]) -> dict:
+    return {key: value for trial in trials for key, value in trial.items() if key not in ("verdict", "of", "seconds")}
+
+
+def soak(mode: Mode, settings: list[str], warm_s: float, measured_s: float, place: Path) -> dict:
+    place.mkdir()
+    folder = place / "run"
+    command = [sys.executable, "-m", "sparring", *WORDS, *mode.settings, *settings, "--output", str(folder)]
+    with open(place / "output", "w") as output:
+        environment = os.environ | mode.environment
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        # until the first update: imports and compiling are not the run
+        while not (folder / "episode_metrics.jsonl").is_file() and process.poll() is None:
+            time.sleep(0.2)
+        at_first = counted(folder)
+        samples, brief = sampled(process, warm_s + measured_s)
+        at_last = counted(folder)
+    finally:
+        code = ended(process)
+    if code != 130:
+        raise SystemExit(f"the run ended with {code}:\n{(place / 'output').read_text()[-2000:]}")
     rows = [judged(name, np.array(seen), warm_s) for name, seen in samples.items()]
     made = {name: at_last[name] - at_first[name] for name in at_last}
-    return {"seconds": warm_s + measured_s, "made": made, "processes": rows, "most_of_encoders_mb": brief}
+    return {
+        "warm_up_s": warm_s,
+        "measured_s": measured_s,
+        "made": made,
+        "processes": rows,
+        "most_of_encoders_mb": brief,
+    }
 
 
 def sampled(process: subprocess.Popen, seconds: float) -> tuple[dict[str, list], float]:
@@ -103,7 +136,9 @@ def sampled(process: subprocess.Popen, seconds: float) -> tuple[dict[str, list],
 def judged(name: str, seen: np.ndarray, warm_s: float) -> dict:
     """The slope of one process, in MB/h, and its standard error."""
     warm = seen[seen[:, 0] >= warm_s]
-    blocks = [warm[(warm[:, 0] // MEAN_S) == b] for b in np.unique(warm[:, 0] // MEAN_S)]
+    # at least six of them
+    mean_s = min(MEAN_S, (seen[-1, 0] - warm_s) / 6)
+    blocks = [warm[(warm[:, 0] // mean_s) == b] for b in np.unique(warm[:, 0] // mean_s)]
     hours = np.array([block[:, 0].mean() / 3600 for block in blocks])
     size = np.array([block[:, 1].mean() / MB for block in blocks])
     away = hours - hours.mean()
@@ -115,6 +150,7 @@ def judged(name: str, seen: np.ndarray, warm_s: float) -> dict:
         "process": name,
         "slope_mb_per_h": round(slope, 2),
         "standard_error": round(error, 2),
+        "grown_mb": round(float(size[-(len(size) // 3) :].min() - size[: len(size) // 3].max()), 2),
         "mb": {"first": mb(seen[0, 1]), "warm": mb(warm[0, 1]), "last": mb(seen[-1, 1]), "most": mb(seen[:, 1].max())},
         "open_files": [int(warm[0, 2]), int(warm[-1, 2])],
         "threads": [int(warm[0, 3]), int(warm[-1, 3])],
@@ -143,30 +179,3 @@ def ended(process: subprocess.Popen) -> int:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--minutes", type=float, default=6.0, help="measured, of each (default: 6)")
-    parser.add_argument("--warm-up", type=float, default=2.0, metavar="MIN", help="before (default: 2)")
-    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="more of them; nothing is kept")
-    args = parser.parse_args()
-    WORDS.extend(args.settings)
-    for mode in args.only:
-        before = report.load()
-        found = soak(mode, 60 * args.warm_up, 60 * args.minutes)
-        # another one may have ended meanwhile
-        kept = json.loads(RESULTS.read_text())["modes"] if RESULTS.is_file() else {}
-        kept[mode] = found | {"commit": report.commit(), "load": [before, report.load()]}
-        if not args.settings:
-            report.write_json(RESULTS, {"about": report.metadata(), "modes": kept})
-        print(mode, found["made"], f"encoders at most {found['most_of_encoders_mb']} MB", flush=True)
-        columns = ["process", "slope_mb_per_h", "standard_error", "mb", "open_files", "threads", "largest_steps"]
-        print(
-            report.table([tuple(columns), *(tuple(row[c] for c in columns) for row in found["processes"])]), flush=True
-        )
-
-
-if __name__ == "__main__":
-    main()
