@@ -88,13 +88,13 @@ class HopperForward:
         keys, values = x.new_empty(shape), x.new_empty(shape)
         keys[..., length:, :].zero_()  # unused entries get weight 0, but 0 * NaN would be NaN
         values[..., length:, :].zero_()
-        mask = F.pad(mask, (0, room), value=True)
+        cache_mask = F.pad(mask, (0, room), value=True)
         for number, layer in enumerate(trunk):
-            cache = _LayerCache(keys[:, number], values[:, number], 0, mask, 0, rope)
+            cache = _LayerCache(keys[:, number], values[:, number], 0, cache_mask, 0, rope)
             q = self._project(layer, x, cache)
             if features or number < len(trunk) - 1:
                 x = self._finish(layer, x, self._attend(q, x.shape[1], cache))
-        return Cache(keys, values, mask, self._pool(x, mask) if features else None, states, cos, sin)
+        return Cache(keys, values, cache_mask, self._pool(x, mask) if features else None, states, cos, sin)
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, cache: Cache) -> torch.Tensor:
         dims, state_count = x.shape[-1], cache.states.shape[1]
