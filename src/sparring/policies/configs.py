@@ -96,7 +96,7 @@ class DenoisingConfig(Section):
     )
     loss_samples: int = Field(8, gt=0, description="fpo: samples of time and noise in a decision's loss")
     reduction: Literal["sum", "mean"] = Field(
-        "sum", description="of log-probs over steps, positions and dims; mean allows larger updates per clip_ratio"
+        "sum", description="sum or mean of log-probs over steps, positions and dims; mean allows larger updates"
     )
 
 

@@ -57,7 +57,7 @@ _OWN_SIZES = {"max_state_dim": "max_state_dim", "max_action_dim": "max_action_di
 class SavedModel(NamedTuple):
     weights: Weights
     sizes: Sizes
-    horizon: int | None = None  # of a pi0 checkpoint
+    horizon: int | None = None  # planned steps of a pi0 checkpoint
     sampling_steps: int | None = None
     is_pi0: bool = False
     needs_tokenizer: bool = False  # whether it reads text with the tokenizer.json in its folder

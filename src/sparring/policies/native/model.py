@@ -279,7 +279,7 @@ def _padded(x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _extend(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Append keys or values of more tokens, and masked zeros up to _MULTIPLE: products of odd sizes are slow."""
-    padding = -(cached.shape[2] + new.shape[2]) % _MULTIPLE  # of L in [B, kv heads, L, d]
+    padding = -(cached.shape[2] + new.shape[2]) % _MULTIPLE  # L is dim 2 of [B, kv heads, L, d]
     return torch.cat([cached, new, new.new_zeros(*new.shape[:2], padding, new.shape[3])], 2)
 
 
