@@ -76,7 +76,6 @@ def test_the_three_spellings_of_an_override_are_the_same(words):
         ("+2", 2),
         ("null", None),
         ("~", None),
-        ("", None),
         ("true", True),
         ("False", False),
         ("[64, 32]", [64, 32]),

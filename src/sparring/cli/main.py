@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from contextlib import suppress
+from itertools import pairwise
 
 from sparring import __version__
 from sparring.cli import config, runs, tasks, train
@@ -62,8 +63,11 @@ def _exit_code(argv: list[str]) -> int:
         try:
             if any("\0" in word for word in argv):
                 raise UserError("a NUL character was given, which no name holds; leave it out")
-            if empty := [word for word in argv if re.fullmatch("--[a-z-]+=--", word)]:  # argparse makes a list of it
-                raise UserError(f"{empty[0]}: the value is missing; give one")
+            # argparse makes a list of --output=--
+            empty = [word for word in argv if re.fullmatch("--[a-z-]+=(--)?", word)]
+            empty += [f"the word after {before}" for before, word in pairwise(argv) if not word]
+            if empty and argv[0] != "__complete":
+                raise UserError(f"{empty[0]} is empty (a shell variable that is not set?); give one")
             return _run(argv)
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled

@@ -114,7 +114,7 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.evaluation.files import terminal_width, text_table
     from sparring.runs.listing import find_runs
 
-    folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE", "outputs"))
+    folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE") or "outputs")
     if arguments.verify is not None:
         return _verify(arguments.verify or [folder], arguments.json)
     found = find_runs(folder)

@@ -114,7 +114,7 @@ def _train_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if arguments.dry_run:
         raise UserError("--dry-run goes with a phase; try teacher first, the others start from what it leaves")
-    output = Path(arguments.output or os.environ.get("OUTPUT_BASE", "outputs"))
+    output = Path(arguments.output or os.environ.get("OUTPUT_BASE") or "outputs")
     settings, resume = settings_of(arguments, overrides), arguments.resume or "auto"
     return train_all(settings, output, arguments.gpus, resume, arguments.trust)
 

@@ -159,6 +159,9 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
         if word in others or not re.fullmatch(_KEY, key):
             problems.append(f"'{shortened(word)}' is not an override; write key=value or --key value")
             continue
+        if equals and not text:
+            problems.append(f"{key}= has no value (a shell variable that is not set?); give one, or {key}=null")
+            continue
         try:
             settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))
         except (yaml.YAMLError, ValueError) as error:
