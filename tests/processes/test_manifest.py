@@ -1,13 +1,26 @@
 """Files that are hashed while they are written."""
 
 import errno
+import hashlib
+import json
 import os
+import zlib
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from sparring.processes import manifest
-from sparring.processes.manifest import HashedFile, entry
+from sparring.processes.manifest import (
+    HashedFile,
+    ManifestError,
+    damage,
+    entry,
+    is_signed,
+    read_manifest,
+    sign,
+    write_manifest,
+)
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1, 70_000, 2], [200_000, 65_536, 65_535, 300_000]])
@@ -59,3 +72,108 @@ def test_a_full_disk_ends_a_save_by_torch(tmp_path, monkeypatch):
     file._opened = open("/dev/full", "wb")  # noqa: SIM115
     with pytest.raises(OSError, match="No space"), file:
         torch.save({"tensor": torch.zeros(100_000)}, file)
+
+
+def test_tensors_have_a_crc32_and_all_else_a_sha256(tmp_path):
+    content = os.urandom(300_000)
+    files = {name: tmp_path / name for name in ("model.safetensors", "training_state.pt", "config.yaml", "index.json")}
+    for name, path in files.items():
+        with HashedFile(path) as file:
+            file.write(content)
+        tensors = name.endswith(("t", "s"))
+        checksum = (
+            {"crc32": f"{zlib.crc32(content):08x}"} if tensors else {"sha256": hashlib.sha256(content).hexdigest()}
+        )
+        assert file.entry == entry(path) == {"size": 300_000} | checksum
+    # the entry says which: earlier versions wrote a SHA-256 of everything
+    sha256 = {name: {"size": 300_000, "sha256": hashlib.sha256(content).hexdigest()} for name in files}
+    assert damage(tmp_path, {"files": sha256}) == []
+    files["model.safetensors"].write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    crc32 = {"model.safetensors": {"size": 300_000, "crc32": f"{zlib.crc32(content):08x}"}}
+    for listed in (sha256, crc32):
+        wrong = ["model.safetensors has another checksum than when it was written"]
+        assert damage(tmp_path, {"files": listed}) == wrong
+
+
+def test_a_crc32_binds_no_config(tmp_path):
+    """It can be forged: a config that a stranger's manifest lists by it would be signed, and replaced later."""
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    size, crc32 = 8, f"{zlib.crc32(b'seed: 1' + bytes([10])):08x}"
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": 1, "kind": "checkpoint", "files": {"config.yaml": {"size": size, "crc32": crc32}}})
+    )
+    assert damage(tmp_path, read_manifest(tmp_path)) == ["config.yaml has another checksum than when it was written"]
+    with pytest.raises(ManifestError, match="is damaged: config.yaml has another checksum"):
+        sign(tmp_path, "config.yaml")
+    assert not is_signed(read_manifest(tmp_path))
+    # also where this user signed it
+    write_manifest(tmp_path, "checkpoint", {"config.yaml": {"size": size, "crc32": crc32}})
+    assert damage(tmp_path, read_manifest(tmp_path), ["config.yaml"])
+    # of a run, the config is taken as it is
+    write_manifest(tmp_path, "run", {"config.yaml": {"size": size, "crc32": crc32}})
+    sign(tmp_path, "config.yaml")
+    assert read_manifest(tmp_path)["files"]["config.yaml"] == entry(tmp_path / "config.yaml")
+    assert "sha256" in entry(tmp_path / "config.yaml")
+
+
+@pytest.fixture
+def signed(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    write_manifest(tmp_path, "checkpoint", {"config.yaml": entry(tmp_path / "config.yaml")})
+    assert is_signed(read_manifest(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("hmac", ["\ud800", "é" * 64, "0" * 64, "", None, 1, [["0" * 64]]], ids=ascii)
+def test_an_hmac_is_the_one_or_none(signed, hmac):
+    file = signed / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hmac": hmac}))
+    assert not is_signed(read_manifest(signed))
+
+
+def test_what_is_nested_too_deeply_is_no_manifest(signed):
+    """It may be read where it cannot be written: some 990 levels, as the stack is."""
+    content = (signed / "manifest.json").read_text().rstrip()[:-1]
+    for depth in (8, 100, *range(900, 1010), 3000):
+        (signed / "manifest.json").write_text(f'{content}, "x": {"[" * depth}{"]" * depth}}}')
+        with pytest.raises(ManifestError, match="is no manifest|cannot be read") if depth > 8 else nullcontext():
+            assert not is_signed(read_manifest(signed))
+            assert sign(signed, "config.yaml") and is_signed(read_manifest(signed))
+
+
+@pytest.mark.parametrize("kind", ["too long", "FIFO", "folder", "not text"])
+def test_a_manifest_is_a_small_regular_file(signed, kind):
+    file = signed / "manifest.json"
+    if kind == "too long":
+        os.truncate(file, (64 << 20) + 1)
+    elif kind == "not text":
+        file.write_bytes(b"{\xff}")
+    else:
+        file.unlink()
+        file.mkdir() if kind == "folder" else os.mkfifo(file)
+    why = {"too long": "larger than 67 MB", "FIFO": "not a regular file", "folder": "Is a directory"}.get(kind, "utf-8")
+    with pytest.raises(ManifestError, match=f"cannot be read .*{why}"):
+        read_manifest(signed)
+
+
+@pytest.mark.parametrize("name, why", [("x" * 5000, "cannot be read (File name too long)"), ("x\0", "is missing")])
+def test_names_that_no_file_has_are_damage(signed, name, why):
+    (found,) = damage(signed, {"files": {name: {"size": 1}}})
+    assert found == f"{name[:255]} {why}"
+
+
+def test_files_that_are_links_are_read_and_nothing_is_written_through_them(signed, tmp_path_factory):
+    """Folders of caches hold links to files elsewhere."""
+    cache = tmp_path_factory.mktemp("cache")
+    for file in list(signed.iterdir()):
+        file.rename(cache / file.name)
+        file.symlink_to(cache / file.name)
+    manifest, before = read_manifest(signed), (cache / "manifest.json").read_bytes()
+    assert is_signed(manifest) and damage(signed, manifest) == []
+    with pytest.raises(OSError, match="a link"):
+        sign(signed, "config.yaml")
+    assert (cache / "manifest.json").read_bytes() == before
+    (cache / "config.yaml").write_text("seed: 2\n")
+    assert damage(signed, manifest) == ["config.yaml has another checksum than when it was written"]
+    (cache / "config.yaml").unlink()
+    assert damage(signed, manifest) == ["config.yaml is not a regular file"]

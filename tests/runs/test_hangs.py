@@ -142,7 +142,7 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
         ("sys.exit", "simulating (a step of the env) failed: the env called sys.exit(0) in env 0 ("),
         ("generator exit", "simulating (a step of the env) failed: the env raised GeneratorExit in env 0 ("),
         ("memory", "simulating (a step of the env) failed: MemoryError: the scene is too large in env 0 ("),
-        ("no reward", "step() of faulty_envs:Faulty returned None; expected a number as the reward in env 0 ("),
+        ("no reward", "step() of faulty_envs:Faulty returned the reward None; expected a number in env 0 ("),
         ("returns nothing", "step() of faulty_envs:Faulty returned None; expected (observation, reward, terminated, "),
         ("only its observation in reset", "reset() of faulty_envs:Faulty returned array("),
         ("wrong shape", "the observation of faulty_envs:Faulty has shape (2,) but its observation_space says (4,)"),

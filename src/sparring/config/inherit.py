@@ -2,6 +2,7 @@
 `pretrained`, the env with `imitate.demos`, the world model with `student.teacher` and `rollout.imagined`, both with
 `adversarial.*`."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -117,23 +118,25 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     files = [Path(path) / "meta/sparring.json" for path in folders if isinstance(path, str)]
     if not files or not all(file.is_file() for file in files):
         return []
-    envs = [_recorded_env(file) for file in files]
+    envs, checksums = zip(*map(_recorded_env, files), strict=True)
     if given.get("env.name", envs[0]["name"]) != envs[0]["name"]:
         return []
     tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
     values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
     folder = files[0].parents[1]
-    settings = [Setting(k, value, f"imitate.demos={folder}") for k, value in values.items() if k not in _OF_THE_RUN]
+    source = f"imitate.demos={folder}"
+    settings = [Setting(k, v, source, sha256=checksums[0]) for k, v in values.items() if k not in _OF_THE_RUN]
     refuse_code(folder, "meta/sparring.json", settings)
     return settings
 
 
-def _recorded_env(file: Path) -> dict[str, Any]:
+def _recorded_env(file: Path) -> tuple[dict[str, Any], str]:
     from sparring.data.lerobot import DatasetError
 
     try:
-        env = json.loads(read_small(file))["env"]
-        return env | {"name": env["name"], "task": list(env["task"])}
+        content = read_small(file)
+        env = json.loads(content)["env"]
+        return env | {"name": env["name"], "task": list(env["task"])}, hashlib.sha256(content).hexdigest()
     except (OSError, ValueError) as error:
         why = str(error)
     except (KeyError, TypeError, RecursionError):

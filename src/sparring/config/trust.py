@@ -51,8 +51,8 @@ def trusted_settings(folder: Path, keys: tuple[str, ...] = ("",)) -> list[Settin
 def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> None:
     """Before any of `settings` is used, which came from the file `name` of `folder`: refused if they name code and
     nobody trusts it. None: a file that belongs to no folder, and cannot be signed."""
-    found = _code_in(settings)
-    if not found or folder is not None and _is_own(folder, name):
+    found = _code_in(settings := [*settings])
+    if not found or folder is not None and _is_own(folder, name, settings[0].sha256):
         return
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
@@ -61,7 +61,7 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
         raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
     if folder is not None and name == "config.yaml":  # all of it is signed, whatever of it is used now
         found = _code_in(read_settings(folder / name))
-    signed = folder is not None and _sign(folder, name)
+    signed = folder is not None and _sign(folder, name, settings[0].sha256)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
         print(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"), file=sys.stderr)
@@ -74,8 +74,9 @@ def adopts(folder: Path) -> bool:
     """
     if not _GIVEN.get() or not (folder / "config.yaml").is_file() or read_manifest(folder) is not None:
         return False
-    refuse_code(folder, "config.yaml", read_settings(folder / "config.yaml"))
-    if read_manifest(folder) is None and _sign(folder, "config.yaml") and "RANK" not in os.environ:
+    refuse_code(folder, "config.yaml", settings := read_settings(folder / "config.yaml"))
+    sha256 = settings[0].sha256 if settings else None
+    if read_manifest(folder) is None and _sign(folder, "config.yaml", sha256) and "RANK" not in os.environ:
         print(f"trusted {folder}, which had no {MANIFEST}: signed '{folder}'", file=sys.stderr)
     return True
 
@@ -109,15 +110,21 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _is_own(folder: Path, name: str) -> bool:
+def _is_own(folder: Path, name: str, sha256: str | None) -> bool:
+    """`sha256`: of what was read from the file, which may have been replaced since."""
     manifest = read_manifest(folder)
-    return manifest is not None and is_signed(manifest) and not damage(folder, manifest, [name])
+    if manifest is None or not is_signed(manifest) or damage(folder, manifest, [name]):
+        return False
+    return sha256 in (None, manifest["files"][name].get("sha256"))
 
 
-def _sign(folder: Path, name: str) -> bool:
+def _sign(folder: Path, name: str, sha256: str | None) -> bool:
     """False: it cannot be written, or this user has no key."""
+    if os.environ.get("RANK", "0") != "0":  # one rank signs, the others trust for the command
+        return False
     found = sorted(path for pattern in _REST[name] for path in folder.glob(pattern))
+    others = [str(path.relative_to(folder)) for path in found if path.is_file()]
     try:
-        return sign(folder, name, [str(path.relative_to(folder)) for path in found if path.is_file()])
+        return sign(folder, name, others, sha256)
     except OSError:
         return False

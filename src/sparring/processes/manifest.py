@@ -1,10 +1,12 @@
 """manifest.json: binds the files of a folder together by checksum, and is signed with this user's own key.
 
-{"format": 1, "kind": "checkpoint", "files": {"model.safetensors": {"size": 8, "sha256": "..."}, ...}, "hmac": "..."}
+{"format": 1, "kind": "checkpoint", "hmac": "...", "files": {
+  "config.yaml": {"size": 8, "sha256": "..."}, "model.safetensors": {"size": 8, "crc32": "..."}, ...}}
 
 It is written last, so a folder with a manifest is whole. Checksums find accidents. The HMAC says that this user wrote
-the folder, or chose to trust it; what it lists may then name code to import (docs/security.md). Where no key can be
-kept, as in a container whose home cannot be written, nothing is signed.
+the folder, or chose to trust it; what it lists may then name code to import (docs/security.md), so all files have a
+SHA-256 but those of tensors, which cannot name code. Where no key can be kept, as in a container whose home cannot be
+written, nothing is signed.
 """
 
 import hashlib
@@ -13,14 +15,15 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sparring.errors import UserError
-from sparring.processes.files import flush, write_whole
+from sparring.processes.files import flush, read_small, write_whole
 
 log = logging.getLogger("sparring.manifest")
 
@@ -28,21 +31,43 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # bytes of a block that is worth a thread, and of those that are brought onto the disk at once
 _BLOCK, _SYNC_BYTES = 1 << 16, 1 << 26
-_KEY_BYTES = 32
+_KEY_BYTES, _MANIFEST_BYTES = 32, 64 << 20
+# files that a CRC-32 is enough for: they are large, and it keeps up with the disk, which SHA-256 does not
+_TENSOR_FILES = (".safetensors", ".pt")
 
 
 class ManifestError(UserError):
     """A manifest that cannot be read, and why."""
 
 
-def checksum(file: Path) -> str:
+class _Crc32:
+    """Used as those of hashlib are."""
+
+    _value = 0
+
+    def update(self, block: bytes | memoryview) -> None:
+        self._value = zlib.crc32(block, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+_CHECKSUMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "crc32": _Crc32}
+
+
+def _checksum_of(file: Path) -> str:
+    return "crc32" if file.suffix in _TENSOR_FILES else "sha256"
+
+
+def _checksum(file: Path, name: str) -> str:
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return hashlib.file_digest(opened, _CHECKSUMS[name]).hexdigest()
 
 
 def entry(file: Path) -> dict[str, Any]:
     """What a manifest says about one file."""
-    return {"size": file.stat().st_size, "sha256": checksum(file)}
+    name = _checksum_of(file)
+    return {"size": file.stat().st_size, name: _checksum(file, name)}
 
 
 class HashedFile:
@@ -53,7 +78,8 @@ class HashedFile:
 
     def __init__(self, file: Path):
         self.entry: dict[str, Any] = {}
-        self._opened, self._digest = file.open("wb"), hashlib.sha256()
+        self._checksum = _checksum_of(file)
+        self._opened, self._digest = file.open("wb"), _CHECKSUMS[self._checksum]()
         self._threads = ThreadPoolExecutor(max_workers=2)
         self._syncs: list[Future] = []
         self._size = self._asked = 0
@@ -69,7 +95,7 @@ class HashedFile:
                 for sync in self._syncs:
                     sync.result()
                 os.fsync(self._opened.fileno())
-                self.entry = {"size": self._size, "sha256": self._digest.hexdigest()}
+                self.entry = {"size": self._size, self._checksum: self._digest.hexdigest()}
 
     def write(self, block: bytes | memoryview) -> int:
         """Returns when it is hashed, too: whoever gave the block may change it then, or give its memory back."""
@@ -98,19 +124,21 @@ def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **
     _write(folder, {"format": FORMAT, "kind": kind, "files": files, **about})
 
 
-def sign(folder: Path, name: str, others: Iterable[str] = ()) -> bool:
+def sign(folder: Path, name: str, others: Iterable[str] = (), sha256: str | None = None) -> bool:
     """Trust a folder of somebody else's that is as its manifest says; one without gets one, over `name` and `others`.
 
-    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand.
+    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand, but not since
+    it was read, with this `sha256`.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        names = dict.fromkeys([name, *others])
-        return _write(folder, {"format": FORMAT, "kind": "trusted", "files": {n: entry(folder / n) for n in names}})
+        manifest = {"format": FORMAT, "kind": "trusted", "files": {other: entry(folder / other) for other in others}}
     if manifest.get("kind") in ("run", "trusted") or name not in manifest["files"]:
         manifest["files"][name] = entry(folder / name)
     if wrong := damage(folder, manifest):
         raise ManifestError(f"'{folder}' is damaged: {'; '.join(wrong)}; copy the folder again")
+    if sha256 not in (None, manifest["files"][name].get("sha256")):
+        raise ManifestError(f"'{folder / name}' was changed while it was read; give the command again")
     return _write(folder, {key: value for key, value in manifest.items() if key != "hmac"})
 
 
@@ -119,18 +147,21 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     file = folder / MANIFEST
     if not os.path.lexists(file):
         return None
-    if not file.is_file() or file.is_symlink():
-        raise ManifestError(f"'{file}' is not a regular file; copy the folder again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_small(file, _MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"'{file}' cannot be read ({error}); copy the folder again") from None
     files = content.get("files") if isinstance(content, dict) else None
     known = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
     known = known and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
-    if not known or content.get("format") != FORMAT:
+    if not known or content.get("format") != FORMAT or _is_deep(content):
         raise ManifestError(f"'{file}' is no manifest of format {FORMAT}; copy the folder again, or update sparring")
     return content
+
+
+def _is_deep(value: Any, most: int = 10) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(each, most - 1) for each in inner)
 
 
 def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None = None) -> list[str]:
@@ -141,15 +172,24 @@ def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None =
     found = []
     for name in manifest["files"] if names is None else names:
         file, wanted = folder / name, manifest["files"].get(name)
-        if wanted is None:
-            found.append(f"{name} is not in {MANIFEST}")
-        elif file.is_symlink() or not file.is_file():
-            found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
-        elif (size := file.stat().st_size) != wanted.get("size"):
-            found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
-        elif checksum(file) != wanted.get("sha256"):
-            found.append(f"{name} has another checksum than when it was written")
+        try:
+            if wanted is None:
+                found.append(f"{name} is not in {MANIFEST}")
+            elif not file.is_file():
+                found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
+            elif (size := file.stat().st_size) != wanted.get("size"):
+                found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
+            elif not _is_as_written(file, wanted):
+                found.append(f"{name} has another checksum than when it was written")
+        except OSError as error:
+            found.append(f"{name[:255]} cannot be read ({error.strerror})")
     return found
+
+
+def _is_as_written(file: Path, wanted: dict[str, Any]) -> bool:
+    """A CRC-32 can be forged: it counts for tensors only, whatever the manifest of a stranger says."""
+    name = "sha256" if "sha256" in wanted else _checksum_of(file)
+    return _checksum(file, name) == wanted.get(name)
 
 
 def altered(folder: Path, name: str) -> list[str]:
@@ -164,10 +204,10 @@ def altered(folder: Path, name: str) -> list[str]:
 def is_signed(manifest: dict[str, Any]) -> bool:
     """By this user's key, as it is."""
     given, file = manifest.get("hmac"), key_file()
-    if not isinstance(given, str) or file is None or not file.exists():
+    if not isinstance(given, str) or not given.isascii() or file is None or not file.exists():
         return False
     try:
-        return hmac.compare_digest(given.encode(), _signature(manifest).encode())
+        return hmac.compare_digest(given, _signature(manifest))
     except ManifestError as error:
         _say_once(str(error))
         return False
