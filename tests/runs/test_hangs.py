@@ -145,7 +145,10 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
         ("no reward", "step() of faulty_envs:Faulty returned the reward None; expected a number in env 0 ("),
         ("returns nothing", "step() of faulty_envs:Faulty returned None; expected (observation, reward, terminated, "),
         ("only its observation in reset", "reset() of faulty_envs:Faulty returned array("),
-        ("wrong shape", "the observation of faulty_envs:Faulty has shape (2,) but its observation_space says (4,)"),
+        (
+            "wrong shape",
+            "the observation of faulty_envs:Faulty has shape (2,) but its observation_space has shape (4,)",
+        ),
         ("nan", "the final observation of env 0 (faulty_envs:Faulty) holds NaN or inf"),
     ],
 )
@@ -167,7 +170,7 @@ def test_what_an_env_raises_is_a_sentence_and_its_own_lines(tmp_path, capsys, ho
 
 
 def test_what_an_env_in_a_worker_started_ends_with_it():
-    env = make_env(config_in("", **faulty("", "child", **WORKERS)).env, 2)
+    env = make_env(config_in("unused", **faulty("unused", "child", **WORKERS)).env, 2)
     env.reset(0)
     workers = [worker.process.pid for worker in env.backend._pool.workers]
     for _ in range(56):

@@ -105,11 +105,15 @@ class RowFile:
         refuse_special(self.path)
         texts = [json.dumps(row | {"row": number}) for number, row in enumerate(rows, self.last + 1)]
         lines = [f'{text[:-1]}, "crc": "{_checksum(text)}"}}\n' for text in texts]
-        with self.path.open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(end - 1, 0))
-            torn = b"" if file.read(1) in (b"", b"\n") else b"\n"
-            file.write(torn + "".join(lines).encode())
+        try:
+            with self.path.open("ab+") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(end - 1, 0))
+                torn = b"" if file.read(1) in (b"", b"\n") else b"\n"
+                file.write(torn + "".join(lines).encode())
+        except OSError as error:  # writing itself names no file
+            error.filename = str(self.path)
+            raise
 
     def read(self) -> list[dict[str, Any]]:
         """The rows that are as they were written."""
