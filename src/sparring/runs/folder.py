@@ -228,9 +228,9 @@ class Status:
         self.progress(progress, fraction)
         self.evaluated(evaluations)
 
-    def progress(self, progress: Progress, fraction: float) -> None:
+    def progress(self, progress: Progress, fraction: float, at_once: bool = False) -> None:
         self.content["progress"] = asdict(progress) | {"fraction": fraction}
-        if time.monotonic() - self._written >= _SECONDS:
+        if at_once or time.monotonic() - self._written >= _SECONDS:
             self._write()
 
     def evaluated(self, evaluations: list[dict]) -> None:

@@ -47,11 +47,12 @@ class RunState:
     age: float  # seconds since it wrote last
 
 
-def find_runs(root: Path) -> list[RunState]:
-    """Those in `root` and below it, the one that wrote last first."""
-    if not root.is_dir():
-        raise UserError(f"'{root}' is no folder; give the one that your runs are in")
-    return sorted(map(_look_at, run_folders(root)), key=lambda run: run.age)
+def find_runs(*roots: Path) -> list[RunState]:
+    """Those in `roots` and below them, each once; the one that wrote last first."""
+    if wrong := [root for root in roots if not root.is_dir()]:
+        raise UserError(f"'{wrong[0]}' is no folder; give the one that your runs are in")
+    found = dict.fromkeys(run for root in roots for run in run_folders(root))
+    return sorted(map(_look_at, found), key=lambda run: run.age)
 
 
 def run_folders(root: Path) -> Iterator[Path]:
@@ -72,6 +73,7 @@ def why_no_checkpoint(folder: Path) -> str | None:
         run, often = _look_at(folder), saved.get("training.save_every")
         done = f" after {run.updates:,} updates" if run.updates else ""
         mend = "wait for it" if run.state == "running" else "train it again by the same command"
+        mend = f"it ended with: {run.why}. Change what this names, and train again" if run.state == "crashed" else mend
         return (
             f"'{folder}' has no checkpoint yet: its run {_HOW.get(run.state, 'ended')}{done}, and one is saved every "
             f"{often or 'so many'} updates (training.save_every) and at the end; {mend}"

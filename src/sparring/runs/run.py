@@ -355,6 +355,8 @@ class _Checkpoints:
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if run.phase.progress.updates % run.config.training.save_every == 0:
             self.save(run)
+            # a run that is killed now is as far as its checkpoint
+            run.status.progress(run.phase.progress, run.fraction, at_once=True)
             run.recorder.record_next_video(run)
 
     def save_last(self, run: Run) -> None:
