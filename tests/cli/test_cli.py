@@ -343,7 +343,7 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
         "  ppo.gamma: 0.97 in the folder, 0.5 now",
         "  seed: 0 in the folder, 3 now",
     ]
-    assert lines[3].startswith("give another folder (--output DIR), start anew here (--resume never; ")
+    assert lines[3].startswith("give another folder (--output DIR), start from scratch here (--resume never ")
     assert hashes(run_folder) == before
 
 
@@ -497,7 +497,10 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_fo
         (run_folder / checkpoint / name).write_bytes(b"torn")
     code, _, err = told(capsys, *words)
     assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, expected " in err
-    assert f"  checkpoint-1: {name} has 4 bytes" in err and "start anew (--resume never moves the run aside)" in err
+    assert (
+        f"  checkpoint-1: {name} has 4 bytes" in err
+        and "start from scratch with --resume never (it moves the run aside)" in err
+    )
     # from elsewhere
     code, _, err = told(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
     assert code == 2 and f"'run/checkpoint-2' is damaged: {name} has 4 bytes" in err

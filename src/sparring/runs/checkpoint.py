@@ -235,7 +235,7 @@ def damage_of(checkpoint: Path) -> list[str]:
 def _damage(checkpoint: Path) -> list[str]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return [f"it has no {MANIFEST}; --trust takes it as it is"]
+        return [f"it has no {MANIFEST}; --trust accepts it as it is"]
     files, tensors = manifest["files"], manifest.get("tensors")
     present = {file.name for file in checkpoint.iterdir() if file.is_file()}
     # all that may be loaded, listed or not
@@ -308,13 +308,13 @@ def newest_whole(folder: Path) -> Path | None:
             for name, what in told:
                 # once, however often it is looked for
                 if folder / name not in _told:
-                    log.warning("'%s' is damaged: %s; %s is used instead", folder / name, what, path.name)
+                    log.warning("'%s' is damaged (%s); %s is used instead", folder / name, what, path.name)
                 _told.add(folder / name)
             return path
         told.append((path.name, "; ".join(wrong)))
     if told:
         lines = [f"  {name}: {what}" for name, what in told]
-        advice = "start anew (--resume never moves the run aside), or copy the folder again from where it is whole"
+        advice = "start from scratch with --resume never (it moves the run aside), or copy the folder again"
         raise CheckpointError("\n".join([f"'{folder}': all of its checkpoints are damaged:", *lines, advice]))
     return None
 

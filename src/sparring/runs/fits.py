@@ -77,7 +77,7 @@ def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> 
     changed = [f"  {key}: {then} in the folder, {today} now" for key, (then, today) in shown.items() if then != today]
     if saved and changed:
         advice = (
-            "give another folder (--output DIR), start anew here (--resume never; the old run is moved aside), "
+            "give another folder (--output DIR), start from scratch here (--resume never moves the old run aside), "
             f"or start a new run from its weights (--output DIR pretrained={folder})"
         )
         raise ConfigError([f"'{folder}' holds a run with another config:", *changed, advice])

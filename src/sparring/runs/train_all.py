@@ -31,7 +31,9 @@ _CURVES = {"rollout/contact_share": "share of decisions in touch with an object"
 def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto", trust: bool = False) -> int:
     """0, or the code of the phase that failed or was interrupted; the same call goes on there."""
     if resume not in ("auto", "never"):
-        raise UserError(f"--resume {resume}: all phases go on (auto) or start anew (never); name a phase to branch off")
+        raise UserError(
+            f"--resume {resume}: all phases go on (auto) or start from scratch (never); name a phase to branch off"
+        )
     shares = {phase: _settings_of(phase, given, output) for phase in CHAIN}
     # mistakes are found before hours are spent
     _refuse_own_starts(given)
