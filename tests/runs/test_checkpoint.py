@@ -257,7 +257,7 @@ def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
     bits = 8 * len(whole[name])
     for bit in random.Random(0).sample(range(bits), min(bits, 60)):
         flipped(file, bit)
-        module._told.clear()
+        module._reported.clear()
         try:
             found = find_checkpoint(tmp_path)
         finally:

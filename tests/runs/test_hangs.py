@@ -129,7 +129,7 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
     assert not run.run() and time.monotonic() - began < SOON
     assert saved(tmp_path) == ["checkpoint-2"]
     assert status_in(tmp_path)["state"] == "interrupted"
-    assert "stopped after 2 updates; saved. The same command goes on from here." in (tmp_path / "train.log").read_text()
+    assert "stopped after 2 updates; saved. The same command resumes it." in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
