@@ -211,7 +211,8 @@ def test_stopped_by_a_signal_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(run.phase, "step", lambda fraction: signal.raise_signal(signal.SIGTERM) or step(fraction))
     assert not run.run()
     told = status_in(tmp_path)
-    assert (told["state"], told["why"], told["progress"]["fraction"]) == ("interrupted", "stopped by a signal; saved", 0.5)
+    ended = "interrupted", "stopped by a signal; saved", 0.5
+    assert (told["state"], told["why"], told["progress"]["fraction"]) == ended
 
 
 def test_best_and_last_success(tmp_path):
