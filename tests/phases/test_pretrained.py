@@ -179,7 +179,7 @@ def test_padding_does_not_hide_what_the_state_was_of(tmp_path, capsys):
     assert main([*common, "env.object_state=hidden", "--output", str(blind)]) == 0
     capsys.readouterr()
     assert main([*common, f"pretrained={blind}", "env.object_state=state", "--output", str(out)]) == 2
-    assert "another env; leave out what you gave" in (said := capsys.readouterr().err)
+    assert "another env; leave out these settings" in (said := capsys.readouterr().err)
     assert "env.object_state was hidden and is state" in said and not out.exists()
 
 

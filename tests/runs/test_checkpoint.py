@@ -422,7 +422,7 @@ def put(name, value):
 
 
 WEIGHTS = {
-    "one NaN": (put("first", float("nan")), "NaN, infinite or impossible numbers in first; use another one"),
+    "one NaN": (put("first", float("nan")), "NaN, infinite or impossible numbers in first; use another checkpoint"),
     "one inf": (put("first", float("inf")), "NaN, infinite or impossible numbers in first"),
     "normaliser NaN": (put("normalizer.mean", float("nan")), "in normalizer.mean"),
     "normaliser inf": (put("normalizer.scale", float("inf")), "in normalizer.scale"),
