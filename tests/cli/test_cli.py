@@ -470,7 +470,7 @@ def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, ru
     code, _, err = told(capsys, *words)
     warned = [line for line in err.splitlines() if "config.yaml" in line and "run folder:" not in line]
     assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml has ")
-    assert warned[0].endswith("; it is written again with the settings of checkpoint-2")
+    assert warned[0].endswith("; written again from checkpoint-2")
     saved = saved_settings(run_folder)
     assert (saved["ppo.gamma"], saved["seed"], saved["output"]) == (0.97, 0, "run")
 
@@ -497,7 +497,10 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_fo
         (run_folder / checkpoint / name).write_bytes(b"torn")
     code, _, err = told(capsys, *words)
     assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, written were " in err
-    assert f"  checkpoint-1: {name} has 4 bytes" in err and "(--resume never moves the run aside)" in err
+    assert (
+        f"  checkpoint-1: {name} has 4 bytes" in err
+        and "start from scratch with --resume never (it moves the run aside)" in err
+    )
     # from elsewhere
     code, _, err = told(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
     assert code == 2 and f"'run/checkpoint-2' is damaged: {name} has 4 bytes" in err

@@ -268,7 +268,7 @@ def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
             assert found == path
             continue
         assert damaged and found.name == "checkpoint-1" and "checkpoint-1 is used instead" in told[-1]
-        assert "'" + str(path) + "' is damaged: " in told[-1]
+        assert "'" + str(path) + "' is damaged (" in told[-1]
         flipped(file, bit)
         with pytest.raises(CheckpointError, match="checkpoint-2' is damaged: .*; use another checkpoint"):
             load_weights(Network(), path)

@@ -79,7 +79,7 @@ def test_a_config_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeyp
     (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("iterations: 4", "iterations: 3"))
     Run(further)
     what = "config.yaml has another checksum than when it was written"
-    assert told == [f"'{copied}': {what}; it is written again with the settings of checkpoint-4"]
+    assert told == [f"'{copied}': {what}; written again from checkpoint-4"]
     # now it is as it was written
     Run(further)
     assert len(told) == 1

@@ -146,7 +146,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(trained, copied, name, mon
     run = Run(further(copied))
     assert run.phase.progress.updates == 2
     what = f"{name} has another checksum than when it was written"
-    assert told == [f"'{copied}/checkpoint-3' is damaged: {what}; checkpoint-2 is used instead"]
+    assert told == [f"'{copied}/checkpoint-3' is damaged ({what}); checkpoint-2 is used instead"]
     assert (copied / "checkpoint-3" / name).read_bytes() == damaged
     assert run.run()
     # it came to update 3 once more: nothing was lost

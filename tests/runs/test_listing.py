@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
     assert main(["prune", str(run), "--yes"]) == 0
     # 20 was the best, 50 the last; what comes after the last whole one is left alone
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
-    assert "checkpoint-50' is damaged: model.safetensors has another checksum" in caplog.text
+    assert "checkpoint-50' is damaged (model.safetensors has another checksum" in caplog.text
     # nothing goes where all are damaged
     for number in (30, 40):
         flip(run / f"checkpoint-{number}/model.safetensors")

@@ -231,7 +231,7 @@ def damage_of(checkpoint: Path) -> list[str]:
 def _damage(checkpoint: Path) -> list[str]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return [f"it has no {MANIFEST}; --trust accepts it unverified"]
+        return [f"it has no {MANIFEST}; --trust accepts it as it is"]
     files, tensors = manifest["files"], manifest.get("tensors")
     present = {file.name for file in checkpoint.iterdir() if file.is_file()}
     # every file that may be loaded, even if the manifest does not list it
@@ -303,13 +303,13 @@ def newest_whole(folder: Path) -> Path | None:
         if not (wrong := _unusable(path)):
             for name, what in damaged:
                 if folder / name not in _reported:
-                    log.warning("'%s' is damaged: %s; %s is used instead", folder / name, what, path.name)
+                    log.warning("'%s' is damaged (%s); %s is used instead", folder / name, what, path.name)
                 _reported.add(folder / name)
             return path
         damaged.append((path.name, "; ".join(wrong)))
     if damaged:
         lines = [f"  {name}: {what}" for name, what in damaged]
-        advice = "start from scratch (--resume never moves the run aside), or copy the folder again from an intact copy"
+        advice = "start from scratch with --resume never (it moves the run aside), or copy the folder again"
         raise CheckpointError("\n".join([f"'{folder}': all of its checkpoints are damaged:", *lines, advice]))
     return None
 

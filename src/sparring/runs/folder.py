@@ -149,7 +149,7 @@ class RunFolder:
 
     def advise(self, checkpoint: Path) -> str:
         """What the user can do if a run cannot resume from this checkpoint."""
-        restart = "start from scratch with --resume never (a run in the folder is moved aside)"
+        restart = "start from scratch with --resume never (it moves a run in the folder aside)"
         found = checkpoints(checkpoint.parent)
         older = found[: found.index(checkpoint)] if checkpoint in found else []
         if not older:

@@ -253,8 +253,7 @@ class Run:
         # the command that branched off from another run must also resume this one
         self.config = self.config.model_copy(update={"resume": saved.get("resume", self.config.resume)})
         if damaged := altered(run_folder.path, "config.yaml"):
-            message = "'%s': %s; it is written again with the settings of %s"
-            log.warning(message, run_folder.path, damaged[0], checkpoint.name)
+            log.warning("'%s': %s; written again from %s", run_folder.path, damaged[0], checkpoint.name)
         if damaged or self.fraction < 1:
             run_folder.write_config(self.config)
 
