@@ -127,7 +127,7 @@ def collecting(training: Training) -> list[psutil.Process]:
 
 
 # the stage that was at work, or none
-LATE = r"the actor process failed: (.* has not come to an end|it is idle|it is stopped)"
+LATE = r"the actor process failed: (.* has not finished within|it is idle|it is stopped)"
 BAD = ("hang", "silent", "not named", "left", "no resume")
 CASES = {
     "env worker killed": Kind(to_one(workers, signal.SIGKILL), r"WorkerError: worker \d \(.*\) died with exit code -9"),
@@ -135,7 +135,7 @@ CASES = {
     "collecting process killed": Kind(to_one(collecting, signal.SIGKILL), "process failed: it died with exit code -9"),
     "collecting process stopped": Kind(to_one(collecting, signal.SIGSTOP), LATE),
     "policy raises": Kind(policy("raise"), r"deciding \(the policy's act\): ZeroDivisionError: nothing comes to mind"),
-    "policy hangs": Kind(policy("hang"), r"deciding \(the policy's act\) has not come to an end"),
+    "policy hangs": Kind(policy("hang"), r"deciding \(the policy's act\) has not finished within"),
     "learner rank killed": Kind(
         to_one(Training.ranks, signal.SIGKILL), r"process \d .* of 0\.\.1 died: killed by signal 9", ("--gpus", "2")
     ),

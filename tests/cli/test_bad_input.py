@@ -150,9 +150,20 @@ def test_a_report_that_the_disk_does_not_take(tmp_path):
     make_run(tmp_path / "run")
     (tmp_path / "run/report.html").write_text("the last one")
     done = limited(resource.RLIMIT_FSIZE, 10_000, ["report", "run"], cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "'run/report.html' cannot be written (File too large)" in done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "'run/report.html' cannot be written (File too large)" in done.stderr and "; make room" in done.stderr
     assert (tmp_path / "run/report.html").read_text() == "the last one"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("words", [["train", "finetune", *SHORT], ["config", "import", "old.yaml"]])
+def test_a_disk_without_room_for_a_file_keeps_nothing_of_it(tmp_path, words):
+    (tmp_path / "old.yaml").write_text("task_name: reach_d0\n")
+    done = limited(resource.RLIMIT_FSIZE, 100, [*words, "--output", "out"], cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.count("sparring: ") == 1, done.stderr
+    assert "out" in done.stderr and "cannot write there (File too large)" in done.stderr
+    assert "; make room, or give another folder; the same command goes on" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in (["old.yaml"], ["old.yaml", "writer.lock"])
 
 
 def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
@@ -165,6 +176,7 @@ def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     newest = checkpoints(tmp_path / "run")[-1]
     assert newest.name == "checkpoint-2"
+    assert f"'{tmp_path}/run/checkpoint-3': " in done.stderr and not list((tmp_path / "run").glob(".partial*"))
     assert {path.name: path.read_bytes() for path in newest.iterdir()} == whole
 
 

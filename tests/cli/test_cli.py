@@ -496,7 +496,7 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_fo
     for checkpoint in ("checkpoint-1", "checkpoint-2"):
         (run_folder / checkpoint / name).write_bytes(b"torn")
     code, _, err = told(capsys, *words)
-    assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, written were " in err
+    assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, expected " in err
     assert (
         f"  checkpoint-1: {name} has 4 bytes" in err
         and "start from scratch with --resume never (it moves the run aside)" in err

@@ -213,15 +213,19 @@ def test_an_empty_file_or_section_asks_for_nothing(tmp_path, text):
         ("a: 1\n---\nb: 2\n", "config file 'FILE' line 2: not valid YAML or JSON (but found another document)"),
         (
             "x: 1\nseed: !!int abc\n",
-            "config file 'FILE' line 2: not valid YAML or JSON (the tag !!int is not read here; write ",
+            "config file 'FILE' line 2: the tag !!int is not read here; write ",
         ),
         (
             "a: !!python/object:os.system x\n",
-            "config file 'FILE' line 1: not valid YAML or JSON (the tag !!python/object:os",
+            "config file 'FILE' line 1: the tag !!python/object:os",
         ),
         (
             "a: &a {b: *a}\n",
-            "config file 'FILE' line 1: not valid YAML or JSON (the alias *a stands for what it lies in)",
+            "config file 'FILE' line 1: the alias *a contains itself",
+        ),
+        (
+            "base: &b\n  gamma: 0.9\nppo:\n  <<: *b\n",
+            "config file 'FILE' line 4: merge keys (<<) are not supported; write",
         ),
         ("a: \x00\n", "config file 'FILE': not valid YAML or JSON (unacceptable character #x0000"),
     ],

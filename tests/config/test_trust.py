@@ -192,6 +192,28 @@ def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what, si
     refused(capsys, "eval", file.parent, of=["is damaged: config.yaml has "])
 
 
+def test_without_a_key_trust_is_reported_once(hostile, capsys, monkeypatch):
+    folder, mark = hostile(CODE["policy"])
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null/none")
+    main(["eval", str(folder), "--trust"])
+    said = capsys.readouterr().err
+    assert mark.exists() and said.count("trusted ") == said.count("for this command only") == 1
+
+
+def test_a_config_file_in_somebody_elses_run_is_trusted_with_a_warning(hostile, capsys):
+    folder, _ = hostile({"env.name": "{m}:Thing"})
+    words = ["config", "finetune", "--config", str(folder / "config.yaml")]
+    main(words)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--config ")]
+    assert f"lies in '{folder}', which you did not sign: it is trusted like a Makefile, and imports env.name=" in line
+    # one's own, and one that lies in no run
+    manifest.sign(folder, "config.yaml")
+    main(words)
+    shutil.copy(folder / "config.yaml", folder.parent / "mine.yaml")
+    main([*words[:-1], str(folder.parent / "mine.yaml")])
+    assert "which you did not sign" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", [name for name in REFUSED if name.startswith(("os", "posix", "exec", "a b", "Popen"))])
 def test_trusted_builtins_and_other_kinds_are_not_called(hostile, capsys, what):
     folder, mark = hostile(REFUSED[what])

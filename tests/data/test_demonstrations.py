@@ -561,7 +561,7 @@ def test_a_flipped_bit_in_the_manifest_changes_nothing_or_is_refused(copy):
     [
         (gone("meta/stats.json"), "meta/stats.json is missing"),
         (gone("meta/sparring.json"), "meta/sparring.json is missing"),
-        (cut(EPISODES), "file-000.parquet has 200 bytes, written were"),
+        (cut(EPISODES), "file-000.parquet has 200 bytes, expected"),
         (pipe(DATA), "file-000.parquet is not a regular file"),
         (lambda folder: shutil.copy(folder / EPISODES, (folder / EPISODES).with_name("file-001.parquet")),
          "meta/episodes/chunk-000/file-001.parquet is not in manifest.json"),

@@ -131,9 +131,7 @@ def test_torn_and_missing_files_are_told(tmp_path):
     path = saved(tmp_path)
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:40])
-    with pytest.raises(
-        CheckpointError, match="'.*checkpoint-1' is damaged: model.safetensors has 40 bytes, written were"
-    ):
+    with pytest.raises(CheckpointError, match="'.*checkpoint-1' is damaged: model.safetensors has 40 bytes, expected"):
         load_weights(nn.Linear(3, 2), path)
     (path / "training_state.pt").unlink()
     with pytest.raises(CheckpointError, match="pretrained="):

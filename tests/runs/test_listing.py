@@ -337,6 +337,32 @@ def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
     assert main(["runs", "--verify", str(tmp_path / "nowhere")]) == 2
 
 
+def test_verify_says_what_is_not_one_s_own_or_was_changed(folder, tmp_path, monkeypatch, capsys):
+    run = folder("run", checkpoints=[1])
+    write_manifest(run, "run", {"config.yaml": entry(run / "config.yaml")})
+    (run / "config.yaml").write_text("seed: 3\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
+    assert main(["runs", "--verify", str(run)]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{run}: damaged: config.yaml has 8 bytes, expected 1000"
+    assert second == f"{run}/checkpoint-1: whole, but not signed by you"
+
+
+def test_runs_in_several_folders_are_listed_once(folder, capsys):
+    one, two = folder("a/one", status("finished")), folder("b/two", status("crashed", "gone"))
+    assert main(["runs", str(one), str(two), str(two.parent), "--json"]) == 0
+    assert [run["path"] for run in json.loads(capsys.readouterr().out)] == [str(two), str(one)]
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_repeats_why(folder, capsys):
+    run = folder("run", status("crashed", "training has diverged: the loss is nan; lower ppo.policy_lr=1"))
+    assert main(["eval", str(run)]) == 2
+    assert capsys.readouterr().err.endswith(
+        "; it ended with: training has diverged: the loss is nan; lower ppo.policy_lr=1. Change what this names, and "
+        "train again\n"
+    )
+
+
 # ---- folders without a checkpoint
 
 

@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from small_runs import status_in
 
 from sparring.cli.main import main
 from sparring.config.schema import load_config
@@ -294,6 +295,13 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     again = run_to_the_end(config_in(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(weights(first).values(), weights(again).values(), strict=True))
     assert len(lines(tmp_path)) == 5
+
+
+def test_the_status_is_as_far_as_the_newest_checkpoint(tmp_path):
+    """Of a run that is killed, however short its updates are."""
+    run, seen = Run(config_in(tmp_path, training={"iterations": 3, "save_every": 1})), []
+    run.recorder.record_next_video = lambda run: seen.append(status_in(tmp_path)["progress"]["updates"])
+    assert run.run() and seen == [0, 1, 2, 3]
 
 
 LIMITS = {"num_episodes": (6, 12), "total_timesteps": (100, 200), "iterations": (3, 5)}

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.errors import visible
@@ -73,8 +74,10 @@ def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool 
 
 def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> "list[Setting]":
     from sparring.config.text import parse_overrides, read_settings
+    from sparring.config.trust import warn_of_code
 
     given = read_settings(arguments.config) if arguments.config else []
+    warn_of_code(Path(arguments.config or ""), given)
     return given + parse_overrides(overrides) + flag_settings(arguments, {"envs": "rollout.n_envs"})
 
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
@@ -82,8 +81,6 @@ def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
     try:
         write_whole(output, text)
     except OSError as error:
-        with suppress(OSError):
-            output.unlink()
         raise UserError(f"--output {output}: cannot write there ({error.strerror})") from None
     print(arguments.output)
     return 0

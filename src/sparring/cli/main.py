@@ -74,9 +74,11 @@ def _exit_code(argv: list[str]) -> int:
     except UserError as error:
         from sparring.processes.heartbeat import is_first_to_say
 
+        # whatever was to be written there
+        is_full = getattr(error.__context__, "errno", None) in _FULL
         if is_first_to_say(str(error)):
-            print(f"sparring: {visible(error)}", file=sys.stderr)
-        return error.exit_code
+            print(f"sparring: {visible(error)}{f'; {_MENDS[errno.ENOSPC]}' if is_full else ''}", file=sys.stderr)
+        return 1 if is_full else error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

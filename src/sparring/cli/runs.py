@@ -33,10 +33,11 @@ def add(commands) -> None:
     watch.add_argument("--no-browser", action="store_true", help="only tell the address")
     watch.set_defaults(command=_watch)
     runs = commands.add_parser("runs", help="which run folders there are, and how each fares", **OPTIONS)
-    runs.add_argument("folder", nargs="?", metavar="DIR", help="where to look (default: outputs, or OUTPUT_BASE)")
+    where = "run folders, or folders that hold some (default: outputs, or OUTPUT_BASE)"
+    runs.add_argument("folders", nargs="*", metavar="DIR", type=Path, help=where)
     runs.add_argument("--json", action="store_true", help="as JSON")
-    whole = "of these runs, or of all: are the checkpoints as they were written? (exit code 1 where one is not)"
-    runs.add_argument("--verify", nargs="*", metavar="RUN", type=Path, help=whole)
+    whole = "are checkpoints and config.yaml as they were written? (exit code 1 where one is not)"
+    runs.add_argument("--verify", action="store_true", help=whole)
     runs.set_defaults(command=_runs)
     prune = commands.add_parser("prune", help="remove checkpoints, but for the best and the last", **OPTIONS)
     prune.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run folders")
@@ -114,14 +115,14 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.evaluation.files import terminal_width, text_table
     from sparring.runs.listing import find_runs
 
-    folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE") or "outputs")
-    if arguments.verify is not None:
-        return _verify(arguments.verify or [folder], arguments.json)
-    found = find_runs(folder)
+    folders = arguments.folders or [Path(os.environ.get("OUTPUT_BASE") or "outputs")]
+    if arguments.verify:
+        return _verify(folders, arguments.json)
+    found = find_runs(*folders)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
     elif not found:
-        print(f"no runs in {folder}")
+        print(f"no runs in {', '.join(map(str, folders))}")
     else:
         rows = [_HEAD, *map(_row, found)]
         columns = len(_HEAD) if any(run.why for run in found) else -1  # what went wrong, where something did
@@ -131,19 +132,29 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _verify(roots: list[Path], as_json: bool) -> int:
+    from sparring.processes.manifest import altered, is_signed, read_manifest
     from sparring.runs.checkpoint import checkpoints, damage_of, weights_file
     from sparring.runs.listing import run_folders
 
     damaged: dict[str, list[str]] = {}
+
+    def judge(path: Path, wrong: list[str]) -> None:
+        damaged[str(path)] = wrong
+        whole = "whole" if wrong or is_signed(read_manifest(path) or {}) else "whole, but not signed by you"
+        if not as_json:
+            print(visible(f"{path}: {'damaged: ' + '; '.join(wrong) if wrong else whole}"))
+
     for root in roots:
         if not root.is_dir():
             raise UserError(f"'{root}' is no folder; give run folders, or folders that hold some")
-        found = [root] if weights_file(root) else [path for run in run_folders(root) for path in checkpoints(run)]
+        alone = [root] if weights_file(root) else []
+        runs = [] if alone else list(run_folders(root))
+        found = alone + [path for run in runs for path in checkpoints(run)]
+        for run in runs:
+            if changed := altered(run, "config.yaml"):
+                judge(run, changed)
         for path in found:
-            damaged[str(path)] = damage_of(path)
-            if not as_json:
-                found_out = f"damaged: {'; '.join(damaged[str(path)])}" if damaged[str(path)] else "whole"
-                print(visible(f"{path}: {found_out}"))
+            judge(path, damage_of(path))
         if not found and not as_json:
             print(f"{root}: no checkpoints")
     if as_json:

@@ -26,7 +26,9 @@ def add(commands) -> None:
     train.add_argument("--envs", type=positive, metavar="N", help="robots of each process; short for rollout.n_envs=N")
     folder = "run folder (default: outputs/<phase>_rl); with all: what holds the three folders"
     train.add_argument("--output", metavar="DIR", help=folder)
-    resume = "auto (default): go on where the run folder stopped; never: start anew, the old run is moved aside; or "
+    resume = (
+        "auto (default): go on where the run folder stopped; never: start from scratch, the old run is moved aside; or "
+    )
     resume += "the checkpoint to start from"
     train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help=resume)
     tried = "try one rollout and one update, and write nothing; with the word rollout, only the rollout"

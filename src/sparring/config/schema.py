@@ -62,7 +62,7 @@ class Config(Section):
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, min_length=1, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
     resume: str = Field(
-        "auto", min_length=1, description="auto: go on where the folder stopped; never: start anew; or a checkpoint"
+        "auto", min_length=1, description="auto: go on where the folder stopped; never: from scratch; or a checkpoint"
     )
     env: _Chosen
     rollout: RolloutConfig

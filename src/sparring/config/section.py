@@ -63,7 +63,7 @@ _WHOLE, _MOST = (int, int | None), 10**9
 
 def _beyond_reason(value: Any, most: float) -> str | None:
     if isinstance(value, (int, float)) and value > most:
-        return f"expected at most {most:,}: more takes more memory or time than there is"
+        return f"expected at most {most:,}: larger values exceed any memory or time"
     if isinstance(value, (list, tuple)) and len(value) > _ENTRIES:
         return f"has {len(value):,} entries; expected at most {_ENTRIES:,}, or checking them would take too long"
     if isinstance(value, str) and len(value) > _CHARACTERS:
@@ -300,5 +300,5 @@ def _why(problem: Any, info: FieldInfo | None) -> str:
         return problem["msg"].removeprefix("Value error, ")
     missing = "has no default and was not given; " if problem["type"] == "missing" else ""
     is_vast = problem["type"] == "less_than_equal" and problem["ctx"]["le"] >= _VAST
-    more = f", at most {problem['ctx']['le']:,}: more takes more memory or time than there is" if is_vast else ""
+    more = f", at most {problem['ctx']['le']:,}: larger values exceed any memory or time" if is_vast else ""
     return f"{missing}expected {accepted(info)}{more}"

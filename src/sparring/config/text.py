@@ -39,6 +39,10 @@ _FILE_BYTES, _NODES, _DEPTH = 200_000, 5000, 40
 _CORE = "tag:yaml.org,2002:"
 
 
+class _NotReadError(yaml.MarkedYAMLError):
+    """YAML that is valid, and not read here."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text. And within bounds."""
 
@@ -67,13 +71,13 @@ class _Loader(yaml.SafeLoader):
 
     def _count(self, values: int | None, event: yaml.Event) -> None:
         self._values += values or 0
-        problem = None if values else f"the alias *{event.anchor} stands for what it lies in"
+        problem = None if values else f"the alias *{event.anchor} contains itself"
         if self._depth > _DEPTH:
             problem = f"values lie more than {_DEPTH} deep"
         elif self._values > _NODES:
             problem = f"there are more than {_NODES:,} values, counting what aliases stand for"
         if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise _NotReadError(problem=problem, problem_mark=event.start_mark)
 
     @staticmethod
     def _check_tag(node: yaml.Node) -> None:
@@ -84,7 +88,7 @@ class _Loader(yaml.SafeLoader):
         patterns = [_SCALARS[name][0] for name in read_as if name in _SCALARS]
         if not (isinstance(node, yaml.ScalarNode) and any(re.fullmatch(pattern, node.value) for pattern in patterns)):
             why = f"the tag {node.tag.replace(_CORE, '!!')} is not read here; write the value without it"
-            raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
+            raise _NotReadError(problem=why, problem_mark=node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -141,7 +145,7 @@ def read_settings(path: str | Path) -> list[Setting]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
+        raise UserError(f"config file '{path}'{line}: {_problem(error, 'not valid YAML or JSON')}") from None
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
             settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))
         except (yaml.YAMLError, ValueError) as error:
             problems.append(
-                f"{key} = {shortened(text)} (from command line): the value is not valid YAML ({_problem(error)})"
+                f"{key} = {shortened(text)} (from command line): {_problem(error, 'the value is not valid YAML')}"
             )
     if problems:
         raise UserError("\n".join(problems))
@@ -218,7 +222,10 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
 def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str) -> Iterator[Setting]:
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="a key is a list or has keys itself", problem_mark=key_node.start_mark)
+            raise _NotReadError(problem="a key is a list or has keys itself", problem_mark=key_node.start_mark)
+        if key_node.value == "<<":
+            why = "merge keys (<<) are not supported; write the keys out, an alias stands for one value"
+            raise _NotReadError(problem=why, problem_mark=key_node.start_mark)
         key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(loader, value_node, f"{key}.", filename)
@@ -234,8 +241,9 @@ def _looks_like_a_key(word: str) -> bool:
     return word.startswith("--") or re.match(f"{_KEY}=", word) is not None
 
 
-def _problem(error: Exception) -> str:
-    return getattr(error, "problem", None) or str(error).splitlines()[0]
+def _problem(error: Exception, kind: str) -> str:
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return problem if isinstance(error, _NotReadError) else f"{kind} ({problem})"
 
 
 def _yaml_lines(values: dict, comments: dict[str, str], prefix: str, indent: str = "") -> Iterator[str]:

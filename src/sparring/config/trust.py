@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
         return
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
-        why = f"names code to import, and is somebody else's, or it was changed: {', '.join(found)}"
+        why = f"names code to import, and you did not sign it, or it was changed since: {', '.join(found)}"
         mend = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
         raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
     if folder is not None and name == "config.yaml":  # all of it is signed, whatever of it is used now
@@ -64,7 +65,22 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
     signed = folder is not None and _sign(folder, name, settings[0].sha256)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
-        print(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"), file=sys.stderr)
+        _say_once(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"))
+
+
+def warn_of_code(file: Path, settings: Iterable[Setting]) -> None:
+    """The file of --config is trusted like a Makefile; it may lie in somebody else's run."""
+    found, folder = _code_in(settings), file.parent
+    if not found or "RANK" in os.environ or not any((folder / name).exists() for name in (MANIFEST, "status.json")):
+        return
+    if not is_signed(read_manifest(folder) or {}):
+        why = f"'{folder}', which you did not sign: it is trusted like a Makefile, and imports {', '.join(found)}"
+        _say_once(visible(f"--config {file} lies in {why}"))
+
+
+@cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def adopts(folder: Path) -> bool:

@@ -162,7 +162,7 @@ class EpisodeStore:
         if next_number > self.next_number:
             raise UserError(
                 f"'{self.folder}' holds episodes up to number {self.next_number - 1}, but is to go on from number "
-                f"{next_number}: it is not the folder this run wrote, or lost its end; start the run anew"
+                f"{next_number}: it is not the folder this run wrote, or lost its end; start the run from scratch"
             )
         with self.lock:
             for segment in self._segments:

@@ -227,9 +227,11 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
 
 
 def error_report(error: BaseException) -> tuple[str, str | None]:
-    """For the parent: what happened, and the traceback; None for a mistake that a person can mend, which needs none."""
-    mendable = isinstance(error, UserError)
-    what = str(error) if mendable else f"{type(error).__name__}: {error}"
+    """What happened, and the traceback; None where it says nothing more, as of a mistake that a person can mend."""
+    mendable = isinstance(error, UserError) or not isinstance(error, Exception)
+    what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    if not isinstance(error, Exception):
+        what = f"called sys.exit({error.code})" if isinstance(error, SystemExit) else f"raised {what}"
     return " ".join([what, *getattr(error, "__notes__", ())]), None if mendable else traceback.format_exc()
 
 
@@ -238,7 +240,7 @@ def describe_env_failure(error: Exception) -> str | None:
     stage = getattr(error, "failed_at", None)
     if stage is None:
         return None
-    said = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    said, _ = error_report(error)
     # of a worker they are in the message
     frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
     own = next((n for n, frame in enumerate(reversed(frames)) if Path(frame.filename).is_relative_to(ours)), 0)

@@ -79,10 +79,15 @@ def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
     """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk."""
     partial = partial_of(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with os.fdopen(os.open(partial, flags, 0o666), "wb") as opened:
-        opened.write(content.encode() if isinstance(content, str) else content)
-    if sync:
-        flush(partial)
+    try:
+        with os.fdopen(os.open(partial, flags, 0o666), "wb") as opened:
+            opened.write(content.encode() if isinstance(content, str) else content)
+        if sync:
+            flush(partial)
+    except OSError as error:  # the disk is full
+        partial.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
     partial.replace(path)
     if sync:
         flush(path.parent)

@@ -72,9 +72,9 @@ _WATCH_S, _AFTER_S, _END_S = 0.2, 0.5, 3.0
 
 def overdue(stage: str, group: int, watchdog_s: float) -> str:
     """The sentence about a stage whose deadline has passed."""
-    limit = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
-    limit = f"{MAKING_S:g} seconds" if stage == "make" else limit
-    return f"{DOING[stage]} has not come to an end, in group {group}; it is given {limit}"
+    setting = f"rollout.watchdog_s={watchdog_s:g}, the first time {FIRST_TIME} times as long; "
+    limit, setting = (MAKING_S, "") if stage == "make" else (watchdog_s, setting)
+    return f"{DOING[stage]} has not finished within {limit:g} seconds ({setting}group {group})"
 
 
 @cache
@@ -287,7 +287,7 @@ class OwnStages:
 
     def _end_process(self) -> None:
         why = self._late() or ""
-        error = StageFailed(f"{why}, and nothing but the end of the process ends it")
+        error = StageFailed(f"{why}, and cannot be interrupted: this process ends")
         if (tell := self.last_words()) is not None:
             tell(error)
         self.end_reported()

@@ -41,7 +41,7 @@ def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path
         numbers = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
         last = max((int(number) for number in numbers if number.isdigit()), default=None)
         goes_on = f"The same command goes on from {folder / f'checkpoint-{last}'}."
-        goes_on = "No checkpoint was saved yet: the same command starts anew." if last is None else goes_on
+        goes_on = "No checkpoint was saved yet: the same command starts from scratch." if last is None else goes_on
         print(f"sparring: {failure} {goes_on}", file=sys.stderr, flush=True)
         # nothing is left to put away; libraries, which classes of one's own may have brought, would take their time
         os._exit(code)

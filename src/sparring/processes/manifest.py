@@ -178,7 +178,7 @@ def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None =
             elif not file.is_file():
                 found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
             elif (size := file.stat().st_size) != wanted.get("size"):
-                found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
+                found.append(f"{name} has {size} bytes, expected {wanted.get('size')}")
             elif not _is_as_written(file, wanted):
                 found.append(f"{name} has another checksum than when it was written")
         except OSError as error:

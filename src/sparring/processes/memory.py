@@ -234,7 +234,8 @@ def explain_oom(doing: str, policy: "nn.Module | None" = None, rows: int = 0, se
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        message = oom_message(error)
+        # of an env it is the env's, whose memory nobody here knows
+        message = None if hasattr(error, "failed_at") else oom_message(error)
         if message is None:
             raise
         raise OutOfMemory(_explanation(doing, policy, rows, setting, message)) from error

@@ -30,22 +30,28 @@ class RowCheck:
 
     def __init__(self) -> None:
         self.last = 0  # number of the last good row
-        self.altered: list[int] = []  # numbers of lines, from 1
-        self._gaps: list[str] = []
-        self._lines = self._since = 0
+        self.left_out = 0  # lines that are not good
+        # rows that are not as they were written; rows that are not there; lines that are none of these
+        self._altered: list[str] = []
+        self._missing: list[str] = []
+        self._out_of_place: list[str] = []
+        self._since = 0  # lines after the last good row that are no rows
 
     def is_good(self, line: bytes) -> bool:
         """Of the next line. One that is not is altered, or a row that comes twice or too late."""
         number = self.number(line)
-        self._lines += 1
         if number is None or number <= self.last:
-            self.altered.append(self._lines)
-            self._since += 1
+            self.left_out += 1
+            self._since += number is None
+            self._out_of_place += [f"row {number} again"] if number else []
             return False
         # altered lines in between are what is left of rows that were there
-        first = self.last + 1 + self._since
+        altered = min(self._since, number - self.last - 1)
+        self._altered += map(str, range(self.last + 1, self.last + 1 + altered))
+        self._out_of_place += [f"a line after row {self.last}"] * (self._since - altered)
+        first = self.last + 1 + altered
         if first < number:
-            self._gaps.append(f"{first}" if first + 1 == number else f"{first}-{number - 1}")
+            self._missing.append(f"{first}" if first + 1 == number else f"{first}-{number - 1}")
         self.last, self._since = number, 0
         return True
 
@@ -56,7 +62,19 @@ class RowCheck:
     @property
     def missing(self) -> list[str]:
         """A clause, where rows in between are."""
-        return [f"rows missing: {_some(self._gaps)}"] if self._gaps else []
+        return [f"rows missing: {_some(self._missing)}"] if self._missing else []
+
+    @property
+    def damage(self) -> list[str]:
+        """A clause for each kind."""
+        altered = [*self._altered, *map(str, range(self.last + 1, self.last + 1 + self._since))]
+        verb = (
+            f"row {_some(altered)} is not as it was"
+            if len(altered) == 1
+            else f"rows {_some(altered)} are not as they were"
+        )
+        found = [f"{verb} written"] if altered else []
+        return found + self.missing + ([f"out of place: {_some(self._out_of_place)}"] if self._out_of_place else [])
 
     @staticmethod
     def number(line: bytes) -> int | None:
@@ -87,11 +105,15 @@ class RowFile:
         refuse_special(self.path)
         texts = [json.dumps(row | {"row": number}) for number, row in enumerate(rows, self.last + 1)]
         lines = [f'{text[:-1]}, "crc": "{_checksum(text)}"}}\n' for text in texts]
-        with self.path.open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(end - 1, 0))
-            torn = b"" if file.read(1) in (b"", b"\n") else b"\n"
-            file.write(torn + "".join(lines).encode())
+        try:
+            with self.path.open("ab+") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(end - 1, 0))
+                torn = b"" if file.read(1) in (b"", b"\n") else b"\n"
+                file.write(torn + "".join(lines).encode())
+        except OSError as error:  # writing itself names no file
+            error.filename = str(self.path)
+            raise
 
     def read(self) -> list[dict[str, Any]]:
         """The rows that are as they were written."""
@@ -116,8 +138,7 @@ class RowFile:
         if lost := check.lost_of(count):
             after = f"update {last['update']}" if "update" in last else f"row {check.last}"
             found.append(f"rows after {after if check.last else 'the beginning'} are lost ({lost} of {count})")
-        found += [f"row {_some(list(map(str, check.altered)))} is not as it was written"] if check.altered else []
-        return found + check.missing
+        return found + check.damage
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop intact rows that are not wanted, and a torn end."""

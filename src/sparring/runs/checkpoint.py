@@ -88,8 +88,13 @@ def save_checkpoint(
 
     @contextmanager
     def new(name: str) -> Iterator[HashedFile]:
-        with HashedFile(partial / name) as file:
-            yield file
+        try:
+            with HashedFile(partial / name) as file:
+                yield file
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            error.filename = str(target)
+            raise
         files[name] = file.entry
 
     with new("training_state.pt") as file:

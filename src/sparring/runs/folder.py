@@ -35,7 +35,7 @@ from sparring.config.text import saved_settings
 from sparring.errors import Diverged, UserError
 from sparring.phases.phase import Phase, Progress
 from sparring.processes.files import refuse_links_out, take_lock, write_whole
-from sparring.processes.manifest import entry, write_manifest
+from sparring.processes.manifest import altered, entry, write_manifest
 from sparring.processes.rows import Document, RowFile
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
@@ -122,6 +122,18 @@ class RunFolder:
             self.write_config(self.config)
         except OSError as error:
             raise ConfigError([f"output = '{path}': cannot write there ({error.strerror})"]) from None
+
+    def keep_config(self, checkpoint: Path, config: Config, trains: bool) -> Config:
+        """Write the current limits and free settings of a resumed run to config.yaml; returns the config to use."""
+        # the command that branched off from another run must also resume this one
+        resume = saved_settings(checkpoint).get("resume", config.resume)
+        config = config.model_copy(update={"resume": resume})
+        if damaged := altered(self.path, "config.yaml"):
+            again = f"written again from {checkpoint.name}"
+            log.warning("'%s': %s; %s", self.path, damaged[0], again)
+        if damaged or trains:
+            self.write_config(config)
+        return config
 
     def write_config(self, config: Config) -> None:
         """Write config.yaml and sign it, so that later commands may import the code that it names."""
@@ -228,9 +240,9 @@ class Status:
         self.progress(progress, fraction)
         self.evaluated(evaluations)
 
-    def progress(self, progress: Progress, fraction: float) -> None:
+    def progress(self, progress: Progress, fraction: float, at_once: bool = False) -> None:
         self.content["progress"] = asdict(progress) | {"fraction": fraction}
-        if time.monotonic() - self._written >= _SECONDS:
+        if at_once or time.monotonic() - self._written >= _SECONDS:
             self._write()
 
     def evaluated(self, evaluations: list[dict]) -> None:

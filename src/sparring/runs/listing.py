@@ -47,11 +47,12 @@ class RunState:
     age: float  # seconds since its last write
 
 
-def find_runs(root: Path) -> list[RunState]:
-    """The runs in `root` and below it, the most recently written first."""
-    if not root.is_dir():
-        raise UserError(f"'{root}' is no folder; give the folder that contains your runs")
-    return sorted(map(_read_run, run_folders(root)), key=lambda run: run.age)
+def find_runs(*roots: Path) -> list[RunState]:
+    """The runs in `roots` and below them, without duplicates, the most recently written first."""
+    if wrong := [root for root in roots if not root.is_dir()]:
+        raise UserError(f"'{wrong[0]}' is no folder; give the folder that contains your runs")
+    found = dict.fromkeys(run for root in roots for run in run_folders(root))
+    return sorted(map(_read_run, found), key=lambda run: run.age)
 
 
 def run_folders(root: Path) -> Iterator[Path]:
@@ -72,6 +73,7 @@ def why_no_checkpoint(folder: Path) -> str | None:
         run, every = _read_run(folder), saved.get("training.save_every")
         done = f" after {run.updates:,} updates" if run.updates else ""
         fix = "wait for it" if run.state == "running" else "run the same command again"
+        fix = f"it ended with: {run.why}. Change what this names, and train again" if run.state == "crashed" else fix
         return (
             f"'{folder}' has no checkpoint yet: its run {_STATES.get(run.state, 'ended')}{done}, and one is saved "
             f"every {every or 'n'} updates (training.save_every) and at the end; {fix}"

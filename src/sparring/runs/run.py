@@ -26,7 +26,6 @@ from sparring.phases.phase import Phase, Progress
 from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
 from sparring.processes.heartbeat import OwnStages
-from sparring.processes.manifest import altered
 from sparring.record.log import LOGGER, Console, RunLog
 from sparring.record.recorder import Recorder, check_installed, make_sinks
 from sparring.runs.checkpoint import CheckpointError, not_finite, remove_old, save_checkpoint
@@ -236,8 +235,8 @@ class Run:
 
     def _adopt_limits(self, checkpoint: Path, run_folder: RunFolder) -> None:
         """Log a changed limit, and write the new one to config.yaml."""
-        saved = saved_settings(checkpoint)
-        before = self._limits({key.removeprefix("training."): value for key, value in saved.items()})
+        saved = {key.removeprefix("training."): value for key, value in saved_settings(checkpoint).items()}
+        before = self._limits(saved)
         now = self._limits(dict(self.config.training))
         self.limit_passed = now != before and self.fraction >= 1
         if self.limit_passed:
@@ -248,14 +247,8 @@ class Run:
             earlier, share = self._share_of(before), self._share_of(now)
             stretch = f"{schedules} now runs over {limit} and continues from {share:.0%} (was at {earlier:.0%})"
             log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
-        if not run_folder.holds(checkpoint):
-            return
-        # the command that branched off from another run must also resume this one
-        self.config = self.config.model_copy(update={"resume": saved.get("resume", self.config.resume)})
-        if damaged := altered(run_folder.path, "config.yaml"):
-            log.warning("'%s': %s; written again from %s", run_folder.path, damaged[0], checkpoint.name)
-        if damaged or self.fraction < 1:
-            run_folder.write_config(self.config)
+        if run_folder.holds(checkpoint):
+            self.config = run_folder.keep_config(checkpoint, self.config, self.fraction < 1)
 
     @contextmanager
     def _status_open(self, trains: bool = True) -> Iterator[None]:
@@ -352,6 +345,8 @@ class _Checkpoints:
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if run.phase.progress.updates % run.config.training.save_every == 0:
             self.save(run)
+            # a run that is killed now is as far as its checkpoint
+            run.status.progress(run.phase.progress, run.fraction, at_once=True)
             run.recorder.record_next_video(run)
 
     def save_last(self, run: Run) -> None:
