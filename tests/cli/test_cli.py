@@ -98,8 +98,9 @@ def test_help_has_examples_and_exit_codes(capsys):
     assert code == 0
     assert "  sparring train finetune --dry-run " in out
     assert (
-        "exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); "
-        "130 interrupted: the first Ctrl-C\nsaves a checkpoint, a second one gives up." in out
+        "exit codes: 0 done; 1 failed; 2 invalid input, explained in one sentence; "
+        "130 interrupted: the first Ctrl-C\nsaves a checkpoint after the current update, the second exits at once"
+        in out
     )
     for command in COMMANDS:
         assert re.search(rf"^    {command}\b", out, re.M)
@@ -138,16 +139,16 @@ def test_version(capsys):
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
         (["train"], "the following arguments are required: PHASE"),
-        (["train", "finetune", "extra"], "unrecognized arguments: extra; `sparring train --help` shows what it takes"),
+        (["train", "finetune", "extra"], "unrecognized arguments: extra; `sparring train --help` lists the "),
         (["train", "finetune", "--gpus", "0"], "argument --gpus: expected a whole number >= 1, got '0'"),
         (["train", "finetune", "--gpus", "-1"], "argument --gpus: "),
         (["train", "finetune", "--envs", "x"], "argument --envs: expected a whole number >= 1, got 'x'"),
         (["train", "finetune", "--envs"], "argument --envs: expected one argument"),
         (["eval", "x", "--videos", "many"], "argument --videos: expected a whole number >= 0, got 'many'"),
         (["eval", "x", "--seed", "y"], "argument --seed: expected a whole number >= 0, got 'y'"),
-        (["train", "finetune", "rollout.mode", "async"], "takes. Settings are written rollout.mode=async"),
-        (["train", "finetune", "a.yaml", "b.yaml"], "`sparring train --help` shows what it takes\n"),
-        (["tasks", "ppo.gamma", "1"], "`sparring tasks --help` shows what it takes\n"),
+        (["train", "finetune", "rollout.mode", "async"], "ones. Write settings as rollout.mode=async"),
+        (["train", "finetune", "a.yaml", "b.yaml"], "`sparring train --help` lists the accepted ones\n"),
+        (["tasks", "ppo.gamma", "1"], "`sparring tasks --help` lists the accepted ones\n"),
         (["tasks", "ppo.gamma=1"], "unrecognized arguments: ppo.gamma=1"),
         (["completion", "csh"], "argument shell: invalid choice: 'csh'"),
         (["train", "finetune", "--ppo.gama", "1"], "ppo.gama (from command line): unknown key; nearest: ppo.gamma"),

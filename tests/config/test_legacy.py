@@ -442,14 +442,14 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
     for there in ("f.yaml", "ours.yaml"):
         before = (tmp_path / there).read_text()
         assert main(["config", "import", "f.yaml", "--output", there]) == 2
-        assert capsys.readouterr().err.endswith(f"--output {there}: is there already, and stays; choose another name\n")
+        assert capsys.readouterr().err.endswith(f"--output {there} exists and is not overwritten; choose another\n")
         assert (tmp_path / there).read_text() == before
     assert main(["config", "import", "f.yaml", "wm"]) == 0
     assert "\nphase: teacher\n" in capsys.readouterr().out
     for words in (["import"], ["import", "f.yaml", "teacher", "x"], ["import", "f.yaml", "seed=1"], ["teacher", "x"]):
         assert main(["config", *words]) == 2 and "sparring config import FILE [PHASE]" in capsys.readouterr().err
     assert main(["config", "import", "f.yaml", "--output", "no/where.yaml"]) == 2
-    assert "cannot write there (No such file or directory)" in capsys.readouterr().err
+    assert "cannot be written (No such file or directory)" in capsys.readouterr().err
 
 
 def test_the_asynchronous_mode_of_the_document_is_one_of_ours(tmp_path, capsys):

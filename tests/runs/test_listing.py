@@ -196,13 +196,13 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     (run / ".partial-checkpoint-60").mkdir()
     assert main(["prune", "run", "--dry-run"]) == 0
     freed = size(sum(size_of(run / f"checkpoint-{number}") for number in (10, 30, 40)))
-    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); removes 4, {freed}\n"
+    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); deletes 4, {freed}\n"
     assert capsys.readouterr().out == said and len(names(run)) == 6
     assert main(["prune", "run", "run", "--yes"]) == 0
     assert capsys.readouterr().out == f"{said}freed {freed}\n"
     assert names(run) == ["checkpoint-20", "checkpoint-50"]
     assert main(["prune", "run"]) == 0
-    assert capsys.readouterr().out.endswith("; nothing to remove\n")
+    assert capsys.readouterr().out.endswith("; nothing to delete\n")
 
 
 def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
@@ -247,8 +247,8 @@ def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
     run = folder("run", checkpoints=FIVE)
     assert main(["prune", str(run), "--yes"]) == 2
     told = capsys.readouterr()
-    assert "no evaluation tells which are best" in told.out
-    assert "no evaluation tells which checkpoints are best; give --keep-best 0" in told.err
+    assert "without evaluations the best are unknown" in told.out
+    assert "the best checkpoints are unknown; give --keep-best 0" in told.err
     assert len(names(run)) == 5
     assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
     assert names(run) == ["checkpoint-50"]
@@ -261,7 +261,7 @@ def test_it_asks(folder, monkeypatch, capsys, answer, left):
     monkeypatch.setattr("builtins.input", lambda question: answer)
     assert main(["prune", str(run)]) == 0
     assert len(names(run)) == left
-    assert ("nothing was removed" in capsys.readouterr().out) == (left == 2)
+    assert ("nothing was deleted" in capsys.readouterr().out) == (left == 2)
 
 
 def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
@@ -271,7 +271,7 @@ def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
         assert "a process is training there" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     assert main(["prune", str(run)]) == 2
-    assert "nobody is here to be asked; give --yes" in capsys.readouterr().err
+    assert "without a terminal; give --yes" in capsys.readouterr().err
     assert main(["prune", str(run / "checkpoint-1"), "--yes"]) == 2
     assert "holds no checkpoint-<n> folder" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2

@@ -94,7 +94,7 @@ def own_heartbeat() -> memoryview | None:
     return row
 
 
-def is_first_to_say(sentence: str) -> bool:
+def is_first_report(sentence: str) -> bool:
     """Of the ranks that were launched together: an error that all of them have is shown once."""
     if FILE not in os.environ:
         return True
