@@ -74,8 +74,8 @@ def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, comman
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "Disk quota exceeded; make room"),
         (OSError(errno.EMFILE, "Too many open files", "x"), 1, "'x': Too many open files; raise the limit (ulimit -n)"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "'x': File name too long; give a shorter name"),
-        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another place"),
-        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another place"),
+        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another path"),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another path"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 2, "'x': Is a directory"),
     ],
 )

@@ -158,7 +158,7 @@ def test_version(capsys):
         (["config", "all"], "sparring: phase = all (from command line): this phase is unknown; one of: "),
         (["train", "finetuna"], "adversarial, all; did you mean finetune?"),
         (["train", "al"], "adversarial, all; did you mean all?"),
-        (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml': cannot read it (No such file"),
+        (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml' cannot be read (No such file"),
         (["eval", "nowhere"], "sparring: 'nowhere' does not exist; give a run folder or a checkpoint folder"),
         (["train", "finetune", "pretrained=nowhere", "--dry-run", "--envs", "1"], "sparring: 'nowhere' does not exist"),
         (["train", "finetune", "device=cuda:99"], "sparring: device=cuda:99: this process sees "),
@@ -206,7 +206,7 @@ def test_config_prints_every_phase_with_nothing_given(capsys, here, phase):
     assert (code, err) == (0, "") and f"\nphase: {phase}  #" in f"\n{out}"
     # all else is still checked
     code, _, err = told(capsys, "config", phase, "buffer.size=7", "rollout.n_envs=8")
-    assert code == 2 and "buffer.size = 7 (from command line): holds less than one decision" in err
+    assert code == 2 and "buffer.size = 7 (from command line): is less than one decision" in err
 
 
 @pytest.mark.parametrize("key", ["imitate.demos", "student.teacher", "adversarial.teacher"])

@@ -493,7 +493,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "env.pad_action=32"], "env.pad_action is not recorded"),
         (["lift_d0", "--episodes", "1", "env.name=gym:Pendulum-v1"], "env.name=gym:Pendulum-v1 has no scripted"),
         (["lift_d0", "--episodes", "1", "env.task=push_d0"], "the task is given twice"),
-        (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml': cannot read it"),
+        (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml' cannot be read"),
         (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no' cannot be written"),
         (["show"], "expected one dataset: sparring demos show PATH"),
         (["show", ".", "--episodes", "3", "--seed=1"], "--episodes, --seed=1: `sparring demos show PATH` takes only"),

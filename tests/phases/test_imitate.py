@@ -522,7 +522,7 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
         (["imitate.demos=[]"], "expected the folder(s) of demonstrations"),
         (
             ["training.total_timesteps=5"],
-            "no robot acts in imitate; say how long with training.iterations, and training.total_timesteps=null",
+            "imitate has no env steps; set training.iterations instead, and training.total_timesteps=null",
         ),
         (["env.task=lift_d7"], "lift_d7"),
     ],

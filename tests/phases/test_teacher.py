@@ -257,8 +257,8 @@ def test_the_words_of_the_originals():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"env": {"cameras": []}}, "env.cameras = .*: a world model predicts pictures; expected cameras"),
-        ({"rollout": {"n_episodes_per_batch": 16}}, "the teacher collects by rollout.steps"),
+        ({"env": {"cameras": []}}, "env.cameras = .*: a world model predicts images; expected cameras"),
+        ({"rollout": {"n_episodes_per_batch": 16}}, "the teacher collects rollout.steps"),
     ],
 )
 def test_what_cannot_work_is_refused(settings, said):

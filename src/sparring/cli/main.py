@@ -95,7 +95,7 @@ def _exit_code(argv: list[str]) -> int:
 
 
 def _os_error(error: Exception) -> OSError | None:
-    """An error of the machine or of a given path. Libraries written in Rust name its number in their message."""
+    """The OSError of the machine or of a given path behind `error`; Rust libraries put only its number in a message."""
     if isinstance(error, OSError):
         return error if error.errno in (*_MACHINE, *_USER) else None
     if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
